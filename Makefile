@@ -1,0 +1,38 @@
+# One command each: `make demo` shows it, `make test` proves it. Both make .venv and fetch what they need.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+export OMP_WAIT_POLICY = PASSIVE
+
+.PHONY: demo test unit lint types bench clean
+
+demo: $(STAMP)
+	$(BIN)/loraplex up --demo --port 8080 --data-dir .loraplex
+
+test: lint types unit
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Measures the stack that `make demo` runs in another terminal.
+bench: $(STAMP)
+	$(BIN)/loraplex bench --tenants .loraplex/demo.json --n 64 --c 16
+
+# torch comes first and alone, so that no other package's requirement picks a build with CUDA.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into .venv (about 2.4 GB, a minute or two) ..."
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .loraplex .loraplex-test

@@ -1,0 +1,287 @@
+"""A LoRA adapter folder as PEFT saves it: checked by header and content, and named by its digest.
+
+Reads safetensors by hand (json and struct), so that the gateway checks uploads without torch. Never unpickles.
+
+The digest is the SHA-256 of what changes the result: for each module in order its rank and scale, and its two tensors'
+dtypes, shapes and bytes. The order of tensors in the file, of keys in the config, and fields that only tell how the
+adapter was trained do not matter.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adapters.manifest import (
+    LM_HEAD,
+    OUTSIDE,
+    AdapterError,
+    AdapterManifest,
+    AdapterNotFound,
+    BaseShape,
+    parse_manifest,
+)
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+PICKLE_NAME = "adapter_model.bin"
+DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 16 << 20
+_CHUNK = 1 << 20
+_TENSOR = re.compile(
+    r"base_model\.model\.(?P<module>lm_head|model\.layers\.(?P<layer>0|[1-9]\d{0,4})\."
+    r"(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj))\.lora_(?P<side>[AB])(?:\.default)?\.weight"
+)
+_EMBEDDING = re.compile(
+    r"base_model\.model\.(?P<module>model\.embed_tokens)\.lora_embedding_(?P<side>[AB])(?:\.default)?"
+)
+# PEFT saves the base model's own embedding and head beside an adapter of theirs.
+_BASE_COPY = re.compile(r"base_model\.model\.(?:model\.)?(?P<name>embed_tokens|lm_head)(?:\.base_layer)?\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """Where a tensor lies in the file. shape: A `[rank, in]`, B `[out, rank]`; start, end: file offsets in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, int]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModuleInfo:
+    """One projection of one layer: y += scale * (x A^T) B^T."""
+
+    rank: int
+    scale: float
+    a: TensorSpan
+    b: TensorSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checked adapter. rank: the largest of its modules. num_bytes: of its tensors, as in the file.
+
+    modules: by layer and projection; embed_tokens (A over the vocabulary) and lm_head are of layer OUTSIDE.
+    base_copies: the base model's own embed_tokens or lm_head as the adapter's trainer saved it. Whoever loads the
+    adapter sees to it that they equal the base model's, because PEFT would put them in their place.
+    """
+
+    folder: Path
+    manifest: AdapterManifest
+    modules: Mapping[tuple[int, str], LoraModuleInfo]
+    rank: int
+    num_bytes: int
+    digest: str
+    base_copies: Mapping[str, TensorSpan] = field(default_factory=dict)
+
+    def check_base(self, base: BaseShape) -> None:
+        """Raises AdapterError unless every module exists in the base model with these sizes."""
+        for (layer, projection), module in self.modules.items():
+            if layer >= base.num_layers:
+                raise AdapterError(
+                    module.a.name, f"the base model has {base.num_layers} layers; is this adapter for another model?"
+                )
+            expected = (base.outside if layer == OUTSIDE else base.projections).get(projection)
+            if expected is None:
+                raise AdapterError(module.a.name, "the base model's config.json has no vocab_size to check it against")
+            found = (module.b.shape[0], module.a.shape[1])
+            if found != expected:
+                raise AdapterError(
+                    module.a.name,
+                    f"{projection} maps {found[1]} features to {found[0]}, the base model's {expected[1]} to "
+                    f"{expected[0]}; is this adapter for another model?",
+                )
+        for name, span in self.base_copies.items():
+            vocabulary = base.outside.get(LM_HEAD)
+            if span.shape != vocabulary:
+                raise AdapterError(
+                    span.name, f"its shape is {span.shape}, the base model's {name} {vocabulary}; resized is not served"
+                )
+
+    @property
+    def weights_path(self) -> Path:
+        return self.folder / WEIGHTS_NAME
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Reads and checks an adapter folder, all of its bytes. Raises AdapterError, OSError."""
+    folder = Path(folder)
+    check_files(folder)
+    manifest = parse_manifest(_parse_json((folder / CONFIG_NAME).read_bytes(), CONFIG_NAME))
+    with (folder / WEIGHTS_NAME).open("rb") as file:
+        try:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            raise AdapterError(WEIGHTS_NAME, "the file is empty") from None
+        with data:
+            spans = _read_header(data)
+            copies = {match["name"]: span for span in spans if (match := _BASE_COPY.fullmatch(span.name))}
+            modules = _pair([span for span in spans if span not in copies.values()], manifest)
+            digest = _digest(data, modules, copies)
+    return Checkpoint(
+        folder=folder,
+        manifest=manifest,
+        modules=modules,
+        rank=max(module.rank for module in modules.values()),
+        num_bytes=sum(span.end - span.start for m in modules.values() for span in (m.a, m.b)),
+        digest=digest,
+        base_copies=copies,
+    )
+
+
+def check_files(folder: Path) -> None:
+    """Raises AdapterError unless the folder holds an adapter's two files, by name and size only."""
+    if not folder.is_dir():
+        raise AdapterNotFound("adapter", f"no such folder: {folder}")
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if (folder / name).is_file():
+            continue
+        if name == WEIGHTS_NAME and (folder / PICKLE_NAME).exists():
+            raise AdapterError(PICKLE_NAME, f"pickled weights can run code and are refused; save as {WEIGHTS_NAME}")
+        raise AdapterError(name, "the file is missing")
+    if (folder / CONFIG_NAME).stat().st_size > _MAX_CONFIG_BYTES:
+        raise AdapterError(CONFIG_NAME, f"is larger than {_MAX_CONFIG_BYTES} bytes")
+
+
+def _parse_json(raw: bytes, name: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise AdapterError(name, "a key appears twice")
+        return result
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except AdapterError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(name, f"is not valid JSON: {error}") from None
+
+
+def _read_header(data: mmap.mmap) -> list[TensorSpan]:
+    """All tensors of a safetensors file; dtypes, sizes and offsets checked against the file."""
+    if len(data) < 8:
+        raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: too short")
+    (length,) = struct.unpack("<Q", data[:8])
+    if length > min(_MAX_HEADER_BYTES, len(data) - 8):
+        raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: its header is longer than the file or than 16 MiB")
+    header = _parse_json(data[8 : 8 + length], WEIGHTS_NAME)
+    if not isinstance(header, dict):
+        raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: its header is not an object")
+    header.pop("__metadata__", None)
+    begin = 8 + length
+    spans = sorted((_span(name, entry, begin) for name, entry in header.items()), key=lambda s: (s.start, s.end))
+    position = begin
+    for span in spans:
+        if span.start != position:
+            raise AdapterError(span.name, "its data overlaps another tensor's or leaves a hole")
+        position = span.end
+    if position != len(data):
+        raise AdapterError(WEIGHTS_NAME, f"its tensors end at byte {position}, the file at {len(data)}; is it cut off?")
+    return spans
+
+
+def _span(name: str, entry: Any, begin: int) -> TensorSpan:
+    if not isinstance(entry, dict):
+        raise AdapterError(name, "expected an object with dtype, shape and data_offsets")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise AdapterError(name, f"expected dtype {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    if not _sizes(shape) or 0 in shape:
+        raise AdapterError(name, f"expected two dimensions of at least 1, got {shape!r}")
+    if not _sizes(offsets) or offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
+        raise AdapterError(name, f"its data_offsets {offsets!r} do not fit shape {shape} in {dtype}")
+    return TensorSpan(name, dtype, (shape[0], shape[1]), begin + offsets[0], begin + offsets[1])
+
+
+def _sizes(value: Any) -> bool:
+    return (
+        isinstance(value, list) and len(value) == 2 and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
+    )
+
+
+def _pair(spans: list[TensorSpan], manifest: AdapterManifest) -> dict[tuple[int, str], LoraModuleInfo]:
+    """A and B of every module, in order of (layer, projection), with the rank and scale that PEFT would use."""
+    names: dict[tuple[int, str], str] = {}
+    sides: dict[tuple[int, str], dict[str, TensorSpan]] = {}
+    for span in spans:
+        match = _TENSOR.fullmatch(span.name) or _EMBEDDING.fullmatch(span.name)
+        if match is None:
+            raise AdapterError(
+                span.name,
+                "is not LoRA on q, k, v, o, gate, up or down of a decoder layer, embed_tokens or lm_head; not served",
+            )
+        module = match["module"]
+        layer = int(match.groupdict().get("layer") or OUTSIDE)
+        if not manifest.targets(module, layer):
+            raise AdapterError(span.name, "the config's target_modules do not select this module; PEFT would ignore it")
+        key = (layer, module.rpartition(".")[2])
+        names[key] = module
+        if match["side"] in sides.setdefault(key, {}):
+            raise AdapterError(span.name, "this tensor is in the file twice")
+        sides[key][match["side"]] = span
+    if not sides:
+        raise AdapterError(WEIGHTS_NAME, "has no tensors of LoRA")
+    if manifest.ensure_weight_tying and any(layer == OUTSIDE for layer, _ in sides):
+        raise AdapterError("ensure_weight_tying", "one LoRA for both embed_tokens and lm_head is not served")
+    return {key: _module(names[key], sides[key], manifest) for key in sorted(sides)}
+
+
+def _module(module: str, sides: dict[str, TensorSpan], manifest: AdapterManifest) -> LoraModuleInfo:
+    for side in "AB":
+        if side not in sides:
+            raise AdapterError(f"{module}.lora_{side}", "is missing; LoRA needs A and B of each module")
+    a, b, rank = sides["A"], sides["B"], manifest.rank_of(module)
+    for span, found in ((a, a.shape[0]), (b, b.shape[1])):
+        if found != rank:
+            raise AdapterError(span.name, f"its rank is {found}, the config's r (or rank_pattern) says {rank}")
+    return LoraModuleInfo(rank, manifest.scale_of(module), a, b)
+
+
+def _digest(
+    data: mmap.mmap, modules: Mapping[tuple[int, str], LoraModuleInfo], copies: Mapping[str, TensorSpan]
+) -> str:
+    digest = hashlib.sha256(b"loraplex adapter 1\n")
+    with memoryview(data) as view:
+        for (layer, projection), module in modules.items():
+            digest.update(f"{layer} {projection} {module.rank} {module.scale.hex()}\n".encode())
+            _add(digest, view, module.a)
+            _add(digest, view, module.b)
+        for name in sorted(copies):
+            digest.update(f"base {name}\n".encode())
+            _add(digest, view, copies[name])
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib._Hash", view: memoryview, span: TensorSpan) -> None:
+    digest.update(f"{span.dtype} {span.shape[0]} {span.shape[1]}\n".encode())
+    for start in range(span.start, span.end, _CHUNK):
+        with view[start : min(start + _CHUNK, span.end)] as chunk:
+            _check_finite(span, chunk)
+            digest.update(chunk)
+
+
+# A number whose exponent bits are all ones is NaN or infinite. F16 has them all in its high byte; F32 and BF16 have
+# seven of eight there, so values from 1.7e38 on are refused with them: no trained weight comes near.
+_HIGH_BYTE_MASK = {"F32": 0x7F, "BF16": 0x7F, "F16": 0x7C}
+_BAD_HIGH_BYTE = {dtype: bytes(int(i & m == m) for i in range(256)) for dtype, m in _HIGH_BYTE_MASK.items()}
+
+
+def _check_finite(span: TensorSpan, chunk: memoryview) -> None:
+    """chunk: little-endian numbers of span.dtype, whole ones (a chunk is a multiple of every item size)."""
+    width = DTYPE_BYTES[span.dtype]
+    if 1 in bytes(chunk)[width - 1 :: width].translate(_BAD_HIGH_BYTE[span.dtype]):
+        raise AdapterError(span.name, "holds NaN or infinite values")

@@ -1,0 +1,315 @@
+"""The device tier: adapters' rank pages beside the model's weights, pinned while used, evicted when not.
+
+A page holds `page_rank` rank rows of A and of B-transposed for every projection of every layer, so an adapter takes as
+many pages as its own rank needs and one page table serves all layers. Pages are handed out by the engine thread; the
+bytes are copied by a thread of the pool's own into pages that nobody reads yet, so a load never stands in a step.
+The few adapters of embed_tokens or lm_head bring tensors of their own for these, within a bound of their own.
+Layout of the pages: `kernels.reference.LoraGroup`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from adapters.host_cache import HostAdapter, HostCache
+from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, BaseShape
+from kernels.backend import EmbeddingLora, HeadLora, PackedLinear, dense_linear
+from kernels.memory import lazy_zeros
+from kernels.reference import LoraGroup
+
+PAGE_RANK = 8
+
+# Projections that read the same input are one group: one shrink, one expand.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+
+
+class Residency(Enum):
+    READY = "ready"
+    LOADING = "loading"
+    NO_ROOM = "no room"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Resident:
+    """An adapter that owns pages. `loading` is its copy, None once it is readable."""
+
+    slot: int
+    pages: list[int]
+    outside_bytes: int = 0
+    pins: int = 0
+    loading: "Future[None] | None" = None
+
+
+@dataclass(slots=True)
+class _Reservation:
+    digest: str
+    draining: set[str] = field(default_factory=set)
+
+
+class AdapterPool:
+    """Rank pages for one base model on one device.
+
+    memory: bytes for pages; LoRA on embed_tokens and lm_head may take a quarter as much beside them. max_rank: the
+    largest rank that is taken. pack: the backend's `pack_linear`. Raises ValueError if not one adapter of that rank
+    would fit.
+    """
+
+    def __init__(
+        self,
+        base: BaseShape,
+        host_cache: HostCache,
+        *,
+        memory: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pack: Callable[[Tensor], PackedLinear] = dense_linear,
+        max_slots: int = 4096,
+    ) -> None:
+        self._pack = pack
+        self._max_outside_bytes = memory // 4
+        self.embeddings: dict[int, EmbeddingLora] = {}
+        self.heads: dict[int, HeadLora] = {}
+        self._base, self._host, self._device, self._max_rank = base, host_cache, device, max_rank
+        self.max_pages = -(-max_rank // PAGE_RANK)
+        offsets = {name: _column_bounds(base, name) for name in GROUPS}
+        row_elements = sum(_in_features(base, g) * len(GROUPS[g]) + offsets[g][-1] for g in GROUPS)
+        self.page_bytes = row_elements * PAGE_RANK * base.num_layers * dtype.itemsize
+        self.num_pages = memory // self.page_bytes
+        if self.num_pages < self.max_pages:
+            raise ValueError(
+                f"adapter_memory: {memory} bytes hold {self.num_pages} rank pages, "
+                f"an adapter of rank {max_rank} needs {self.max_pages} ({self.max_pages * self.page_bytes} bytes)"
+            )
+        self.num_slots = min(max_slots, self.num_pages)
+        self.groups = [
+            {
+                name: LoraGroup(
+                    lazy_zeros((self.num_pages, len(GROUPS[name]), PAGE_RANK, _in_features(base, name)), dtype, device),
+                    lazy_zeros((self.num_pages, PAGE_RANK, offsets[name][-1]), dtype, device),
+                    torch.zeros(self.num_slots, len(GROUPS[name]), dtype=torch.float32, device=device),
+                    offsets[name],
+                )
+                for name in GROUPS
+            }
+            for _ in range(base.num_layers)
+        ]
+        self.page_table = torch.full((self.num_slots, self.max_pages), -1, dtype=torch.int32, device=device)
+        self.ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
+        self.page_rank = PAGE_RANK
+        self.generation = 0
+        self.num_loads = 0
+        self.num_evictions = 0
+        self._free_pages = list(range(self.num_pages - 1, -1, -1))
+        self._free_slots = list(range(self.num_slots - 1, -1, -1))
+        self._residents: OrderedDict[str, Resident] = OrderedDict()
+        self._fetching: dict[str, Future[HostAdapter]] = {}
+        self._errors: dict[str, str] = {}
+        self._reservation: _Reservation | None = None
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
+
+    @property
+    def resident(self) -> list[str]:
+        """Digests whose pages can be read now."""
+        return [digest for digest, r in self._residents.items() if r.loading is None]
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free_pages)
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._fetching) or any(r.loading is not None for r in self._residents.values())
+
+    def ensure(self, digest: str) -> Residency:
+        """Whether the adapter can be used in this step; if not, sees to it that it soon can. Never blocks."""
+        if digest in self._errors:
+            return Residency.FAILED
+        reserved = self._reservation
+        if reserved is not None and digest in reserved.draining:
+            return Residency.LOADING  # its pages are promised to a tenant that is further behind
+        resident = self._residents.get(digest)
+        if resident is not None:
+            return Residency.READY if resident.loading is None else Residency.LOADING
+        adapter = self._host.get(digest)
+        if adapter is None:
+            if digest not in self._fetching:
+                self._fetching[digest] = self._host.fetch(digest)
+            return Residency.LOADING
+        if adapter.rank > self._max_rank:
+            self._errors[digest] = f"rank {adapter.rank} is over this engine's --max-lora-rank {self._max_rank}"
+            return Residency.FAILED
+        if _outside_bytes(adapter) > self._max_outside_bytes:
+            self._errors[digest] = (
+                f"its LoRA on embed_tokens and lm_head takes {_outside_bytes(adapter)} bytes, "
+                f"a quarter of this engine's --adapter-memory is {self._max_outside_bytes}"
+            )
+            return Residency.FAILED
+        if reserved is not None and reserved.digest != digest:
+            return Residency.LOADING  # free pages are being gathered for another
+        return self._place(digest, adapter)
+
+    def pin(self, digest: str) -> int:
+        """Holds a READY adapter in place; returns its slot."""
+        resident = self._residents[digest]
+        resident.pins += 1
+        self._residents.move_to_end(digest)
+        return resident.slot
+
+    def unpin(self, digest: str) -> None:
+        self._residents[digest].pins -= 1
+
+    def error(self, digest: str) -> str:
+        """Why `ensure` said FAILED. Said once: the next request tries again."""
+        return self._errors.pop(digest)
+
+    def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:
+        """Promises `digest` the pages of adapters in `furthest_ahead` order; they take no new request until then."""
+        if self._reservation is not None:
+            return
+        adapter = self._host.get(digest)
+        if adapter is None:
+            return
+        self._reservation = reservation = _Reservation(digest)
+        held = {d: r for d, r in self._residents.items() if r.pins}
+        for victim in dict.fromkeys(furthest_ahead):
+            if self._fits(adapter, list(held.values())):
+                break
+            held.pop(victim, None)
+            reservation.draining.add(victim)
+
+    def no_longer_wanted(self, digest: str) -> None:
+        """The last request for it has gone: a promise made to it is void."""
+        if self._reservation is not None and self._reservation.digest == digest:
+            self._reservation = None
+
+    def evict(self, digest: str) -> bool:
+        """Frees the adapter's pages; False while a request is using them."""
+        resident = self._residents.get(digest)
+        if resident is None:
+            return True
+        if resident.pins or resident.loading is not None:
+            return False
+        del self._residents[digest]
+        self._free_pages.extend(reversed(resident.pages))
+        self._free_slots.append(resident.slot)
+        self.embeddings.pop(resident.slot, None)
+        self.heads.pop(resident.slot, None)
+        self.num_evictions += 1
+        self.generation += 1
+        return True
+
+    def poll(self) -> None:
+        """Takes note of fetches and copies that ended. Called by the engine thread before it schedules."""
+        for digest, future in list(self._fetching.items()):
+            if future.done():
+                del self._fetching[digest]
+                error = future.exception()
+                if error is not None:
+                    self._errors[digest] = str(error)
+        for digest, resident in list(self._residents.items()):
+            if resident.loading is not None and resident.loading.done():
+                error = resident.loading.exception()
+                resident.loading = None
+                if error is not None:
+                    self._errors[digest] = f"copy to the device failed: {error}"
+                    self.evict(digest)
+                self.num_loads += 1
+                self.generation += 1
+
+    def close(self) -> None:
+        self._copier.shutdown(wait=True, cancel_futures=True)
+
+    def _pages_for(self, adapter: HostAdapter) -> int:
+        return -(-adapter.rank_in_layers // PAGE_RANK)
+
+    def _fits(self, adapter: HostAdapter, held: Sequence[Resident]) -> bool:
+        """Whether there is room for it beside these."""
+        return (
+            len(held) < self.num_slots
+            and self._pages_for(adapter) + sum(len(r.pages) for r in held) <= self.num_pages
+            and _outside_bytes(adapter) + sum(r.outside_bytes for r in held) <= self._max_outside_bytes
+        )
+
+    def _place(self, digest: str, adapter: HostAdapter) -> Residency:
+        idle = [d for d, r in self._residents.items() if not r.pins and r.loading is None]
+        if not self._fits(adapter, [r for d, r in self._residents.items() if r.pins or r.loading is not None]):
+            return Residency.NO_ROOM
+        for victim in idle:  # least recently pinned first
+            if self._fits(adapter, list(self._residents.values())):
+                break
+            self.evict(victim)
+        pages = [self._free_pages.pop() for _ in range(self._pages_for(adapter))]
+        slot = self._free_slots.pop()
+        copying = self._copier.submit(self._copy, adapter, slot, pages)
+        self._residents[digest] = Resident(slot, pages, _outside_bytes(adapter), loading=copying)
+        if self._reservation is not None and self._reservation.digest == digest:
+            self._reservation = None
+        return Residency.LOADING
+
+    def _copy(self, adapter: HostAdapter, slot: int, pages: list[int]) -> None:
+        """Runs on the copy thread. The pages and the slot belong to this adapter alone until the copy is done."""
+        rows = len(pages) * PAGE_RANK
+        index = torch.tensor(pages, device=self._device)
+        for layer, groups in enumerate(self.groups):
+            for name, group in groups.items():
+                projections = GROUPS[name]
+                if not any((layer, p) in adapter.modules for p in projections):
+                    group.scales[slot] = 0.0
+                    continue
+                dtype = group.a_pages.dtype
+                a = torch.zeros(len(projections), rows, group.a_pages.shape[-1], dtype=dtype)
+                b = torch.zeros(rows, group.b_pages.shape[-1], dtype=dtype)
+                scales = torch.zeros(len(projections))
+                for s, projection in enumerate(projections):
+                    module = adapter.modules.get((layer, projection))
+                    if module is not None:
+                        a[s, : len(module.a)] = module.a
+                        b[: len(module.a), group.offsets[s] : group.offsets[s + 1]] = module.b.T
+                        scales[s] = module.scale
+                paged_a = a.unflatten(1, (len(pages), PAGE_RANK)).transpose(0, 1)
+                group.a_pages[index] = paged_a.to(self._device)
+                group.b_pages[index] = b.unflatten(0, (len(pages), PAGE_RANK)).to(self._device)
+                group.scales[slot] = scales.to(self._device)
+        table = torch.full((self.max_pages,), -1, dtype=torch.int32)
+        table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.page_table[slot] = table.to(self._device)
+        self.ranks[slot] = adapter.rank_in_layers
+        self._copy_outside(adapter, slot)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _copy_outside(self, adapter: HostAdapter, slot: int) -> None:
+        embedding, head = adapter.modules.get((OUTSIDE, EMBEDDING)), adapter.modules.get((OUTSIDE, LM_HEAD))
+        if embedding is not None:
+            table = embedding.a.T.contiguous().to(self._device)
+            self.embeddings[slot] = EmbeddingLora(table, self._pack(embedding.b.to(self._device)), embedding.scale)
+        if head is not None:
+            a, b = head.a.to(self._device), head.b.to(self._device)
+            self.heads[slot] = HeadLora(self._pack(a), self._pack(b), head.scale)
+
+
+def _outside_bytes(adapter: HostAdapter) -> int:
+    return sum(m.a.nbytes + m.b.nbytes for (layer, _), m in adapter.modules.items() if layer == OUTSIDE)
+
+
+def _in_features(base: BaseShape, group: str) -> int:
+    return base.projections[GROUPS[group][0]][1]
+
+
+def _column_bounds(base: BaseShape, group: str) -> tuple[int, ...]:
+    bounds = [0]
+    for projection in GROUPS[group]:
+        bounds.append(bounds[-1] + base.projections[projection][0])
+    return tuple(bounds)

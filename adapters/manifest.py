@@ -1,0 +1,290 @@
+"""PEFT's `adapter_config.json` -> what we serve, or a refusal that names the field and says why.
+
+Knows every field of PEFT's `LoraConfig`: honoured, without effect on the output of a trained adapter, or refused. A
+field we don't know is refused too unless it is empty. No torch.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from adapters.patterns import ModulePattern, PatternError, pattern_key_matcher
+
+# Modules outside of the decoder's layers, and the number that stands for their layer.
+EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
+OUTSIDE = -1
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MAX_PATTERNS = 4096
+
+HONOURED = {
+    *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights", "ensure_weight_tying"),
+}
+# Where the adapter came from, how it was trained, or settings of something that is itself refused when on.
+HARMLESS = {
+    *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout"),
+    *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+    # PEFT itself sets it back to false for the linear layers of the families we serve.
+    *("qalora_group_size", "fan_in_fan_out"),
+}
+REFUSED = {
+    "use_dora": "DoRA's magnitude vectors are not served",
+    "modules_to_save": "fully trained copies of base modules are not served",
+    "lora_bias": "a bias on LoRA B is not served",
+    "trainable_token_indices": "trained token embeddings are not served",
+    "layer_replication": "replicated layers are not served",
+    "megatron_config": "Megatron's parallel layers are not served",
+    "use_qalora": "QA-LoRA's pooled inputs are not served",
+    "velora_config": "VeLoRA is not served",
+    "monteclora_config": "MonteCLoRA's sampled weights are not served",
+    "alora_invocation_tokens": "activated LoRA (aLoRA) is not served",
+    "use_bdlora": "block-diagonal LoRA is not served",
+    "arrow_config": "Arrow routing is not served",
+    "kasa_config": "KaSA's singular values are not served",
+    "target_parameters": "LoRA on bare parameters is not served",
+}
+# These set up the adapter by changing the base weights, so the file is no delta to the base model that we serve.
+_BASE_CHANGING_INIT = ("pissa", "olora", "corda", "lora_ga", "loftq")
+_PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+class AdapterError(ValueError):
+    """An adapter we refuse. `field` names the PEFT field, tensor or file; `message` says what was expected."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class AdapterNotFound(AdapterError):
+    """No adapter of this digest or path."""
+
+
+@dataclass(frozen=True)
+class BaseShape:
+    """The base model's sizes as an adapter sees them. projections: name -> (out_features, in_features).
+
+    outside: the same of embed_tokens (a vocabulary in, hidden out) and lm_head; empty where the vocabulary isn't known.
+    """
+
+    num_layers: int
+    projections: Mapping[str, tuple[int, int]]
+    outside: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
+        """From a Hugging Face `config.json` of the Llama family. Raises ValueError naming the key."""
+
+        def size(key: str, default: int | None = None) -> int:
+            value = config.get(key)
+            value = default if value is None else value
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"base model's config.json: {key}: expected a positive integer, got {value!r}")
+            return value
+
+        hidden, heads, inner = size("hidden_size"), size("num_attention_heads"), size("intermediate_size")
+        head_dim = size("head_dim", hidden // heads)
+        q, kv = heads * head_dim, size("num_key_value_heads", heads) * head_dim
+        shapes = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        shapes |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        outside = {}
+        if config.get("vocab_size") is not None:
+            vocabulary = size("vocab_size")
+            outside = {EMBEDDING: (hidden, vocabulary), LM_HEAD: (vocabulary, hidden)}
+        return cls(size("num_hidden_layers"), shapes, outside)
+
+    @classmethod
+    def from_config_dir(cls, path: str | PathLike[str]) -> "BaseShape":
+        """From a model folder's `config.json`. Raises ValueError, OSError."""
+        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("base model's config.json: expected a JSON object")
+        return cls.from_config(config)
+
+
+@dataclass(frozen=True)
+class AdapterManifest:
+    """The fields of an adapter's config that change the result, checked.
+
+    Module names below are PEFT's, as in `model.layers.3.self_attn.q_proj`.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    target_modules: tuple[str, ...] | str
+    exclude_modules: tuple[str, ...] | str = ()
+    layers: frozenset[int] | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    ensure_weight_tying: bool = False
+
+    def __post_init__(self) -> None:
+        matchers = {
+            "target_modules": _module_matcher("target_modules", self.target_modules),
+            "exclude_modules": _module_matcher("exclude_modules", self.exclude_modules),
+            "rank_pattern": _pattern_lookup("rank_pattern", self.rank_pattern, self.rank),
+            "alpha_pattern": _pattern_lookup("alpha_pattern", self.alpha_pattern, self.alpha),
+        }
+        object.__setattr__(self, "_matchers", matchers)
+
+    def targets(self, module: str, layer: int) -> bool:
+        """Whether PEFT would put LoRA on this module of this decoder layer. Raises AdapterError on a costly pattern."""
+        if self._ask("exclude_modules", module) or not self._ask("target_modules", module):
+            return False
+        if layer == OUTSIDE and module in self.target_modules:
+            return True  # a module's full name wins over layers_to_transform, and lm_head's is just that
+        return self.layers is None or layer in self.layers
+
+    def rank_of(self, module: str) -> int:
+        return int(self._ask("rank_pattern", module))
+
+    def scale_of(self, module: str) -> float:
+        """The factor on B A x: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        rank, alpha = self.rank_of(module), float(self._ask("alpha_pattern", module))
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def _ask(self, name: str, module: str) -> Any:
+        matchers: dict[str, Callable[[str], Any]] = self._matchers  # type: ignore[attr-defined]
+        try:
+            return matchers[name](module)
+        except PatternError as error:
+            raise AdapterError(name, str(error)) from None
+
+
+def parse_manifest(config: object) -> AdapterManifest:
+    """Checks a parsed `adapter_config.json`. Raises AdapterError naming the field."""
+    if not isinstance(config, dict):
+        raise AdapterError("adapter_config.json", "expected a JSON object")
+    _refuse(config)
+    layers = _layers(config)
+    targets = _names(config, "target_modules", default=("q_proj", "v_proj"))  # PEFT's for Llama, Mistral and Qwen
+    if targets == "all-linear":
+        targets = PROJECTIONS
+    if isinstance(targets, str) and layers is not None:
+        raise AdapterError("layers_to_transform", "works only with a list of target_modules, not with a pattern")
+    return AdapterManifest(
+        rank=_rank("r", config.get("r", 8)),
+        alpha=_number("lora_alpha", config.get("lora_alpha", 8)),
+        use_rslora=_flag(config, "use_rslora"),
+        ensure_weight_tying=_flag(config, "ensure_weight_tying"),
+        target_modules=targets,
+        exclude_modules=_names(config, "exclude_modules", default=()),
+        layers=layers,
+        rank_pattern={k: _rank(f"rank_pattern[{k!r}]", v) for k, v in _patterns(config, "rank_pattern").items()},
+        alpha_pattern={k: _number(f"alpha_pattern[{k!r}]", v) for k, v in _patterns(config, "alpha_pattern").items()},
+    )
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise AdapterError("peft_type", f"expected 'LORA', got {config.get('peft_type')!r}")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise AdapterError("task_type", f"expected 'CAUSAL_LM' or null, got {config['task_type']!r}")
+    for name, why in REFUSED.items():
+        if config.get(name):
+            raise AdapterError(name, why)
+    if config.get("bias") not in (None, "none"):
+        raise AdapterError("bias", f"expected 'none', got {config['bias']!r}; trained biases are not served")
+    _flag(config, "fan_in_fan_out")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INIT):
+        raise AdapterError(
+            "init_lora_weights",
+            f"{init!r} changes the base weights; save the adapter with path_initial_model_for_weight_conversion",
+        )
+    if not isinstance(init, str | bool | None) or init not in _PLAIN_INIT:
+        raise AdapterError("init_lora_weights", f"{init!r} is not known")
+    for name, value in config.items():
+        if name not in HONOURED and name not in HARMLESS and name not in REFUSED and value:
+            raise AdapterError(name, "this field is not known, so its effect can't be served; remove it if it has none")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _rank(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise AdapterError(name, f"expected a positive integer, got {value!r}")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
+        raise AdapterError(name, f"expected a finite number, got {value!r}")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise AdapterError(name, f"expected true or false, got {value!r}")
+    return bool(value)
+
+
+def _names(config: Mapping[str, Any], name: str, default: tuple[str, ...]) -> tuple[str, ...] | str:
+    value = config.get(name)
+    if value is None:
+        return default
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise AdapterError(name, "expected a list of module names or one pattern")
+    return tuple(value)
+
+
+def _patterns(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise AdapterError(name, "expected an object of module patterns")
+    if len(value) > MAX_PATTERNS:
+        raise AdapterError(name, f"has {len(value)} patterns, at most {MAX_PATTERNS} are taken")
+    return value
+
+
+def _layers(config: Mapping[str, Any]) -> frozenset[int] | None:
+    value = config.get("layers_to_transform")
+    if value is None or value == []:
+        return None
+    if config.get("layers_pattern") not in (None, "", [], "layers", ["layers"]):
+        raise AdapterError("layers_pattern", "expected 'layers', the name of the decoder's layers")
+    indexes = value if isinstance(value, list) else [value]
+    if not all(_is_int(i) and i >= 0 for i in indexes):
+        raise AdapterError("layers_to_transform", "expected a layer index or a list of them")
+    return frozenset(indexes)
+
+
+def _module_matcher(name: str, wanted: tuple[str, ...] | str) -> Callable[[str], bool]:
+    if isinstance(wanted, str):
+        if not wanted:
+            return lambda module: False
+        try:
+            return ModulePattern(wanted).fullmatch
+        except PatternError as error:
+            raise AdapterError(name, str(error)) from None
+    names = frozenset(wanted)
+
+    def matches(module: str) -> bool:
+        parts = module.split(".")
+        return any(".".join(parts[i:]) in names for i in range(len(parts)))
+
+    return matches
+
+
+def _pattern_lookup(name: str, patterns: Mapping[str, Any], default: float) -> Callable[[str], float]:
+    """First match wins, in the file's order; PEFT then falls back on an exact name, which a match already covers."""
+    try:
+        matchers = [(pattern_key_matcher(key), value) for key, value in patterns.items()]
+    except PatternError as error:
+        raise AdapterError(name, str(error)) from None
+
+    def lookup(module: str) -> float:
+        return next((value for matches, value in matchers if matches(module)), default)
+
+    return lookup

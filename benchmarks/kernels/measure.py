@@ -1,0 +1,105 @@
+"""Times device work: calls rotated over more memory than the L2 holds, in one CUDA graph, by events, as a median.
+
+A graph, because that is how decode runs, and because a launch from Python takes longer than the kernels measured here.
+What the memory and the tensor cores can do is measured in the same run, never taken from a data sheet.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+REPLAYS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One row of a table. calls: the same work on different memory. num_bytes, flops: of one call, at least."""
+
+    name: str
+    calls: list[Callable[[], object]]
+    num_bytes: int
+    flops: int = 0
+    baseline: list[Callable[[], object]] | None = None
+    """What the work is added to (LoRA: the base projection), timed beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    microseconds: float
+    bandwidth_share: float
+    matrix_share: float
+    baseline_microseconds: float | None
+
+
+def copies_past_l2(bytes_per_call: int) -> int:
+    """How many copies of the inputs to rotate over, so that none is left in the L2 when its turn comes."""
+    l2 = torch.cuda.get_device_properties("cuda").L2_cache_size
+    return max(2, min(64, -(-2 * l2 // bytes_per_call)))
+
+
+def microseconds(calls: list[Callable[[], object]]) -> float:
+    """Median device time of one call."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()  # compiles, picks cuBLAS's algorithm
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        graph.replay()
+        times = []
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+@cache
+def bandwidth() -> float:
+    """Bytes a second of a device-to-device copy, read and written bytes both counted."""
+    source = [torch.empty(512 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    target = torch.empty_like(source[0])
+    return 2 * target.numel() / microseconds([lambda s=s: target.copy_(s) for s in source]) * 1e6
+
+
+@cache
+def matrix_rate() -> float:
+    """Operations a second of a bf16 product of 8,192 x 8,192 matrices."""
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    return 2 * 8192**3 / microseconds([lambda: a @ b] * 4) * 1e6
+
+
+def measure(work: Work) -> Row:
+    taken = microseconds(work.calls)
+    return Row(
+        work.name,
+        taken,
+        work.num_bytes / taken * 1e6 / bandwidth(),
+        work.flops / taken * 1e6 / matrix_rate(),
+        microseconds(work.baseline) if work.baseline else None,
+    )
+
+
+def table(title: str, rows: list[Row]) -> str:
+    """Markdown, ready for docs/perf.md."""
+    lines = [
+        f"### {title}",
+        "",
+        "| case | µs | of copy bandwidth | of matrix rate | added to, µs |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        matrix = f"{row.matrix_share:.0%}" if row.matrix_share else "-"
+        base = f"{row.baseline_microseconds:.1f}" if row.baseline_microseconds is not None else "-"
+        lines.append(f"| {row.name} | {row.microseconds:.1f} | {row.bandwidth_share:.0%} | {matrix} | {base} |")
+    return "\n".join(lines)

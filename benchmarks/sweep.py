@@ -1,0 +1,191 @@
+"""What a step costs on this machine as the batch, the context and the number of adapters grow. Prints tables.
+
+    python benchmarks/sweep.py [--model DIR] [--out docs/perf/FILE.md]
+
+Three questions: how far each decode step is from the machine's floor (reading the weights and the keys and values once
+at the bandwidth measured here, or multiplying at the rate measured here, whichever is longer); whether adapters that
+are registered but not asked cost anything; what a long prompt does to the streams beside it. The engine runs in this
+process, without a server; nothing else may run on the machine meanwhile.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from safetensors.torch import save_file
+
+from adapters.host_cache import HostCache
+from adapters.manifest import BaseShape
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.scheduling.request import SamplingParams
+from loraplex.demo import ensure_demo_model
+
+STEPS = 12
+
+
+def bandwidth() -> float:
+    """Bytes a second of reading: the sum of a tensor far larger than the caches."""
+    x = torch.ones(256 << 20, dtype=torch.int8).view(torch.int64)
+    return max(x.numel() * 8 / _seconds(x.sum) for _ in range(5))
+
+
+def multiply_rate() -> float:
+    """bf16 operations a second of a large product through oneDNN."""
+    a, b = torch.randn(1024, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
+    return max(2 * 1024 * 2048 * 2048 / _seconds(lambda: a @ b) for _ in range(10))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def make_adapters(base: BaseShape, folder: Path, n: int, rank: int) -> list[Path]:
+    """n random adapters on all seven projections, written as PEFT writes them."""
+    paths = []
+    for i in range(n):
+        generator = torch.Generator().manual_seed(i)
+        tensors = {}
+        for layer in range(base.num_layers):
+            for projection, (out_features, in_features) in base.projections.items():
+                block = "self_attn" if projection[0] in "qkvo" else "mlp"
+                key = f"base_model.model.model.layers.{layer}.{block}.{projection}.lora_"
+                tensors[key + "A.weight"] = (torch.randn(rank, in_features, generator=generator) * 0.01).bfloat16()
+                tensors[key + "B.weight"] = (torch.randn(out_features, rank, generator=generator) * 0.01).bfloat16()
+        path = folder / f"r{rank}-{i}"
+        path.mkdir()
+        save_file(tensors, path / "adapter_model.safetensors")
+        targets = ", ".join(f'"{p}"' for p in base.projections)
+        (path / "adapter_config.json").write_text(
+            f'{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}, "target_modules": [{targets}]}}'
+        )
+        paths.append(path)
+    return paths
+
+
+class Bench:
+    def __init__(self, model: Path, host: HostCache) -> None:
+        config = EngineConfig(
+            model=str(model), dtype="bfloat16", max_num_seqs=128, max_num_batched_tokens=2048, kv_cache_memory=8 << 30,
+            adapter_memory=2 << 30, enable_prefix_caching=False,
+        )  # fmt: skip
+        self.engine = Engine(config, host)
+
+    def decode_ms(self, batch: int, context: int, adapters: list[str]) -> float:
+        """Median time of a decode step of `batch` requests with `context` tokens before them."""
+        for i in range(batch):
+            adapter = adapters[i % len(adapters)] if adapters else None
+            prompt = [(31 * i + 7 * j) % 40000 + 10 for j in range(context)]
+            params = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
+            self.engine.add_request(str(i), prompt, params, adapter=adapter)
+        while not all(r.is_decoding for r in self.engine.scheduler.requests.values()):
+            self.engine.step()
+        times = [_seconds(self.engine.step) for _ in range(STEPS)]
+        for i in range(batch):
+            self.engine.abort(str(i))
+        return 1e3 * statistics.median(times)
+
+    def stall(self, streams: int, prompt: int) -> tuple[float, float]:
+        """p99 of the streams' inter-token times in ms: without and during the prefill of a prompt."""
+        calm, disturbed = [], []
+        for i in range(streams):
+            self.engine.add_request(
+                str(i), [i + 10] * 32, SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
+            )
+        for step in range(150):
+            started = time.perf_counter()
+            self.engine.step()
+            if step >= 30:
+                calm.append(time.perf_counter() - started)
+        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        self.engine.add_request("long", [(7 * j) % 40000 + 10 for j in range(prompt)], params)
+        while "long" in self.engine.scheduler.requests:
+            started = time.perf_counter()
+            self.engine.step()
+            disturbed.append(time.perf_counter() - started)
+        for i in range(streams):
+            self.engine.abort(str(i))
+        return 1e3 * _p99(calm), 1e3 * _p99(disturbed)
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def floor_ms(bench: Bench, batch: int, context: int, read: float, rate: float) -> float:
+    c = bench.engine.model_config
+    w = bench.engine.runner.decoder.weights
+    matrices = sum(p.in_features * p.out_features for x in w.layers for p in (x.qkv, x.o, x.gate_up, x.down))
+    matrices += w.lm_head.in_features * w.lm_head.out_features
+    memory = (2 * matrices + 2 * c.kv_elements_per_token * batch * context) / read
+    return 1e3 * max(memory, 2 * matrices * batch / rate)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="default: the demo model, fetched if need be")
+    parser.add_argument("--data-dir", type=Path, default=Path(".loraplex"))
+    parser.add_argument("--out", type=Path, help="also write the tables here, as Markdown")
+    args = parser.parse_args()
+    model = args.model or ensure_demo_model(args.data_dir)
+    base = BaseShape.from_config_dir(model)
+    read, rate = bandwidth(), multiply_rate()
+    lines = [
+        "# Cost of a decode step on a CPU\n",
+        f"{date.today()}, {os.cpu_count()} cores, torch {torch.__version__}, SmolLM2-135M-Instruct in bf16, "
+        f"`python benchmarks/sweep.py`. Measured in the same run: {read / 1e9:.0f} GB/s of reading, "
+        f"{rate / 1e9:.0f} GFLOP/s of bf16 products. Floor: the longer of reading weights, keys and values once and of "
+        "multiplying them, at those rates.\n",
+        "| batch | context | base, ms | floor, ms | share of floor | 16 adapters of rank 8, ms | base / adapters |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    host = HostCache(None, base, 6 << 30, torch.bfloat16)
+    with tempfile.TemporaryDirectory() as scratch:
+        digests = [host.add_path(p) for p in make_adapters(base, Path(scratch), 128, 8)]
+        bench = Bench(model, host)
+        for batch in (1, 4, 8, 16, 32, 64):
+            for context in (64, 512, 2048, 4096):
+                if batch * context > 8192:  # the prefill of more takes minutes here
+                    continue
+                plain = bench.decode_ms(batch, context, [])
+                lora = bench.decode_ms(batch, context, digests[:16])
+                floor = floor_ms(bench, batch, context, read, rate)
+                lines.append(
+                    f"| {batch} | {context} | {plain:.1f} | {floor:.1f} | {floor / plain:.2f} "
+                    f"| {lora:.1f} | {plain / lora:.2f} |"
+                )
+                print(lines[-1], flush=True)
+        lines += ["\n| adapters asked, batch 64, context 64 | ms a step |", "|---|---|"]
+        for n in (1, 4, 16, 64):
+            lines.append(f"| {n} | {bench.decode_ms(64, 64, digests[:n]):.1f} |")
+            print(lines[-1], flush=True)
+        lines += ["\n| adapters registered, 16 asked, batch 16, context 64 | ms a step |", "|---|---|"]
+        lines.append(f"| 128 | {bench.decode_ms(16, 64, digests[:16]):.1f} |")
+        more = [host.add_path(p) for p in make_adapters(base, Path(scratch), 472, 1)]
+        lines.append(f"| {128 + len(more)} | {bench.decode_ms(16, 64, digests[:16]):.1f} |")
+        calm, disturbed = bench.stall(8, 4000)
+        lines += [
+            "\n| 8 streams, inter-token p99 | ms |", "|---|---|", f"| alone | {calm:.1f} |",
+            f"| during the prefill of a prompt of 4,000 tokens | {disturbed:.1f} ({disturbed / calm:.2f}x) |",
+        ]  # fmt: skip
+        bench.engine.close()
+    host.close()
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

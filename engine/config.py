@@ -1,0 +1,71 @@
+"""One frozen configuration of an engine, checked when it is made. Flags carry the names that vLLM's users know."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be served: `field` names it, `message` says what was expected."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes are in tokens, memory in bytes. None means: from the model or the machine.
+
+    model: a Hugging Face folder or a .gguf file. tokenizer: a folder whose tokenizer replaces the model's own.
+
+    prefill_stretch: how many times longer a step of running streams may take for the prompts computed beside them.
+
+    Raises ConfigError for a value out of range.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    dtype: DType = "auto"
+    device: Device = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    prefill_stretch: float = 1.8
+    adapter_memory: int | None = None
+    max_lora_rank: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(DType):
+            raise ConfigError("dtype", f"expected one of {', '.join(get_args(DType))}, got {self.dtype!r}")
+        if self.device not in get_args(Device):
+            raise ConfigError("device", f"expected one of {', '.join(get_args(Device))}, got {self.device!r}")
+        for field, least in (
+            ("max_model_len", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("kv_cache_memory", 1),
+            ("adapter_memory", 0),
+            ("max_lora_rank", 1),
+        ):
+            value = getattr(self, field)
+            if value is not None and value < least:
+                raise ConfigError(field, f"expected at least {least}, got {value}")
+        if self.prefill_stretch <= 1:
+            raise ConfigError("prefill_stretch", f"expected more than 1, got {self.prefill_stretch}")
+        if self.block_size not in (8, 16, 32, 64, 128):
+            raise ConfigError("block_size", f"expected 8, 16, 32, 64 or 128, got {self.block_size}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"expected at least max_num_seqs ({self.max_num_seqs}), got {self.max_num_batched_tokens}",
+            )

@@ -1,0 +1,142 @@
+"""What a chat request holds beside sampling: messages, tools and the choice among them, as chat templates want them."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from engine.wire import BadRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_TOOLS = 128
+
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
+
+
+class FunctionDefinition(Struct, omit_defaults=True):
+    """`parameters`: a JSON schema of the arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Struct):
+    name: str
+
+
+class NamedTool(Struct):
+    """`tool_choice`: this function and no other."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class FunctionCall(Struct):
+    """A call that the assistant made; `arguments` is a JSON object, as text (the API's form) or as itself."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(Struct, omit_defaults=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class ContentPart(Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def check(self, at: str) -> None:
+        if self.role not in ROLES:
+            raise BadRequest(f"{at}.role", f"{at}.role must be one of {', '.join(ROLES)}, got {self.role[:40]!r}")
+        if self.content is None and not self.tool_calls:
+            raise BadRequest(f"{at}.content", f"{at}.content must be a string or a list of text parts")
+        for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            if part.type != "text":
+                where = f"{at}.content[{i}].type"
+                raise BadRequest(where, f"{where} must be 'text': no other kind of content is served")
+            if part.text is None:
+                raise BadRequest(f"{at}.content[{i}].text", f"{at}.content[{i}].text is required")
+        if self.tool_calls and self.role != "assistant":
+            raise BadRequest(f"{at}.tool_calls", f"{at}.tool_calls: only the assistant calls tools")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise BadRequest(f"{at}.tool_call_id", f"{at}.tool_call_id: only a tool's message answers a call")
+        for i, call in enumerate(self.tool_calls or ()):
+            _parsed_arguments(call.function.arguments, f"{at}.tool_calls[{i}].function.arguments")
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The message as chat templates expect it: content as one string."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text or "" for part in content)
+        # OpenAI's newer name for the same thing, which no open model's template knows.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content or ""}
+        for key in ("name", "tool_call_id"):
+            if getattr(self, key) is not None:
+                message[key] = getattr(self, key)
+        if self.tool_calls:
+            message["tool_calls"] = [_call_as_template_input(call) for call in self.tool_calls]
+        return message
+
+
+def check_messages(messages: list[Message]) -> None:
+    if not messages:
+        raise BadRequest("messages", "messages must not be empty")
+    for i, message in enumerate(messages):
+        message.check(f"messages[{i}]")
+
+
+def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRequest("tools", f"tools: there are two functions named {twice}")
+    if choice in (None, "none", "auto"):
+        return
+    if not tools:
+        raise BadRequest("tool_choice", "tool_choice is only allowed with tools")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise BadRequest("tool_choice", f"tool_choice: no function named {choice.function.name[:64]!r} is among tools")
+
+
+def tools_as_template_input(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """None for none: templates ask whether there are any."""
+    return [msgspec.to_builtins(tool) for tool in tools] if tools else None
+
+
+def _call_as_template_input(call: ToolCall) -> dict[str, Any]:
+    """Chat templates want a call's arguments as an object, the API carries them as a JSON string."""
+    function = {"name": call.function.name, "arguments": _parsed_arguments(call.function.arguments, "messages")}
+    known = {"id": call.id} if call.id is not None else {}
+    return {**known, "type": "function", "function": function}
+
+
+def _parsed_arguments(arguments: str | dict[str, Any], at: str) -> dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        # An empty text is what some clients send for a function without parameters.
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise BadRequest(at, f"{at} must be a JSON object, as text") from None

@@ -1,0 +1,258 @@
+"""The engine: one base model, many adapters in one batch. A step is schedule, run, commit.
+
+Knows no HTTP, no text and no threads but the adapter loaders'; every method is called from one thread.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from adapters.device_pool import AdapterPool
+from adapters.host_cache import HostCache
+from adapters.manifest import BaseShape
+from engine.config import ConfigError, EngineConfig
+from engine.model.config import ModelConfig, parse_model_config, read_config
+from engine.model.llama import load_decoder
+from engine.model.runner import Runner
+from engine.model.weights import Progress
+from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.pacing import Pacer
+from engine.scheduling.request import Request, RequestError, RequestOutput, SamplingParams
+from engine.scheduling.scheduler import Scheduler
+from kernels.backend import pick_ops
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """A reading of the counters, for /state and /metrics. `generation` moves when residency does."""
+
+    generation: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    resident_adapters: tuple[str, ...]
+    num_adapter_pages: int
+    num_free_adapter_pages: int
+    num_adapter_loads: int
+    num_adapter_evictions: int
+    num_preemptions: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", "cuda was asked for, but torch sees no CUDA device")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    return torch.device(kind)
+
+
+def resolve_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    return DTYPES.get(model.dtype if config.dtype == "auto" else config.dtype, torch.float32)
+
+
+class Engine:
+    """Loads the model when made. Raises ConfigError for what cannot be served.
+
+    host_cache: where adapters come from; it outlives the engine and is closed by its owner.
+    """
+
+    def __init__(self, config: EngineConfig, host_cache: HostCache, progress: Progress | None = None) -> None:
+        path = Path(config.model)
+        self.config = config
+        raw_config = read_config(path)
+        self.model_config = parse_model_config(raw_config)
+        self.eos_token_ids = self.model_config.eos_token_ids
+        self.device = resolve_device(config)
+        self.dtype = resolve_dtype(config, self.model_config)
+        model_len = config.max_model_len or self.model_config.max_position_embeddings
+        if model_len > self.model_config.max_position_embeddings:
+            raise ConfigError(
+                "max_model_len", f"the model's context is {self.model_config.max_position_embeddings}, got {model_len}"
+            )
+        ops = pick_ops(self.device, self.dtype, self.model_config.head_dim, config.block_size)
+        decoder = load_decoder(
+            path, self.model_config, ops, self.dtype, self.device, model_len, progress or (lambda *_: None)
+        )
+        num_blocks = self._kv_cache_bytes() // (
+            self.model_config.kv_elements_per_token * self.dtype.itemsize * config.block_size
+        )
+        if num_blocks * config.block_size < model_len:
+            if config.max_model_len is not None or not num_blocks:
+                raise ConfigError(
+                    "kv_cache_memory",
+                    f"holds {num_blocks * config.block_size} tokens, one request of max_model_len needs {model_len}",
+                )
+            model_len = num_blocks * config.block_size
+            log.warning("the KV cache holds %d tokens: max_model_len is lowered to that", model_len)
+        self.max_model_len = model_len
+        base = BaseShape.from_config(raw_config)
+        try:
+            self.adapters = AdapterPool(
+                base,
+                host_cache,
+                memory=self._adapter_bytes(),
+                max_rank=config.max_lora_rank,
+                dtype=self.dtype,
+                device=self.device,
+                pack=ops.pack_linear,
+            )
+        except ValueError as error:
+            raise ConfigError("adapter_memory", str(error)) from error
+        self.runner = Runner(decoder, self.adapters, num_blocks, config.block_size, self.dtype, self.device)
+        self._pacer = Pacer(config.prefill_stretch)
+        self.scheduler = Scheduler(
+            KVCache(num_blocks, config.block_size, config.enable_prefix_caching),
+            self.adapters,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            pacer=self._pacer,
+        )
+        self._seeds = torch.Generator().manual_seed(config.seed)
+        self._arrivals = 0
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
+    ) -> None:
+        """Queues a request. Raises RequestError naming the parameter for one that could never run."""
+        if request_id in self.scheduler.requests:
+            raise RequestError("request_id", f"{request_id} is already in flight")
+        if not prompt_token_ids:
+            raise RequestError("prompt", "expected at least one token, got an empty prompt")
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise RequestError(
+                "prompt",
+                f"{len(prompt_token_ids)} tokens leave no room to answer in this model's context of "
+                f"{self.max_model_len} tokens",
+            )
+        if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < self.model_config.vocab_size:
+            raise RequestError("prompt", f"expected token ids from 0 to {self.model_config.vocab_size - 1}")
+        if params.max_tokens < 1:
+            raise RequestError("max_tokens", f"expected at least 1, got {params.max_tokens}")
+        if len(prompt_token_ids) + params.max_tokens > self.max_model_len:
+            raise RequestError(
+                "max_tokens",
+                f"{len(prompt_token_ids)} prompt tokens and max_tokens {params.max_tokens} are together over this "
+                f"model's context of {self.max_model_len} tokens",
+            )
+        if weight <= 0:
+            raise RequestError("weight", f"expected a number above 0, got {weight}")
+        for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if any(not 0 <= i < self.model_config.vocab_size for i in ids):
+                raise RequestError(field, f"expected token ids from 0 to {self.model_config.vocab_size - 1}")
+        seed = params.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (), generator=self._seeds))
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        self._arrivals += 1
+        self.scheduler.add(
+            Request(
+                request_id,
+                prompt_token_ids,
+                params,
+                adapter=adapter,
+                tenant=tenant,
+                weight=weight,
+                priority=priority,
+                arrival=self._arrivals,
+                seed=seed,
+                stop_ids=stop_ids,
+            )
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at once, wherever it is; its blocks and its adapter's pin are free when this returns."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self.scheduler.requests)
+
+    @property
+    def is_waiting_for_adapters(self) -> bool:
+        """True when a step can do nothing until a load ends: the loop may sleep a little."""
+        return not self.scheduler.running and self.adapters.is_loading
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, run, commit. One output for each request that got a token or ended."""
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        outputs = [request.output([]) for request in self.scheduler.take_failed()]
+        if not plan:
+            return outputs
+        num_prompt_tokens = sum(n for r, n in plan.items() if not r.is_decoding)
+        num_decodes = sum(r.is_decoding for r in plan)
+        sampled = self.runner.run(plan)
+        moved = self.scheduler.commit(plan, sampled)
+        self._num_steps += 1
+        self._num_prompt_tokens += num_prompt_tokens
+        self._pacer.observe(time.perf_counter() - started, num_decodes, num_prompt_tokens)
+        self._num_generated_tokens += len(moved)
+        outputs += [request.output([sampled[request]]) for request in moved]
+        return outputs
+
+    def adapter_ready(self, digest: str) -> bool:
+        return digest in self.adapters.resident
+
+    def unload_adapter(self, digest: str) -> bool:
+        """Frees the adapter's pages; False while a request is using them (it goes when they are needed)."""
+        return self.adapters.evict(digest)
+
+    def state(self) -> EngineState:
+        scheduler, cache, pool = self.scheduler, self.scheduler.cache, self.adapters
+        return EngineState(
+            generation=pool.generation,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_blocks=cache.num_blocks,
+            num_free_blocks=cache.num_free,
+            resident_adapters=tuple(pool.resident),
+            num_adapter_pages=pool.num_pages,
+            num_free_adapter_pages=pool.num_free_pages,
+            num_adapter_loads=pool.num_loads,
+            num_adapter_evictions=pool.num_evictions,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            prefix_hit_tokens=cache.hit_tokens,
+            prefix_query_tokens=cache.query_tokens,
+        )
+
+    def close(self) -> None:
+        self.adapters.close()
+
+    def _kv_cache_bytes(self) -> int:
+        if self.config.kv_cache_memory is not None:
+            return self.config.kv_cache_memory
+        if self.device.type == "cuda":
+            free, _total = torch.cuda.mem_get_info(self.device)
+            return int(free * 0.8) - self._adapter_bytes()
+        return 2 << 30
+
+    def _adapter_bytes(self) -> int:
+        if self.config.adapter_memory is not None:
+            return self.config.adapter_memory
+        return (8 << 30) if self.device.type == "cuda" else (1 << 30)

@@ -1,0 +1,222 @@
+"""config.json of a Hugging Face folder, or a GGUF file's metadata -> what the one decoder needs.
+
+Or a refusal that says which field and why.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.config import ConfigError
+
+# Families the decoder serves, with what each fixes without saying so in config.json.
+FAMILIES: dict[str, dict[str, bool]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": True},
+    "Qwen2ForCausalLM": {"qkv_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: `kind` is default, linear, llama3, yarn, or factors (GGUF's divisors of the frequencies).
+
+    `parameters` are that kind's own.
+    """
+
+    theta: float
+    kind: str = "default"
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int, ...]
+    """One per layer, 0 = full attention."""
+    dtype: str
+    eos_token_ids: frozenset[int]
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Keys and values of one token in all layers, in elements."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model folder with generation's own eos_token_id, or the same fields of a GGUF file.
+
+    Raises ConfigError for what is neither.
+    """
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError("model", f"{path} is a file: expected a Hugging Face model folder or a .gguf file")
+        from engine.model import gguf_model  # a heavy import that a folder does without
+
+        return gguf_model.read_config(path)
+    if not path.is_dir():
+        raise ConfigError("model", f"no such folder: {path}")
+    if not (path / "config.json").is_file():
+        raise ConfigError("model", f"{path} has no config.json: expected a Hugging Face model folder or a .gguf file")
+    raw = _read_object(path / "config.json")
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        raw["eos_token_id"] = _read_object(generation).get("eos_token_id", raw.get("eos_token_id"))
+    return raw
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError("model", f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError("model", f"{path}: expected a JSON object")
+    return content
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Raises ConfigError naming the field for a folder, a file or a model that cannot be served."""
+    return parse_model_config(read_config(path))
+
+
+def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
+    architecture = (raw.get("architectures") or ["none"])[0]
+    if architecture not in FAMILIES:
+        raise ConfigError("architectures", f"{architecture} is not served; these are: {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[architecture]
+
+    def need(name: str) -> Any:
+        if raw.get(name) is None:
+            raise ConfigError(name, "missing from config.json")
+        return raw[name]
+
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ConfigError("hidden_act", f"expected silu, got {raw['hidden_act']!r}")
+    if raw.get("quantization_config"):
+        raise ConfigError("quantization_config", "quantised weights are not served; give the dense checkpoint")
+    num_heads, num_layers = need("num_attention_heads"), need("num_hidden_layers")
+    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise ConfigError("num_key_value_heads", f"expected a divisor of num_attention_heads ({num_heads})")
+    head_dim = raw.get("head_dim") or need("hidden_size") // num_heads
+    if head_dim % 2:
+        raise ConfigError("head_dim", f"expected an even number, got {head_dim}")
+    eos: int | list[int] | None = raw.get("eos_token_id")
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=need("vocab_size"),
+        hidden_size=need("hidden_size"),
+        intermediate_size=need("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        rope=_rope(raw),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        qkv_bias=family.get("qkv_bias", False) or raw.get("attention_bias", False),
+        o_bias=raw.get("attention_bias", False),
+        mlp_bias=raw.get("mlp_bias", False),
+        qk_norm=family.get("qk_norm", False),
+        sliding_windows=_sliding_windows(raw, family, num_layers),
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        eos_token_ids=frozenset(ids),
+    )
+
+
+def _rope(raw: dict[str, Any]) -> RopeConfig:
+    # transformers 5 writes rope_parameters; before it, rope_theta stood alone and rope_scaling beside it.
+    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    if kind not in ("default", "linear", "llama3", "yarn", "factors"):
+        raise ConfigError("rope_scaling", f"rope type {kind!r} is not served; these are: default, linear, llama3, yarn")
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor", "only full rotary embedding is served")
+    parameters.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings", 2048))
+    return RopeConfig(theta, kind, parameters)
+
+
+def _sliding_windows(raw: dict[str, Any], family: dict[str, bool], num_layers: int) -> tuple[int, ...]:
+    window = raw.get("sliding_window") or 0
+    layer_types = raw.get("layer_types")
+    if layer_types and not family.get("sliding_window"):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
+    if not (family.get("sliding_window") or raw.get("use_sliding_window")):
+        window = 0
+    first = 0 if family.get("sliding_window") else raw.get("max_window_layers", 0)
+    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[list[float], float]:
+    """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin, as transformers computes them.
+
+    linear: kaiokendev's position interpolation. llama3: Llama 3.1's by-wavelength scaling.
+    yarn: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023, section 3.
+    """
+    p = rope.parameters
+    base = [rope.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    if rope.kind == "linear":
+        return [f / p["factor"] for f in base], 1.0
+    if rope.kind == "factors":
+        return [f / divisor for f, divisor in zip(base, p["factors"], strict=True)], 1.0
+    if rope.kind == "llama3":
+        factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
+        context = p["original_max_position_embeddings"]
+        scaled = []
+        for f in base:
+            wavelength = 2 * math.pi / f
+            smooth = min(1.0, max(0.0, (context / wavelength - low) / (high - low)))
+            scaled.append((1 - smooth) * f / factor + smooth * f)
+        return scaled, 1.0
+    if rope.kind == "yarn":
+        factor, context = p["factor"], p["original_max_position_embeddings"]
+
+        def correction(rotations: float) -> float:
+            return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low_dim = correction(p.get("beta_fast") or 32)
+        high_dim = correction(p.get("beta_slow") or 1)
+        if p.get("truncate", True):
+            low_dim, high_dim = math.floor(low_dim), math.ceil(high_dim)
+        low_dim, high_dim = max(low_dim, 0), min(high_dim, head_dim - 1)
+        span = max(high_dim - low_dim, 0.001)
+        scaled = []
+        for i, f in enumerate(base):
+            ramp = min(1.0, max(0.0, (i - low_dim) / span))
+            scaled.append(f / factor * ramp + f * (1 - ramp))
+        return scaled, _yarn_attention_factor(p)
+    return base, 1.0
+
+
+def _yarn_attention_factor(p: dict[str, Any]) -> float:
+    def mscale(scale: float, by: float = 1.0) -> float:
+        return 0.1 * by * math.log(scale) + 1.0 if scale > 1 else 1.0
+
+    if p.get("attention_factor") is not None:
+        return float(p["attention_factor"])
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        return mscale(p["factor"], p["mscale"]) / mscale(p["factor"], p["mscale_all_dim"])
+    return mscale(p["factor"])

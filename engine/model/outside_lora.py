@@ -1,0 +1,38 @@
+"""LoRA outside of the decoder's layers, on embed_tokens and lm_head: of a few adapters, so beside the step, not in it.
+
+A batch without such an adapter pays two look-ups in empty dicts.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.backend import LoraTables, Ops
+from kernels.batch import Batch
+
+
+def embed(embedding: Tensor, batch: Batch, ops: Ops, lora: LoraTables | None) -> Tensor | None:
+    """`[T, hidden]` embeddings of the batch's tokens with their adapters' deltas; None if no adapter here has any."""
+    slots = [slot for slot in batch.adapter_slots if slot in lora.embeddings] if lora is not None else []
+    if lora is None or not slots:
+        return None
+    inputs = ops.embed(embedding, batch.token_ids)
+    for slot in slots:
+        found = lora.embeddings[slot]
+        rows = torch.nonzero(batch.adapter_index == slot).flatten()
+        delta = ops.linear(found.table[batch.token_ids[rows]], found.expand, None, None)
+        inputs[rows] = (inputs[rows].float() + found.scale * delta.float()).to(inputs.dtype)
+    return inputs
+
+
+def add_to_logits(logits: Tensor, hidden: Tensor, batch: Batch, ops: Ops, lora: LoraTables | None) -> None:
+    """Adds the heads' deltas in place. logits `[L, vocab]` fp32, hidden `[L, hidden]`: what lm_head saw."""
+    slots = [slot for slot in batch.adapter_slots if slot in lora.heads] if lora is not None else []
+    if lora is None or not slots:
+        return
+    index = batch.adapter_index[batch.logits_rows]
+    for slot in slots:
+        found = lora.heads[slot]
+        rows = torch.nonzero(index == slot).flatten()
+        if len(rows):
+            delta = ops.linear(ops.linear(hidden[rows], found.shrink, None, None), found.expand, None, None)
+            logits.index_add_(0, rows, delta.float(), alpha=found.scale)

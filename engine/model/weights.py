@@ -1,0 +1,112 @@
+"""Weights by name, straight from mapped files to the decoder's tensors: in one copy, in the dtype and on the device."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.config import ConfigError
+from engine.model.config import ModelConfig
+from engine.model.weights_file import SafetensorsFile, WeightsFile
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many bytes are done, how many there are."""
+
+
+class Checkpoint:
+    """Tensors by name over one or several files. Raises ConfigError naming the tensor for one missing or misshapen."""
+
+    def __init__(
+        self, files: list[WeightsFile], dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    ) -> None:
+        self.files = {name: file for file in files for name in file.entries}
+        self._dtype, self._device = dtype, device
+        self._progress = progress or (lambda *_: None)
+        self._num_bytes = sum(file.entries[name].num_bytes for name, file in self.files.items())
+        self._bytes_read = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        return self.fused([(name, shape[0])], *shape[1:])
+
+    def fused(self, parts: list[tuple[str, int]], *columns: int) -> Tensor:
+        """Rows of several tensors under one another: `[sum of rows, *columns]`."""
+        out = torch.empty(sum(rows for _, rows in parts), *columns, dtype=self._dtype, device=self._device)
+        first = 0
+        for name, rows in parts:
+            self._read(name, out[first : first + rows])
+            first += rows
+        return out
+
+    def finish(self) -> None:
+        """Says that all is read: tensors that the decoder has no use for are never asked for."""
+        self._progress("Loading weights", self._num_bytes, self._num_bytes)
+
+    def _read(self, name: str, out: Tensor) -> None:
+        if name not in self.files:
+            raise ConfigError("model", f"tensor {name} is missing from the weights")
+        file = self.files[name]
+        entry = file.entries[name]
+        if entry.shape != tuple(out.shape):
+            raise ConfigError("model", f"tensor {name} has shape {entry.shape}, the config says {tuple(out.shape)}")
+        file.read(name, out)
+        self._bytes_read += entry.num_bytes
+        self._progress("Loading weights", self._bytes_read, self._num_bytes)
+
+
+@contextmanager
+def open_weights(
+    path: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+) -> Iterator[Checkpoint]:
+    """A folder's safetensors, by its index file if it has one, or its one GGUF file; or a GGUF file itself."""
+    with ExitStack() as stack:
+        files: list[WeightsFile] = []
+        for name in [path] if path.is_file() else _files_of(path):
+            file = _open_file(name)
+            stack.callback(file.close)
+            files.append(file)
+        yield Checkpoint(files, dtype, device, progress)
+
+
+def base_tensor(path: Path, config: ModelConfig, dtype: torch.dtype, name: str) -> Tensor:
+    """`[vocab, hidden]` embed_tokens or lm_head (the embedding again where they are tied), on the CPU."""
+    with open_weights(path, dtype, torch.device("cpu")) as source:
+        is_head = name == "lm_head" and not config.tie_word_embeddings and "lm_head.weight" in source
+        return source.get(
+            "lm_head.weight" if is_head else "model.embed_tokens.weight", config.vocab_size, config.hidden_size
+        )
+
+
+def _open_file(path: Path) -> WeightsFile:
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path)
+    from engine.model.gguf_model import GgufWeights  # a heavy import that a folder of safetensors does without
+
+    return GgufWeights(path)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError("model", f"{index} is not an index of weights: {error}") from None
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        gguf = list(folder.glob("*.gguf"))
+        if len(gguf) != 1:
+            raise ConfigError(
+                "model", f"{folder} holds no .safetensors weights, and {len(gguf)} .gguf files instead of one"
+            )
+        return gguf
+    for name in names:
+        if not (folder / name).is_file():
+            raise ConfigError("model", f"{folder / name} is named by the index but missing")
+    return [folder / name for name in names]

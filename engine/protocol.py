@@ -1,0 +1,294 @@
+"""The wire of the OpenAI API: what is asked, checked field by field; engine/responses.py is what is answered.
+
+`decode` turns a body into a request struct whose every field is in range, or raises `BadRequest` naming the field.
+Unknown fields are ignored; fields of the API that are known and not served are refused when they ask for something.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Struct
+
+from engine.conversation import (
+    MAX_TOOLS,
+    Message,
+    Tool,
+    ToolChoice,
+    check_messages,
+    check_tools,
+    tools_as_template_input,
+)
+from engine.scheduling.request import RequestError, SamplingParams
+from engine.structured.spec import KINDS, GrammarSpec, read_spec
+from engine.wire import BadRequest as BadRequest
+from engine.wire import decode as decode
+from engine.wire import refuse
+
+if TYPE_CHECKING:
+    from engine.structured.compiler import Grammar
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 256
+MAX_BIASED_TOKENS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 2048
+# A draw colder or narrower than these is the likeliest token, and its numbers would no longer be finite in fp32.
+MIN_TEMPERATURE = 1e-5
+MIN_TOP_P = 1e-6
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+NotServed = Annotated[Any, Meta(description="A field of the API that is not served: refused if it asks for something.")]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class SamplingRequest(Struct, kw_only=True):
+    """What completions and chat have in common. None means: not given."""
+
+    model: str
+    max_tokens: PositiveCount | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Fraction | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=2)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASED_TOKENS)] | None
+    ) = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The limit that was asked for, None if none was."""
+        return self.max_tokens
+
+    @property
+    def max_new_tokens_field(self) -> str:
+        return "max_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to report beside the chosen one; None: no log-probabilities at all."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises BadRequest for the first field out of range."""
+        self.grammar_spec()
+        limit = self.max_new_tokens
+        if limit is not None and (self.min_tokens or 0) > limit:
+            raise BadRequest("min_tokens", f"min_tokens must be at most {self.max_new_tokens_field} ({limit})")
+        for key in self.logit_bias or ():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise BadRequest("logit_bias", f"logit_bias must map token ids to numbers; {key[:40]!r} is no token id")
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadRequest("prompt_logprobs", "prompt_logprobs is not available in a stream")
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options", "stream_options is only allowed when stream is true")
+
+    def grammar_spec(self) -> GrammarSpec | None:
+        """What the answer is held to, None if it is free. Raises BadRequest."""
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in KINDS}
+        try:
+            return read_spec(self.response_format, self.structured_outputs, guided)
+        except RequestError as exc:
+            raise BadRequest(exc.field, str(exc)) from None
+
+    def sampling_params(self, max_tokens: int, index: int, grammar: "Grammar | None" = None) -> SamplingParams:
+        """Parameters of the choice `index`: each choice of a seeded request has a seed of its own."""
+        temperature = _or(self.temperature, 1.0)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
+            top_p=max(_or(self.top_p, 1.0), MIN_TOP_P),
+            top_k=max(0, self.top_k or 0),
+            min_p=_or(self.min_p, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            logit_bias={int(key): bias for key, bias in (self.logit_bias or {}).items()},
+            seed=None if self.seed is None else (self.seed + index) % 2**63,
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            grammar=grammar,
+        )
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likeliest tokens to compute at each place of the prompt; None: no log-probabilities of the prompt."""
+        return self.prompt_logprobs
+
+
+class CompletionRequest(SamplingRequest, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: TopLogprobs | None = None
+    best_of: int | None = None
+    suffix: NotServed = None
+
+    def check(self) -> None:
+        SamplingRequest.check(self)
+        refuse(self, "suffix", allowed=("",))
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise BadRequest("best_of", "best_of other than n is not served")
+        self.prompts()
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one an entry. Raises BadRequest if `prompt` is empty or mixes forms."""
+        given = self.prompt
+        if isinstance(given, str):
+            given = [given]
+        if not given:
+            raise BadRequest("prompt", "prompt must not be empty")
+        if len(given) > MAX_PROMPTS and not isinstance(given[0], int):
+            raise BadRequest("prompt", f"prompt must be at most {MAX_PROMPTS} prompts, got {len(given)}")
+        kind = type(given[0])
+        if any(type(item) is not kind for item in given):
+            raise BadRequest("prompt", "prompt must be a string, a list of strings, token ids, or lists of token ids")
+        prompts: Any = [given] if kind is int else given
+        if not all(prompts):
+            raise BadRequest("prompt", "prompt must not be empty")
+        return prompts
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return max((n for n in (echoed, self.prompt_logprobs) if n is not None), default=None)
+
+
+class ChatCompletionRequest(SamplingRequest, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: PositiveCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: NotServed = None
+    function_call: NotServed = None
+    audio: NotServed = None
+    modalities: NotServed = None
+    prediction: NotServed = None
+    web_search_options: NotServed = None
+    reasoning_effort: NotServed = None
+    store: NotServed = None
+
+    def check(self) -> None:
+        SamplingRequest.check(self)
+        check_tools(self.tools or [], self.tool_choice)
+        if self.must_call and self.grammar_spec() is not None:
+            raise BadRequest("tool_choice", "tool_choice: a call that is required leaves no room for another grammar")
+        refuse(self, "functions", allowed=([],))
+        refuse(self, "function_call", allowed=("none", "auto"))
+        refuse(self, "audio", "prediction", "web_search_options", "reasoning_effort")
+        refuse(self, "modalities", allowed=(["text"],))
+        refuse(self, "store", allowed=(False,))
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        check_messages(self.messages)
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is to be a call of a tool and nothing else."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    def template_input(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Messages and tools as `Tokenizer.encode_chat` takes them. A model that may not call is not told of tools."""
+        tools = None if self.tool_choice == "none" else self.tools
+        return [message.as_template_input() for message in self.messages], tools_as_template_input(tools)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_new_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """A prompt or a conversation, in vLLM's form."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("prompt", "exactly one of prompt and messages is expected")
+        if self.messages is not None:
+            check_messages(self.messages)
+        check_tools(self.tools or [], None)
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    tokens: list[TokenId]
+    model: str | None = None
+
+    def check(self) -> None:
+        pass
+
+
+class LoadAdapterRequest(Struct):
+    lora_name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$(?!\n)")]
+    lora_path: Annotated[str, Meta(min_length=1)]
+
+    def check(self) -> None:
+        pass
+
+
+class UnloadAdapterRequest(Struct):
+    lora_name: str
+
+    def check(self) -> None:
+        pass
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,190 @@
+"""The wire of the OpenAI API: what is answered. No torch, no HTTP.
+
+Fields that are UNSET are left out; None is written as null, as the API does.
+"""
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class ErrorDetail(Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(Struct):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Progress(Struct):
+    """What a stream has cost so far, for the gateway: it bills streams that end early by it."""
+
+    completion_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class CompletionLogprobs(Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(Struct):
+    """vLLM's: one token that could have stood at a place of the prompt; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# Of each prompt token, by token id: itself and the likeliest; nothing predicts the first one.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    loraplex: Progress | UnsetType = UNSET
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatLogprob]
+
+
+class CalledFunction(Struct):
+    """`arguments` is JSON as the model wrote it, in a stream a piece of it; `name` comes with the first piece."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CalledTool(Struct):
+    """`index` is a stream's: which call this is a piece of. The first piece brings `id` and `type`."""
+
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class ChatMessage(Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatMessage | UnsetType = UNSET
+    delta: ChatMessage | UnsetType = UNSET
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletion(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | UnsetType | None = UNSET
+    loraplex: Progress | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Model(Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "loraplex"
+    root: str | None = None
+    parent: str | None = None
+
+
+class ModelList(Struct):
+    data: list[Model]
+    object: str = "list"
+
+
+class TokenizeResponse(Struct):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeResponse(Struct):
+    prompt: str
+
+
+class AdapterLoaded(Struct):
+    lora_name: str
+    digest: str
+
+
+class EngineStateResponse(Struct):
+    """`GET /state`. `generation` moves when the adapters in device memory do; `adapters_resident` are digests."""
+
+    generation: int
+    model: str
+    max_model_len: int
+    max_num_seqs: int
+    running: int
+    waiting: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    adapters_resident: list[str]
+    adapter_pages_total: int
+    adapter_pages_free: int
+    adapter_loads: int
+    adapter_evictions: int
+    preemptions: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+
+
+class Health(Struct):
+    status: str
+    reason: str | None = None

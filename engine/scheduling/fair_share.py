@@ -1,0 +1,77 @@
+"""Fair share between tenants by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models",
+OSDI 2024, section 4): the tenant with the least service per weight goes next; a tenant that comes back from idle is
+lifted to the least of the active ones, so that idling earns no credit. Knows no blocks and no adapters."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from engine.scheduling.request import Request
+
+# What a token costs: a decode token takes a whole step of the sequence's time, a prompt token a share of a batch.
+PREFILL_COST = 1.0
+DECODE_COST = 2.0
+
+
+class FairShare:
+    """The waiting requests by tenant, and every tenant's counter."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[Request]] = {}
+        self._counters: dict[str, float] = {}
+        self._active: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def counter(self, tenant: str) -> float:
+        return self._counters.get(tenant, 0.0)
+
+    def enter(self, request: Request) -> None:
+        """A new request: its tenant is active until `leave`."""
+        tenant = request.tenant
+        if not self._active.get(tenant):
+            least = min((self._counters[t] for t in self._active), default=max(self._counters.values(), default=0.0))
+            self._counters[tenant] = max(self._counters.get(tenant, 0.0), least)
+        self._active[tenant] = self._active.get(tenant, 0) + 1
+        self.push(request)
+
+    def leave(self, request: Request) -> None:
+        """A finished request, waiting or not."""
+        self._active[request.tenant] -= 1
+        if not self._active[request.tenant]:
+            del self._active[request.tenant]
+            if not self._active:
+                # Nobody to be fair to: every counter starts level, and the table does not grow for ever.
+                self._counters.clear()
+
+    def push(self, request: Request, front: bool = False) -> None:
+        """Queues a request; among one tenant's, higher priority first, then order of arrival."""
+        queue = self._queues.setdefault(request.tenant, deque())
+        if front:
+            queue.appendleft(request)
+            return
+        at = len(queue)
+        while at and queue[at - 1].priority < request.priority:
+            at -= 1
+        queue.insert(at, request)
+
+    def remove(self, request: Request) -> None:
+        queue = self._queues[request.tenant]
+        queue.remove(request)
+        if not queue:
+            del self._queues[request.tenant]
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Counts work that ran, not work that was asked for: cached prompt tokens cost nothing."""
+        cost = DECODE_COST if request.is_decoding else PREFILL_COST
+        self._counters[request.tenant] = self.counter(request.tenant) + num_tokens * cost / request.weight
+
+    def least_served_first(self, in_progress: Iterable[Request] = ()) -> Iterator[Request]:
+        """Every request with prompt work: tenants by service; of one tenant, prompts in progress, then its queue."""
+        work: dict[str, list[Request]] = {}
+        for request in in_progress:
+            work.setdefault(request.tenant, []).append(request)
+        for tenant, queue in self._queues.items():
+            work.setdefault(tenant, []).extend(queue)
+        for tenant in sorted(work, key=lambda t: (self.counter(t), work[t][0].arrival)):
+            yield from work[tenant]

@@ -1,0 +1,125 @@
+"""Blocks of the paged KV cache: who holds them, which can be shared, which to reuse next. Knows no tensors.
+
+A full block is known by a hash chained over its tokens and all before it, salted with the adapter and the tenant, so
+two tenants or two adapters never share one (vLLM's automatic prefix caching; the chain is blake2b, so that no two
+prompts meet by chance). A block nobody holds keeps its content until it is needed: least recently freed goes first.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from engine.scheduling.request import Request
+
+
+@dataclass(slots=True)
+class Block:
+    index: int
+    holders: int = 0
+    key: bytes | None = None
+
+
+class KVCache:
+    """The blocks of one engine. `num_blocks` of `block_size` tokens each."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self._blocks = [Block(i) for i in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(num_blocks))
+        self._by_key: dict[bytes, int] = {}
+        self.hit_tokens = 0
+        self.query_tokens = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Blocks that already hold the longest cached prefix of the request, one token at least left to compute."""
+        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
+            return []
+        found: list[int] = []
+        for i in range((request.num_tokens - 1) // self.block_size):
+            index = self._by_key.get(self._key(request, i))
+            if index is None:
+                break
+            found.append(index)
+        return found
+
+    def can_allocate(self, request: Request, num_tokens: int, prefix: list[int]) -> bool:
+        """Whether the first `num_tokens` tokens fit, taking `prefix` as found."""
+        held_by_none = sum(self._blocks[i].holders == 0 for i in prefix)
+        return self.blocks_for(num_tokens) - len(prefix) + held_by_none <= len(self._free)
+
+    def start(self, request: Request, prefix: list[int]) -> None:
+        """Gives a waiting request its cached prefix and starts it."""
+        for index in prefix:
+            block = self._blocks[index]
+            if block.holders == 0:
+                del self._free[index]
+            block.holders += 1
+        request.blocks = list(prefix)
+        request.start(len(prefix) * self.block_size)
+        request.num_registered_blocks = len(prefix)
+        self.hit_tokens += request.num_computed
+        self.query_tokens += request.num_tokens
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Makes room for the first `num_tokens` tokens; False, and nothing taken, if there is not enough."""
+        missing = self.blocks_for(num_tokens) - len(request.blocks)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            index, _none = self._free.popitem(last=False)
+            block = self._blocks[index]
+            if block.key is not None:
+                del self._by_key[block.key]
+                block.key = None
+            block.holders = 1
+            request.blocks.append(index)
+        return True
+
+    def register(self, request: Request) -> None:
+        """Publishes the blocks that this step filled."""
+        if not self.enable_prefix_caching:
+            return
+        full = request.num_computed // self.block_size
+        for i in range(request.num_registered_blocks, full):
+            key = self._key(request, i)
+            if key not in self._by_key:
+                block = self._blocks[request.blocks[i]]
+                block.key = key
+                self._by_key[key] = block.index
+        request.num_registered_blocks = max(full, request.num_registered_blocks)
+
+    def free(self, request: Request) -> None:
+        """Lets the request's blocks go, last first, so that the start of a prompt outlives its end."""
+        for index in reversed(request.blocks):
+            block = self._blocks[index]
+            block.holders -= 1
+            if block.holders == 0:
+                self._free[index] = None
+                if block.key is None:
+                    self._free.move_to_end(index, last=False)
+        request.blocks = []
+
+    def _key(self, request: Request, i: int) -> bytes:
+        keys = request.block_hashes
+        while len(keys) <= i:
+            n = len(keys)
+            parent = keys[-1] if keys else _salt(request)
+            tokens = array("i", request.token_ids[n * self.block_size : (n + 1) * self.block_size])
+            keys.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest())
+        return keys[i]
+
+
+def _salt(request: Request) -> bytes:
+    # Lengths are written down so that no (adapter, tenant) pair can be read as another.
+    adapter, tenant = (request.adapter or "").encode(), request.tenant.encode()
+    return b"%d:%b%d:%b" % (len(adapter), adapter, len(tenant), tenant)

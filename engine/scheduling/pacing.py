@@ -1,0 +1,40 @@
+"""How much prompt work a step may carry beside running streams, so that a long prompt does not stall them.
+
+Learns two times from the steps that ran: what a step of decodes alone takes, and what each prompt token adds. A mixed
+step then gets as many prompt tokens as stretch it to `stretch` times the decode step (Sarathi-Serve's chunk budget,
+Agrawal et al., OSDI 2024, measured while serving instead of profiled). Knows no clock: the engine tells it.
+"""
+
+# A prompt must come forward however slow the machine looks, and a tiny chunk reads all weights for little work.
+LEAST_CHUNK = 16
+_MEMORY = 0.9  # weight of the past in each moving average
+
+
+class Pacer:
+    """stretch: how much longer a decode step may get for the prompts' sake; 2 = twice as long."""
+
+    def __init__(self, stretch: float) -> None:
+        self._stretch = stretch
+        self._decode_seconds: float | None = None
+        self._seconds_per_prompt_token: float | None = None
+
+    def prompt_budget(self, most: int) -> int:
+        """Prompt tokens that a step with decodes in it may compute, at most `most`."""
+        if self._decode_seconds is None or not self._seconds_per_prompt_token:
+            return min(most, LEAST_CHUNK)
+        room = (self._stretch - 1) * self._decode_seconds
+        return min(most, max(LEAST_CHUNK, int(room / self._seconds_per_prompt_token)))
+
+    def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:
+        """A step took `seconds` for so many decoding requests and prompt tokens."""
+        if num_decodes and not num_prompt_tokens:
+            self._decode_seconds = _average(self._decode_seconds, seconds)
+        elif num_prompt_tokens >= LEAST_CHUNK:
+            # Beside no decodes the weights' reading is in the time as well, which errs on the streams' side.
+            spent = seconds - (self._decode_seconds or 0.0) if num_decodes else seconds
+            each = max(spent, 0.1 * seconds) / num_prompt_tokens
+            self._seconds_per_prompt_token = _average(self._seconds_per_prompt_token, each)
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else _MEMORY * old + (1 - _MEMORY) * new

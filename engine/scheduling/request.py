@@ -1,0 +1,214 @@
+"""A request in the engine: what was asked, how far it is, and the named transitions between its states. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from engine.structured.compiler import Grammar, Matcher
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestError(ValueError):
+    """A request that cannot be served: `field` names the parameter, `message` says what was expected."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: "Grammar | None" = None
+
+    @property
+    def edits_logits(self) -> bool:
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.min_tokens
+        )
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """The chosen token's log-probability and rank (1 = likeliest), and the likeliest tokens beside it."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one step did to one request. `token_ids` holds the new tokens only.
+
+    error_param: the request's parameter that is to blame for `error`, None if none is.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+    error_param: str | None = None
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """One sequence. `token_ids` is prompt then output; `num_computed` of them have keys and values in `blocks`."""
+
+    __slots__ = (
+        "adapter", "adapter_slot", "arrival", "block_hashes", "blocks", "error", "error_param", "finish_reason",
+        "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_preemptions", "num_prompt_tokens",
+        "num_registered_blocks", "params", "priority", "prompt_logprobs", "request_id", "seed", "status",
+        "stop_ids", "tenant", "token_ids", "weight",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
+        arrival: int = 0,
+        seed: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.adapter = adapter
+        self.tenant = tenant
+        self.weight = weight
+        self.priority = priority
+        self.arrival = arrival
+        self.seed = seed
+        self.stop_ids = stop_ids
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_computed = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.blocks: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.num_registered_blocks = 0
+        self.adapter_slot = -1
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.error_param: str | None = None
+        # Its state follows from the output tokens, so a preemption leaves it as it is.
+        self.matcher: Matcher | None = None if params.grammar is None else params.grammar.matcher()
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens whose keys and values are missing; 1 for a decode."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_output_tokens > 0 and self.num_to_compute == 1
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Until the first token is out; a preempted request does not give them twice."""
+        return self.params.prompt_logprobs is not None and not self.num_output_tokens
+
+    def start(self, num_cached_tokens: int) -> None:
+        """WAITING -> RUNNING with the first `num_cached_tokens` already in the cache."""
+        self.status = Status.RUNNING
+        self.num_computed = num_cached_tokens
+        if not self.num_preemptions:
+            self.num_cached_tokens = num_cached_tokens
+
+    def preempt(self) -> None:
+        """RUNNING -> WAITING; what was generated stays and is computed again as a prompt."""
+        self.status = Status.WAITING
+        self.num_computed = 0
+        self.num_registered_blocks = 0
+        self.num_preemptions += 1
+
+    def append(self, token_id: int) -> None:
+        """Takes the sampled token and finishes on a stop token, at the grammar's end or at the limit."""
+        self.token_ids.append(token_id)
+        if self.matcher is not None and not self.matcher.advance(token_id):
+            self.error_param = self.matcher.param
+            self.finish("error", f"{self.matcher.param} is too complex to follow: {self.matcher.error}")
+        elif self._is_stop(token_id):
+            self.finish("stop")
+        elif self.num_output_tokens >= self.params.max_tokens:
+            self.finish("length")
+
+    def _is_stop(self, token_id: int) -> bool:
+        if self.matcher is not None and self.matcher.ended:
+            return True
+        return token_id in self.stop_ids and self.num_output_tokens >= self.params.min_tokens
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.error = error
+
+    def output(self, token_ids: list[int]) -> RequestOutput:
+        """This step's news. Logprobs are handed over once."""
+        out = RequestOutput(
+            self.request_id,
+            token_ids,
+            self.finish_reason,
+            self.num_prompt_tokens,
+            self.num_cached_tokens,
+            self.num_output_tokens,
+            self.logprobs if self.params.logprobs is not None else None,
+            self.prompt_logprobs or None,
+            self.error,
+            self.error_param,
+        )
+        self.logprobs, self.prompt_logprobs = [], []
+        return out

@@ -1,0 +1,191 @@
+"""What runs in the next step: running streams, then prompt work, in progress or new, by fair share.
+
+Knows blocks, adapter slots and counters; knows no tensors and no text. A step spends at most `max_num_batched_tokens`
+tokens, cutting prompts into chunks where that is enabled.
+"""
+
+from adapters.device_pool import AdapterPool, Residency
+from engine.scheduling.fair_share import FairShare
+from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.pacing import Pacer
+from engine.scheduling.request import FinishReason, Request, Status
+
+Plan = dict[Request, int]
+"""Each scheduled request and how many of its tokens the step computes."""
+
+
+class Scheduler:
+    """All requests of an engine, waiting and running. Not thread-safe: the engine thread owns it."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        adapters: AdapterPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_chunked_prefill: bool = True,
+        pacer: Pacer | None = None,
+    ) -> None:
+        self.cache = cache
+        self.adapters = adapters
+        self.fair_share = FairShare()
+        self.running: list[Request] = []
+        self.requests: dict[str, Request] = {}
+        self.num_preemptions = 0
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._chunked = enable_chunked_prefill
+        self._pacer = pacer if enable_chunked_prefill else None
+        self._failed: list[Request] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.fair_share)
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.fair_share.enter(request)
+
+    def schedule(self) -> Plan:
+        """The next step's plan, its blocks and adapter slots taken. Empty when nothing can run now."""
+        plan: Plan = {}
+        self.adapters.poll()
+        budget = self._decode(plan, self._max_num_batched_tokens)
+        if plan and self._pacer is not None:
+            budget = self._pacer.prompt_budget(budget)
+        self._prefill(plan, budget)
+        return plan
+
+    def commit(self, plan: Plan, sampled: dict[Request, int]) -> list[Request]:
+        """Books a step that ran: computed tokens, sampled ones, full blocks. Returns the requests that got a token."""
+        for request, num_tokens in plan.items():
+            self.fair_share.charge(request, num_tokens)
+            request.num_computed += num_tokens
+            self.cache.register(request)
+        for request, token_id in sampled.items():
+            request.append(token_id)
+            if request.status is Status.FINISHED:
+                self._release(request)
+        return list(sampled)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Finishes a request wherever it is; None if it is not here any more."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        self._finish(request, "abort")
+        return request
+
+    def fail(self, request: Request, error: str) -> None:
+        self._finish(request, "error", error)
+
+    def take_failed(self) -> list[Request]:
+        """Requests that ended without running: their adapter could not be loaded."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _decode(self, plan: Plan, budget: int) -> int:
+        """Every running stream's next token; what is left of the budget."""
+        for request in [r for r in self.running if r.is_decoding]:
+            if budget <= 0:
+                break
+            if request.status is not Status.RUNNING:
+                continue  # preempted for one before it
+            if self._grow_or_preempt(request, request.num_tokens, plan):
+                plan[request] = 1
+                budget -= 1
+        return budget
+
+    def _prefill(self, plan: Plan, budget: int) -> None:
+        """Prompt chunks: in progress and new ones alike go to the tenants served least, so that a tenant's long prompt
+        delays another's short one by a step, not by its own length."""
+        may_drain, has_room = True, True
+        in_progress = [r for r in self.running if not r.is_decoding]
+        for request in self.fair_share.least_served_first(in_progress):
+            if budget <= 0:
+                return
+            if request.status is Status.WAITING:
+                if not has_room:
+                    continue
+                if not self._adapter_ready(request, may_drain=may_drain):
+                    may_drain = may_drain and request.status is Status.FINISHED
+                    continue
+                has_room = self._admit(request, plan, budget)
+                if not has_room:
+                    continue
+            num_tokens = min(request.num_to_compute, budget) if self._chunked else request.num_to_compute
+            plan[request] = num_tokens
+            budget -= num_tokens
+
+    def _admit(self, request: Request, plan: Plan, budget: int) -> bool:
+        """Starts a waiting request if there is a seat and room for its whole prompt; half of one would only be
+        preempted by another half."""
+        if len(self.running) >= self._max_num_seqs:
+            return False
+        prefix = self.cache.find_prefix(request)
+        to_compute = request.num_tokens - len(prefix) * self.cache.block_size
+        if to_compute > budget and not self._chunked and plan:
+            return False
+        if not self.cache.can_allocate(request, request.num_tokens, prefix):
+            return False
+        self.fair_share.remove(request)
+        self.cache.start(request, prefix)
+        self.cache.grow(request, request.num_tokens)
+        if request.adapter is not None:
+            request.adapter_slot = self.adapters.pin(request.adapter)
+        self.running.append(request)
+        return True
+
+    def _adapter_ready(self, request: Request, *, may_drain: bool) -> bool:
+        if request.adapter is None:
+            return True
+        residency = self.adapters.ensure(request.adapter)
+        if residency is Residency.READY:
+            return True
+        if residency is Residency.FAILED:
+            self.fail(request, self.adapters.error(request.adapter))
+            self._failed.append(request)
+        elif residency is Residency.NO_ROOM and may_drain:
+            # The least served request that lacks room takes the pages of the tenants furthest ahead as they finish.
+            ahead = sorted(
+                (r for r in self.running if r.adapter), key=lambda r: self.fair_share.counter(r.tenant), reverse=True
+            )
+            self.adapters.drain_for(request.adapter, [r.adapter for r in ahead if r.adapter])
+        return False
+
+    def _grow_or_preempt(self, request: Request, num_tokens: int, plan: Plan) -> bool:
+        while not self.cache.grow(request, num_tokens):
+            victim = max(self.running, key=lambda r: (self.fair_share.counter(r.tenant), r.arrival))
+            plan.pop(victim, None)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        self._leave_running(request)
+        request.preempt()
+        self.fair_share.push(request, front=True)
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        if request.status is Status.WAITING:
+            self.fair_share.remove(request)
+        request.finish(reason, error)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        if request in self.running:
+            self._leave_running(request)
+        del self.requests[request.request_id]
+        self.fair_share.leave(request)
+        if request.adapter is not None and not any(r.adapter == request.adapter for r in self.requests.values()):
+            self.adapters.no_longer_wanted(request.adapter)
+
+    def _leave_running(self, request: Request) -> None:
+        self.running.remove(request)
+        self.cache.free(request)
+        if request.adapter is not None:
+            self.adapters.unpin(request.adapter)
+            request.adapter_slot = -1

@@ -1,0 +1,245 @@
+"""How completions and chat write the same thing: choices, log-probabilities, chunks. No HTTP."""
+
+import time
+from typing import Generic, TypeVar
+
+from msgspec import UNSET, UnsetType
+
+from engine.responses import (
+    CalledFunction,
+    CalledTool,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatMessage,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Progress,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+    Usage,
+)
+from engine.scheduling.request import TokenLogprobs
+from engine.server.sequence import Delta
+from engine.server.tool_calls import CallDelta, Parsed, ToolCallParser
+from engine.tokenizer import Stream, Tokenizer
+
+ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
+
+
+class Answer(Generic[ChoiceT]):
+    """One request's answer, whole or in chunks, in one of the two dialects."""
+
+    id_prefix: str
+
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, prompt_logprobs: int | None = None) -> None:
+        """prompt_logprobs: the likeliest tokens to report at each place of the prompt; None: none of it."""
+        self._id = f"{self.id_prefix}-{request_id}"
+        self._prompt_logprobs = prompt_logprobs
+        self._created = int(time.time())
+        self._model = model
+        self._tokenizer = tokenizer
+
+    def opening(self, index: int) -> ChoiceT | None:
+        """What a stream says of a choice before its first text, if anything."""
+        raise NotImplementedError
+
+    def chunk(self, delta: Delta) -> ChoiceT:
+        raise NotImplementedError
+
+    def whole(self, delta: Delta) -> ChoiceT:
+        raise NotImplementedError
+
+    def envelope(
+        self,
+        choices: list[ChoiceT],
+        *,
+        stream: bool,
+        usage: Usage | UnsetType | None = UNSET,
+        progress: Progress | UnsetType = UNSET,
+    ) -> Completion | ChatCompletion:
+        raise NotImplementedError
+
+    def _name(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _of_prompt(self, delta: Delta) -> PromptLogprobs | UnsetType:
+        if self._prompt_logprobs is None or delta.prompt_logprobs is None:
+            return UNSET
+        return [None if entry is None else self._at_place(entry) for entry in delta.prompt_logprobs]
+
+    def _at_place(self, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
+        likeliest = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._prompt_logprobs]
+        place = {entry.token_id: PromptLogprob(entry.logprob, entry.rank, self._name(entry.token_id))}
+        for rank, (token_id, logprob) in enumerate(likeliest, 1):
+            place.setdefault(token_id, PromptLogprob(logprob, rank, self._name(token_id)))
+        return {str(token_id): logprob for token_id, logprob in place.items()}
+
+
+class CompletionAnswer(Answer[CompletionChoice]):
+    id_prefix = "cmpl"
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        echo: list[tuple[str, list[int]]],
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        """echo: of each choice, the prompt's text and ids to put before it; empty for none."""
+        super().__init__(request_id, model, tokenizer, prompt_logprobs)
+        self._echo = dict(enumerate(echo))
+        self._top_logprobs = logprobs
+        self._streams: dict[int, Stream] = {}
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def chunk(self, delta: Delta) -> CompletionChoice:
+        prompt, prompt_ids = self._echo.pop(delta.index, ("", []))
+        tokens: list[tuple[int, TokenLogprobs | None]] = []
+        offsets: list[int] = []
+        if self._top_logprobs is not None:
+            if prompt_ids and delta.prompt_logprobs is not None:
+                tokens += zip(prompt_ids, delta.prompt_logprobs, strict=True)
+                offsets += self._place(delta.index, prompt_ids)
+            # The answer is detokenized by itself, after all of the prompt's text.
+            if prompt_ids:
+                self._streams.pop(delta.index, None)
+                self._offsets[delta.index] = len(prompt)
+            tokens += [(entry.token_id, entry) for entry in delta.logprobs]
+            offsets += self._place(delta.index, [entry.token_id for entry in delta.logprobs])
+        logprobs = self._logprobs(tokens, offsets) if tokens else None
+        return CompletionChoice(delta.index, prompt + delta.text, logprobs, delta.finish_reason, self._of_prompt(delta))
+
+    def whole(self, delta: Delta) -> CompletionChoice:
+        return self.chunk(delta)
+
+    def envelope(
+        self,
+        choices: list[CompletionChoice],
+        *,
+        stream: bool,
+        usage: Usage | UnsetType | None = UNSET,
+        progress: Progress | UnsetType = UNSET,
+    ) -> Completion:
+        return Completion(self._id, "text_completion", self._created, self._model, choices, usage, progress)
+
+    def _place(self, index: int, token_ids: list[int]) -> list[int]:
+        """Where in the text each token begins; for a piece of a character, where the character will stand."""
+        stream = self._streams.setdefault(index, self._tokenizer.stream())
+        end = self._offsets.get(index, 0)
+        offsets = []
+        for token_id in token_ids:
+            start, piece, name = end, stream.push((token_id,)), self._name(token_id)
+            end += len(piece)
+            # What was held of the tokens before may come first.
+            offsets.append(end - len(name) if piece.endswith(name) else start)
+        self._offsets[index] = end
+        return offsets
+
+    def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None]], offsets: list[int]) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            text_offset=offsets,
+            token_logprobs=[None if entry is None else entry.logprob for _, entry in tokens],
+            tokens=[self._name(token_id) for token_id, _ in tokens],
+            top_logprobs=[None if entry is None else self._top(entry) for _, entry in tokens],
+        )
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the chosen one. Of tokens that are written alike, the likeliest stands."""
+        top = {self._name(entry.token_id): entry.logprob}
+        likeliest = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._top_logprobs]
+        for token_id, logprob in likeliest:
+            top.setdefault(self._name(token_id), logprob)
+        return top
+
+
+class ChatAnswer(Answer[ChatChoice]):
+    id_prefix = "chatcmpl"
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        parsers: list[ToolCallParser] | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        """parsers: one for each choice of a request with tools."""
+        super().__init__(request_id, model, tokenizer, prompt_logprobs)
+        self._parsers = parsers
+        self._whole_prompt: PromptLogprobs | UnsetType = UNSET
+
+    def opening(self, index: int) -> ChatChoice:
+        return ChatChoice(index, delta=ChatMessage("assistant", ""))
+
+    def chunk(self, delta: Delta) -> ChatChoice:
+        # The last chunk's delta is empty, unless it brings text.
+        parsed, finish_reason = self._parse(delta)
+        says = parsed.content or not (finish_reason or parsed.calls)
+        message = ChatMessage(content=parsed.content if says else UNSET)
+        if parsed.calls:
+            message.tool_calls = [_called(call, call.index) for call in parsed.calls]
+        return ChatChoice(delta.index, UNSET, message, self._logprobs(delta), finish_reason)
+
+    def whole(self, delta: Delta) -> ChatChoice:
+        if self._whole_prompt is UNSET:
+            self._whole_prompt = self._of_prompt(delta)
+        parsed, finish_reason = self._parse(delta)
+        message = ChatMessage("assistant", parsed.content)
+        if parsed.calls:
+            message.content = parsed.content or None
+            message.tool_calls = [_called(call) for call in parsed.calls]
+        return ChatChoice(delta.index, message, UNSET, self._logprobs(delta), finish_reason)
+
+    def _parse(self, delta: Delta) -> tuple[Parsed, str | None]:
+        """The text's content and calls, and the finish reason, which a call changes."""
+        if self._parsers is None:
+            return Parsed(delta.text), delta.finish_reason
+        parser = self._parsers[delta.index]
+        parsed = parser.push(delta.text)
+        if delta.finish_reason is None:
+            return parsed, None
+        rest = parser.finish()
+        parsed = Parsed(parsed.content + rest.content, parsed.calls + rest.calls)
+        called = parser.has_calls and delta.finish_reason == "stop"
+        return parsed, "tool_calls" if called else delta.finish_reason
+
+    def envelope(
+        self,
+        choices: list[ChatChoice],
+        *,
+        stream: bool,
+        usage: Usage | UnsetType | None = UNSET,
+        progress: Progress | UnsetType = UNSET,
+    ) -> ChatCompletion:
+        kind = "chat.completion.chunk" if stream else "chat.completion"
+        return ChatCompletion(self._id, kind, self._created, self._model, choices, usage, progress, self._whole_prompt)
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not delta.logprobs:
+            return None
+        return ChatLogprobs([self._entry(entry) for entry in delta.logprobs])
+
+    def _entry(self, entry: TokenLogprobs) -> ChatLogprob:
+        top = [
+            TopLogprob(self._name(token_id), logprob, list(self._tokenizer.token_bytes(token_id)))
+            for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+        ]
+        raw = list(self._tokenizer.token_bytes(entry.token_id))
+        return ChatLogprob(self._name(entry.token_id), entry.logprob, raw, top)
+
+
+def _called(call: CallDelta, index: int | UnsetType = UNSET) -> CalledTool:
+    first = call.call_id is not None
+    function = CalledFunction(call.arguments, call.name if call.name is not None else UNSET)
+    return CalledTool(
+        function, call.call_id if call.call_id is not None else UNSET, "function" if first else UNSET, index
+    )

@@ -1,0 +1,320 @@
+"""The engine's HTTP server: resources in the order they are made, the routes, and the life from bind to drain.
+
+The port is bound first; until the model is loaded every route but /health and /metrics answers 503.
+"""
+
+import asyncio
+import hmac
+import logging
+import math
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from adapters.host_cache import HostCache
+from adapters.manifest import BaseShape
+from adapters.store import Store
+from engine.config import ConfigError, EngineConfig
+from engine.engine import Engine, resolve_dtype
+from engine.model.config import parse_model_config, read_config
+from engine.model.weights import Progress, base_tensor
+from engine.responses import Health
+from engine.server.description import engine_description
+from engine.server.errors import ApiError, error_boundary
+from engine.server.generate import Caller, GenerationRoutes
+from engine.server.generation import EngineUnavailable
+from engine.server.grammars import Grammars
+from engine.server.loop import EngineLoop
+from engine.server.metrics import Metrics
+from engine.server.models import ModelRegistry
+from engine.server.routes import EngineRoutes, json_response
+from engine.server.tool_calls import FORMATS, ToolFormat, format_of
+from engine.structured.compiler import GrammarCompiler
+from engine.tokenizer import Tokenizer, TokenizerError
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 << 20
+OPEN_ROUTES = ("/health", "/metrics")
+
+
+class Server:
+    """One engine behind HTTP. `start` loads it, `stop` drains and ends it; the app may be served before and after."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        adapter_store: Store | None = None,
+        host_adapter_memory: int = 4 << 30,
+        internal_token: str | None = None,
+        lora_modules: Mapping[str, str] | None = None,
+        max_waiting: int = 1024,
+        drain_s: float = 30.0,
+        tool_call_parser: str | None = None,
+    ) -> None:
+        """host_adapter_memory: bytes. max_waiting: requests beyond the batch that may wait; more get 503.
+
+        lora_modules: adapter folders by the name to serve them under. drain_s: time that `stop` gives requests to end.
+        tool_call_parser: how the model writes tool calls, "hermes" or "llama3_json"; None: as its template says.
+        Raises ConfigError.
+        """
+        self._config = config
+        self._store = adapter_store
+        self._host_adapter_memory = host_adapter_memory
+        self._internal_token = internal_token
+        self._lora_modules = dict(lora_modules or {})
+        self._max_waiting = max_waiting
+        self._drain_s = drain_s
+        self._tool_format = None if tool_call_parser is None else tool_format(tool_call_parser)
+        self._metrics = Metrics()
+        self._engine: Engine | None = None
+        self._host_cache: HostCache | None = None
+        self._loop: EngineLoop | None = None
+        self._grammars: Grammars | None = None
+        self._routes: EngineRoutes | None = None
+        self._generation: GenerationRoutes | None = None
+        self._draining = False
+
+    def make_app(self) -> web.Application:
+        app = web.Application(middlewares=[error_boundary, self._authenticate], client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/completions", self._generating(GenerationRoutes.completions))
+        app.router.add_post("/v1/chat/completions", self._generating(GenerationRoutes.chat))
+        app.router.add_get("/v1/models", self._route(EngineRoutes.list_models))
+        app.router.add_post("/tokenize", self._route(EngineRoutes.tokenize))
+        app.router.add_post("/detokenize", self._route(EngineRoutes.detokenize))
+        app.router.add_post("/v1/load_lora_adapter", self._route(EngineRoutes.load_adapter))
+        app.router.add_post("/v1/unload_lora_adapter", self._route(EngineRoutes.unload_adapter))
+        app.router.add_get("/state", self._route(EngineRoutes.state))
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._render_metrics)
+        app.router.add_get("/openapi.json", self._describe)
+        return app
+
+    async def start(self, progress: Progress | None = None) -> None:
+        """Loads tokenizer, model and named adapters. Raises ConfigError, TokenizerError or OSError."""
+        tokenizer, engine = await asyncio.to_thread(self._load, progress)
+        self._loop = EngineLoop(
+            engine,
+            max_requests=self._config.max_num_seqs + self._max_waiting,
+            on_step=self._metrics.observe_step,
+        )
+        assert self._host_cache is not None
+        name = self._config.served_model_name or Path(self._config.model).name.removesuffix(".gguf")
+        models = ModelRegistry(name, engine, self._loop, self._host_cache)
+        for lora_name, path in self._lora_modules.items():
+            try:
+                await models.load(lora_name, path)
+            except ApiError as exc:
+                raise ConfigError("lora_modules", f"{lora_name}: {exc}") from exc
+        vocab_size = engine.model_config.vocab_size
+        self._grammars = Grammars(GrammarCompiler(tokenizer.to_json, vocab_size, engine.eos_token_ids))
+        self._generation = GenerationRoutes(
+            tokenizer,
+            self._loop,
+            models,
+            self._grammars,
+            self._metrics,
+            engine.max_model_len,
+            engine.eos_token_ids,
+            self._tool_format or format_of(tokenizer.tool_template),
+        )
+        self._routes = EngineRoutes(tokenizer, engine, self._loop, models, self._metrics)
+
+    async def stop(self) -> None:
+        """Refuses new requests, lets those in flight end, then frees everything."""
+        self._draining = True
+        if self._loop is not None:
+            await self._loop.close(self._drain_s)
+        if self._grammars is not None:
+            self._grammars.close()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+        if self._host_cache is not None:
+            await asyncio.to_thread(self._host_cache.close)
+
+    def _load(self, progress: Progress | None) -> tuple[Tokenizer, Engine]:
+        path = Path(self._config.model)
+        raw_config = read_config(path)
+        model_config = parse_model_config(raw_config)
+        dtype = resolve_dtype(self._config, model_config)
+        if self._config.tokenizer is not None or path.is_dir():
+            tokenizer = Tokenizer.from_dir(self._config.tokenizer or path)
+        else:
+            from engine.model.gguf_tokenizer import read_tokenizer  # a heavy import that a folder does without
+
+            tokenizer = read_tokenizer(path)
+        self._host_cache = HostCache(
+            self._store,
+            BaseShape.from_config(raw_config),
+            self._host_adapter_memory,
+            dtype,
+            base_tensor=partial(base_tensor, path, model_config, dtype),
+        )
+        self._engine = Engine(self._config, self._host_cache, progress)
+        return tokenizer, self._engine
+
+    def _route(self, handler: Callable[[EngineRoutes, web.Request], Awaitable[web.Response]]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if self._routes is None:
+                raise EngineUnavailable("the model is loading")
+            return await handler(self._routes, request)
+
+        return handle
+
+    def _generating(
+        self, handler: Callable[[GenerationRoutes, web.Request, Caller], Awaitable[web.StreamResponse]]
+    ) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if self._generation is None:
+                raise EngineUnavailable("the model is loading")
+            return await handler(self._generation, request, self._caller(request))
+
+        return handle
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._internal_token is not None and request.path not in OPEN_ROUTES:
+            given = request.headers.get("x-loraplex-internal-token", "")
+            # aiohttp hands over bytes that are no UTF-8 as surrogates.
+            if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._internal_token.encode()):
+                raise ApiError(
+                    401,
+                    "x-loraplex-internal-token is missing or wrong",
+                    kind="authentication_error",
+                    code="invalid_internal_token",
+                )
+        return await handler(request)
+
+    def _caller(self, request: web.Request) -> Caller:
+        """The gateway's word on who asks; without the internal token nobody's word counts."""
+        if self._internal_token is None:
+            return Caller()
+        headers = request.headers
+        tenant = headers.get("x-loraplex-tenant", "")
+        if not (tenant.isascii() and tenant.isprintable() and len(tenant) <= 256):
+            raise ApiError(400, "x-loraplex-tenant: expected at most 256 ASCII characters", param="x-loraplex-tenant")
+        return Caller(
+            internal=True,
+            tenant=tenant,
+            weight=_number(headers, "x-loraplex-weight", float, 1.0),
+            priority=int(_number(headers, "x-loraplex-priority", int, 0)),
+        )
+
+    async def _health(self, _: web.Request) -> web.Response:
+        if self._loop is not None and self._loop.failure is not None:
+            return json_response(Health("unhealthy", self._loop.failure), 503)
+        if self._draining:
+            return json_response(Health("stopping"), 503)
+        if self._routes is None:
+            return json_response(Health("loading"), 503)
+        return json_response(Health("ok"))
+
+    async def _describe(self, _: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(engine_description()), content_type="application/json")
+
+    async def _render_metrics(self, _: web.Request) -> web.Response:
+        if self._routes is not None:
+            await self._routes.update_gauges()
+        return web.Response(
+            body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+
+@asynccontextmanager
+async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
+    """Serves the app and yields the port (which one, if 0 was asked for). Raises OSError if it can't be bound.
+
+    A handler is cancelled when its client goes away: that is how its requests leave the engine.
+    """
+    runner = web.AppRunner(server.make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+async def serve(
+    server: Server,
+    host: str,
+    port: int,
+    ready: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT and returns the exit code. `ready` is told the port once the model is loaded."""
+    stop = asyncio.Event()
+    event_loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        event_loop.add_signal_handler(signum, stop.set)
+    try:
+        async with listening(server, host, port) as bound_port:
+            try:
+                await server.start(progress)
+                if ready is not None and not stop.is_set():
+                    ready(bound_port)
+                await stop.wait()
+            finally:
+                await server.stop()
+    except (ConfigError, TokenizerError, OSError) as exc:
+        print(f"loraplex engine: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    adapter_store: Store | None = None,
+    host_adapter_memory: int = 4 << 30,
+    internal_token: str | None = None,
+    lora_modules: Mapping[str, str] | None = None,
+    max_waiting: int = 1024,
+    drain_s: float = 30.0,
+    tool_call_parser: str | None = None,
+    ready: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """`loraplex engine`: the exit code, 0 after a clean stop, 1 with one line on stderr for what cannot be served."""
+    server = Server(
+        config,
+        adapter_store=adapter_store,
+        host_adapter_memory=host_adapter_memory,
+        internal_token=internal_token,
+        lora_modules=lora_modules,
+        max_waiting=max_waiting,
+        drain_s=drain_s,
+        tool_call_parser=tool_call_parser,
+    )
+    return asyncio.run(serve(server, host, port, ready, progress))
+
+
+def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float], default: float) -> float:
+    text = headers.get(name)
+    if text is None:
+        return default
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ApiError(400, f"{name}: expected a number, got {text[:40]!r}", param=name)
+    return value
+
+
+def tool_format(name: str) -> ToolFormat:
+    """Raises ConfigError for a name that is none of a parser."""
+    if name not in FORMATS:
+        raise ConfigError("tool_call_parser", f"expected {' or '.join(FORMATS)}, got {name!r}")
+    return FORMATS[name]

@@ -1,0 +1,43 @@
+"""What the engine's routes take and answer, as `/openapi.json` publishes it."""
+
+from typing import Any
+
+from engine.openapi import Route, describe
+from engine.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
+from engine.responses import (
+    AdapterLoaded,
+    ChatCompletion,
+    Completion,
+    DetokenizeResponse,
+    EngineStateResponse,
+    Health,
+    ModelList,
+    TokenizeResponse,
+)
+
+ROUTES = (
+    Route("POST", "/v1/completions", "Continue a text.", CompletionRequest, Completion, streams=True),
+    Route("POST", "/v1/chat/completions", "Answer a chat.", ChatCompletionRequest, ChatCompletion, streams=True),
+    Route("GET", "/v1/models", "The base model and the adapters loaded by name.", None, ModelList),
+    Route("POST", "/tokenize", "A prompt or a chat as token ids.", TokenizeRequest, TokenizeResponse),
+    Route("POST", "/detokenize", "Token ids as text.", DetokenizeRequest, DetokenizeResponse),
+    Route(
+        "POST", "/v1/load_lora_adapter", "Serve an adapter's folder under a name.", LoadAdapterRequest, AdapterLoaded
+    ),
+    Route("POST", "/v1/unload_lora_adapter", "Forget a name.", UnloadAdapterRequest, AdapterLoaded),
+    Route("GET", "/state", "What is resident, queued and free.", None, EngineStateResponse),
+    Route("GET", "/health", "Whether requests can be served.", None, Health),
+    Route("GET", "/metrics", "For Prometheus."),
+    Route("GET", "/openapi.json", "This description.", None, dict),
+)
+
+
+def engine_description() -> dict[str, Any]:
+    return describe("Loraplex engine", ROUTES)

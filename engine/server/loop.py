@@ -1,0 +1,238 @@
+"""The engine's thread and the event loop, and what passes between them.
+
+In: commands, through one queue, run before the next step. Out: a step's outputs, all in one call to the event loop.
+The thread is the only one that touches the engine. It sleeps when there is nothing to do.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from engine.scheduling.request import RequestError, RequestOutput, SamplingParams
+from engine.server.generation import EngineUnavailable, Generation, Submission
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# How soon the thread looks again when all there is to do waits for an adapter on its way to memory.
+ADAPTER_POLL_S = 0.002
+
+
+class StepEngine(Protocol):
+    """What the thread needs of engine.engine.Engine."""
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
+    ) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def has_work(self) -> bool: ...
+    @property
+    def is_waiting_for_adapters(self) -> bool: ...
+    def step(self) -> list[RequestOutput]: ...
+
+
+class EngineLoop:
+    """Owns the engine's thread. Every method but the thread's own is called on the event loop."""
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        *,
+        max_requests: int,
+        on_step: Callable[[float, list[RequestOutput]], None] | None = None,
+    ) -> None:
+        """`max_requests`: sequences in flight, running and waiting; `on_step(seconds, outputs)` runs in the thread."""
+        self._engine = engine
+        self._max_requests = max_requests
+        self._on_step = on_step
+        self._event_loop = asyncio.get_running_loop()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._work = threading.Condition()
+        self._stopping = False
+        self._accepting = True
+        self._calls: set[Future[Any]] = set()
+        self._routes: dict[str, tuple[Generation, int]] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._routes)
+
+    @property
+    def max_requests(self) -> int:
+        return self._max_requests
+
+    def submit(self, request_id: str, submissions: list[Submission]) -> Generation:
+        """Queues the sequences. Raises EngineUnavailable when failed, closing or full."""
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
+        if not self._accepting:
+            raise EngineUnavailable("the engine is shutting down")
+        if len(self._routes) + len(submissions) > self._max_requests:
+            raise EngineUnavailable(f"{len(self._routes)} requests are in flight, the most allowed", retry_after=1)
+        ids = [f"{request_id}-{i}" for i in range(len(submissions))]
+        generation = Generation(self, ids)
+        for i, (sequence_id, submission) in enumerate(zip(ids, submissions, strict=True)):
+            self._routes[sequence_id] = (generation, i)
+            self._push(self._adding(sequence_id, submission))
+        self._empty.clear()
+        return generation
+
+    def abort(self, request_id: str) -> None:
+        self._push(lambda: self._engine.abort(request_id))
+
+    def release(self, request_id: str) -> None:
+        """No more outputs of this request are wanted."""
+        self._routes.pop(request_id, None)
+        if not self._routes:
+            self._empty.set()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Runs a function in the engine's thread, between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as exc:  # noqa: BLE001 - handed to the caller
+                future.set_exception(exc)
+
+        if self.failure is not None or not self._thread.is_alive():
+            raise EngineUnavailable(self.failure or "the engine is shut down")
+        self._calls.add(future)
+        self._push(run)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
+
+    async def close(self, drain_s: float) -> None:
+        """Takes no more requests, lets those in flight end for `drain_s` seconds, aborts the rest, ends the thread."""
+        self._accepting = False
+        if self._routes and self.failure is None:
+            try:
+                await asyncio.wait_for(self._empty.wait(), drain_s)
+            except TimeoutError:
+                logger.warning("aborting %d requests still in flight after %g s", len(self._routes), drain_s)
+        for request_id, (generation, _) in list(self._routes.items()):
+            self.abort(request_id)
+            generation.fail(EngineUnavailable("the engine is shutting down"))
+        with self._work:
+            self._stopping = True
+            self._work.notify()
+        await asyncio.to_thread(self._thread.join)
+        self._fail_calls("the engine is shut down")
+
+    def _push(self, command: Callable[[], None]) -> None:
+        with self._work:
+            self._commands.append(command)
+            self._work.notify()
+
+    def _adding(self, request_id: str, s: Submission) -> Callable[[], None]:
+        def add() -> None:
+            try:
+                self._engine.add_request(
+                    request_id,
+                    s.prompt_token_ids,
+                    s.params,
+                    adapter=s.adapter,
+                    tenant=s.tenant,
+                    weight=s.weight,
+                    priority=s.priority,
+                )
+            except RequestError as exc:
+                self._to_event_loop(self._refuse, request_id, exc)
+            except Exception as exc:
+                logger.exception("a request could not be added")
+                self._to_event_loop(self._refuse, request_id, exc)
+
+        return add
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._run_commands()
+                if self._engine.has_work():
+                    self._step()
+            self._run_commands()
+        except Exception as exc:
+            logger.exception("the engine failed; it answers nothing until it is started again")
+            self._to_event_loop(self._fail, f"the engine failed: {type(exc).__name__}: {exc}")
+
+    def _wait_for_work(self) -> bool:
+        """False when the thread should end."""
+        with self._work:
+            while not (self._commands or self._stopping or self._engine.has_work()):
+                self._work.wait()
+            return not self._stopping
+
+    def _run_commands(self) -> None:
+        while True:
+            with self._work:
+                commands, self._commands = self._commands, deque()
+            if not commands:
+                return
+            for command in commands:
+                command()
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        outputs = self._engine.step()
+        seconds = time.perf_counter() - start
+        if outputs:
+            self._to_event_loop(self._deliver, outputs)
+        if self._on_step is not None:
+            self._on_step(seconds, outputs)
+        if self._engine.is_waiting_for_adapters:
+            with self._work:
+                if not self._commands and not self._stopping:
+                    self._work.wait(ADAPTER_POLL_S)
+
+    def _to_event_loop(self, callback: Callable[..., object], *args: Any) -> None:
+        self._event_loop.call_soon_threadsafe(callback, *args)
+
+    # What follows is called by the thread, on the event loop.
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            route = self._routes.get(output.request_id)
+            if route is not None:
+                route[0].deliver(route[1], output)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        route = self._routes.get(request_id)
+        if route is not None:
+            route[0].forget(request_id)
+            route[0].fail(error)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        for generation in {id(g): g for g, _ in self._routes.values()}.values():
+            generation.fail(EngineUnavailable(reason))
+        self._fail_calls(reason)
+
+    def _fail_calls(self, reason: str) -> None:
+        for future in self._calls:
+            if not future.done():
+                future.set_exception(EngineUnavailable(reason))

@@ -1,0 +1,61 @@
+"""What Prometheus sees of one engine; a registry of its own, so that two engines in a process do not mix."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from engine.scheduling.request import RequestOutput
+
+STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+PREFIX = "loraplex_engine"
+
+
+class Metrics:
+    """Counters are fed as things happen; gauges are set from the engine's state when they are read."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.running = Gauge(f"{PREFIX}_requests_running", "Requests in the batch.", registry=registry)
+        self.waiting = Gauge(f"{PREFIX}_requests_waiting", "Requests in the queue.", registry=registry)
+        self.kv_used = Gauge(f"{PREFIX}_kv_blocks_used", "KV cache blocks held by requests.", registry=registry)
+        self.kv_total = Gauge(f"{PREFIX}_kv_blocks_total", "KV cache blocks.", registry=registry)
+        self.adapters = Gauge(f"{PREFIX}_adapters_resident", "Adapters in device memory.", registry=registry)
+        self.prompt_tokens = Counter(f"{PREFIX}_prompt_tokens", "Prompt tokens of requests.", registry=registry)
+        self.cached_tokens = Counter(
+            f"{PREFIX}_prompt_tokens_cached", "Prompt tokens found in the prefix cache.", registry=registry
+        )
+        self.generation_tokens = Counter(f"{PREFIX}_generation_tokens", "Tokens generated.", registry=registry)
+        self.finished = Counter(
+            f"{PREFIX}_requests_finished", "Sequences that the engine ended.", ["finish_reason"], registry=registry
+        )
+        self.step_seconds = Histogram(
+            f"{PREFIX}_step_seconds", "Time of one engine step.", buckets=STEP_BUCKETS, registry=registry
+        )
+        self.time_to_first_token = Histogram(
+            f"{PREFIX}_time_to_first_token_seconds",
+            "From the request's arrival to its first token.",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token_latency = Histogram(
+            f"{PREFIX}_inter_token_latency_seconds",
+            "Between two deliveries of tokens of one sequence.",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+
+    def observe_step(self, seconds: float, outputs: list[RequestOutput]) -> None:
+        """Runs in the engine's thread, once a step."""
+        self.step_seconds.observe(seconds)
+        tokens = 0
+        for output in outputs:
+            tokens += len(output.token_ids)
+            if output.token_ids and output.num_output_tokens == len(output.token_ids):
+                self.prompt_tokens.inc(output.num_prompt_tokens)
+                self.cached_tokens.inc(output.num_cached_tokens)
+            if output.finish_reason is not None:
+                self.finished.labels(output.finish_reason).inc()
+        if tokens:
+            self.generation_tokens.inc(tokens)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

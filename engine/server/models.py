@@ -1,0 +1,107 @@
+"""What `model` may name: the base model, a name given to /v1/load_lora_adapter, or `sha256:<digest>` from the store."""
+
+import asyncio
+import re
+import time
+
+from adapters.host_cache import HostCache
+from adapters.manifest import AdapterError, AdapterNotFound
+from engine.engine import Engine
+from engine.responses import Model
+from engine.server.errors import ApiError, ModelNotFound
+from engine.server.loop import EngineLoop
+
+DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+
+
+class ModelRegistry:
+    """Names of this engine, and adapters brought to host memory before their requests are queued."""
+
+    def __init__(self, base_name: str, engine: Engine, loop: EngineLoop, host_cache: HostCache) -> None:
+        self.base_name = base_name
+        self._engine = engine
+        self._loop = loop
+        self._host_cache = host_cache
+        self._names: dict[str, str] = {}
+        self._created = int(time.time())
+
+    def digest(self, model: str) -> str | None:
+        """The adapter that `model` names, None for the base. Raises ModelNotFound."""
+        if model == self.base_name:
+            return None
+        if (digest := self._names.get(model)) is not None:
+            return digest
+        if match := DIGEST.fullmatch(model):
+            return match[1]
+        raise ModelNotFound(model)
+
+    async def resolve(self, model: str) -> str | None:
+        """As `digest`, with the adapter in memory. Raises ApiError if it does not exist or cannot be served."""
+        digest = self.digest(model)
+        if digest is None or self._host_cache.get(digest) is not None:
+            return digest
+        if await self._loop.call(lambda: self._engine.adapter_ready(digest)):
+            return digest
+        try:
+            # Shielded, for others may wait for the same load.
+            adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
+        except AdapterNotFound:
+            raise ModelNotFound(model) from None
+        except AdapterError as exc:
+            raise ApiError(400, f"the adapter cannot be served: {exc}", param="model", code="adapter_refused") from None
+        except OSError as exc:
+            raise ApiError(
+                500, f"the adapter cannot be read: {exc.strerror}", kind="server_error", code="adapter_unreadable"
+            ) from exc
+        self._check_rank(adapter.rank, "model")
+        return digest
+
+    async def load(self, name: str, path: str) -> str:
+        """Makes an adapter folder known under a name and returns its digest. The same again changes nothing."""
+        if name == self.base_name or DIGEST.fullmatch(name):
+            raise ApiError(400, f"the name {name!r} is taken", param="lora_name")
+        try:
+            digest = await asyncio.to_thread(self._host_cache.add_path, path)
+            adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
+        except AdapterNotFound as exc:
+            raise ApiError(404, str(exc), param="lora_path", code="adapter_not_found") from None
+        except AdapterError as exc:
+            raise ApiError(400, str(exc), param="lora_path", code="adapter_refused") from None
+        except OSError as exc:
+            raise ApiError(400, f"lora_path cannot be read: {exc.strerror}", param="lora_path") from None
+        try:
+            self._check_rank(adapter.rank, "lora_path")
+            if self._names.setdefault(name, digest) != digest:
+                raise ApiError(
+                    400, f"the name {name!r} is taken by another adapter; unload it first", param="lora_name"
+                )
+        except ApiError:
+            if digest not in self._names.values():
+                self._host_cache.drop(digest)
+            raise
+        return digest
+
+    async def unload(self, name: str) -> str:
+        """Forgets a name, and its adapter's memory with the last name. Requests in flight end as they began."""
+        digest = self._names.pop(name, None)
+        if digest is None:
+            raise ApiError(404, f"no adapter is loaded as {name[:200]!r}", param="lora_name", code="adapter_not_found")
+        if digest not in self._names.values():
+            await self._loop.call(lambda: self._engine.unload_adapter(digest))
+            self._host_cache.drop(digest)
+        return digest
+
+    def list(self, max_model_len: int) -> list[Model]:
+        base = Model(self.base_name, self._created, max_model_len)
+        named = [
+            Model(name, self._created, max_model_len, root=f"sha256:{digest}", parent=self.base_name)
+            for name, digest in self._names.items()
+        ]
+        return [base, *named]
+
+    def _check_rank(self, rank: int, param: str) -> None:
+        limit = self._engine.config.max_lora_rank
+        if rank > limit:
+            raise ApiError(
+                400, f"the adapter's rank is {rank}, the most served is {limit}", param=param, code="adapter_refused"
+            )

@@ -1,0 +1,122 @@
+"""The routes beside generation: models and adapters, tokens, and what the engine says of itself."""
+
+import asyncio
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from engine.conversation import tools_as_template_input
+from engine.engine import Engine, EngineState
+from engine.protocol import (
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+    decode,
+)
+from engine.responses import (
+    AdapterLoaded,
+    DetokenizeResponse,
+    EngineStateResponse,
+    ModelList,
+    TokenizeResponse,
+)
+from engine.server.generate import offload
+from engine.server.generation import EngineUnavailable
+from engine.server.loop import EngineLoop
+from engine.server.metrics import Metrics
+from engine.server.models import ModelRegistry
+from engine.tokenizer import Tokenizer
+
+# A scrape does not wait for a long step; the gauges then keep their last reading.
+SCRAPE_WAIT_S = 1.0
+
+
+def json_response(body: msgspec.Struct, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRoutes:
+    """Handlers over one running engine."""
+
+    tokenizer: Tokenizer
+    engine: Engine
+    loop: EngineLoop
+    models: ModelRegistry
+    metrics: Metrics
+
+    async def list_models(self, _: web.Request) -> web.Response:
+        return json_response(ModelList(self.models.list(self.engine.max_model_len)))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        body = decode(TokenizeRequest, raw)
+        if body.model is not None:
+            self.models.digest(body.model)
+        tokens = await offload(len(raw), lambda: self._tokenize(body))
+        return json_response(TokenizeResponse(tokens, len(tokens), self.engine.max_model_len))
+
+    def _tokenize(self, body: TokenizeRequest) -> list[int]:
+        if body.messages is None:
+            return self.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        return self.tokenizer.encode_chat(
+            [message.as_template_input() for message in body.messages],
+            tools_as_template_input(body.tools),
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        body = decode(DetokenizeRequest, raw)
+        if body.model is not None:
+            self.models.digest(body.model)
+        return json_response(DetokenizeResponse(await offload(len(raw), lambda: self.tokenizer.decode(body.tokens))))
+
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        body = decode(LoadAdapterRequest, await request.read())
+        digest = await self.models.load(body.lora_name, body.lora_path)
+        return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        body = decode(UnloadAdapterRequest, await request.read())
+        digest = await self.models.unload(body.lora_name)
+        return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))
+
+    async def state(self, _: web.Request) -> web.Response:
+        state = await self.loop.call(self.engine.state)
+        return json_response(
+            EngineStateResponse(
+                generation=state.generation,
+                model=self.models.base_name,
+                max_model_len=self.engine.max_model_len,
+                max_num_seqs=self.engine.config.max_num_seqs,
+                running=state.num_running,
+                waiting=state.num_waiting,
+                kv_blocks_total=state.num_blocks,
+                kv_blocks_free=state.num_free_blocks,
+                adapters_resident=list(state.resident_adapters),
+                adapter_pages_total=state.num_adapter_pages,
+                adapter_pages_free=state.num_free_adapter_pages,
+                adapter_loads=state.num_adapter_loads,
+                adapter_evictions=state.num_adapter_evictions,
+                preemptions=state.num_preemptions,
+                steps=state.num_steps,
+                prompt_tokens=state.num_prompt_tokens,
+                generated_tokens=state.num_generated_tokens,
+                prefix_hit_tokens=state.prefix_hit_tokens,
+                prefix_query_tokens=state.prefix_query_tokens,
+            )
+        )
+
+    async def update_gauges(self) -> None:
+        try:
+            state: EngineState = await asyncio.wait_for(self.loop.call(self.engine.state), SCRAPE_WAIT_S)
+        except (TimeoutError, EngineUnavailable):
+            return
+        self.metrics.running.set(state.num_running)
+        self.metrics.waiting.set(state.num_waiting)
+        self.metrics.kv_total.set(state.num_blocks)
+        self.metrics.kv_used.set(state.num_blocks - state.num_free_blocks)
+        self.metrics.adapters.set(len(state.resident_adapters))

@@ -1,0 +1,187 @@
+"""Grammars compiled for one vocabulary, and their matchers. All of llguidance is behind this file.
+
+A `Grammar` is compiled once, off the step loop, and shared; each sequence has a `Matcher` of its own, whose state is a
+function of the sequence's output tokens alone. docs/lab-notes.md says why llguidance and where the limits come from.
+"""
+
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Collection
+from decimal import Decimal
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from engine.scheduling.request import RequestError
+from engine.structured.spec import MAX_REGEX_BYTES, GrammarSpec
+
+# Between two parts of JSON: nothing, a space, or a new line with its indentation. With no bound, a small model that
+# likes spaces writes spaces until max_tokens.
+WHITESPACE = r"[ ]?|\n[ ]{0,32}"
+# "Fuel" is llguidance's measure of work, so that a hostile grammar ends its own request instead of stalling the step
+# that it shares: its masks take at most some 20 ms, and not many of them. 500 items in a row are an object of about 120
+# optional properties; required ones cost nothing there. States cost 1 to 2 kB each and live as long as the grammar.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 10_000,
+    "max_items_in_row": 500,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+MAX_MULTIPLES = 100_000
+
+
+class Matcher:
+    """Where one sequence is in its grammar. Owned by the engine's thread."""
+
+    __slots__ = ("_end_ids", "_state", "ended", "param")
+
+    def __init__(self, state: llguidance.LLMatcher, end_ids: frozenset[int], param: str) -> None:
+        self._state = state
+        self._end_ids = end_ids
+        self.param = param
+        self.ended = False
+
+    def fill(self, bits: np.ndarray) -> None:
+        """Writes which tokens may come next: bit i of uint32 `[ceil(vocab / 32)]` is token i.
+
+        An end token is among them only where the grammar accepts, and alone where nothing else can follow.
+        """
+        self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+
+    def advance(self, token_id: int) -> bool:
+        """Takes the sampled token. False if the grammar's limits were passed: `error` says which."""
+        taken = self._state.consume_token(token_id)
+        self.ended = token_id in self._end_ids and self._state.is_stopped()
+        return taken
+
+    @property
+    def error(self) -> str:
+        return _first_line(self._state.get_error())
+
+
+class Grammar:
+    """A compiled grammar; `matcher()` costs microseconds."""
+
+    __slots__ = ("_end_ids", "_start", "param")
+
+    def __init__(self, start: llguidance.LLMatcher, end_ids: frozenset[int], param: str) -> None:
+        self._start = start
+        self._end_ids = end_ids
+        self.param = param
+
+    def matcher(self) -> Matcher:
+        return Matcher(self._start.deep_copy(), self._end_ids, self.param)
+
+    def blaming(self, param: str) -> "Grammar":
+        """The same grammar for a request that gave it under another name."""
+        return self if param == self.param else Grammar(self._start, self._end_ids, param)
+
+
+class GrammarCompiler:
+    """Thread-safe. `compile` blocks for milliseconds, the first call longer: it reads the vocabulary.
+
+    tokenizer_json: gives the text of a tokenizer.json, called once. vocab_size: width of the model's logits.
+    """
+
+    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, end_ids: Collection[int]) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._end_ids = frozenset(end_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: llguidance.LLTokenizer | None = None
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Raises RequestError naming `spec.param` for a grammar that cannot be compiled or that no text fits."""
+        vocabulary = self._read_vocabulary(spec.param)
+        try:
+            text = _to_llguidance(spec)
+        except (ValueError, RecursionError) as exc:
+            raise RequestError(spec.param, f"the {_name(spec)} cannot be read: {_first_line(str(exc))}") from None
+        limits = llguidance.LLParserLimits(**LIMITS)
+        start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
+        if not start.is_error():
+            # The first mask is the dearest, and shows a grammar that is well-formed and can never be met.
+            start.compute_bitmask()
+        error = _first_line(start.get_error())
+        if error in ("NoExtension", "NoExtensionBias") or (start.is_stopped() and not error):
+            raise RequestError(spec.param, f"no text fits the {_name(spec)}")
+        if error:
+            raise RequestError(spec.param, f"the {_name(spec)} cannot be compiled: {error}")
+        return Grammar(start, self._end_ids, spec.param)
+
+    def _read_vocabulary(self, param: str) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._vocabulary is None:
+                if not self._end_ids:
+                    raise RequestError(param, "this model has no end token, so its text cannot be held to a grammar")
+                try:
+                    self._vocabulary = llguidance.LLTokenizer(
+                        self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=sorted(self._end_ids)
+                    )
+                except ValueError as exc:
+                    raise RequestError(
+                        param, f"this model's tokenizer cannot be held to a grammar: {_first_line(str(exc))}"
+                    ) from None
+            return self._vocabulary
+
+
+def _to_llguidance(spec: GrammarSpec) -> str:
+    matcher = llguidance.LLMatcher
+    if spec.kind == "json":
+        _check_cost(json.loads(spec.text), spec.param)
+        # Given last, so that an "x-guidance" in the schema cannot say otherwise.
+        options: Any = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": spec.lenient}
+        return matcher.grammar_from_json_schema(spec.text, overrides=options)
+    if spec.kind == "regex":
+        return matcher.grammar_from_regex(spec.text)
+    if spec.kind == "choice":
+        return matcher.grammar_from_regex("|".join(_literal(choice) for choice in json.loads(spec.text)))
+    return llguidance.grammar_from("grammar", spec.text)
+
+
+def _literal(text: str) -> str:
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", r"\\\g<0>", text)
+
+
+def _check_cost(schema: Any, param: str) -> None:
+    """Refuses what the library has no limit for: patterns' length, as of other regular expressions, and `multipleOf`.
+
+    That becomes an automaton with as many states as the number has units, or as the least common multiple of several:
+    0.15 s at 100,000, 8 s and 270 MiB at a million.
+    """
+    multiples: list[int] = []
+    patterns = 0
+    nodes = [schema]
+    while nodes:
+        node = nodes.pop()
+        if not isinstance(node, dict):
+            nodes += node if isinstance(node, list) else ()
+            continue
+        nodes += node.values()
+        patterns += len(node["pattern"]) if isinstance(node.get("pattern"), str) else 0
+        patterns += sum(map(len, node["patternProperties"])) if isinstance(node.get("patternProperties"), dict) else 0
+        value = node.get("multipleOf")
+        if isinstance(value, int | float) and math.isfinite(value) and value:
+            # Its digits without the zeros: powers of ten are cheap.
+            multiples.append(int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits))))
+    if patterns > MAX_REGEX_BYTES:
+        raise RequestError(param, f"pattern: all together are {patterns} characters, the most served {MAX_REGEX_BYTES}")
+    if sum(multiples) > MAX_MULTIPLES or math.lcm(*multiples) > MAX_MULTIPLES:
+        raise RequestError(param, f"multipleOf: the sum of all, and their least common multiple, over {MAX_MULTIPLES}")
+
+
+def _name(spec: GrammarSpec) -> str:
+    return {"json": "JSON schema", "regex": "regular expression", "choice": "list", "grammar": "grammar"}[spec.kind]
+
+
+def _first_line(error: str) -> str:
+    """llguidance adds its own state below its message; what is first is for the client."""
+    lines = [line.strip() for line in error.splitlines() if line.strip() and not line.startswith("<")]
+    return " ".join(lines)[:300]

@@ -1,0 +1,54 @@
+"""Grammars' masks on logits: all constrained rows of a step."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.structured.compiler import Matcher
+
+
+def constrain(logits: Tensor, matchers: Sequence[Matcher | None]) -> None:
+    """logits `[n, vocab]` fp32, in place: -inf for each token that row i's matcher forbids; rows of None untouched."""
+    rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
+    if not rows:
+        return
+    bits = np.zeros((len(rows), (logits.shape[1] + 31) // 32), np.uint32)
+    for row_bits, matcher in zip(bits, filter(None, matchers), strict=True):
+        matcher.fill(row_bits)
+    if logits.device.type == "cpu":
+        for row, row_bits in zip(rows, bits, strict=True):
+            _forbid(logits[row].numpy(), row_bits)
+    else:
+        bias = _bias(torch.from_numpy(bits.view(np.uint8)).to(logits.device))[:, : logits.shape[1]]
+        logits.index_add_(0, torch.tensor(rows, device=logits.device), bias)
+
+
+def _forbid(row: np.ndarray, bits: np.ndarray) -> None:
+    """One row `[vocab]` on the CPU. A mask allows few tokens or nearly all: the fewer are the ones that are touched.
+
+    numpy, not torch: 15 to 40 us a row of 49k tokens; torch's threads take longer to wake (docs/lab-notes.md).
+    """
+    allowed = np.unpackbits(bits.view(np.uint8), count=len(row), bitorder="little").view(np.bool_)
+    if np.count_nonzero(allowed) * 2 > len(row):
+        row[np.flatnonzero(~allowed)] = -np.inf
+    else:
+        ids = np.flatnonzero(allowed)
+        kept = row[ids]
+        row.fill(-np.inf)
+        row[ids] = kept
+
+
+def _bias(masks: Tensor) -> Tensor:
+    """0 for allowed, -inf for forbidden, `[n, 8 * bytes]` fp32, from uint8 `[n, bytes]`, on the masks' device."""
+    table = _bias_of_byte(masks.device)
+    return table.index_select(0, masks.reshape(-1).int()).view(len(masks), -1)
+
+
+@lru_cache
+def _bias_of_byte(device: torch.device) -> Tensor:
+    """`[256, 8]`: what eight tokens' logits get for a byte of the mask."""
+    allowed = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
+    return torch.where(allowed.bool(), 0.0, -torch.inf)

@@ -1,0 +1,340 @@
+"""Text to token ids and back, from a model's own files; torch-free, so that the gateway counts with the same code.
+
+Equal to transformers' `tokenizer(text)`, `apply_chat_template` and `decode(skip_special_tokens=True)` on the files of
+Llama-family models. Knows nothing about requests or sampling.
+"""
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+import jinja2.meta
+import tokenizers
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TokenizerError(ValueError):
+    """A folder without a usable tokenizer, or one whose files cannot be read; the message names the file."""
+
+
+class ChatTemplateError(ValueError):
+    """The conversation cannot be rendered: no template, or the template refuses it (its own words in the message).
+
+    `param` names what is in the way: `messages` or `tools`.
+    """
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Stream(Protocol):
+    """Incremental detokenizer of one sequence. All pieces joined equal `Tokenizer.decode` of all ids."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that became certain; never half a character."""
+
+    def finish(self) -> str:
+        """What was held back."""
+
+
+class Tokenizer:
+    """One model's tokenizer and chat template. Thread-safe: holds no state of a request."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special: Mapping[str, str],
+        template: str | None,
+        eos: Iterable[int],
+        tool_template: str | None = None,
+    ) -> None:
+        """tool_template: for conversations with tools, where the model has one of its own for them."""
+        self._backend = backend
+        self._special = dict(special)
+        self._template = _compile(template) if template is not None else None
+        self.tool_template = tool_template or (template if template and _takes_tools(template) else None)
+        self._tool_template = _compile(self.tool_template) if self.tool_template is not None else None
+        self.eos_token_ids = frozenset(eos)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._bytes: dict[int, bytes] = {}
+        decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
+        self._is_byte_level = _is_byte_level(decoder)
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> "Tokenizer":
+        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json and config.json.
+
+        What `encode` adds is tokenizer.json's post-processor; beside it transformers ignores add_bos_token, so we do.
+        Raises TokenizerError.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerError(f"no tokenizer.json in {folder}")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as exc:  # noqa: BLE001 - the library raises nothing narrower
+            raise TokenizerError(f"{file}: {exc}") from None
+        backend.no_padding()
+        backend.no_truncation()
+        config = _read_json(folder / "tokenizer_config.json")
+        special = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+        backend.add_special_tokens([token for token in special.values() if backend.token_to_id(token) is None])
+        eos = _eos_ids(folder)
+        if not eos and "eos_token" in special:
+            eos_id = backend.token_to_id(special["eos_token"])
+            eos = set() if eos_id is None else {eos_id}
+        template, tool_template = _read_templates(folder, config)
+        return cls(backend, special, template, eos, tool_template)
+
+    def to_json(self) -> str:
+        """A tokenizer.json with the special tokens of every file, for libraries that read the vocabulary themselves."""
+        return self._backend.to_str()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The conversation through the model's template, which writes the special tokens itself.
+
+        Raises ChatTemplateError.
+        """
+        return self.encode(self.render_chat(messages, tools, add_generation_prompt), add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        template = self._tool_template if tools else self._template
+        if template is None:
+            what = "tools: the model's chat template takes none" if tools else "the model has no chat template"
+            raise ChatTemplateError(what, "tools" if tools else "messages")
+        try:
+            return template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special,
+            )
+        except RecursionError:
+            raise ChatTemplateError("the model's chat template refuses the messages: nested too deeply") from None
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
+            raise ChatTemplateError(f"the model's chat template refuses the messages: {exc}") from exc
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text without special tokens."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def stream(self, shown_ids: frozenset[int] = frozenset()) -> Stream:
+        """shown_ids: special tokens that are to be written all the same."""
+        return ByteLevelStream(self, shown_ids) if self._is_byte_level else WindowStream(self, shown_ids)
+
+    def token_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for on its own; empty if the vocabulary has no such token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._token_bytes(self._backend.id_to_token(token_id) or "", token_id)
+        return known
+
+    def _token_bytes(self, token: str, token_id: int) -> bytes:
+        if self._is_byte_level:
+            # As the decoder does: a token with any character outside of the alphabet is taken as it is.
+            if all(char in _BYTE_OF for char in token):
+                return bytes(_BYTE_OF[char] for char in token)
+            return token.encode()
+        if self.is_byte_token(token_id):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether `decode` sees the token at all: it is in the vocabulary and not special."""
+        return token_id not in self.special_ids and self._backend.id_to_token(token_id) is not None
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether the token is one raw byte of a byte-fallback vocabulary, as `<0xE4>`."""
+        token = self._backend.id_to_token(token_id) or ""
+        return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+class ByteLevelStream:
+    """Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM): each token is some bytes, whatever stands before it."""
+
+    def __init__(self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset()) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._special_ids = tokenizer.special_ids - shown_ids if shown_ids else tokenizer.special_ids
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        token_bytes, special_ids = self._token_bytes, self._special_ids
+        return self._utf8.decode(b"".join([token_bytes(i) for i in token_ids if i not in special_ids]))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class WindowStream:
+    """Other vocabularies (SentencePiece): decodes a window of the last tokens twice, the newest text is the difference.
+
+    A run of byte-fallback tokens decodes as a whole or not at all, so it is held until it ends.
+    """
+
+    _MAX_HELD = 16
+
+    def __init__(self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset()) -> None:
+        self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
+        self._before: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        shown, has_text = self._shown_ids, self._tokenizer.has_text
+        return "".join([self._push(i) for i in token_ids if i in shown or has_text(i)])
+
+    def _push(self, token_id: int) -> str:
+        if token_id in self._shown_ids:
+            text = self.finish()
+            self._before, self._held = [], []
+            return text + self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        self._held.append(token_id)
+        if self._tokenizer.is_byte_token(token_id):
+            return ""
+        text = self._difference()
+        if text.endswith("\ufffd") and len(self._held) < self._MAX_HELD:
+            return ""
+        return self._emit(text)
+
+    def finish(self) -> str:
+        return self._emit(self._difference()) if self._held else ""
+
+    def _difference(self) -> str:
+        before = self._tokenizer.decode(self._before)
+        return self._tokenizer.decode(self._before + self._held)[len(before) :]
+
+    def _emit(self, text: str) -> str:
+        self._before, self._held = self._held, []
+        return text
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}`: templates mark the assistant's words with it for training; to us it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: "jinja2.parser.Parser") -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+
+
+def _takes_tools(template: str) -> bool:
+    try:
+        return "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(template))
+    except jinja2.TemplateError as exc:
+        raise TokenizerError(f"the chat template is not valid: {exc}") from None
+
+
+def _compile(template: str) -> jinja2.Template:
+    environment = _environment()
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as exc:
+        raise TokenizerError(f"the chat template is not valid: {exc}") from None
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a file, empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except ValueError as exc:
+        raise TokenizerError(f"{file}: {exc}") from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file}: expected a JSON object")
+    return content
+
+
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The model's template and the one for tools, as transformers finds them: in files, else in the config."""
+    file, tool_file = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
+    if file.is_file():
+        return file.read_text("utf-8"), tool_file.read_text("utf-8") if tool_file.is_file() else None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default"), named.get("tool_use")
+    return template, None
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _eos_ids(folder: Path) -> set[int]:
+    """Generation's own list comes first: it knows the end of a turn beside the end of a text."""
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(folder / name).get("eos_token_id")
+        if eos is not None:
+            return set(eos) if isinstance(eos, list) else {eos}
+    return set()
+
+
+def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        return bool(decoder["decoders"]) and all(_is_byte_level(part) for part in decoder["decoders"])
+    return decoder["type"] == "ByteLevel"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's map of printable characters to bytes: the printable ones are themselves, the rest follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,56 @@
+"""The outermost layer of a request: its id, its line in the access log, its place in the metrics."""
+
+import asyncio
+import logging
+import time
+import uuid
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from gateway.errors import REQUEST_ID, Handler
+from gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+# nginx's word for a client that left before its answer.
+CLIENT_CLOSED = 499
+# Asked every second or so by whoever watches over us; in the log they would bury what clients do.
+PROBES = ("/healthz", "/readyz")
+
+
+def observe(metrics: Metrics) -> Middleware:
+    """The middleware. The id is ours alone: a client's own x-request-id could repeat, and ids are the ledger's keys."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unmatched"
+        started = time.monotonic()
+        metrics.arrived()
+        status = 500
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        except asyncio.CancelledError:
+            status = CLIENT_CLOSED
+            raise
+        finally:
+            seconds = time.monotonic() - started
+            metrics.answered(request.method, route, status, seconds)
+            level = logging.DEBUG if route in PROBES else logging.INFO
+            log.log(level, "%s %s %s %d %.1f ms", request[REQUEST_ID], request.method, route, status, seconds * 1000)
+
+    return middleware
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """On every answer, streams and errors too. For `app.on_response_prepare`."""
+    response.headers["x-request-id"] = request[REQUEST_ID]
+
+
+async def hide_server(_: web.Request, response: web.StreamResponse) -> None:
+    """aiohttp names itself, its version and Python's, which helps only who looks for a hole."""
+    response.headers.popall("Server", None)

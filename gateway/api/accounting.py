@@ -1,0 +1,177 @@
+"""What one admitted request costs: followed while it runs, settled and written down however it ends."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from gateway.admission.auth import TenantPrincipal
+from gateway.admission.quota import Quota, Reservation
+from gateway.errors import Unavailable
+from gateway.fleet.registry import EngineRecord
+from gateway.metrics import Metrics
+from gateway.records.catalog import Model
+from gateway.records.ledger import Ledger, UsageRow
+
+log = logging.getLogger(__name__)
+
+# How long the end of an answer may wait for its settlement, so that a client that asks again at once finds its slot
+# free. A slower settlement goes on behind the answer.
+SETTLE_PATIENCE_SECONDS = 1.0
+
+
+class ClientGone(Exception):
+    """The client closed the connection, or took no byte for too long."""
+
+
+class Account:
+    """One request's costs so far. Token counts are the engine's where it says them."""
+
+    def __init__(
+        self, principal: TenantPrincipal, reservation: Reservation, endpoint: str, model: Model, arrived: float
+    ) -> None:
+        self.principal = principal
+        self.reservation = reservation
+        self.endpoint = endpoint
+        self.model = model
+        self.created_at = datetime.now(UTC)
+        self.engine: str | None = None
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.status = "error"
+        # Against the limit of requests.
+        self.counts = True
+        self.settlement: asyncio.Task[None] | None = None
+        self._arrived = arrived
+        self._first_token: float | None = None
+
+    def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
+        """The engine has the prompt; from here on it costs, whoever leaves."""
+        self.engine, self.prompt_tokens = engine.url, prompt_tokens
+
+    def refused(self, *, counts: bool = True) -> None:
+        """The engine did nothing with it. counts: whether it still is one of the tenant's requests."""
+        self.prompt_tokens, self.counts = 0, counts
+
+    def observe_answer(self, answer: dict[str, Any]) -> None:
+        """Reads the counts of a whole answer."""
+        self._observe(answer)
+
+    def observe_event(self, event: dict[str, Any]) -> None:
+        """Reads the counts of one event of a stream; the first with a token is the client's first."""
+        before = self.completion_tokens
+        self._observe(event)
+        if self._first_token is None and self.completion_tokens > before:
+            self._first_token = time.monotonic()
+
+    def _observe(self, event: dict[str, Any]) -> None:
+        progress, usage = event.get("loraplex"), event.get("usage")
+        choices = event.get("choices") or []
+        if isinstance(usage, dict):
+            self._count(usage, (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+        elif isinstance(progress, dict):
+            self._count(progress, progress.get("cached_tokens"))
+        else:
+            # An engine that doesn't say how far it is (vLLM): until its last event, a piece of text is one token.
+            self.completion_tokens += sum(_has_text(choice) for choice in choices)
+        for choice in choices:
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def row(self) -> UsageRow:
+        ended = time.monotonic()
+        first = self._first_token
+        return UsageRow(
+            request_id=self.reservation.request_id,
+            tenant_id=self.principal.tenant.id,
+            tenant=self.principal.tenant.name,
+            key_id=self.principal.key_id,
+            endpoint=self.endpoint,
+            model=self.model.name,
+            adapter_digest=self.model.digest,
+            engine=self.engine,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+            latency_ms=round((ended - self._arrived) * 1000),
+            ttft_ms=None if first is None else round((first - self._arrived) * 1000),
+            status=self.status,
+            finish_reason=self.finish_reason,
+            created_at=self.created_at,
+        )
+
+    def _count(self, counts: dict[str, Any], cached: Any) -> None:
+        self.prompt_tokens = _int(counts.get("prompt_tokens"), self.prompt_tokens)
+        self.completion_tokens = _int(counts.get("completion_tokens"), self.completion_tokens)
+        self.cached_tokens = _int(cached, self.cached_tokens)
+
+
+class Accounting:
+    """Opens accounts and closes them in the background, where no cancelled handler can stop it."""
+
+    def __init__(self, quota: Quota, ledger: Ledger, metrics: Metrics) -> None:
+        self._quota = quota
+        self._ledger = ledger
+        self._metrics = metrics
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def check_room(self) -> None:
+        """Raises Unavailable when usage could not be written down."""
+        if not self._ledger.has_room:
+            raise Unavailable("The usage ledger is behind; try again shortly.", code="ledger_unavailable")
+
+    @contextmanager
+    def open(self, account: Account) -> Iterator[Account]:
+        """Closes the account on the way out, whatever happened inside."""
+        try:
+            yield account
+        except (asyncio.CancelledError, ClientGone):
+            self.close(account, "cancelled")
+            raise
+        finally:
+            self.close(account, "error")
+
+    def close(self, account: Account, status: str) -> "asyncio.Task[None]":
+        """Starts writing down and settling; only the first call's status counts."""
+        if account.settlement is None:
+            account.status = status
+            account.settlement = asyncio.create_task(self._close(account))
+            self._closing.add(account.settlement)
+            account.settlement.add_done_callback(self._closing.discard)
+        return account.settlement
+
+    async def close_and_wait(self, account: Account, status: str) -> None:
+        """Closes, and waits for it as long as a client may be kept waiting."""
+        await asyncio.wait({self.close(account, status)}, timeout=SETTLE_PATIENCE_SECONDS)
+
+    async def drain(self, seconds: float) -> None:
+        """Waits until every account that was opened is closed; cuts short what takes longer than `seconds`."""
+        if self._closing:
+            _, late = await asyncio.wait(set(self._closing), timeout=seconds)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+
+    async def _close(self, account: Account) -> None:
+        row = account.row()
+        self._metrics.finished(row)
+        await self._ledger.record(row)
+        try:
+            used = row.prompt_tokens + row.completion_tokens
+            await self._quota.settle(account.reservation, used, counts=account.counts)
+        except Unavailable:
+            log.error("request %s could not be settled; its reservation runs out by itself", row.request_id)
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or choice.get("message") or {}
+    return bool(choice.get("text") or delta.get("content") or delta.get("tool_calls"))
+
+
+def _int(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise

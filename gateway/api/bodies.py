@@ -1,0 +1,73 @@
+"""JSON bodies and query parameters of our own routes, checked field by field."""
+
+import re
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from gateway.errors import BadRequest
+
+T = TypeVar("T")
+
+# msgspec speaks of Python's types; a client knows JSON's.
+WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+LIMITS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+UNITS = {"str": "characters", "array": "entries", "object": "entries"}
+
+
+async def read_body(request: web.Request, kind: type[T]) -> T:
+    """The body as `kind` (a struct that forbids unknown fields). An empty body is `{}`. Raises BadRequest."""
+    raw = await request.read() or b"{}"
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest("The body is not valid JSON.") from error
+
+
+def read_moment(request: web.Request, name: str) -> datetime | None:
+    """A query parameter as a moment: ISO 8601 or Unix seconds; without a zone it is UTC."""
+    given = request.query.get(name)
+    if given is None:
+        return None
+    try:
+        if re.fullmatch(r"\d{1,11}(\.\d+)?", given):
+            return datetime.fromtimestamp(float(given), UTC)
+        # An unescaped + of a query is a space.
+        moment = datetime.fromisoformat(given.replace(" ", "+"))
+    except ValueError as error:
+        raise BadRequest(f"Expected '{name}' as ISO 8601 or Unix seconds.", param=name) from error
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def _explain(message: str) -> BadRequest:
+    """msgspec's "Expected `int`, got `str` - at `$.weight`" in words, with the field as param."""
+    what, _, at = message.partition(" - at `$")
+    param = at.rstrip("`").lstrip(".") or None
+    if missing := re.search(r"missing required field `([^`]{1,64})`", what):
+        param, what = missing[1], "is required"
+    elif unknown := re.search(r"contains unknown field `([^`]{1,64})`", what):
+        param, what = unknown[1], "there is no such field"
+    elif limit := re.fullmatch(r"Expected `(\w+)` (of length )?(<=|>=|<|>) (\S+)", what):
+        kind, of_length, sign, bound = limit.groups()
+        of = f"{LIMITS[sign]} {bound}"
+        what = f"expected {WORDS[kind]} of {of}" + (f" {UNITS[kind]}" if of_length else "")
+    elif types := re.fullmatch(r"Expected `([^`]+)`, got `([^`]+)`", what):
+        wanted = " or ".join(WORDS.get(kind, kind) for kind in types[1].split(" | "))
+        what = f"expected {wanted}, got {WORDS.get(types[2], types[2])}"
+    return BadRequest(f"{param or 'the body'}: {what.replace('`', chr(39))}.", param=param)

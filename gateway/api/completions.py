@@ -1,0 +1,199 @@
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/models`: the path of an inference request, once for both."""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import ClientError, ClientResponse, web
+
+from gateway.admission.auth import Authenticator
+from gateway.admission.quota import Quota
+from gateway.api.accounting import Account, Accounting, ClientGone
+from gateway.api.bodies import json_response
+from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
+from gateway.errors import REQUEST_ID, BadRequest, ModelNotFound, RateLimited, error_body, translate
+from gateway.fleet.client import EngineClient, EngineGone, EngineRefused, read_events, read_json
+from gateway.fleet.registry import EngineRecord, Registry
+from gateway.fleet.routing import choose
+from gateway.metrics import Metrics
+from gateway.records.catalog import Adapter, Catalog, Model
+from gateway.records.tenants import Tenant
+
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Asks nginx and its kin to pass events on as they come.
+    "X-Accel-Buffering": "no",
+}
+
+
+class Completions:
+    """Raises what its parts raise; `gateway.errors` makes it HTTP."""
+
+    def __init__(
+        self,
+        *,
+        auth: Authenticator,
+        catalog: Catalog,
+        prompts: PromptReader,
+        quota: Quota,
+        registry: Registry,
+        client: EngineClient,
+        accounting: Accounting,
+        metrics: Metrics,
+        base_model: str,
+        client_timeout: float,
+    ) -> None:
+        self._auth = auth
+        self._catalog = catalog
+        self._prompts = prompts
+        self._quota = quota
+        self._registry = registry
+        self._client = client
+        self._accounting = accounting
+        self._metrics = metrics
+        self._base_model = base_model
+        self._client_timeout = client_timeout
+        self._started = int(time.time())
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, CHAT)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, COMPLETIONS)
+
+    async def _serve(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        arrived = time.monotonic()
+        principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
+        tenant = principal.tenant
+        raw = await request.read()
+        parsed = await self._prompts.parse(raw, endpoint)
+        model = await self._catalog.resolve(tenant, parsed.model)
+        asked = await self._prompts.measure(parsed, raw)
+        self._accounting.check_room()
+        try:
+            reservation = await self._quota.acquire(tenant, request[REQUEST_ID], asked.reserved_tokens)
+        except RateLimited as refusal:
+            self._metrics.refused(tenant.name, refusal.kind)
+            raise
+        account = Account(principal, reservation, endpoint.name, model, arrived)
+        with self._accounting.open(account):
+            return await self._forward(request, endpoint, asked, model, account)
+
+    async def _forward(
+        self, request: web.Request, endpoint: Endpoint, asked: InferenceRequest, model: Model, account: Account
+    ) -> web.StreamResponse:
+        """Sends it to one engine after the other until one has taken it."""
+        tried: list[EngineRecord] = []
+        while True:
+            engine = choose(self._registry, model.digest, tried)
+            account.sent(engine, asked.prompt_tokens)
+            try:
+                with engine.busy():
+                    opened = self._client.open(engine, endpoint.path, asked.body, model, account.reservation)
+                    async with opened as upstream:
+                        relay = self._relay_stream if asked.stream else self._relay_answer
+                        return await relay(request, upstream, asked, account)
+            except EngineGone:
+                account.refused()
+                tried.append(engine)
+            except EngineRefused as refusal:
+                # A 4xx comes before any work: nothing of it is held against the tenant. Overload is, or a client could
+                # knock without end.
+                account.refused(counts=not (refusal.status and 400 <= refusal.status < 500))
+                # Whose fault it was: only the client's is a refusal, a wrong token or a missing model is our error.
+                status = "refused" if isinstance(refusal.error, BadRequest) else "error"
+                await self._accounting.close_and_wait(account, status)
+                raise refusal.error from refusal
+
+    async def _relay_answer(
+        self, request: web.Request, upstream: ClientResponse, asked: InferenceRequest, account: Account
+    ) -> web.StreamResponse:
+        answer = await read_json(upstream)
+        account.observe_answer(answer)
+        answer.pop("loraplex", None)
+        answer["model"] = account.model.name
+        await self._accounting.close_and_wait(account, "ok")
+        return web.Response(
+            body=msgspec.json.encode(answer), content_type="application/json", headers=account.reservation.headers
+        )
+
+    async def _relay_stream(
+        self, request: web.Request, upstream: ClientResponse, asked: InferenceRequest, account: Account
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**STREAM_HEADERS, **account.reservation.headers})
+        try:
+            await self._guard(response.prepare(request))
+            try:
+                async for event in read_events(upstream):
+                    account.observe_event(event)
+                    if "error" in event:
+                        await self._accounting.close_and_wait(account, "error")
+                        await self._send(response, msgspec.json.encode(event))
+                        return response
+                    visible = visible_event(event, account.model.name, asked.include_usage)
+                    if visible is not None:
+                        await self._send(response, msgspec.json.encode(visible))
+                await self._accounting.close_and_wait(account, "ok")
+                await self._send(response, b"[DONE]")
+            except ClientGone:
+                raise
+            except Exception as error:  # noqa: BLE001  (the status line is out: errors travel as an event)
+                failure = translate(error, request[REQUEST_ID])
+                await self._accounting.close_and_wait(account, "error")
+                await self._send(response, error_body(failure.message, failure.kind, failure.param, failure.code))
+        except ClientGone:
+            self._accounting.close(account, "cancelled")
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _send(self, response: web.StreamResponse, data: bytes) -> None:
+        await self._guard(response.write(b"data: " + data + b"\n\n"))
+
+    async def _guard(self, writing: Any) -> None:
+        """Waits until the client has taken enough of what was written; nothing piles up here for a slow one.
+
+        Raises ClientGone.
+        """
+        try:
+            async with asyncio.timeout(self._client_timeout):
+                await writing
+        except (ClientError, ConnectionError, TimeoutError) as error:
+            raise ClientGone from error
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
+        adapters = await self._catalog.list(principal.tenant)
+        models = [self._base(), *(self._describe(adapter, principal.tenant) for adapter in adapters)]
+        return json_response({"object": "list", "data": models})
+
+    async def get_model(self, request: web.Request) -> web.Response:
+        principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
+        name = request.match_info["name"]
+        if name == self._base_model:
+            return json_response(self._base())
+        for adapter in await self._catalog.list(principal.tenant):
+            if adapter.name == name:
+                return json_response(self._describe(adapter, principal.tenant))
+        raise ModelNotFound(name)
+
+    def _base(self) -> dict[str, Any]:
+        return {"id": self._base_model, "object": "model", "created": self._started, "owned_by": "loraplex"}
+
+    def _describe(self, adapter: Adapter, owner: Tenant) -> dict[str, Any]:
+        created = int(adapter.created_at.timestamp())
+        description = {"id": adapter.name, "object": "model", "created": created, "owned_by": owner.name}
+        return {**description, "root": self._base_model, "parent": self._base_model}
+
+
+def visible_event(event: dict[str, Any], model: str, include_usage: bool) -> dict[str, Any] | None:
+    """A stream's event as its client may see it, None for one that only the gateway asked for."""
+    event.pop("loraplex", None)
+    event["model"] = model
+    if not include_usage and "usage" in event:
+        usage = event.pop("usage")
+        if usage is not None and not event.get("choices"):
+            return None
+    return event

@@ -1,0 +1,75 @@
+"""`/admin/`: one page that says how things stand. It only reads, and is rendered here: no script, nothing to forge.
+
+The browser's own dialog asks for the admin key (HTTP Basic, any user name); no cookie is set, and the JSON routes take
+a Bearer key only, so nothing that a browser sends by itself can change anything.
+"""
+
+import base64
+import binascii
+from importlib import resources
+
+import jinja2
+from aiohttp import web
+
+from gateway.admission.auth import Authenticator
+from gateway.errors import Forbidden, InvalidKey
+from gateway.fleet.registry import Registry
+from gateway.records.catalog import Catalog
+from gateway.records.ledger import UsageReport
+from gateway.records.tenants import Tenants
+
+RECENT_ROWS = 50
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Dashboard:
+    """Raises Unavailable when the database is away."""
+
+    def __init__(
+        self, *, auth: Authenticator, tenants: Tenants, catalog: Catalog, report: UsageReport, registry: Registry
+    ) -> None:
+        self._auth = auth
+        self._tenants = tenants
+        self._catalog = catalog
+        self._report = report
+        self._registry = registry
+        environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("gateway.api"), autoescape=True, undefined=jinja2.StrictUndefined
+        )
+        self._template = environment.get_template("status.html")
+        self._style = resources.files("gateway.api").joinpath("static/style.css").read_text("utf-8")
+
+    async def page(self, request: web.Request) -> web.Response:
+        try:
+            await self._auth.admin_key(_basic_password(request.headers.get("Authorization")))
+        except (InvalidKey, Forbidden):
+            headers = {"WWW-Authenticate": 'Basic realm="Loraplex admin key", charset="UTF-8"', **PAGE_HEADERS}
+            return web.Response(status=401, text="An admin key is needed.\n", headers=headers)
+        tenants = await self._tenants.list()
+        html = self._template.render(
+            engines=self._registry.engines,
+            tenants=[(tenant, await self._catalog.list(tenant)) for tenant in tenants],
+            usage=await self._report.by_model(),
+            recent=await self._report.recent(limit=RECENT_ROWS),
+        )
+        return web.Response(text=html, content_type="text/html", headers=PAGE_HEADERS)
+
+    async def style(self, _: web.Request) -> web.Response:
+        return web.Response(text=self._style, content_type="text/css", headers={"X-Content-Type-Options": "nosniff"})
+
+
+def _basic_password(authorization: str | None) -> str:
+    scheme, _, encoded = (authorization or "").partition(" ")
+    if scheme.lower() != "basic":
+        raise InvalidKey
+    try:
+        decoded = base64.b64decode(encoded, validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise InvalidKey from error
+    return decoded.partition(":")[2]

@@ -1,0 +1,105 @@
+"""A request's body, checked, and its size in tokens: counted with the engine's own tokenizer and chat template."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from engine.protocol import ChatCompletionRequest, CompletionRequest, decode
+from engine.tokenizer import Tokenizer
+from gateway.errors import BadRequest
+
+# OpenAI's default for /v1/completions.
+COMPLETION_MAX_TOKENS = 16
+# Bodies beyond this are parsed and tokenized on a thread: a millisecond is as long as the event loop may be held.
+INLINE_BYTES = 8192
+# What an engine may understand and a tenant has no say in: the prefix cache's salt and the scheduler's priority.
+GATEWAYS_OWN = ("cache_salt", "priority")
+
+AnyRequest = ChatCompletionRequest | CompletionRequest
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """name: as in the ledger and the metrics. path: the engines', and ours."""
+
+    name: str
+    path: str
+    kind: type[ChatCompletionRequest] | type[CompletionRequest]
+
+
+CHAT = Endpoint(name="chat.completions", path="/v1/chat/completions", kind=ChatCompletionRequest)
+COMPLETIONS = Endpoint(name="completions", path="/v1/completions", kind=CompletionRequest)
+
+
+class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to send and what it may cost.
+
+    body: the client's own, with the fields the gateway decides set. prompt_tokens: of all prompts together.
+    reserved_tokens: prompt_tokens and the most that may be generated over all prompts and choices.
+    """
+
+    body: dict[str, Any]
+    stream: bool
+    include_usage: bool
+    prompt_tokens: int
+    reserved_tokens: int
+
+
+class PromptReader:
+    """Raises the protocol's BadRequest naming the field, ChatTemplateError, or BadRequest for too long a prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, default_max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._default_max_tokens = default_max_tokens
+
+    async def parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
+        """The body's fields, each checked."""
+        if len(raw) <= INLINE_BYTES:
+            return decode(endpoint.kind, raw)
+        return await asyncio.to_thread(decode, endpoint.kind, raw)
+
+    async def measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
+        """The tokens of a parsed body, held against the model's context."""
+        if len(raw) <= INLINE_BYTES:
+            return self._measure(request, raw)
+        return await asyncio.to_thread(self._measure, request, raw)
+
+    def _measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
+        lengths = self._lengths(request)
+        longest, prompt_tokens = max(lengths), sum(lengths)
+        max_tokens = request.max_new_tokens
+        is_chat = isinstance(request, ChatCompletionRequest)
+        field = "messages" if is_chat else "prompt"
+        if max_tokens is None:
+            default = self._default_max_tokens if is_chat else COMPLETION_MAX_TOKENS
+            max_tokens = max(1, min(default, self._max_model_len - longest))
+        if longest + max_tokens > self._max_model_len:
+            raise BadRequest(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
+                f"{longest + max_tokens} tokens ({longest} in the {field}, {max_tokens} in the completion). "
+                f"Please reduce the length of the {field} or of the completion.",
+                param=field,
+                code="context_length_exceeded",
+            )
+        body: dict[str, Any] = msgspec.json.decode(raw)
+        for name in GATEWAYS_OWN:
+            body.pop(name, None)
+        if request.max_new_tokens is None:
+            # Said aloud, so that the engine stops where the reservation does.
+            body["max_tokens"] = max_tokens
+        if request.stream:
+            body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+        return InferenceRequest(
+            body=body,
+            stream=bool(request.stream),
+            include_usage=request.include_usage,
+            prompt_tokens=prompt_tokens,
+            reserved_tokens=prompt_tokens + max_tokens * len(lengths) * (request.n or 1),
+        )
+
+    def _lengths(self, request: AnyRequest) -> list[int]:
+        """Tokens of each prompt."""
+        if isinstance(request, ChatCompletionRequest):
+            return [len(self._tokenizer.encode_chat(*request.template_input()))]
+        return [len(self._tokenizer.encode(p) if isinstance(p, str) else p) for p in request.prompts()]

@@ -1,0 +1,242 @@
+"""The gateway: its resources, the layers a request passes, its routes, and its life from bind to drain."""
+
+import asyncio
+import json
+import logging
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from adapters.manifest import BaseShape
+from adapters.store import open_store
+from engine.tokenizer import Tokenizer, TokenizerError
+from gateway.access import add_request_id, hide_server, observe
+from gateway.admission.auth import Authenticator
+from gateway.admission.quota import Quota, connect
+from gateway.api.accounting import Accounting
+from gateway.api.adapters import AdapterIntake, Adapters, Usage
+from gateway.api.admin import Admin
+from gateway.api.completions import Completions
+from gateway.api.dashboard import Dashboard
+from gateway.api.health import Health, MetricsPage
+from gateway.api.prompts import PromptReader
+from gateway.errors import error_boundary
+from gateway.fleet.client import EngineClient, new_session
+from gateway.fleet.registry import Registry
+from gateway.metrics import Metrics
+from gateway.records.catalog import Catalog
+from gateway.records.database import Database
+from gateway.records.ledger import Ledger, UsageReport
+from gateway.records.tenants import Tenants
+from gateway.settings import Settings, SettingsError
+
+log = logging.getLogger(__name__)
+
+METRICS = web.AppKey("metrics", Metrics)
+DATABASE = web.AppKey("database", Database)
+QUOTA = web.AppKey("quota", Quota)
+REGISTRY = web.AppKey("registry", Registry)
+LEDGER = web.AppKey("ledger", Ledger)
+
+# How long the last usage rows may take to reach the database on the way out, beside the requests' own time.
+FLUSH_SECONDS = 20.0
+
+
+async def make_app(settings: Settings) -> web.Application:
+    """The whole gateway, not yet connected to anything: that happens when the app starts.
+
+    Raises SettingsError for a model folder or a store that cannot be used.
+    """
+    tokenizer, base, max_model_len = await asyncio.to_thread(_read_model, settings)
+    try:
+        store = await asyncio.to_thread(open_store, settings.adapter_store)
+    except (ValueError, OSError) as error:
+        raise SettingsError("LORAPLEX_ADAPTER_STORE", str(error)) from error
+
+    metrics = Metrics()
+    database = Database(settings.database_url)
+    tenants, report = Tenants(database), UsageReport(database)
+    catalog = Catalog(database, settings.base_model)
+    ledger = Ledger(database, settings.ledger_queue)
+    redis = connect(settings.redis_url, settings.redis_timeout)
+    quota = Quota(redis, settings.redis_timeout, settings.lease_seconds)
+    session = new_session(settings.engine_timeout)
+    registry = Registry(settings.engines, session, settings.internal_token, settings.base_model)
+    accounting = Accounting(quota, ledger, metrics)
+    auth = Authenticator(tenants, settings.key_pepper, settings.admin_key)
+    metrics.watch(registry, ledger)
+
+    async def connections(_: web.Application) -> AsyncIterator[None]:
+        yield
+        await session.close()
+        await redis.aclose()
+        await database.close()
+
+    async def schema(_: web.Application) -> AsyncIterator[None]:
+        if settings.migrate_on_start:
+            await database.upgrade()
+        await database.check_schema()
+        yield
+
+    async def leases(_: web.Application) -> AsyncIterator[None]:
+        async with _running(quota.keep_leases()):
+            yield
+
+    async def engines(_: web.Application) -> AsyncIterator[None]:
+        await registry.poll()
+        async with _running(registry.watch()):
+            yield
+
+    async def usage(_: web.Application) -> AsyncIterator[None]:
+        writer = asyncio.create_task(ledger.run())
+        writer.add_done_callback(_report_death)
+        yield
+        try:
+            async with asyncio.timeout(FLUSH_SECONDS):
+                await ledger.close()
+                await writer
+        except TimeoutError:
+            log.critical("the database did not take the last usage rows in time; they follow")
+            writer.cancel()
+            await asyncio.wait({writer})
+
+    async def accounts(_: web.Application) -> AsyncIterator[None]:
+        yield
+        await accounting.drain(FLUSH_SECONDS)
+
+    # A request meets these from the outside in.
+    app = web.Application(middlewares=[observe(metrics), error_boundary], client_max_size=settings.max_body_bytes)
+    app.on_response_prepare.extend([add_request_id, hide_server])
+    # Ended in reverse: requests' accounts first, then what they are written to.
+    app.cleanup_ctx.extend([connections, schema, leases, engines, usage, accounts])
+    app[METRICS], app[DATABASE], app[QUOTA], app[REGISTRY], app[LEDGER] = metrics, database, quota, registry, ledger
+
+    prompts = PromptReader(tokenizer, max_model_len, settings.default_max_tokens)
+    completions = Completions(
+        auth=auth,
+        catalog=catalog,
+        prompts=prompts,
+        quota=quota,
+        registry=registry,
+        client=EngineClient(session, settings.internal_token),
+        accounting=accounting,
+        metrics=metrics,
+        base_model=settings.base_model,
+        client_timeout=settings.client_timeout,
+    )
+    intake = AdapterIntake(catalog=catalog, store=store, base=base, max_bytes=settings.max_upload_bytes)
+    own = Adapters(auth=auth, catalog=catalog, intake=intake)
+    admin = Admin(auth=auth, tenants=tenants, catalog=catalog, intake=intake, report=report, registry=registry)
+    dashboard = Dashboard(auth=auth, tenants=tenants, catalog=catalog, report=report, registry=registry)
+    health = Health(database=database, quota=quota, ledger=ledger, registry=registry)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", completions.chat),
+            web.post("/v1/completions", completions.completions),
+            web.get("/v1/models", completions.list_models),
+            web.get("/v1/models/{name:.+}", completions.get_model),
+            web.post("/v1/adapters", own.push),
+            web.get("/v1/adapters", own.list),
+            web.get("/v1/adapters/{name}", own.get),
+            web.delete("/v1/adapters/{name}", own.delete),
+            web.get("/v1/usage", Usage(auth=auth, report=report).get),
+            *admin.routes(),
+            web.get("/admin/", dashboard.page),
+            web.get("/admin/static/style.css", dashboard.style),
+            web.get("/healthz", health.live),
+            web.get("/readyz", health.ready),
+        ]
+    )
+    if settings.metrics_port is None:
+        app.router.add_get("/metrics", MetricsPage(metrics, auth).get)
+    return app
+
+
+def run(settings: Settings) -> None:
+    """Serves until SIGTERM or SIGINT. Prints one JSON line on stdout once requests are taken.
+
+    Raises SettingsError for what cannot be started: a port in use, a schema that is not there.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    asyncio.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    async with listening(settings) as url:
+        print(json.dumps({"event": "ready", "gateway": url}), flush=True)
+        await stop.wait()
+        log.info("stopping: no new requests; running ones have %.0f s", settings.shutdown_seconds)
+
+
+@asynccontextmanager
+async def listening(settings: Settings) -> AsyncIterator[str]:
+    """The gateway on its port (and the metrics on theirs): yields its URL, drains on the way out."""
+    app = await make_app(settings)
+    # handler_cancellation: a client that leaves cancels its handler, which closes the engine's connection.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=settings.shutdown_seconds)
+    metrics_runner = web.AppRunner(_metrics_app(app[METRICS]), access_log=None)
+    try:
+        await runner.setup()
+        await _bind(runner, "LORAPLEX_PORT", settings.host, settings.port)
+        if settings.metrics_port is not None:
+            await metrics_runner.setup()
+            await _bind(metrics_runner, "LORAPLEX_METRICS_PORT", settings.host, settings.metrics_port)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        yield f"http://{host}:{runner.addresses[0][1]}"
+    finally:
+        # Whoever scrapes sees the drain as well.
+        await runner.cleanup()
+        await metrics_runner.cleanup()
+
+
+async def _bind(runner: web.AppRunner, field: str, host: str, port: int) -> None:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise SettingsError(field, f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _metrics_app(metrics: Metrics) -> web.Application:
+    app = web.Application()
+    app.on_response_prepare.append(hide_server)
+    app.router.add_get("/metrics", MetricsPage(metrics, None).get)
+    return app
+
+
+def _read_model(settings: Settings) -> tuple[Tokenizer, BaseShape, int]:
+    """The tokenizer, the shapes adapters must fit, and the context length in tokens. No weights are read."""
+    folder: Path = settings.model_dir
+    try:
+        tokenizer, base = Tokenizer.from_dir(folder), BaseShape.from_config_dir(folder)
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (TokenizerError, ValueError, OSError) as error:
+        raise SettingsError("LORAPLEX_MODEL_DIR", str(error)) from error
+    max_model_len = settings.max_model_len or config.get("max_position_embeddings")
+    if not isinstance(max_model_len, int):
+        raise SettingsError("LORAPLEX_MAX_MODEL_LEN", "is required: config.json has no max_position_embeddings")
+    return tokenizer, base, max_model_len
+
+
+@asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs endless work beside the block."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(_report_death)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def _report_death(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("a background task died", exc_info=task.exception())

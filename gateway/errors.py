@@ -1,0 +1,151 @@
+"""Every error a client can meet, and the one place that turns an exception into HTTP.
+
+The rest of the gateway raises these (or `AdapterError`, or its library's own) and knows nothing of responses.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from adapters.manifest import AdapterError
+from engine.protocol import BadRequest as ProtocolError
+from engine.tokenizer import ChatTemplateError
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = web.RequestKey("request_id", str)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class GatewayError(Exception):
+    """Base of all: `status` is the HTTP status, `kind` OpenAI's error type, `code` its machine-readable code."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+        if code is not None:
+            self.code = code
+
+
+class BadRequest(GatewayError):
+    status, kind, code = 400, "invalid_request_error", None
+
+
+class InvalidKey(GatewayError):
+    status, kind, code = 401, "invalid_request_error", "invalid_api_key"
+
+    def __init__(self, message: str = "Incorrect API key provided.", **kwargs: Any) -> None:
+        super().__init__(message, headers={"WWW-Authenticate": "Bearer"}, **kwargs)
+
+
+class Forbidden(GatewayError):
+    status, kind, code = 403, "permission_error", "insufficient_permissions"
+
+
+class RecordNotFound(GatewayError):
+    status, kind, code = 404, "invalid_request_error", "not_found"
+
+
+class ModelNotFound(RecordNotFound):
+    """Raised alike for a name nobody has and for another tenant's: the two answers must not differ by a byte."""
+
+    code = "model_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The model '{name}' does not exist or you do not have access to it.", param="model")
+
+
+class NameTaken(GatewayError):
+    status, kind, code = 409, "invalid_request_error", "already_exists"
+
+
+class TooLarge(GatewayError):
+    status, kind, code = 413, "invalid_request_error", "request_too_large"
+
+
+class RateLimited(GatewayError):
+    """`kind` says which limit: "requests", "tokens" or "concurrency"."""
+
+    status, code = 429, "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, limit: str, headers: Mapping[str, str]) -> None:
+        super().__init__(message, headers=headers)
+        self.kind = limit
+
+
+class UpstreamFailed(GatewayError):
+    """The engine answered something that is not an answer."""
+
+    status, code = 502, "engine_error"
+
+
+class Unavailable(GatewayError):
+    """A part the gateway cannot work without is away; it fails closed."""
+
+    status, code = 503, "service_unavailable"
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after: int = 1) -> None:
+        super().__init__(message, code=code, headers={"Retry-After": str(retry_after)})
+
+
+def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    """OpenAI's error object as JSON."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def translate(error: Exception, request_id: str) -> GatewayError:
+    """Any exception as the error the client sees. Logs, once, what only the operator may see."""
+    if isinstance(error, GatewayError):
+        return error
+    if isinstance(error, AdapterError):
+        return BadRequest(str(error), param=error.field, code="invalid_adapter")
+    if isinstance(error, ProtocolError):
+        return BadRequest(error.message, param=error.param, code=error.code)
+    if isinstance(error, ChatTemplateError):
+        return BadRequest(str(error), param=error.param)
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return TooLarge("The request body is larger than this gateway accepts.")
+    if isinstance(error, web.HTTPNotFound):
+        return RecordNotFound("There is nothing at this URL.", code="unknown_url")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        refused = BadRequest(f"Method {error.method} is not allowed here; use {allowed}.", code="method_not_allowed")
+        refused.status = 405
+        refused.headers = {"Allow": allowed}
+        return refused
+    log.error("request %s failed", request_id, exc_info=error)
+    return GatewayError(f"The gateway failed. Report request id {request_id} to its operator.")
+
+
+def to_response(error: GatewayError) -> web.Response:
+    """The HTTP answer of an error."""
+    body = error_body(error.message, error.kind, error.param, error.code)
+    return web.Response(body=body, status=error.status, content_type="application/json", headers=error.headers)
+
+
+@web.middleware
+async def error_boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns whatever a handler raises into OpenAI's error shape. Redirects pass."""
+    try:
+        return await handler(request)
+    except web.HTTPRedirection:
+        raise
+    except Exception as error:  # noqa: BLE001  (the boundary: every exception ends here, logged once)
+        return to_response(translate(error, request[REQUEST_ID]))

@@ -1,0 +1,152 @@
+"""Speaking to one engine: open a request, read its events, and let go of it at once when nobody wants the rest."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import ClientConnectorError, ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector
+
+from gateway.admission.quota import Reservation
+from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
+from gateway.fleet.registry import EngineRecord
+from gateway.records.catalog import Model
+
+CONNECT_SECONDS = 5.0
+# The largest single event we hold in memory.
+MAX_EVENT_BYTES = 16 * 2**20
+
+
+class EngineGone(Exception):
+    """The engine could not be reached and has not seen the request: another one may be tried."""
+
+
+class EngineRefused(Exception):
+    """The engine was asked and did not begin to answer. error: what the client is told. status: the engine's own, None
+    if there was none."""
+
+    def __init__(self, error: GatewayError, status: int | None = None) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.status = status
+
+
+def new_session(read_timeout: float) -> ClientSession:
+    """One for the whole gateway. read_timeout: seconds without a byte until a request is given up."""
+    timeout = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read_timeout)
+    return ClientSession(connector=TCPConnector(limit=0), timeout=timeout)
+
+
+class EngineClient:
+    """Sends OpenAI requests with the headers that engines trust."""
+
+    def __init__(self, session: ClientSession, internal_token: str) -> None:
+        self._session = session
+        self._token = internal_token
+
+    @asynccontextmanager
+    async def open(
+        self, engine: EngineRecord, path: str, body: dict[str, Any], model: Model, reservation: Reservation
+    ) -> AsyncIterator[ClientResponse]:
+        """The engine's answer of status 200, its body unread. Leaving early closes the connection, which is how the
+        engine learns that it may stop.
+
+        Raises EngineGone or EngineRefused.
+        """
+        tenant = reservation.tenant
+        headers = {
+            "Content-Type": "application/json",
+            "x-loraplex-internal-token": self._token,
+            "x-loraplex-tenant": tenant.id,
+            "x-loraplex-weight": repr(tenant.limits.weight),
+            "x-request-id": reservation.request_id,
+        }
+        wire = msgspec.json.encode({**body, "model": f"sha256:{model.digest}" if model.digest else model.name})
+        try:
+            response = await self._session.post(f"{engine.url}{path}", data=wire, headers=headers)
+        except ClientConnectorError as error:
+            engine.mark_down("connection refused")
+            raise EngineGone from error
+        except (ClientError, OSError, TimeoutError) as error:
+            raise EngineRefused(UpstreamFailed(f"The engine did not answer ({type(error).__name__}).")) from error
+        try:
+            if response.status != 200:
+                raise EngineRefused(await _refusal(response, model), response.status)
+            yield response
+        finally:
+            # A connection whose answer was read to its end goes back to the pool; else it is closed.
+            response.release()
+
+
+async def read_json(response: ClientResponse) -> dict[str, Any]:
+    """A whole JSON answer. Raises UpstreamFailed."""
+    try:
+        answer = msgspec.json.decode(b"".join([chunk async for chunk in _chunks(response)]))
+    except msgspec.DecodeError as error:
+        raise UpstreamFailed("The engine's answer is not valid JSON.") from error
+    if not isinstance(answer, dict):
+        raise UpstreamFailed("The engine's answer is not a JSON object.")
+    return answer
+
+
+async def read_events(response: ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream up to `[DONE]`. Reads no further than it is asked for.
+
+    Raises UpstreamFailed if the stream ends before `[DONE]` or holds something else.
+    """
+    buffer = bytearray()
+    async for chunk in _chunks(response):
+        buffer += chunk
+        while (end := buffer.find(b"\n")) >= 0:
+            line = bytes(buffer[:end]).rstrip(b"\r")
+            del buffer[: end + 1]
+            # Comments, event names and blank lines carry nothing here: each of our events is one data line.
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            try:
+                event = msgspec.json.decode(data)
+            except msgspec.DecodeError as error:
+                raise UpstreamFailed("The engine sent an event that is not valid JSON.") from error
+            if not isinstance(event, dict):
+                raise UpstreamFailed("The engine sent an event that is not a JSON object.")
+            yield event
+        if len(buffer) > MAX_EVENT_BYTES:
+            raise UpstreamFailed("The engine sent an event larger than this gateway accepts.")
+    raise UpstreamFailed("The engine's stream ended before its end.")
+
+
+async def _chunks(response: ClientResponse) -> AsyncIterator[bytes]:
+    """The body as it arrives. Only reading is guarded here: what fails while a client is written to is not the
+    engine's fault."""
+    parts = response.content.iter_any()
+    while True:
+        try:
+            chunk = await anext(parts)
+        except StopAsyncIteration:
+            return
+        except (ClientError, OSError, TimeoutError) as error:
+            raise UpstreamFailed(f"The engine's answer broke off ({type(error).__name__}).") from error
+        yield chunk
+
+
+async def _refusal(response: ClientResponse, model: Model) -> GatewayError:
+    """The engine's error as ours: what the client did wrong is passed on in the client's own terms."""
+    body = b"".join([chunk async for chunk in _chunks(response)])
+    try:
+        detail = msgspec.json.decode(body)["error"]
+        message, param, code = str(detail["message"]), detail.get("param"), detail.get("code")
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        message, param, code = "", None, None
+    if model.digest:
+        message = message.replace(f"sha256:{model.digest}", model.name).replace(model.digest, model.name)
+    if response.status in (400, 413, 422):
+        return BadRequest(message or "The engine refused the request.", param=param, code=code)
+    if response.status in (429, 503):
+        retry_after = response.headers.get("Retry-After", "1")
+        seconds = int(retry_after) if retry_after.isdecimal() else 1
+        return Unavailable(message or "The engine is overloaded; try again shortly.", code=code, retry_after=seconds)
+    # 401 and 404 are between the gateway and the engine; their words would only confuse a client.
+    return UpstreamFailed(f"The engine could not serve '{model.name}' (it answered {response.status}).")

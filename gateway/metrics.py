@@ -1,0 +1,105 @@
+"""What the gateway tells Prometheus. Its own registry: no global state, one per application."""
+
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from gateway.fleet.registry import Registry
+from gateway.records.ledger import Ledger, UsageRow
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """Labels are bounded: routes are patterns, tenants are names that an operator gave."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "loraplex_gateway_http_requests",
+            "HTTP requests answered.",
+            ["method", "route", "status"],
+            registry=self.registry,
+        )
+        self._latency = Histogram(
+            "loraplex_gateway_http_request_seconds",
+            "Time from a request's arrival to the end of its answer.",
+            ["route"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._in_flight = Gauge(
+            "loraplex_gateway_http_in_flight", "HTTP requests being answered.", registry=self.registry
+        )
+        self._finished = Counter(
+            "loraplex_gateway_inference_requests",
+            "Admitted inference requests by how they ended.",
+            ["tenant", "endpoint", "status"],
+            registry=self.registry,
+        )
+        self._tokens = Counter(
+            "loraplex_gateway_tokens",
+            "Tokens charged, by kind: prompt, cached (a part of prompt), completion.",
+            ["tenant", "kind"],
+            registry=self.registry,
+        )
+        self._ttft = Histogram(
+            "loraplex_gateway_time_to_first_token_seconds",
+            "Time from a request's arrival to its first token.",
+            ["endpoint"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._refusals = Counter(
+            "loraplex_gateway_quota_refusals",
+            "Requests refused for a limit: requests, tokens or concurrency.",
+            ["tenant", "limit"],
+            registry=self.registry,
+        )
+        self._engine_up = Gauge(
+            "loraplex_gateway_engine_up",
+            "1 if the engine answers its health check.",
+            ["engine"],
+            registry=self.registry,
+        )
+        self._engine_in_flight = Gauge(
+            "loraplex_gateway_engine_in_flight",
+            "This gateway's requests with the engine.",
+            ["engine"],
+            registry=self.registry,
+        )
+        self._ledger_waiting = Gauge(
+            "loraplex_gateway_ledger_waiting_rows", "Usage rows not yet in the database.", registry=self.registry
+        )
+
+    def arrived(self) -> None:
+        self._in_flight.inc()
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        self._in_flight.dec()
+        self._requests.labels(method, route, str(status)).inc()
+        self._latency.labels(route).observe(seconds)
+
+    def finished(self, row: UsageRow) -> None:
+        self._finished.labels(row.tenant, row.endpoint, row.status).inc()
+        self._tokens.labels(row.tenant, "prompt").inc(row.prompt_tokens)
+        self._tokens.labels(row.tenant, "cached").inc(row.cached_tokens)
+        self._tokens.labels(row.tenant, "completion").inc(row.completion_tokens)
+        if row.ttft_ms is not None:
+            self._ttft.labels(row.endpoint).observe(row.ttft_ms / 1000)
+
+    def refused(self, tenant: str, limit: str) -> None:
+        self._refusals.labels(tenant, limit).inc()
+
+    def watch(self, registry: Registry, ledger: Ledger) -> None:
+        """Reads these when asked for the metrics, not before."""
+        for engine in registry.engines:
+            self._engine_up.labels(engine.url).set_function(partial(getattr, engine, "healthy"))
+            self._engine_in_flight.labels(engine.url).set_function(partial(getattr, engine, "in_flight"))
+        self._ledger_waiting.set_function(lambda: ledger.waiting)
+
+    def render(self) -> bytes:
+        """The registry in Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,158 @@
+"""Which adapter a name means, in each tenant's own namespace."""
+
+import re
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row, and_, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
+from gateway.records.audit import record_change
+from gateway.records.database import Database
+from gateway.records.tables import adapter_versions, adapters
+from gateway.records.tenants import Tenant
+
+ADAPTER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A name and the version it means now. digest: 64 hex digits, no prefix. rank: the largest of its modules."""
+
+    name: str
+    version: int
+    digest: str
+    rank: int
+    num_bytes: int
+    created_at: datetime
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asked for: `name` as the tenant says it; digest None is the base model."""
+
+    name: str
+    digest: str | None
+
+
+class Catalog:
+    """Raises ModelNotFound, RecordNotFound and BadRequest (param "name")."""
+
+    def __init__(self, database: Database, base_model: str) -> None:
+        self._database = database
+        self._base_model = base_model
+
+    def check_name(self, name: str) -> None:
+        """Raises BadRequest unless a new adapter may be called this."""
+        if not ADAPTER_NAME.fullmatch(name):
+            raise BadRequest(
+                "Expected an adapter name of 1 to 64 characters a-z, 0-9, '.', '_' and '-', "
+                "starting with a letter or digit.",
+                param="name",
+            )
+        if name == self._base_model:
+            raise BadRequest(f"'{name}' is the base model's name; choose another for the adapter.", param="name")
+
+    async def resolve(self, tenant: Tenant, name: str) -> Model:
+        """The model a tenant means by `name`. Always asks the database: an upload is in use at once."""
+        if name == self._base_model:
+            return Model(name=name, digest=None)
+        if not ADAPTER_NAME.fullmatch(name):
+            raise ModelNotFound(name)
+        async with self._database.read() as connection:
+            row = (await connection.execute(_current(tenant).where(adapters.c.name == name))).one_or_none()
+        if row is None:
+            raise ModelNotFound(name)
+        return Model(name=name, digest=row.digest)
+
+    async def add_version(
+        self, tenant: Tenant, name: str, *, digest: str, rank: int, num_bytes: int, actor: str
+    ) -> Adapter:
+        """A first or a further version under `name`, current from now on. The same digest again changes nothing."""
+        self.check_name(name)
+        content = {"digest": digest, "rank": rank, "num_bytes": num_bytes}
+        try:
+            return await self._add_version(tenant, name, content, actor)
+        except IntegrityError:
+            # Another upload made the name in between (PostgreSQL); this one is its next version.
+            return await self._add_version(tenant, name, content, actor)
+
+    async def _add_version(self, tenant: Tenant, name: str, content: dict[str, Any], actor: str) -> Adapter:
+        now = datetime.now(UTC)
+        async with self._database.write() as connection:
+            owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name)
+            # FOR UPDATE orders two uploads of one name on PostgreSQL; SQLite's write lock already does.
+            found = (await connection.execute(select(adapters).where(owned).with_for_update())).one_or_none()
+            if found is None:
+                adapter_id, version = uuid.uuid4().hex, 1
+                await connection.execute(
+                    insert(adapters).values(
+                        id=adapter_id, tenant_id=tenant.id, name=name, current_version=1, created_at=now
+                    )
+                )
+            else:
+                current = (await connection.execute(_current(tenant).where(adapters.c.name == name))).one()
+                if current.digest == content["digest"]:
+                    return _adapter(current)
+                adapter_id, version = found.id, found.current_version + 1
+                await connection.execute(update(adapters).where(owned).values(current_version=version))
+            await connection.execute(
+                insert(adapter_versions).values(adapter_id=adapter_id, version=version, created_at=now, **content)
+            )
+            target = f"{tenant.name}/{name}"
+            detail = {"version": version, "digest": content["digest"]}
+            await record_change(connection, actor, "adapter.push", target, detail)
+        return Adapter(name=name, version=version, created_at=now, **content)
+
+    async def list(self, tenant: Tenant) -> list[Adapter]:
+        async with self._database.read() as connection:
+            rows = (await connection.execute(_current(tenant).order_by(adapters.c.name))).all()
+        return [_adapter(row) for row in rows]
+
+    async def get(self, tenant: Tenant, name: str) -> Adapter:
+        _check_possible(name)
+        async with self._database.read() as connection:
+            row = (await connection.execute(_current(tenant).where(adapters.c.name == name))).one_or_none()
+        if row is None:
+            raise RecordNotFound("There is no adapter of this name.", param="name")
+        return _adapter(row)
+
+    async def delete(self, tenant: Tenant, name: str, actor: str) -> None:
+        """Frees the name and its versions. The content stays in the store: others may hold the same digest."""
+        _check_possible(name)
+        owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name)
+        async with self._database.write() as connection:
+            result = await connection.execute(delete(adapters).where(owned))
+            if result.rowcount == 0:
+                raise RecordNotFound("There is no adapter of this name.", param="name")
+            await record_change(connection, actor, "adapter.delete", f"{tenant.name}/{name}")
+
+
+def _check_possible(name: str) -> None:
+    """What cannot be a name is not found, before a database meets characters it cannot hold."""
+    if not ADAPTER_NAME.fullmatch(name):
+        raise RecordNotFound("There is no adapter of this name.", param="name")
+
+
+def _current(tenant: Tenant) -> Any:
+    """Select: the tenant's names, each with its current version."""
+    joined = and_(
+        adapter_versions.c.adapter_id == adapters.c.id, adapter_versions.c.version == adapters.c.current_version
+    )
+    return (
+        select(adapters.c.name, adapter_versions)
+        .join_from(adapters, adapter_versions, joined)
+        .where(adapters.c.tenant_id == tenant.id)
+    )
+
+
+def _adapter(row: Row[Any]) -> Adapter:
+    return Adapter(
+        name=row.name,
+        version=row.version,
+        digest=row.digest,
+        rank=row.rank,
+        num_bytes=row.num_bytes,
+        created_at=row.created_at,
+    )

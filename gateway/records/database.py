@@ -1,0 +1,183 @@
+"""Connections, transactions and the schema's version. SQLite by default, PostgreSQL by URL."""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Connection, event, make_url, text
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+
+import migrations
+from gateway.errors import Unavailable
+from gateway.settings import SettingsError
+
+log = logging.getLogger(__name__)
+
+# How long one statement, or the wait for a connection, may take before the caller gets an error (seconds).
+STATEMENT_SECONDS = 10
+POOL_SIZE = 10
+# Any number, the same in every gateway: two that start at once migrate one after the other.
+MIGRATION_LOCK = 0x6C_70_78_6D
+
+
+class Database:
+    """A pool of connections. `read()` and `write()` each give one transaction, committed on a clean exit.
+
+    They raise Unavailable when the database is away or too slow; what it refuses comes as SQLAlchemy's own errors.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = async_url(url)
+        self.dialect = self._url.get_backend_name()
+        # Parameters hold hashes and names; errors are logged without them.
+        options: dict[str, Any] = {"pool_pre_ping": True, "pool_timeout": STATEMENT_SECONDS, "hide_parameters": True}
+        if self.dialect == "sqlite":
+            options["connect_args"] = {"timeout": STATEMENT_SECONDS}
+            options["pool_size"] = 5
+        else:
+            options["connect_args"] = {"timeout": STATEMENT_SECONDS, "command_timeout": STATEMENT_SECONDS}
+            options["pool_size"] = POOL_SIZE
+        self._engine = create_async_engine(self._url, **options)
+        if self.dialect == "sqlite":
+            event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
+            event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncConnection]:
+        """One transaction that only reads."""
+        with _translated():
+            async with self._engine.connect() as connection, connection.begin():
+                yield connection
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncConnection]:
+        """One transaction that may write. On SQLite it holds the write lock from its start, so that what it
+        reads cannot change under it and it never fails for a stale snapshot."""
+        with _translated():
+            async with self._engine.connect() as connection:
+                await connection.execution_options(loraplex_write=True)
+                async with connection.begin():
+                    yield connection
+
+    async def ping(self) -> None:
+        """Raises Unavailable if the database does not answer."""
+        async with self.read() as connection:
+            await connection.execute(text("SELECT 1"))
+
+    async def upgrade(self) -> None:
+        """Brings the schema to the newest version; safe to call from several processes at once.
+
+        Raises SettingsError if the database cannot be reached.
+        """
+        if self.dialect == "sqlite" and self._url.database:
+            await asyncio.to_thread(Path(self._url.database).parent.mkdir, parents=True, exist_ok=True)
+        with _reachable():
+            await self._upgrade()
+
+    async def _upgrade(self) -> None:
+        async with self.write() as connection:
+            if self.dialect == "postgresql":
+                await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
+            await connection.run_sync(_upgrade)
+
+    async def check_schema(self) -> None:
+        """Raises SettingsError if the schema is not the one this program was written for, or cannot be reached."""
+        with _reachable():
+            current = await self._current_revision()
+        head = ScriptDirectory.from_config(_alembic_config()).get_current_head()
+        if current != head:
+            raise SettingsError(
+                "LORAPLEX_DATABASE_URL", f"schema is at {current or 'nothing'}, expected {head}; run `loraplex migrate`"
+            )
+
+    async def _current_revision(self) -> str | None:
+        async with self.read() as connection:
+            return await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    """On start there is nobody to wait for: a database that is away is a setting to look at."""
+    try:
+        yield
+    except Unavailable as error:
+        raise SettingsError("LORAPLEX_DATABASE_URL", f"the database cannot be reached: {error.__cause__}") from error
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (IntegrityError, DataError, ProgrammingError):
+        raise
+    except (DBAPIError, PoolTimeoutError, OSError, TimeoutError) as error:
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        log.warning("database: %s: %s", type(cause).__name__, cause)
+        raise Unavailable("The database is unavailable; try again shortly.", code="database_unavailable") from error
+
+
+async def upgrade(url: str) -> None:
+    """Opens the database at `url`, migrates it, closes it."""
+    database = Database(url)
+    try:
+        await database.upgrade()
+    finally:
+        await database.close()
+
+
+def migrate(url: str) -> None:
+    """`upgrade` for callers without an event loop (`loraplex migrate`)."""
+    asyncio.run(upgrade(url))
+
+
+def async_url(url: str) -> URL:
+    """The URL with its async driver: `sqlite:///x` -> `sqlite+aiosqlite`, `postgresql://` -> `postgresql+asyncpg`."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise SettingsError("LORAPLEX_DATABASE_URL", "expected a database URL like sqlite:////path/db") from error
+    drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
+    backend = parsed.drivername.split("+")[0]
+    if backend not in drivers:
+        raise SettingsError("LORAPLEX_DATABASE_URL", "expected a sqlite or postgresql URL")
+    return parsed.set(drivername=drivers[backend])
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    # The driver would begin transactions by itself, and only before some statements; `_begin_sqlite` does it instead.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("loraplex_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _alembic_config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    return config
+
+
+def _upgrade(connection: Connection) -> None:
+    config = _alembic_config()
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

@@ -1,0 +1,133 @@
+"""The schema, fit for SQLite and PostgreSQL alike. `migrations/versions` creates it; a test holds the two equal."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    DateTime,
+    Dialect,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """Aware UTC datetimes on both databases; SQLite drops the zone, so it is put back on the way out."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError("expected an aware datetime")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("name", String(64), nullable=False, unique=True),
+    Column("requests_per_minute", Integer, nullable=False),
+    Column("tokens_per_minute", BigInteger, nullable=False),
+    Column("max_concurrent", Integer, nullable=False),
+    Column("weight", Float, nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    # NULL for an admin's key, which belongs to no tenant.
+    Column("tenant_id", String(32), ForeignKey("tenants.id", ondelete="CASCADE"), nullable=True, index=True),
+    Column("label", String(100), nullable=False),
+    # Comma separated; see gateway.admission.auth.
+    Column("scopes", String(100), nullable=False),
+    Column("secret_hash", String(64), nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+    Column("revoked_at", UtcDateTime, nullable=True),
+)
+
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("tenant_id", String(32), ForeignKey("tenants.id", ondelete="CASCADE"), nullable=False),
+    Column("name", String(64), nullable=False),
+    Column("current_version", Integer, nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+    UniqueConstraint("tenant_id", "name"),
+)
+
+adapter_versions = Table(
+    "adapter_versions",
+    metadata,
+    Column("adapter_id", String(32), ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("digest", String(64), nullable=False, index=True),
+    Column("rank", Integer, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+)
+
+# Rows outlive their tenant, key and adapter: no foreign keys, and the tenant's name is written down.
+usage = Table(
+    "usage",
+    metadata,
+    Column("request_id", String(64), primary_key=True),
+    Column("tenant_id", String(32), nullable=False),
+    Column("tenant", String(64), nullable=False),
+    Column("key_id", String(32), nullable=False),
+    Column("endpoint", String(32), nullable=False),
+    Column("model", String(256), nullable=False),
+    Column("adapter_digest", String(64), nullable=True),
+    Column("engine", String(256), nullable=True),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("latency_ms", BigInteger, nullable=False),
+    Column("ttft_ms", BigInteger, nullable=True),
+    Column("status", String(16), nullable=False),
+    Column("finish_reason", String(32), nullable=True),
+    Column("created_at", UtcDateTime, nullable=False),
+    Index("ix_usage_tenant_id_created_at", "tenant_id", "created_at"),
+    Index("ix_usage_created_at", "created_at"),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("at", UtcDateTime, nullable=False, index=True),
+    Column("actor", String(64), nullable=False),
+    Column("action", String(64), nullable=False),
+    Column("target", String(256), nullable=False),
+    Column("detail", Text, nullable=False),
+)

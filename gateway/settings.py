@@ -1,0 +1,162 @@
+"""The gateway's configuration: one frozen struct, read once from the environment and checked on load.
+
+This is the only reader of the environment in `gateway/`.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+from urllib.parse import urlsplit
+
+PREFIX = "LORAPLEX_"
+MIN_SECRET_CHARS = 16
+
+
+class SettingsError(ValueError):
+    """A setting is missing, unknown or out of range. `field` is the name the operator must look at."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Every field can be given as `LORAPLEX_<FIELD>` or as an override; sizes are bytes, durations seconds."""
+
+    database_url: str = field(repr=False)
+    redis_url: str = field(repr=False)
+    engines: tuple[str, ...]
+    internal_token: str = field(repr=False)
+    adapter_store: str
+    model_dir: Path
+    base_model: str
+    key_pepper: str = field(repr=False)
+    admin_key: str = field(repr=False)
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    # None: /metrics is on the main port, for admin keys only.
+    metrics_port: int | None = None
+    # None: `max_position_embeddings` of the model's config.json. Set it to the engines' --max-model-len.
+    max_model_len: int | None = None
+    # What a chat request without `max_tokens` reserves and may generate, if the context has room for it.
+    default_max_tokens: int = 512
+    max_body_bytes: int = 8 * 2**20
+    max_upload_bytes: int = 2 * 2**30
+    # Migrate the schema on start. Right for one local gateway; a fleet runs `loraplex migrate` once instead.
+    migrate_on_start: bool = False
+    # Hard deadline of one Redis call. Beyond it the request is refused with 503.
+    redis_timeout: float = 1.0
+    # A request that its gateway no longer keeps alive frees its concurrency slot after this long.
+    lease_seconds: float = 30.0
+    # No byte from the engine for this long ends the request.
+    engine_timeout: float = 300.0
+    # A client that takes no byte for this long loses its stream.
+    client_timeout: float = 60.0
+    # On SIGTERM, streams may go on for this long.
+    shutdown_seconds: float = 20.0
+    # Usage rows held in memory while SQL is away; beyond it no request is admitted.
+    ledger_queue: int = 20_000
+
+    def __post_init__(self) -> None:
+        for name in ("internal_token", "key_pepper", "admin_key"):
+            if len(getattr(self, name)) < MIN_SECRET_CHARS:
+                raise SettingsError(env_name(name), f"expected a secret of at least {MIN_SECRET_CHARS} characters")
+        if not self.engines:
+            raise SettingsError(env_name("engines"), "expected at least one engine URL")
+        for url in self.engines:
+            _check_url("engines", url, {"http", "https"})
+        _check_url("redis_url", self.redis_url, {"redis", "rediss", "unix"})
+        _check_url("database_url", self.database_url, {"sqlite", "postgresql", "postgres"})
+        if not self.base_model:
+            raise SettingsError(env_name("base_model"), "expected the served name of the base model")
+        if not (self.model_dir / "config.json").is_file():
+            raise SettingsError(
+                env_name("model_dir"), f"expected a model folder with a config.json, got {self.model_dir}"
+            )
+        for name in ("port", "metrics_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 65535:
+                raise SettingsError(env_name(name), f"expected a port between 0 and 65535, got {value}")
+        positive = ("max_model_len", "default_max_tokens", "max_body_bytes", "max_upload_bytes", "ledger_queue")
+        durations = ("redis_timeout", "lease_seconds", "engine_timeout", "client_timeout", "shutdown_seconds")
+        for name in positive + durations:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingsError(env_name(name), f"expected a number above 0, got {value}")
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> "Settings":
+        """From `environ` (the process's own if None), then `overrides`; an override of None means "not given".
+
+        Raises SettingsError naming the variable or the override.
+        """
+        environ = os.environ if environ is None else environ
+        names = [f.name for f in fields(cls)]
+        unknown = sorted(set(overrides) - set(names))
+        if unknown:
+            raise SettingsError(unknown[0], f"unknown setting; known are: {', '.join(names)}")
+        _refuse_misspelt(environ, names)
+        hints = get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for f in fields(cls):
+            given = overrides.get(f.name)
+            if given is None:
+                given = environ.get(env_name(f.name)) or None
+            if given is not None:
+                values[f.name] = _convert(f.name, hints[f.name], given)
+            elif f.default is MISSING:
+                raise SettingsError(env_name(f.name), "is required")
+        return cls(**values)
+
+
+def env_name(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def _refuse_misspelt(environ: Mapping[str, str], names: list[str]) -> None:
+    """Other programs of the project read `LORAPLEX_*` too, so only a name that looks like one of ours is refused."""
+    known = [name.upper() for name in names]
+    for variable in sorted(environ):
+        suffix = variable.removeprefix(PREFIX)
+        if variable.startswith(PREFIX) and suffix not in known:
+            close = difflib.get_close_matches(suffix, known, n=1, cutoff=0.85)
+            if close:
+                raise SettingsError(variable, f"unknown setting; did you mean {PREFIX}{close[0]}?")
+
+
+def _convert(name: str, hint: Any, value: Any) -> Any:
+    """A string (or an already typed override) as the field's type. Raises SettingsError."""
+    try:
+        if hint is bool:
+            if isinstance(value, bool):
+                return value
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(value).lower()]
+        if hint == tuple[str, ...]:
+            parts = value.split(",") if isinstance(value, str) else list(value)
+            return tuple(part.strip().rstrip("/") for part in parts if part.strip())
+        if hint is Path:
+            return Path(value).expanduser()
+        if hint is float:
+            return float(value)
+        if hint in (int, int | None):
+            return int(value)
+    except (KeyError, TypeError, ValueError) as error:
+        expected = getattr(hint, "__name__", str(hint))
+        raise SettingsError(env_name(name), f"expected {expected}, got {value!r}") from error
+    if not isinstance(value, str):
+        raise SettingsError(env_name(name), f"expected a string, got {type(value).__name__}")
+    return value
+
+
+def _check_url(name: str, url: str, schemes: set[str]) -> None:
+    # The value itself may hold a password: never printed.
+    scheme = urlsplit(url).scheme.split("+")[0]
+    if scheme not in schemes:
+        raise SettingsError(env_name(name), f"expected a URL starting with {' or '.join(sorted(schemes))}://")

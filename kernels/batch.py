@@ -1,0 +1,31 @@
+"""What every op is told about a step: one layout for prefill, decode and both together, on the CPU and the GPU."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of B requests laid flat. Shapes as `kernels.reference` names them.
+
+    token_ids, positions, slot_mapping: `[T]` int64. query_start `[B + 1]`, context_lens `[B]`, block_tables
+    `[B, max_blocks]`, adapter_index `[T]`: int32. logits_rows: `[L]` int64, rows whose logits are wanted.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    adapter_index: Tensor
+    logits_rows: Tensor
+    max_query_len: int
+    max_context_len: int
+    adapter_slots: tuple[int, ...]
+    """The distinct adapters in the batch; empty means that no LoRA runs at all."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)

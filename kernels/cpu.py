@@ -1,0 +1,100 @@
+"""The ops in plain torch for any CPU: what runs where there is no compiler for `kernels.native`, and its slow twin."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from kernels import reference
+from kernels.backend import DecoderWeights, LoraTables, PackedLinear, routing_of
+from kernels.batch import Batch
+from kernels.reference import LoraGroup, LoraRouting
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    batch: Batch
+    routing: LoraRouting | None
+    query_bounds: list[int]
+    context_lens: list[int]
+
+
+class TorchOps:
+    """Stateless. Decodes are one padded gather and one SDPA; each prompt chunk is an SDPA of its own."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
+
+    def fuse(self, weights: DecoderWeights, kv: list[tuple[Tensor, Tensor]], lora: LoraTables) -> None:
+        return None
+
+    def plan(self, batch: Batch, lora: LoraTables | None) -> TorchPlan:
+        return TorchPlan(batch, routing_of(batch, lora), batch.query_start.tolist(), batch.context_lens.tolist())
+
+    def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor:
+        return weight[token_ids]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return reference.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return reference.add_rms_norm(x, residual, weight, eps)
+
+    def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: TorchPlan) -> Tensor:
+        y = linear(x, packed.weight, packed.bias)
+        if group is not None and plan.routing is not None:
+            reference.segmented_lora(y, x, group, plan.routing)
+        return y
+
+    def rope_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchPlan
+    ) -> Tensor:
+        b = plan.batch
+        return reference.rope_and_write_kv(qkv, b.positions, cos_sin, k_cache, v_cache, b.slot_mapping)
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchPlan, scale: float, sliding_window: int
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        bounds, lengths = plan.query_bounds, plan.context_lens
+        decodes = [i for i in range(len(lengths)) if bounds[i + 1] - bounds[i] == 1]
+        if decodes:
+            rows = torch.tensor([bounds[i] for i in decodes])
+            ends = torch.tensor([lengths[i] for i in decodes])[:, None]
+            key_at = torch.arange(int(ends.max()))[None]
+            seen = key_at < ends
+            if sliding_window:
+                seen &= key_at >= ends - sliding_window
+            tables = plan.batch.block_tables[decodes]
+            out[rows] = self._attend(q[rows][:, None], k_cache, v_cache, tables, seen[:, None], scale)[:, 0]
+        for i in range(len(lengths)):
+            start, end = bounds[i], bounds[i + 1]
+            if end - start < 2:
+                continue
+            query_at = torch.arange(lengths[i] - (end - start), lengths[i])[:, None]
+            key_at = torch.arange(lengths[i])[None]
+            seen = key_at <= query_at
+            if sliding_window:
+                seen &= key_at > query_at - sliding_window
+            tables = plan.batch.block_tables[i : i + 1]
+            out[start:end] = self._attend(q[start:end][None], k_cache, v_cache, tables, seen[None], scale)[0]
+        return out
+
+    def _attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, seen: Tensor, scale: float
+    ) -> Tensor:
+        """q `[n, queries, heads, D]`, seen `[n, queries, keys]`; heads of a group are folded into the queries."""
+        n, queries, heads, dim = q.shape
+        kv_heads, block_size, keys = k_cache.shape[1], k_cache.shape[2], seen.shape[-1]
+        tables = tables[:, : -(-keys // block_size)].long()
+        k = k_cache[tables].transpose(2, 3).flatten(1, 2)[:, :keys].transpose(1, 2)
+        v = v_cache[tables].transpose(2, 3).flatten(1, 2)[:, :keys].transpose(1, 2)
+        group = heads // kv_heads
+        folded = q.view(n, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, -1, dim)
+        mask = seen[:, None, None].expand(n, 1, group, queries, keys).reshape(n, 1, -1, keys)
+        out = scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+        return out.view(n, kv_heads, group, queries, dim).permute(0, 3, 1, 2, 4).reshape(n, queries, heads, dim)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return reference.silu_and_mul(gate_up)

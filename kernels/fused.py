@@ -1,0 +1,225 @@
+"""The decoder's element-wise ops in Triton, each one launch: norms, rotary embedding with the cache write, SwiGLU.
+
+Same meaning as their namesakes in `kernels.reference`: sums and products in fp32, results rounded where the reference
+rounds. All are bound by memory; rows are read once and written once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x, of any shape; contiguous result.
+
+    x `[T, width]` or `[T, heads, width]` may be a view whose last dimension is contiguous (heads of a qkv row).
+    """
+    rows = _as_rows(x, "x")
+    _check_weight(weight, x)
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    if out.numel():
+        # x stands in for the residual, which FUSE_ADD=False neither reads nor writes.
+        _launch_norm(rows, rows, weight, out, eps, False)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`residual += x` in place, rounded to its dtype, then `rms_norm(residual)`. x and residual `[T, width]`."""
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(f"residual: expected {tuple(x.shape)} {x.dtype}, got {tuple(residual.shape)} {residual.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"x: expected [T, width], got {tuple(x.shape)}")
+    _check_weight(weight, x)
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    if out.numel():
+        _launch_norm(_as_rows(x, "x"), _as_rows(residual, "residual"), weight, out, eps, True)
+    return out
+
+
+def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, fuse_add: bool) -> None:
+    num_tokens, heads, width = x.shape
+    block = triton.next_power_of_2(width)
+    # A program takes at least 1,024 elements, so that norms of single heads fill a warp's loads.
+    rows_per_program = max(1, 1024 // block)
+    _rms_norm[(triton.cdiv(num_tokens * heads, rows_per_program),)](
+        x,
+        residual,
+        weight,
+        out,
+        num_tokens * heads,
+        x.stride(0),
+        x.stride(1),
+        residual.stride(0),
+        eps,
+        HEADS=heads,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=rows_per_program,
+        FUSE_ADD=fuse_add,
+        num_warps=min(8, max(1, block * rows_per_program // 512)),
+    )
+
+
+def rope_and_write_kv(
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """Rotates q and k of qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, stores k and v, returns q `[T, num_heads, D]`.
+
+    Tokens with a negative slot (padding of a graph's bucket) store nothing.
+    """
+    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    if num_heads < 1 or qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim or qkv.stride(1) != 1:
+        raise ValueError(
+            f"qkv: expected contiguous rows of heads of {head_dim}, {num_kv_heads} of them keys and as many values, "
+            f"got {tuple(qkv.shape)} with strides {qkv.stride()}"
+        )
+    if k_cache.shape != v_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("k_cache: expected contiguous caches of one shape")
+    if cos_sin.shape[1] != head_dim or not cos_sin.is_contiguous() or head_dim % 2:
+        raise ValueError(f"cos_sin: expected contiguous [max_positions, {head_dim}], got {tuple(cos_sin.shape)}")
+    q = torch.empty((len(qkv), num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    all_heads, block_heads = num_heads + 2 * num_kv_heads, 8
+    if len(qkv):
+        _rope_and_write_kv[(len(qkv), triton.cdiv(all_heads, block_heads))](
+            qkv,
+            positions,
+            cos_sin,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            q,
+            qkv.stride(0),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HALF=head_dim // 2,
+            HALF_PADDED=triton.next_power_of_2(head_dim // 2),
+            BLOCK_SIZE=block_size,
+            BLOCK_HEADS=block_heads,
+            num_warps=2,
+        )
+    return q
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """gate_up `[T, 2 * intermediate]` -> `silu(gate) * up`, `[T, intermediate]`."""
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
+        raise ValueError(f"gate_up: expected contiguous rows of even width, got {tuple(gate_up.shape)}")
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(width))
+    if out.numel():
+        _silu_and_mul[(num_tokens, triton.cdiv(width, block))](
+            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+def _as_rows(x: Tensor, name: str) -> Tensor:
+    """x as `[T, heads, width]`, copied only if its strides don't allow it (more than three dimensions)."""
+    if x.stride(-1) != 1:
+        raise ValueError(f"{name}: expected its last dimension contiguous, got strides {x.stride()}")
+    if x.dim() == 3:
+        return x
+    return x.unsqueeze(1) if x.dim() == 2 else x.reshape(-1, 1, x.shape[-1])
+
+
+def _check_weight(weight: Tensor, x: Tensor) -> None:
+    if weight.shape != x.shape[-1:] or not weight.is_contiguous():
+        raise ValueError(f"weight: expected [{x.shape[-1]}], got {tuple(weight.shape)}")
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _rms_norm(  # type: ignore[no-untyped-def]
+    x,
+    residual,
+    weight,
+    out,
+    num_rows,
+    x_token_stride,
+    x_head_stride,
+    residual_stride,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    FUSE_ADD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    x_at = x + (row // HEADS * x_token_stride + row % HEADS * x_head_stride)[:, None] + column[None, :]
+    values = tl.load(x_at, mask=mask, other=0.0)
+    if FUSE_ADD:
+        residual_at = residual + (row * residual_stride)[:, None] + column[None, :]
+        # The sum is rounded before the norm: that is what the next layer adds to.
+        total = tl.load(residual_at, mask=mask, other=0.0).to(tl.float32) + values.to(tl.float32)
+        values = total.to(values.dtype)
+        tl.store(residual_at, values, mask=mask)
+    h = values.to(tl.float32)
+    h = h * tl.rsqrt(tl.sum(h * h, 1) / WIDTH + eps)[:, None]
+    w = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    h = h.to(values.dtype).to(tl.float32) * w.to(tl.float32)[None, :]
+    tl.store(out + (row * WIDTH)[:, None] + column[None, :], h.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rope_and_write_kv(  # type: ignore[no-untyped-def]
+    qkv,
+    positions,
+    cos_sin,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    q,
+    qkv_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    d = tl.arange(0, HALF_PADDED)
+    position = tl.load(positions + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64) + 0 * head  # one per head, for the masks
+    in_head = d < HALF
+    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_head[None, :]
+    at = qkv + token * qkv_stride + head[:, None] * HEAD_DIM + d[None, :]
+    first = tl.load(at, mask=mask, other=0.0)
+    second = tl.load(at + HALF, mask=mask, other=0.0)
+    cos = tl.load(cos_sin + position * HEAD_DIM + d, mask=in_head, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(cos_sin + position * HEAD_DIM + HALF + d, mask=in_head, other=0.0).to(tl.float32)[None, :]
+    rotated_first = (first.to(tl.float32) * cos - second.to(tl.float32) * sin).to(first.dtype)
+    rotated_second = (second.to(tl.float32) * cos + first.to(tl.float32) * sin).to(first.dtype)
+
+    q_at = q + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + d[None, :]
+    q_mask = mask & (head < NUM_HEADS)[:, None]
+    tl.store(q_at, rotated_first, mask=q_mask)
+    tl.store(q_at + HALF, rotated_second, mask=q_mask)
+    kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+    kv_at = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE)[:, None] * HEAD_DIM
+    kv_at += d[None, :]
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    k_mask = mask & (is_key & (slot >= 0))[:, None]
+    v_mask = mask & ((head >= NUM_HEADS + NUM_KV_HEADS) & (slot >= 0))[:, None]
+    tl.store(k_cache + kv_at, rotated_first.to(k_cache.dtype.element_ty), mask=k_mask)
+    tl.store(k_cache + kv_at + HALF, rotated_second.to(k_cache.dtype.element_ty), mask=k_mask)
+    tl.store(v_cache + kv_at, first.to(v_cache.dtype.element_ty), mask=v_mask)
+    tl.store(v_cache + kv_at + HALF, second.to(v_cache.dtype.element_ty), mask=v_mask)
+
+
+@triton.jit
+def _silu_and_mul(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    gate = tl.load(gate_up + token * stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + token * WIDTH + column, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,244 @@
+// The CPU's fast path, called through ctypes (kernels/native.py): each op by itself, and a whole forward pass in one
+// parallel region. Semantics: kernels/reference.py. Sums are made in an order that depends on shapes alone, so a result
+// depends neither on timing nor on the number of threads.
+#include <omp.h>
+
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "lora.h"
+#include "simd.h"
+#include "team.h"
+
+namespace {
+
+constexpr int64_t kQueriesPerTile = 16;  // query positions that share a pass over the keys
+
+template <class T>
+struct Layer {
+    const T *input_norm, *q_norm, *k_norm, *post_norm;
+    Packed<T> qkv, o, gate_up, down;
+    T *k_cache, *v_cache;
+    int64_t window;
+    LoraGroup<T> lora[4];  // qkv, o, gate_up, down
+};
+
+template <class T>
+struct Model {
+    const T* embedding;
+    const Layer<T>* layers;
+    const T* norm;
+    Packed<T> lm_head;
+    const float* cos_sin;
+    int64_t num_layers, hidden, intermediate, threads;
+    CacheShape cache;
+    float eps, scale;
+};
+
+template <class T>
+struct Step {
+    const int64_t *token_ids, *positions, *slots, *logits_rows;
+    const int32_t *block_tables, *query_start, *context_lens;
+    int64_t tokens, requests, max_blocks, num_logits;
+    const Routing* routing;  // null: no LoRA in this step
+    T *residual, *normed, *wide, *narrow;
+    float *h, *logits;
+};
+
+template <class T>
+void add_row(const T* x, T* residual, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) put16(residual + i, load16(residual + i) + load16(x + i));
+    for (; i < n; i++) put(residual + i, to_float(residual[i]) + to_float(x[i]));
+}
+
+template <class T>
+void silu_and_mul_row(const T* gate_up, T* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const Float16 gate = load16(gate_up + i);
+        put16(out + i, gate / (1.0f + exp16(-gate)) * load16(gate_up + n + i));
+    }
+    for (; i < n; i++) {
+        const float gate = to_float(gate_up[i]);
+        put(out + i, gate / (1.0f + std::exp(-gate)) * to_float(gate_up[n + i]));
+    }
+}
+
+std::vector<Tile> make_tiles(const int32_t* query_start, int64_t requests, int64_t kv_heads) {
+    std::vector<Tile> tiles;
+    for (int32_t i = 0; i < requests; i++)
+        for (int32_t last = query_start[i + 1]; last > query_start[i]; last -= kQueriesPerTile)  // the longest first
+            for (int32_t h = 0; h < kv_heads; h++)
+                tiles.push_back({i, h, std::max<int32_t>(query_start[i], last - kQueriesPerTile), last});
+    return tiles;
+}
+
+bool is_last_of_request(const int64_t* slots, int64_t t, int64_t tokens) {
+    return t + 1 == tokens || slots[t + 1] != slots[t] + 1;
+}
+
+template <class T>
+class Forward {
+  public:
+    Forward(const Model<T>& model, const Step<T>& step)
+        : m_(model), s_(step), tiles_(make_tiles(step.query_start, step.requests, model.cache.kv_heads)) {}
+
+    void run() {
+        Team team(int(m_.threads));
+#pragma omp parallel num_threads(int(m_.threads))
+        run_thread(team, omp_get_thread_num());
+    }
+
+  private:
+    void run_thread(Team& team, int thread) {
+        std::vector<float> scratch;
+        const Range rows = share(s_.tokens, thread, team.size());
+        for (int64_t t = rows.begin; t < rows.end; t++) {
+            const T* from = m_.embedding + s_.token_ids[t] * m_.hidden;
+            std::memcpy(s_.residual + t * m_.hidden, from, m_.hidden * sizeof(T));
+            norm_row(t, m_.layers[0].input_norm);
+        }
+        for (int64_t i = 0; i < m_.num_layers; i++) {
+            const Layer<T>& layer = m_.layers[i];
+            linear(s_.normed, layer.qkv, layer.lora[0], s_.wide, team);
+            team.barrier();
+            write_cache(layer, rows);
+            team.barrier();
+            attend(layer, team, scratch);
+            linear(s_.narrow, layer.o, layer.lora[1], s_.normed, team);
+            team.barrier();
+            for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, layer.post_norm);
+            linear(s_.normed, layer.gate_up, layer.lora[2], s_.wide, team);
+            team.barrier();
+            for (int64_t t = rows.begin; t < rows.end; t++)
+                silu_and_mul_row(s_.wide + t * 2 * m_.intermediate, s_.narrow + t * m_.intermediate, m_.intermediate);
+            linear(s_.narrow, layer.down, layer.lora[3], s_.normed, team);
+            team.barrier();
+            const T* following = i + 1 < m_.num_layers ? m_.layers[i + 1].input_norm : m_.norm;
+            for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, following);
+        }
+        team.barrier();
+        const Range wanted = share(s_.num_logits, thread, team.size());
+        for (int64_t n = wanted.begin; n < wanted.end; n++)
+            std::memcpy(s_.narrow + n * m_.hidden, s_.normed + s_.logits_rows[n] * m_.hidden, m_.hidden * sizeof(T));
+        team.barrier();
+        gemm(s_.narrow, m_.lm_head, s_.logits, s_.num_logits, team);
+    }
+
+    // Starts with a barrier: the input is another phase's output, and y may still be read by one.
+    void linear(const T* x, const Packed<T>& w, const LoraGroup<T>& lora, T* y, Team& team) {
+        team.barrier();
+        if (s_.routing == nullptr) {
+            gemm(x, w, y, s_.tokens, team);
+            return;
+        }
+        PagePrefetch<T> prefetch(lora, *s_.routing, team);
+        gemm(x, w, y, s_.tokens, team, prefetch);
+        lora.shrink(x, s_.h, *s_.routing, team);
+        team.barrier();
+        lora.expand(s_.h, y, *s_.routing, team);
+    }
+
+    void norm_row(int64_t t, const T* weight) {
+        rms_norm_row(s_.residual + t * m_.hidden, weight, s_.normed + t * m_.hidden, m_.hidden, m_.eps);
+    }
+
+    void add_and_norm(int64_t t, const T* weight) {
+        add_row(s_.normed + t * m_.hidden, s_.residual + t * m_.hidden, m_.hidden);
+        norm_row(t, weight);
+    }
+
+    void write_cache(const Layer<T>& layer, Range rows) {
+        T head[1024];
+        for (int64_t t = rows.begin; t < rows.end; t++)
+            rope_and_write(s_.wide + t * layer.qkv.out_features, m_.cos_sin + s_.positions[t] * m_.cache.dim,
+                           layer.q_norm, layer.k_norm, m_.eps, layer.k_cache, layer.v_cache, s_.slots[t],
+                           is_last_of_request(s_.slots, t, s_.tokens), m_.cache, head);
+    }
+
+    void attend(const Layer<T>& layer, Team& team, std::vector<float>& scratch) {
+        const Attention<T> attention{m_.cache,         s_.wide,       layer.qkv.out_features, layer.k_cache,
+                                     layer.v_cache,    s_.block_tables, s_.query_start,       s_.context_lens,
+                                     s_.narrow,        s_.max_blocks, layer.window,           m_.scale};
+        for (int64_t i = team.take(); i < int64_t(tiles_.size()); i = team.take()) attention.run(tiles_[i], scratch);
+    }
+
+    const Model<T>& m_;
+    const Step<T>& s_;
+    const std::vector<Tile> tiles_;
+};
+
+template <class T>
+void add_rms_norm(const T* x, T* residual, const T* w, T* out, int64_t rows, int64_t n, float eps) {
+    for (int64_t t = 0; t < rows; t++) {
+        if (x != nullptr) add_row(x + t * n, residual + t * n, n);
+        rms_norm_row(residual + t * n, w, out + t * n, n, eps);
+    }
+}
+
+template <class T>
+void linear(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Routing* routing, T* y, float* h,
+            int64_t rows, int64_t threads) {
+    Team team{int(threads)};
+#pragma omp parallel num_threads(int(threads))
+    {
+        gemm(x, *w, y, rows, team);
+        team.barrier();
+        if (lora != nullptr) {
+            lora->shrink(x, h, *routing, team);
+            team.barrier();
+            lora->expand(h, y, *routing, team);
+        }
+    }
+}
+
+template <class T>
+void attend(const Attention<T>* attention, int64_t requests, int64_t threads) {
+    const std::vector<Tile> tiles = make_tiles(attention->query_start, requests, attention->shape.kv_heads);
+#pragma omp parallel num_threads(int(threads))
+    {
+        std::vector<float> scratch;
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < tiles.size(); i++) attention->run(tiles[i], scratch);
+    }
+}
+
+template <class T>
+void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, T* k_cache, T* v_cache,
+                       const int64_t* slots, int64_t tokens, const CacheShape* s) {
+    T head[1024];
+    for (int64_t t = 0; t < tokens; t++)
+        rope_and_write<T>(qkv + t * (s->heads + 2 * s->kv_heads) * s->dim, cos_sin + positions[t] * s->dim, nullptr,
+                          nullptr, 0.0f, k_cache, v_cache, slots[t], is_last_of_request(slots, t, tokens), *s, head);
+}
+
+}  // namespace
+
+#define EXPORT(T, suffix)                                                                                              \
+    extern "C" {                                                                                                       \
+    void forward_##suffix(const Model<T>* model, const Step<T>* step) { Forward<T>(*model, *step).run(); }             \
+    int64_t packed_size_##suffix(int64_t out, int64_t in) { return num_panels(out) * kPanel * padded<T>(in); }         \
+    void pack_##suffix(const T* w, T* packed, int64_t out, int64_t in) { pack(w, packed, out, in); }                   \
+    void linear_##suffix(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Routing* routing, T* y,       \
+                         float* h, int64_t rows, int64_t threads) {                                                    \
+        linear(x, w, lora, routing, y, h, rows, threads);                                                              \
+    }                                                                                                                  \
+    void add_rms_norm_##suffix(const T* x, T* residual, const T* w, T* out, int64_t rows, int64_t n, float eps) {      \
+        add_rms_norm(x, residual, w, out, rows, n, eps);                                                               \
+    }                                                                                                                  \
+    void silu_and_mul_##suffix(const T* x, T* out, int64_t rows, int64_t n) {                                          \
+        for (int64_t t = 0; t < rows; t++) silu_and_mul_row(x + t * 2 * n, out + t * n, n);                            \
+    }                                                                                                                  \
+    void rope_and_write_kv_##suffix(T* qkv, const int64_t* positions, const float* cos_sin, T* k_cache, T* v_cache,    \
+                                    const int64_t* slots, int64_t tokens, const CacheShape* shape) {                   \
+        rope_and_write_kv(qkv, positions, cos_sin, k_cache, v_cache, slots, tokens, shape);                            \
+    }                                                                                                                  \
+    void attend_##suffix(const Attention<T>* attention, int64_t requests, int64_t threads) {                           \
+        attend(attention, requests, threads);                                                                          \
+    }                                                                                                                  \
+    }
+
+EXPORT(float, f32)
+EXPORT(bf16, bf16)

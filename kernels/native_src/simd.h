@@ -1,0 +1,137 @@
+// Vectors of 16 floats or 16 pairs of bf16, in the compiler's own vector extension: any CPU compiles it, AVX-512 BF16
+// runs the pair product as one instruction. `Elem<T>` is what the templates know of an element type.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+struct bf16 {
+    uint16_t bits;
+};
+
+typedef float Float16 __attribute__((vector_size(64)));
+typedef int32_t Int16 __attribute__((vector_size(64)));
+typedef uint32_t Word16 __attribute__((vector_size(64)));
+typedef uint16_t Half16 __attribute__((vector_size(32)));
+
+template <class V>
+inline V load_vector(const void* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class V>
+inline void store_vector(void* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+template <class To, class From>
+inline To cast(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline Float16 splat(float x) { return Float16{} + x; }
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { return cast<float>(uint32_t(x.bits) << 16); }
+
+// Round to nearest even, as torch does; NaN stays NaN.
+inline void put(float* p, float x) { *p = x; }
+inline void put(bf16* p, float x) {
+    const uint32_t u = cast<uint32_t>(x);
+    p->bits = x != x ? uint16_t(0x7fc0) : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+inline Float16 load16(const float* p) { return load_vector<Float16>(p); }
+inline Float16 load16(const bf16* p) {
+    return cast<Float16>(__builtin_convertvector(load_vector<Half16>(p), Word16) << 16);
+}
+inline void put16(float* p, Float16 x) { store_vector(p, x); }
+inline void put16(bf16* p, Float16 x) {
+#if defined(__AVX512BF16__)
+    store_vector(p, _mm512_cvtneps_pbh((__m512)x));
+#else
+    const Word16 u = cast<Word16>(x);
+    Word16 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    rounded = (x != x) ? Word16{} + 0x7fc0u : rounded;
+    store_vector(p, __builtin_convertvector(rounded, Half16));
+#endif
+}
+template <class T>
+inline Float16 rounded(Float16 x) {
+    T buffer[16];
+    put16(buffer, x);
+    return load16(buffer);
+}
+template <>
+inline Float16 rounded<float>(Float16 x) {
+    return x;
+}
+
+// PAIR elements of one lane are multiplied together: 2 for bf16 (a 32-bit word), 1 for float.
+template <class T>
+struct Elem;
+template <>
+struct Elem<float> {
+    static constexpr int64_t PAIR = 1;
+    typedef Float16 Vector;
+    static Vector broadcast(const float* p) { return splat(*p); }
+    static Float16 multiply_add(Float16 sum, Vector a, Vector b) { return sum + a * b; }
+};
+template <>
+struct Elem<bf16> {
+    static constexpr int64_t PAIR = 2;
+    typedef Word16 Vector;
+    static Vector broadcast(const bf16* p) {
+        uint32_t word;
+        std::memcpy(&word, p, 4);
+        return Vector{} + word;
+    }
+    static Float16 multiply_add(Float16 sum, Vector a, Vector b) {
+#if defined(__AVX512BF16__)
+        return (Float16)_mm512_dpbf16_ps((__m512)sum, cast<__m512bh>(a), cast<__m512bh>(b));
+#else
+        sum += cast<Float16>(a & 0xffff0000u) * cast<Float16>(b & 0xffff0000u);
+        return sum + cast<Float16>(a << 16) * cast<Float16>(b << 16);
+#endif
+    }
+};
+
+// In a fixed order: the same lanes always meet in the same way.
+inline float sum_lanes(Float16 x) {
+#if defined(__AVX512BF16__)
+    return _mm512_reduce_add_ps((__m512)x);
+#endif
+    float lanes[16];
+    put16(lanes, x);
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+inline float max_lanes(Float16 x) {
+    float lanes[16];
+    put16(lanes, x);
+    return *std::max_element(lanes, lanes + 16);
+}
+
+// exp by Cody-Waite reduction and a degree-5 polynomial (Cephes expf), about 2 ulp; 0 below -87.
+inline Float16 exp16(Float16 x) {
+    const Float16 clamped = x < -87.0f ? splat(-87.0f) : x > 88.0f ? splat(88.0f) : x;
+    const Float16 scaled = clamped * 1.44269504088896341f;
+    const Int16 n = __builtin_convertvector(scaled + (scaled < 0.0f ? splat(-0.5f) : splat(0.5f)), Int16);
+    const Float16 whole = __builtin_convertvector(n, Float16);
+    const Float16 r = clamped - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Float16 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const Float16 result = p * cast<Float16>((n + 127) << 23);
+    return x < -87.0f ? Float16{} : result;
+}

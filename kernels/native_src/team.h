@@ -1,0 +1,50 @@
+// Threads that share one parallel region for a whole forward pass: a barrier costs a fraction of a microsecond, where
+// leaving and entering a region would put threads to sleep and wake them.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <sched.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+class Team {
+  public:
+    explicit Team(int size) : size_(size) {}
+    int size() const { return size_; }
+
+    // Every thread calls it; the last to arrive lets the others go.
+    void barrier() {
+        if (size_ == 1) return;
+        const uint64_t round = round_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            for (auto& count : next_) count.store(0, std::memory_order_relaxed);
+            round_.store(round + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
+#if defined(__x86_64__)
+            _mm_pause();
+#endif
+            // The missing thread may have lost its core to another program: let it have ours.
+            if (spins > 1000) sched_yield();
+        }
+    }
+
+    // The next piece of work of this phase; barrier() starts the counts again. Whoever is free takes it: a thread that
+    // lost its core to another program then delays one piece, not half of the phase. A phase may hand out three kinds.
+    int64_t take(int kind = 0) { return next_[kind].fetch_add(1, std::memory_order_relaxed); }
+
+  private:
+    const int size_;
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint64_t> round_{0};
+    alignas(64) std::atomic<int64_t> next_[3] = {};
+};
+
+struct Range {
+    int64_t begin, end;
+};
+// This thread's share of n pieces, in contiguous runs.
+inline Range share(int64_t n, int thread, int threads) { return {n * thread / threads, n * (thread + 1) / threads}; }

@@ -1,0 +1,359 @@
+"""Causal attention over a paged cache in one varlen kernel: prefill, decode and mixed batches alike.
+
+`out[t, h] = softmax(scale * q[t, h] @ K[:p + 1].T) @ V[:p + 1]`, p the position of token t, K and V of t's request and
+of key-value head `h // group`. Layouts and arguments are those of `kernels.reference.paged_attention`.
+
+A tile's rows are query tokens times the query heads that share a key-value head, so GQA reads each key once per tile.
+Keys are walked with the online softmax of FlashAttention-2 (Dao, 2023): first without a mask, then the diagonal.
+Long contexts of single-token queries are cut into splits (Flash-Decoding), whose partial results a second kernel
+combines in a fixed order: the same input gives the same bits. Grids and the number of splits depend on host-known
+bounds alone; which part of them is in use is decided on the device, so a CUDA graph can hold the launches.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.segments import spread
+
+# A split walks at least this many keys, or combining costs more than it wins. Not measured yet.
+MIN_SPLIT_KEYS = 256
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Work list of a step, the same for every layer.
+
+    tiles: `[2, X]` int32, request and first query token (within the request) of each tile. num_tiles: `[1]` int32,
+    tiles in use. block_q: query tokens in a tile. block_m: tile rows. num_splits: most splits of a request's keys.
+    """
+
+    tiles: Tensor
+    num_tiles: Tensor
+    block_q: int
+    block_m: int
+    num_splits: int
+
+
+def build_attention_metadata(
+    query_start: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    num_tokens: int,
+    max_query_len: int,
+    max_context_len: int,
+) -> AttentionMetadata:
+    """Cuts the step's queries into tiles, by torch ops on the device and without a host sync.
+
+    `max_query_len` and `max_context_len` are bounds, exact or not: the result is right for any queries not longer.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads: expected a multiple of {num_kv_heads} key-value heads, got {num_heads}")
+    group = num_heads // num_kv_heads
+    # Decode: the smallest tile tl.dot takes. Else 128 rows, two warpgroups of tensor-core work. Not measured yet.
+    block_m = max(16 if max_query_len == 1 else 128, triton.next_power_of_2(group))
+    block_q = 1 if max_query_len == 1 else block_m // group
+    num_requests = query_start.shape[0] - 1
+    used = min(num_requests, num_tokens)
+    most = used + (num_tokens - used) // block_q
+    if most == 0:
+        empty = query_start.new_zeros((2, 0), dtype=torch.int32)
+        return AttentionMetadata(empty, query_start.new_zeros(1, dtype=torch.int32), block_q, block_m, 1)
+    lengths = query_start[1:] - query_start[:-1]
+    request, nth, count = spread((lengths + block_q - 1) // block_q, most)
+    tiles = torch.stack((request, nth * block_q)).to(torch.int32)
+    wanted = 4 * _num_sms(query_start.device) // (most * num_kv_heads)
+    num_splits = max(1, min(wanted, max_context_len // MIN_SPLIT_KEYS, MAX_SPLITS))
+    return AttentionMetadata(tiles, count.to(torch.int32).view(1), block_q, block_m, num_splits)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    metadata: AttentionMetadata | None = None,
+) -> Tensor:
+    """As `kernels.reference.paged_attention`; returns `[T, num_heads, D]`.
+
+    `metadata` saves its being rebuilt for each layer; without it the lengths are read back from the device (a sync).
+    Rows of q that no request owns (padding) are left unwritten. q may be a view whose last dimension is contiguous.
+    Raises ValueError for shapes, dtypes or layouts that don't fit.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, cache_dim = k_cache.shape
+    if k_cache.shape != v_cache.shape or cache_dim != head_dim or not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(
+            f"k_cache: expected q's head size and dtype and v_cache's shape, got q {tuple(q.shape)} {q.dtype}, "
+            f"k_cache {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}"
+        )
+    if q.stride(2) != 1 or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("q: expected its last dimension contiguous, and contiguous caches")
+    if block_size & (block_size - 1):
+        raise ValueError(f"k_cache: expected a power of two as block size, got {block_size}")
+    if block_tables.stride(1) != 1:
+        raise ValueError("block_tables: expected contiguous rows")
+    if metadata is None:
+        metadata = build_attention_metadata(
+            query_start,
+            num_heads,
+            num_kv_heads,
+            num_tokens=num_tokens,
+            max_query_len=int((query_start[1:] - query_start[:-1]).max()) if len(context_lens) else 0,
+            max_context_len=int(context_lens.max()) if len(context_lens) else 0,
+        )
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    most = metadata.tiles.shape[1]
+    if most == 0:
+        return out
+    splits = metadata.num_splits
+    partial = torch.empty(
+        (len(context_lens), num_heads, splits, head_dim) if splits > 1 else 0, dtype=torch.float32, device=q.device
+    )
+    lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
+    head_padded = max(16, triton.next_power_of_2(head_dim))
+    shared = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "HEAD_PADDED": head_padded,
+        "MIN_SPLIT": MIN_SPLIT_KEYS,
+        "WINDOW": sliding_window,
+    }
+    _attend[(most, num_kv_heads, splits)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        partial,
+        lse,
+        metadata.tiles,
+        metadata.num_tiles,
+        block_tables,
+        query_start,
+        context_lens,
+        most,
+        block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        scale * 1.4426950408889634,  # log2(e): the softmax runs on exp2
+        splits,
+        BLOCK_SIZE=block_size,
+        BLOCK_Q=metadata.block_q,
+        BLOCK_M=metadata.block_m,
+        BLOCK_N=64 if head_padded * q.element_size() <= 256 else 32,  # three stages of K and V fit shared memory
+        **shared,
+        num_warps=8 if metadata.block_m >= 128 else 4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _combine[(len(context_lens), num_heads)](
+            out, partial, lse, query_start, context_lens, splits, **shared, MOST_SPLITS=MAX_SPLITS, num_warps=4
+        )
+    return out
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device; 16 in the interpreter, so that splits do happen there."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+
+
+@triton.jit
+def _keys_per_split(num_keys, query_len, num_splits, MIN_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys each split walks; all of them when the request has more than one query."""
+    share = tl.maximum((num_keys + num_splits - 1) // num_splits, MIN_SPLIT)
+    return tl.where(query_len == 1, share, num_keys)
+
+
+@triton.jit
+def _walk(  # type: ignore[no-untyped-def]
+    acc,
+    m,
+    weight,
+    q_tile,
+    k_cache,
+    v_cache,
+    table,
+    begin,
+    end,
+    kv_head,
+    position,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Folds keys begin..end into the online softmax (acc, m, weight). Unmasked: whole tiles that every row sees."""
+    d = tl.arange(0, HEAD_PADDED)
+    for key0 in range(begin, end, BLOCK_N):
+        key = key0 + tl.arange(0, BLOCK_N)
+        # Beyond the context lie unwritten rows, perhaps NaN: 0 * NaN would reach the sum through V.
+        live = key < end
+        if MASKED:
+            block = tl.load(table + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+        at = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
+        k_at = k_cache + at[None, :] + d[:, None]
+        v_at = v_cache + at[:, None] + d[None, :]
+        if MASKED or HEAD_DIM != HEAD_PADDED:
+            k_tile = tl.load(k_at, mask=live[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+            v_tile = tl.load(v_at, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            k_tile = tl.load(k_at)
+            v_tile = tl.load(v_at)
+        scores = tl.dot(q_tile, k_tile, input_precision="ieee") * scale_log2
+        if MASKED:
+            visible = live[None, :] & (key[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        p = tl.exp2(scores - m_new[:, None])
+        shrink = tl.exp2(m - m_new)
+        weight = weight * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="ieee")
+        m = m_new
+    return acc, m, weight
+
+
+# Lengths that change from step to step must not make new variants: each would be a compilation in the request path.
+@triton.jit(do_not_specialize=("max_tiles", "table_stride", "num_splits"))
+def _attend(  # type: ignore[no-untyped-def]
+    q,
+    k_cache,
+    v_cache,
+    out,
+    partial,
+    lse,
+    tiles,
+    num_tiles,
+    block_tables,
+    query_start,
+    context_lens,
+    max_tiles,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    scale_log2,
+    num_splits,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if tile < tl.load(num_tiles):
+        request = tl.load(tiles + tile)
+        first = tl.load(tiles + max_tiles + tile)
+        query_at = tl.load(query_start + request)
+        query_len = tl.load(query_start + request + 1) - query_at
+        context_len = tl.load(context_lens + request)
+        first_position = context_len - query_len + first
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(first_position - WINDOW + 1, 0)
+        stop = tl.minimum(first_position + BLOCK_Q, context_len)
+        per_split = _keys_per_split(stop - begin, query_len, num_splits, MIN_SPLIT)
+        whole = per_split >= stop - begin
+        begin += split * per_split
+        end = tl.minimum(begin + per_split, stop)
+        if begin < end:
+            row = tl.arange(0, BLOCK_M)
+            token = first + row // GROUP
+            head = kv_head * GROUP + row % GROUP
+            live = (row < BLOCK_Q * GROUP) & (token < query_len)
+            position = context_len - query_len + token
+            d = tl.arange(0, HEAD_PADDED)
+            mask = live[:, None] & (d < HEAD_DIM)[None, :]
+            q_at = (query_at + token).to(tl.int64) * q_token_stride + head * q_head_stride
+            q_tile = tl.load(q + q_at[:, None] + d[None, :], mask=mask, other=0.0)
+
+            acc = tl.zeros((BLOCK_M, HEAD_PADDED), dtype=tl.float32)
+            # Finite, so that a row that has seen no key yet computes exp2(0), not exp2(nan).
+            m = tl.full((BLOCK_M,), -1.0e30, dtype=tl.float32)
+            weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            table = block_tables + request.to(tl.int64) * table_stride
+            diagonal = begin
+            if WINDOW == 0:
+                seen_by_all = tl.maximum(tl.minimum(first_position + 1, end) - begin, 0)
+                diagonal = begin + seen_by_all // BLOCK_N * BLOCK_N
+                acc, m, weight = _walk(
+                    acc, m, weight, q_tile, k_cache, v_cache, table, begin, diagonal, kv_head, position, scale_log2,
+                    NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, False,
+                )  # fmt: skip
+            acc, m, weight = _walk(
+                acc, m, weight, q_tile, k_cache, v_cache, table, diagonal, end, kv_head, position, scale_log2,
+                NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, True,
+            )  # fmt: skip
+            total = tl.where(weight > 0.0, weight, 1.0)
+            acc = acc / total[:, None]
+            if whole:
+                out_at = ((query_at + token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+                tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
+            else:
+                part = (request.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+                tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+                tl.store(lse + part, m + tl.log2(total), mask=live)
+
+
+@triton.jit(do_not_specialize=("num_splits",))
+def _combine(  # type: ignore[no-untyped-def]
+    out,
+    partial,
+    lse,
+    query_start,
+    context_lens,
+    num_splits,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+):
+    """Weighs the splits of one request and head by their log-sum-exp, in a fixed order."""
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    query_at = tl.load(query_start + request)
+    query_len = tl.load(query_start + request + 1) - query_at
+    num_keys = tl.load(context_lens + request)
+    if WINDOW > 0:
+        num_keys = tl.minimum(num_keys, WINDOW)
+    per_split = _keys_per_split(num_keys, query_len, num_splits, MIN_SPLIT)
+    if (query_len == 1) & (per_split < num_keys):
+        split = tl.arange(0, MOST_SPLITS)
+        d = tl.arange(0, HEAD_PADDED)
+        live = split * per_split < num_keys
+        part = (request.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+        weight = tl.load(lse + part, mask=live, other=float("-inf"))
+        weight = tl.exp2(weight - tl.max(weight, 0))
+        mask = live[:, None] & (d < HEAD_DIM)[None, :]
+        values = tl.load(partial + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+        result = tl.sum(values * weight[:, None], 0) / tl.sum(weight, 0)
+        out_at = (query_at.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM + d
+        tl.store(out + out_at, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)

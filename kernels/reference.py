@@ -1,0 +1,150 @@
+"""The truth of every op: plain torch, any device, no thought for speed.
+
+Every fast path (CPU twins in `kernels.cpu`, Triton kernels in their own files) is tested against this file.
+
+Shapes used throughout (T = tokens of all requests laid flat, B = requests in the batch):
+
+* `k_cache`, `v_cache`: `[num_blocks, num_kv_heads, block_size, head_dim]`, one pair per layer.
+* `block_tables`: `[B, max_blocks]` int32; logical block j of request i lies in physical block `block_tables[i, j]`.
+* `query_start`: `[B + 1]` int32; request i owns tokens `query_start[i]:query_start[i + 1]`.
+* `context_lens`: `[B]` int32; tokens of request i in the cache *including* this step's, so its last query sits
+  at position `context_lens[i] - 1`.
+* `slot_mapping`: `[T]` int64; token t's key and value go to block `slot // block_size`, row `slot % block_size`.
+* LoRA pages: see `segmented_lora`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoraGroup:
+    """Rank pages of one group of projections that read the same input (qkv; o; gate and up; down) in one layer.
+
+    a_pages: `[num_pages, num_slices, page_rank, in_features]`, slice s is one projection's A.
+    b_pages: `[num_pages, page_rank, out_features]`, B transposed; slice s owns columns `offsets[s]:offsets[s + 1]`.
+    scales: `[num_slots, num_slices]` fp32, `alpha / r` (or `alpha / sqrt(r)`) of each adapter's projection,
+        0 where the adapter does not target it.
+    offsets: `num_slices + 1` column bounds in the group's fused output.
+    """
+
+    a_pages: Tensor
+    b_pages: Tensor
+    scales: Tensor
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRouting:
+    """Which adapter each token uses, the same for every layer of a step.
+
+    adapter_index: `[T]` int32, the adapter's slot, -1 for the base model.
+    page_table: `[num_slots, max_pages]` int32, physical page of an adapter's logical page; -1 beyond its rank.
+    ranks: `[num_slots]` int32, the adapter's largest rank; rank rows beyond a slice's own rank are zero.
+    """
+
+    adapter_index: Tensor
+    page_table: Tensor
+    ranks: Tensor
+
+
+def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, routing: LoraRouting) -> None:
+    """`y[t, slice s] += scales[a, s] * (x[t] @ A[a, s].T) @ B[a, s].T` with `a = adapter_index[t]`, in place.
+
+    y `[T, offsets[-1]]`, x `[T, in_features]`, any float dtype; sums are made in fp32.
+    Rows with adapter_index -1 are not touched, bit for bit.
+    """
+    page_rank = group.a_pages.shape[2]
+    for slot in sorted(set(routing.adapter_index.tolist()) - {-1}):
+        rows = (routing.adapter_index == slot).nonzero().flatten()
+        pages = routing.page_table[slot, : -(-int(routing.ranks[slot]) // page_rank)].long()
+        out = y[rows].float()
+        for s in range(len(group.offsets) - 1):
+            columns = slice(group.offsets[s], group.offsets[s + 1])
+            a = group.a_pages[pages, s].flatten(0, 1).float()
+            b = group.b_pages[pages].flatten(0, 1)[:, columns].float()
+            out[:, columns] += group.scales[slot, s] * ((x[rows].float() @ a.T) @ b)
+        y[rows] = out.to(y.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in fp32, cast before the weight as Llama does."""
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * h.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`residual += x` in place, then `rms_norm(residual)`."""
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
+def apply_rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotary embedding, half-split form (GPT-NeoX): x `[T, heads, D]`, cos_sin `[max_positions, D]` (cos | sin)."""
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, -1)
+    x1, x2 = x.float().chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Stores k, v `[T, num_kv_heads, D]` at their slots."""
+    block_size = k_cache.shape[2]
+    k_cache[slot_mapping // block_size, :, slot_mapping % block_size] = k
+    v_cache[slot_mapping // block_size, :, slot_mapping % block_size] = v
+
+
+def rope_and_write_kv(
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """Splits qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, rotates q and k, stores k and v; returns q `[T, Hq, D]`."""
+    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
+    write_kv(apply_rope(k, positions, cos_sin), v, k_cache, v_cache, slot_mapping)
+    return apply_rope(q, positions, cos_sin)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+) -> Tensor:
+    """Causal attention of flat queries over a paged cache; prefill, decode and mixed batches alike.
+
+    q `[T, num_heads, D]`; returns the same shape and dtype. Query j of a request sits at position
+    `context_len - num_queries + j` and sees positions up to its own, the last `sliding_window` of them if not 0.
+    GQA: query head h reads key-value head `h // (num_heads / num_kv_heads)`.
+    """
+    out = torch.empty_like(q)
+    block_size = k_cache.shape[2]
+    group = q.shape[1] // k_cache.shape[1]
+    for i in range(len(context_lens)):
+        start, end, length = int(query_start[i]), int(query_start[i + 1]), int(context_lens[i])
+        if start == end:
+            continue
+        blocks = block_tables[i, : -(-length // block_size)].long()
+        k = k_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(group, 1).float()
+        v = v_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(group, 1).float()
+        scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * scale
+        query_at = torch.arange(length - (end - start), length, device=q.device)[:, None]
+        key_at = torch.arange(length, device=q.device)[None]
+        hidden = key_at > query_at
+        if sliding_window:
+            hidden |= key_at <= query_at - sliding_window
+        scores.masked_fill_(hidden, float("-inf"))
+        out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+    return out
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """gate_up `[T, 2 * intermediate]` -> `silu(gate) * up`, `[T, intermediate]`."""
+    gate, up = gate_up.chunk(2, -1)
+    return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate_up.dtype)

@@ -1,0 +1,94 @@
+"""`kernels.backend.Ops` on a GPU: matrix products by cuBLAS, everything else by our Triton kernels."""
+
+import torch
+from torch import Tensor
+
+from kernels import fused
+from kernels.backend import DecoderWeights, LoraTables, PackedLinear, routing_of
+from kernels.batch import Batch
+from kernels.paged_attention import AttentionMetadata, build_attention_metadata, paged_attention
+from kernels.reference import LoraGroup, LoraRouting
+from kernels.segmented_lora import segmented_lora
+from kernels.segments import Segments, build_segments
+
+
+class TritonPlan:
+    """A step's work lists, each built when the first layer asks for it and read by all the others."""
+
+    def __init__(self, batch: Batch, routing: LoraRouting | None) -> None:
+        self.batch = batch
+        self.routing = routing
+        self._segments: dict[int, Segments] = {}
+        self._attention: dict[tuple[int, int], AttentionMetadata] = {}
+
+    def segments(self, routing: LoraRouting, page_rank: int) -> Segments:
+        if page_rank not in self._segments:
+            num_adapters = len(self.batch.adapter_slots)
+            self._segments[page_rank] = build_segments(routing, page_rank, num_adapters=num_adapters)
+        return self._segments[page_rank]
+
+    def attention(self, num_heads: int, num_kv_heads: int) -> AttentionMetadata:
+        heads = num_heads, num_kv_heads
+        if heads not in self._attention:
+            self._attention[heads] = build_attention_metadata(
+                self.batch.query_start,
+                num_heads,
+                num_kv_heads,
+                num_tokens=self.batch.num_tokens,
+                max_query_len=self.batch.max_query_len,
+                max_context_len=self.batch.max_context_len,
+            )
+        return self._attention[heads]
+
+
+class TritonOps:
+    """Stateless; no op waits for the device."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
+
+    def fuse(self, weights: DecoderWeights, kv: list[tuple[Tensor, Tensor]], lora: LoraTables) -> None:
+        return None
+
+    def plan(self, batch: Batch, lora: LoraTables | None) -> TritonPlan:
+        return TritonPlan(batch, routing_of(batch, lora))
+
+    def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor:
+        return weight[token_ids]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return fused.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return fused.add_rms_norm(x, residual, weight, eps)
+
+    def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: TritonPlan) -> Tensor:
+        y = torch.nn.functional.linear(x, packed.weight, packed.bias)
+        if group is not None and plan.routing is not None:
+            segmented_lora(y, x, group, plan.segments(plan.routing, group.a_pages.shape[2]))
+        return y
+
+    def rope_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan
+    ) -> Tensor:
+        b = plan.batch
+        return fused.rope_and_write_kv(qkv, b.positions, cos_sin, k_cache, v_cache, b.slot_mapping)
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float, sliding_window: int
+    ) -> Tensor:
+        b = plan.batch
+        return paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            b.block_tables,
+            b.query_start,
+            b.context_lens,
+            scale,
+            sliding_window,
+            plan.attention(q.shape[1], k_cache.shape[1]),
+        )
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return fused.silu_and_mul(gate_up)

@@ -1,0 +1,44 @@
+"""`loraplex`: one command line over everything. Each command imports what it needs when it runs, so that `--help`
+is quick and the gateway never loads torch."""
+
+import sys
+from typing import Any
+
+import click
+from click.exceptions import NoArgsIsHelpError
+
+from loraplex.commands import operate, programs, talk, up
+
+
+class OneLineErrors(click.Group):
+    """Tells a user's mistake in one line on stderr, without click's usage text around it."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = super().main(*args, **kwargs | {"standalone_mode": False})
+        except NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except click.ClickException as error:
+            click.echo(f"Error: {error.format_message()}", err=True)
+            sys.exit(error.exit_code)
+        except click.Abort:
+            click.echo("Interrupted", err=True)
+            sys.exit(130)
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+@click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="loraplex", message="loraplex %(version)s")
+def main() -> None:
+    """Multi-tenant serving of many LoRA adapters on one base model."""
+
+
+for command in (
+    *(up.up, programs.gateway, programs.engine, programs.migrate),
+    *(operate.tenant, operate.key, operate.adapter, operate.usage, talk.chat, talk.bench),
+):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main(prog_name="loraplex")

@@ -1,0 +1,126 @@
+"""The gateway's HTTP API as the command line uses it: operators' routes, and a tenant's own adapters and models."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class GatewayError(Exception):
+    """The gateway refused, or could not be reached. `status` is 0 in the latter case; `code` is the API's."""
+
+    def __init__(self, message: str, status: int = 0, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class GatewayClient:
+    """One gateway, one key (an operator's or a tenant's). An async context manager."""
+
+    def __init__(self, url: str, key: str, timeout: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {key}"}, timeout=aiohttp.ClientTimeout(total=timeout)
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def call(self, method: str, path: str, **request: Any) -> Any:
+        """The answer's JSON (None for an empty answer). Raises GatewayError for every status from 400 up."""
+        try:
+            async with self._session.request(method, self.url + path, **request) as response:
+                body = await response.read()
+                if response.status >= 400:
+                    raise _refusal(response.status, body)
+                return await response.json() if body else None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise GatewayError(f"cannot reach the gateway at {self.url}: {error or type(error).__name__}") from error
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The JSON of each server-sent event of a streamed answer. Raises GatewayError, also for an error event."""
+        try:
+            async with self._session.post(self.url + path, json=body | {"stream": True}) as response:
+                if response.status >= 400:
+                    raise _refusal(response.status, await response.read())
+                async for line in response.content:
+                    if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+                        continue
+                    event = json.loads(line[5:])
+                    if "error" in event:
+                        raise _refusal(response.status, line[5:])
+                    yield event
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise GatewayError(f"cannot reach the gateway at {self.url}: {error or type(error).__name__}") from error
+
+    async def listed(self, path: str, **request: Any) -> list[dict[str, Any]]:
+        return (await self.call("GET", path, **request))["data"]
+
+    async def create_tenant(self, name: str, **limits: Any) -> dict[str, Any]:
+        return await self.call("POST", "/admin/api/tenants", json={"name": name} | limits)
+
+    async def tenants(self) -> list[dict[str, Any]]:
+        return await self.listed("/admin/api/tenants")
+
+    async def create_key(self, tenant: str) -> dict[str, Any]:
+        return await self.call("POST", f"/admin/api/tenants/{tenant}/keys")
+
+    async def keys(self, tenant: str) -> list[dict[str, Any]]:
+        return await self.listed(f"/admin/api/tenants/{tenant}/keys")
+
+    async def revoke_key(self, key_id: str) -> None:
+        await self.call("DELETE", f"/admin/api/keys/{key_id}")
+
+    async def adapters(self, tenant: str | None) -> list[dict[str, Any]]:
+        return await self.listed(_adapters_path(tenant))
+
+    async def push_adapter(self, tenant: str | None, name: str, path: Path) -> dict[str, Any]:
+        """Uploads a PEFT folder or an archive of one; for `tenant`, or with a tenant's own key if None.
+
+        Raises FileNotFoundError naming what is missing.
+        """
+        form = aiohttp.FormData()
+        form.add_field("name", name)
+        for field, file in _upload_files(path).items():
+            form.add_field(field, file.read_bytes(), filename=file.name)
+        return await self.call("POST", _adapters_path(tenant), data=form)
+
+    async def usage(self, tenant: str | None) -> Any:
+        if tenant is None:
+            return await self.call("GET", "/v1/usage")
+        return await self.call("GET", "/admin/api/usage", params={"tenant": tenant})
+
+
+def _upload_files(path: Path) -> dict[str, Path]:
+    """Form fields of an upload: the two files of a PEFT folder, or an archive as it is. Raises FileNotFoundError."""
+    if path.is_file():
+        return {"file": path}
+    if not path.is_dir():
+        raise FileNotFoundError(f"no such folder or archive: {path}")
+    for file in ADAPTER_FILES:
+        if not (path / file).is_file():
+            raise FileNotFoundError(f"{path} is not a PEFT adapter folder: it has no {file}")
+    return {file: path / file for file in ADAPTER_FILES}
+
+
+def _adapters_path(tenant: str | None) -> str:
+    return "/v1/adapters" if tenant is None else f"/admin/api/tenants/{tenant}/adapters"
+
+
+def _refusal(status: int, body: bytes) -> GatewayError:
+    try:
+        error = json.loads(body)["error"]
+        return GatewayError(str(error["message"]), status, error.get("code"))
+    except (ValueError, KeyError, TypeError):
+        return GatewayError(f"status {status}: {body[:200].decode(errors='replace')}", status)

@@ -1,0 +1,172 @@
+"""`loraplex gateway | engine | migrate`: each program by itself, as a deployment runs it."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from loraplex.commands.common import DATA_DIR, one_line
+
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+class Bytes(click.ParamType):
+    """A size: `2147483648`, `2048MiB`, `2G` (units are powers of 1024)."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = value.strip().lower().removesuffix("b").removesuffix("i")
+        number, unit = text.rstrip("kmgt"), text[len(text.rstrip("kmgt")) :]
+        try:
+            return int(float(number) * UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            self.fail(f"{value!r} is not a size; expected bytes or a number with KiB, MiB, GiB or TiB", param, ctx)
+
+
+class Module(click.ParamType):
+    """`name=path`, as vLLM writes it."""
+
+    name = "name=path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, path = value.partition("=")
+        if not (name and equals and path):
+            self.fail(f"{value!r} is not name=path", param, ctx)
+        return name, Path(path)
+
+
+@click.command()
+@click.option("--model", required=True, help="A model folder, a .gguf file, or a hub id.")
+@click.option("--tokenizer", help="A folder with the tokenizer to use; default: the model's own.")
+@click.option("--served-model-name", help="The base model's name in the API; default: from --model.")
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--max-model-len", type=int, help="Tokens of prompt and answer together; default: the model's.")
+@click.option("--max-num-seqs", default=64, show_default=True, help="Requests in one batch.")
+@click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens in one step.")
+@click.option("--block-size", default=16, show_default=True, help="Tokens of a KV cache block.")
+@click.option("--kv-cache-memory", type=Bytes(), help="Size of the KV cache, such as 4GiB; default: from the device.")
+@click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True, help="Reuse KV.")
+@click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=True, show_default=True, help="Split.")
+@click.option("--prefill-stretch", default=1.8, show_default=True, help="Most that prompts may stretch others' steps.")
+@click.option("--max-lora-rank", default=64, show_default=True, help="Largest rank of an adapter.")
+@click.option("--adapter-store", help="Folder of adapters by digest, for `sha256:...` models.")
+@click.option("--adapter-memory", type=Bytes(), help="Device memory for adapters; default: from the device.")
+@click.option("--host-adapter-memory", type=Bytes(), default="1GiB", show_default=True, help="Host memory for them.")
+@click.option("--lora-modules", type=Module(), multiple=True, help="An adapter folder to serve under a name; repeat.")
+@click.option(
+    "--max-waiting", default=1024, show_default=True, type=click.IntRange(0), help="Longest queue; 503 past it."
+)
+@click.option("--tool-call-parser", type=click.Choice(["hermes", "llama3_json"]), help="Default: as the template says.")
+@click.option("--seed", default=0, show_default=True, help="Of requests that bring none.")
+@click.option(
+    "--download-dir",
+    type=click.Path(path_type=Path),
+    default=DATA_DIR / "models",
+    show_default=True,
+    help="Where a model named by hub id is kept.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
+@click.option("--internal-token-file", type=click.Path(path_type=Path), help="Instead of LORAPLEX_INTERNAL_TOKEN.")
+def engine(**flags: Any) -> None:
+    """Serve one base model and its adapters over the OpenAI API, without tenants or quotas."""
+    # OpenMP reads this once, when torch is loaded; spinning threads would take the cores from the server.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from adapters.manifest import AdapterError
+    from adapters.store import open_store
+    from engine.config import ConfigError, EngineConfig
+    from loraplex.demo import ModelError, ensure_model
+    from loraplex.display import loading_bar
+    from loraplex.local import UpError, check_port
+
+    host, port = flags.pop("host"), flags.pop("port")
+    store, modules = flags.pop("adapter_store"), dict(flags.pop("lora_modules"))
+    with one_line(ConfigError, ModelError, AdapterError, UpError, OSError):
+        check_port(host, port)
+        token = _internal_token(flags.pop("internal_token_file"))
+        host_memory = flags.pop("host_adapter_memory")
+        max_waiting, tool_call_parser = flags.pop("max_waiting"), flags.pop("tool_call_parser")
+        name = flags["served_model_name"] or Path(flags["model"]).name.removesuffix(".gguf")
+        flags["model"] = str(ensure_model(flags["model"], flags.pop("download_dir")))
+        config = EngineConfig(**flags | {"served_model_name": name})
+        with _needs_extra("engine"):  # torch takes seconds to load: after everything that can be refused without it
+            from engine.server.app import run
+        with loading_bar() as progress:
+            code = run(
+                config,
+                host=host,
+                port=port,
+                adapter_store=open_store(store) if store else None,
+                host_adapter_memory=host_memory,
+                internal_token=token,
+                lora_modules={lora_name: str(path) for lora_name, path in modules.items()},
+                max_waiting=max_waiting,
+                tool_call_parser=tool_call_parser,
+                ready=lambda bound: click.echo(f"engine ready: {name} on http://{host}:{bound}"),
+                progress=progress,
+            )
+    sys.exit(code)
+
+
+@click.command()
+@click.option("--host", help="Address to listen on. [env: LORAPLEX_HOST; default: 127.0.0.1]")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port. [env: LORAPLEX_PORT; default: 8080]")
+@click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve /metrics there, openly, instead.")
+@click.option("--engines", help="Engine URLs, comma separated. [env: LORAPLEX_ENGINES]")
+@click.option("--base-model", help="The base model's name in the API. [env: LORAPLEX_BASE_MODEL]")
+@click.option("--model-dir", help="Folder of config.json and tokenizer; no weights. [env: LORAPLEX_MODEL_DIR]")
+@click.option("--adapter-store", help="Where uploads go; the engines read it. [env: LORAPLEX_ADAPTER_STORE]")
+@click.option("--migrate-on-start", is_flag=True, default=None, help="Bring the database up to date first.")
+def gateway(**flags: Any) -> None:
+    """Serve tenants: keys, quotas, adapters and usage in front of engines. Never loads torch.
+
+    Everything can be given in the environment as LORAPLEX_...; secrets and the URLs that hold one only there:
+    LORAPLEX_DATABASE_URL, LORAPLEX_REDIS_URL, LORAPLEX_INTERNAL_TOKEN, LORAPLEX_KEY_PEPPER, LORAPLEX_ADMIN_KEY.
+    """
+    from gateway.app import run
+    from gateway.settings import Settings, SettingsError
+
+    with one_line(SettingsError, OSError):
+        run(Settings.load(**flags))
+
+
+@click.command()
+def migrate() -> None:
+    """Bring the database at LORAPLEX_DATABASE_URL to the newest schema."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from gateway.records import database
+    from gateway.settings import SettingsError
+
+    url = os.environ.get("LORAPLEX_DATABASE_URL")
+    if not url:
+        raise click.UsageError("LORAPLEX_DATABASE_URL is not set")
+    with one_line(SettingsError, SQLAlchemyError, OSError):
+        database.migrate(url)
+    click.echo("the database is up to date")
+
+
+@contextmanager
+def _needs_extra(extra: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is not installed; pip install 'loraplex[{extra}]'") from error
+
+
+def _internal_token(file: Path | None) -> str | None:
+    """The file's content if one is named, else the environment's; an empty one is refused, not taken for none."""
+    token = file.read_text().strip() if file else os.environ.get("LORAPLEX_INTERNAL_TOKEN")
+    if token == "":
+        raise click.UsageError("the internal token is empty")
+    return token

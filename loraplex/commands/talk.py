@@ -1,0 +1,178 @@
+"""`loraplex chat | bench`: a tenant's requests through the OpenAI API."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from loraplex.commands.common import DATA_DIR, is_gateway_of, one_line, whose
+from loraplex.datadir import DataDirError, read_json
+
+
+@click.command()
+@click.argument("message", required=False)
+@click.option("--model", help="The base model or an adapter; default: the base model.")
+@click.option("--gateway", envvar="LORAPLEX_GATEWAY", help="The gateway's URL. [env: LORAPLEX_GATEWAY]")
+@click.option("--api-key", envvar="LORAPLEX_API_KEY", help="A tenant's key. [env: LORAPLEX_API_KEY]")
+@click.option("--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Longest answer.")
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    default=DATA_DIR,
+    show_default=True,
+    help="Where local.json and demo.json lie; without a key, demo.json's tenant that has the model is used.",
+)
+def chat(
+    message: str | None,
+    model: str | None,
+    gateway: str | None,
+    api_key: str | None,
+    max_tokens: int,
+    temperature: float,
+    data_dir: Path,
+) -> None:
+    """Chat with a model: one MESSAGE, or line by line from the terminal."""
+    from loraplex.client import GatewayError
+
+    path = data_dir / "demo.json"
+    with one_line(DataDirError):
+        local: dict[str, Any] = read_json(data_dir / "local.json") or {}
+        demo: dict[str, Any] = read_json(path) or {}
+    url = gateway or local.get("gateway") or demo.get("gateway")
+    if not url:
+        raise click.UsageError(f"--gateway is not given, and {data_dir / 'local.json'} does not exist")
+    keys = [api_key] if api_key else []
+    if not api_key:
+        if not is_gateway_of(demo, url):
+            raise click.UsageError(f"--api-key is not given, and {path} {whose(demo, url)}")
+        keys = [tenant["api_key"] for tenant in demo["tenants"]]
+    settings = {"max_tokens": max_tokens, "temperature": temperature}
+
+    async def work() -> None:
+        if api_key and model:
+            found = api_key, model
+        else:
+            found = await _who_has(url, keys, model)
+        await _converse(url, found[0], settings | {"model": found[1]}, message)
+
+    with one_line(GatewayError):
+        asyncio.run(work())
+
+
+async def _who_has(url: str, keys: list[str], model: str | None) -> tuple[str, str]:
+    """The first key whose tenant has the model, and the model: the base model for None.
+
+    Raises click.UsageError if none has, GatewayError if the gateway refuses.
+    """
+    from loraplex.client import GatewayClient
+
+    for key in keys:
+        async with GatewayClient(url, key) as client:
+            models = await client.listed("/v1/models")
+        for listed in models:
+            if model == listed["id"] or (model is None and listed.get("parent") is None):
+                return key, listed["id"]
+    if model is None:
+        raise click.UsageError(f"{url} lists no base model; pass --model")
+    raise click.UsageError(f"no tenant in demo.json has a model {model!r}; pass --api-key")
+
+
+async def _converse(gateway: str, api_key: str, settings: dict[str, Any], message: str | None) -> None:
+    from loraplex.client import GatewayClient
+
+    turns: list[dict[str, str]] = []
+    async with GatewayClient(gateway, api_key, timeout=600) as client:
+        while True:
+            line = message if message is not None else await asyncio.to_thread(_ask)
+            if line is None:
+                return
+            turns.append({"role": "user", "content": line})
+            answer = ""
+            async for piece in _stream(client.events("/v1/chat/completions", settings | {"messages": turns})):
+                click.echo(piece, nl=False)
+                answer += piece
+            click.echo()
+            if message is not None:
+                return
+            turns.append({"role": "assistant", "content": answer})
+
+
+async def _stream(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    async for event in events:
+        for choice in event["choices"]:
+            yield choice["delta"].get("content") or ""
+
+
+def _ask() -> str | None:
+    """The next line, None at the end of the input."""
+    if sys.stdin.isatty():
+        click.echo("> ", nl=False)
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+@click.command()
+@click.option("--url", help="The server; default: the gateway named in --tenants.")
+@click.option("--models", help="Model names, comma separated, the most popular first.")
+@click.option("--api-key", envvar="LORAPLEX_API_KEY", help="Key for --models. [env: LORAPLEX_API_KEY]")
+@click.option(
+    "--tenants",
+    type=click.Path(path_type=Path),
+    help="A file in the form of demo.json: several tenants, their keys and models, instead of --models.",
+)
+@click.option("--n", default=64, show_default=True, type=click.IntRange(1), help="Requests.")
+@click.option("--c", default=16, show_default=True, type=click.IntRange(1), help="Requests at once (closed loop).")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Poisson arrivals a second, instead of --c.")
+@click.option("--zipf", default=0.0, show_default=True, type=click.FloatRange(0), help="Skew of the models; 0: even.")
+@click.option("--input-words", default=64, show_default=True, type=click.IntRange(1), help="Words of a prompt.")
+@click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(1), help="Tokens of an answer.")
+@click.option("--warmup", default=4, show_default=True, type=click.IntRange(0), help="Requests before the measured.")
+@click.option("--seed", default=0, show_default=True, help="Of prompts, models and arrivals.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report here.")
+def bench(
+    url: str | None,
+    models: str | None,
+    api_key: str | None,
+    tenants: Path | None,
+    n: int,
+    c: int,
+    rate: float | None,
+    zipf: float,
+    input_words: int,
+    output_tokens: int,
+    warmup: int,
+    seed: int,
+    json_path: Path | None,
+) -> None:
+    """Measure any OpenAI-compatible server: throughput, latency, fairness between tenants."""
+    from loraplex.bench.report import print_report, summarise
+    from loraplex.bench.run import BenchError, measure
+    from loraplex.bench.workload import Target, Workload
+
+    if (models is None) == (tenants is None):
+        raise click.UsageError("give either --models or --tenants")
+    with one_line(DataDirError):
+        demo = read_json(tenants) if tenants else None
+    if tenants and demo is None:
+        raise click.UsageError(f"--tenants: there is no file {tenants}")
+    if demo:
+        url = url or demo["gateway"]
+        targets = [Target(t["name"], t["api_key"], model) for t in demo["tenants"] for model in t["models"]]
+    else:
+        targets = [Target("-", api_key, model) for model in (models or "").split(",") if model]
+    if not url or not targets:
+        raise click.UsageError("--url is not given" if not url else "no model to ask")
+    workload = Workload(tuple(targets), n, c, rate, zipf, input_words, output_tokens, warmup, seed)
+    with one_line(BenchError):
+        samples, seconds = asyncio.run(measure(url, workload))
+    report = summarise(workload, samples, seconds)
+    if json_path:
+        json_path.write_text(json.dumps(report, indent=2) + "\n")
+    print_report(report)
+    if report["errors"]:
+        raise click.ClickException(f"{report['errors']} of {n} requests failed; the first: {report['first_error']}")

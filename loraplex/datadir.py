@@ -1,0 +1,112 @@
+"""What `loraplex up` keeps between runs, in one folder that only its user can read.
+
+secrets.json   generated once: internal token, key pepper, admin key, Valkey's password   (0600)
+local.json     how the other commands find the running gateway                            (0600)
+demo.json      the demo's tenants, their keys and models                                  (0600)
+loraplex.db    tenants, keys' hashes, adapters, usage (SQLite)
+adapters/      the adapters' files by digest        valkey/   the quotas' state
+models/        converted models                     logs/     one file per process
+"""
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+class DataDirError(Exception):
+    """The data directory cannot be used; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Secrets:
+    internal_token: str
+    key_pepper: str
+    admin_key: str
+    redis_password: str
+
+
+@dataclass(frozen=True)
+class DataDir:
+    root: Path
+
+    @classmethod
+    def open(cls, path: Path) -> "DataDir":
+        """Makes the folder and its parts where they are missing."""
+        data = cls(path.expanduser().resolve())
+        try:
+            for folder in (data.root, data.logs, data.adapters, data.valkey, data.models):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataDirError(f"cannot use the data directory {path}: {error.strerror}: {error.filename}") from error
+        return data
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def adapters(self) -> Path:
+        return self.root / "adapters"
+
+    @property
+    def valkey(self) -> Path:
+        return self.root / "valkey"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def database_url(self) -> str:
+        return f"sqlite+aiosqlite:///{self.root / 'loraplex.db'}"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Held by one `loraplex up` at a time; the system releases it however the process ends."""
+        with open(self.root / "lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise DataDirError(f"another `loraplex up` is running on {self.root}") from error
+            yield
+
+    def secrets(self) -> Secrets:
+        """The secrets of this data directory, generated on the first call."""
+        stored = read_json(self.root / "secrets.json")
+        if stored is None:
+            made = Secrets(*(secrets.token_urlsafe(32) for _ in fields(Secrets)))
+            write_private_json(self.root / "secrets.json", asdict(made))
+            return made
+        try:
+            return Secrets(**stored)
+        except TypeError as error:
+            raise DataDirError(f"{self.root / 'secrets.json'} has not the fields expected: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The file's content, or None if there is no such file. Raises DataDirError if it is not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataDirError(f"cannot read {path}: {error}") from error
+
+
+def write_private(path: Path, content: str) -> None:
+    """Writes a file that only its owner can read; a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(content)
+    os.replace(temporary, path)
+
+
+def write_private_json(path: Path, content: Any) -> None:
+    write_private(path, json.dumps(content, indent=2) + "\n")

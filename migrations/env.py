@@ -1,0 +1,12 @@
+"""Alembic's entry. The connection is handed in by `gateway.records.database`, which owns URLs and locking."""
+
+from alembic import context
+
+from gateway.records.tables import metadata
+
+connection = context.config.attributes.get("connection")
+if connection is None:
+    raise RuntimeError("run `loraplex migrate`: these migrations run on a connection of gateway.records.database")
+# Batch mode: SQLite alters a table by copying it.
+context.configure(connection=connection, target_metadata=metadata, render_as_batch=True)
+context.run_migrations()

@@ -1,0 +1,178 @@
+"""The directory store: atomic, idempotent, safe for racing processes, and repaired when damaged."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import adapters.store
+from adapters.checkpoint import open_checkpoint
+from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
+from adapters.store import DirectoryStore, open_store
+from tests.adapters.files import BASE, CONFIG, tensors, write
+
+
+def leftovers(store: DirectoryStore) -> list[str]:
+    return [path.name for path in store.root.iterdir() if path.name.startswith(".tmp-")]
+
+
+def test_put_path_list_delete(tmp_path):
+    store = DirectoryStore(tmp_path / "deep" / "store")
+    folder = write(tmp_path / "adapter")
+    stored = store.put(folder, BASE)
+    assert stored.folder == store.root / stored.digest[:2] / stored.digest == store.path(stored.digest)
+    assert sorted(path.name for path in stored.folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert open_checkpoint(stored.folder).digest == stored.digest == open_checkpoint(folder).digest
+    other = store.put(write(tmp_path / "other", tensors(seed=1)), BASE)
+    assert list(store.list()) == sorted((stored.digest, other.digest))
+    assert store.delete(stored.digest) is True
+    assert store.delete(stored.digest) is False
+    assert store.path(stored.digest) is None
+    assert list(store.list()) == [other.digest]
+    assert leftovers(store) == []
+
+
+def test_put_again_changes_nothing(tmp_path):
+    store = DirectoryStore(tmp_path / "store")
+    first = store.put(write(tmp_path / "a"), BASE)
+    before = first.weights_path.stat()
+    again = store.put(write(tmp_path / "b", config={**CONFIG, "lora_dropout": 0.5}), BASE)
+    assert again.digest == first.digest
+    assert again.folder == first.folder
+    assert again.weights_path.stat().st_ino == before.st_ino
+    assert leftovers(store) == []
+
+
+def test_only_the_adapters_files_are_kept(tmp_path):
+    folder = write(tmp_path / "a")
+    (folder / "optimizer.pt").write_bytes(b"x")
+    assert len(list(DirectoryStore(tmp_path / "store").put(folder, BASE).folder.iterdir())) == 2
+
+
+def test_a_refused_adapter_leaves_nothing(tmp_path):
+    store = DirectoryStore(tmp_path / "store")
+    with pytest.raises(AdapterError, match="another model"):
+        store.put(write(tmp_path / "a"), BaseShape(1, BASE.projections))
+    with pytest.raises(AdapterError, match="cut off"):
+        store.put(write(tmp_path / "b", (tmp_path / "a" / "adapter_model.safetensors").read_bytes()[:-8]), BASE)
+    with pytest.raises(AdapterNotFound):
+        store.put(tmp_path / "nothing", BASE)
+    assert list(store.root.iterdir()) == []
+
+
+def test_links_out_of_an_upload_are_not_followed(tmp_path):
+    folder = write(tmp_path / "a")
+    (folder / "adapter_config.json").rename(tmp_path / "secret.json")
+    (folder / "adapter_config.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(AdapterError, match="symbolic link"):
+        DirectoryStore(tmp_path / "store").put(folder, BASE)
+
+
+def test_a_damaged_adapter_is_replaced(tmp_path):
+    store, folder = DirectoryStore(tmp_path / "store"), write(tmp_path / "a")
+    stored = store.put(folder, BASE)
+    raw = bytearray(stored.weights_path.read_bytes())
+    raw[-1] ^= 1
+    stored.weights_path.write_bytes(bytes(raw))
+    assert open_checkpoint(stored.folder).digest != stored.digest
+    assert store.put(folder, BASE).digest == stored.digest
+    assert open_checkpoint(stored.folder).digest == stored.digest
+    assert leftovers(store) == []
+
+
+def test_a_put_that_dies_before_the_rename_is_not_seen(tmp_path, monkeypatch):
+    store, folder = DirectoryStore(tmp_path / "store"), write(tmp_path / "a")
+    script = (
+        "import os, sys, adapters.store as s\n"
+        "from tests.adapters.files import BASE\n"
+        "s.DirectoryStore._publish = lambda self, checkpoint: os._exit(9)\n"
+        "s.DirectoryStore(sys.argv[1]).put(sys.argv[2], BASE)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, store.root, folder], check=False).returncode == 9
+    assert len(leftovers(store)) == 1
+    assert list(store.list()) == []
+    DirectoryStore(store.root)
+    assert len(leftovers(store)) == 1  # it may still be at work
+    old = time.time() - 2 * adapters.store._STALE_SECONDS
+    os.utime(store.root / leftovers(store)[0], (old, old))
+    DirectoryStore(store.root)
+    assert leftovers(store) == []
+
+
+def test_many_puts_and_deletes_at_once_leave_a_whole_adapter_or_none(tmp_path):
+    store, folder = DirectoryStore(tmp_path / "store"), write(tmp_path / "a")
+    digest = open_checkpoint(folder).digest
+    failures: list[BaseException] = []
+    stop = time.monotonic() + 2
+
+    def work(act) -> None:
+        try:
+            while time.monotonic() < stop:
+                act()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    def put() -> None:
+        assert store.put(folder, BASE).digest == digest
+
+    def look() -> None:
+        path = store.path(digest)
+        if path is not None:
+            try:
+                found = open_checkpoint(path).digest
+            except (AdapterError, FileNotFoundError) as error:
+                found = digest if "missing" in str(error) or "no such" in str(error).lower() else str(error)
+            assert found == digest  # or it was deleted between two looks, file by file
+
+    def delete() -> None:
+        store.delete(digest)
+        time.sleep(0.02)
+
+    threads = [threading.Thread(target=work, args=(act,)) for act in (put, put, put, look, delete)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    put()
+    assert list(store.list()) == [digest]
+    assert leftovers(store) == []
+
+
+def test_processes_race_to_put_the_same_adapters(tmp_path):
+    store = DirectoryStore(tmp_path / "store")
+    folders = [write(tmp_path / str(seed), tensors(seed=seed)) for seed in range(6)]
+    script = (
+        "import sys\nfrom adapters.store import open_store\nfrom tests.adapters.files import BASE\n"
+        "store = open_store(sys.argv[1])\n"
+        "for _ in range(5):\n    for folder in sys.argv[2:]:\n        print(store.put(folder, BASE).digest)\n"
+    )
+    command = [sys.executable, "-c", script, store.root, *folders]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
+    said = [process.communicate(timeout=60)[0].decode().split() for process in running]
+    assert [process.returncode for process in running] == [0] * 4
+    expected = [open_checkpoint(folder).digest for folder in folders]
+    assert said == [expected * 5] * 4
+    assert list(store.list()) == sorted(expected)
+    assert all(open_checkpoint(store.path(d)).digest == d for d in expected)
+    assert leftovers(store) == []
+
+
+@pytest.mark.parametrize("digest", ["", "../../etc", "a" * 63, "A" * 64, "a" * 64 + "\n", "sha256:" + "a" * 64])
+def test_a_digest_is_no_path(tmp_path, digest):
+    store = DirectoryStore(tmp_path)
+    for act in (store.path, store.delete):
+        with pytest.raises(AdapterNotFound):
+            act(digest)
+
+
+def test_open_store(tmp_path):
+    digest = open_store(tmp_path / "a b").put(write(tmp_path / "x"), BASE).digest
+    assert list(open_store(f"file://{tmp_path}/a%20b").list()) == [digest]
+    for url in ("", "s3://bucket/prefix", "http://host/x", "file://host/x"):
+        with pytest.raises(ValueError, match="adapter store: expected"):
+            open_store(url)

@@ -1,0 +1,44 @@
+"""One running stack for the whole session; tests that stop or break one start their own."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.stack import Stack, Tenant, data_dir
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "/e2e/" in str(item.path):
+            item.add_marker(pytest.mark.integration)
+            # The first test waits for the model to be fetched and the stack to start.
+            item.add_marker(pytest.mark.timeout(420))
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    running = Stack(data_dir(tmp_path_factory.mktemp("stack")), "--demo")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="session")
+def demo(stack: Stack) -> dict:
+    return stack.demo
+
+
+@pytest.fixture(scope="session")
+def tenants(demo: dict) -> dict[str, Tenant]:
+    return {t["name"]: Tenant(t["name"], t["api_key"], tuple(t["models"]), demo["gateway"]) for t in demo["tenants"]}
+
+
+@pytest.fixture(scope="session")
+def acme(tenants: dict[str, Tenant]) -> Tenant:
+    return tenants["acme"]
+
+
+@pytest.fixture(scope="session")
+def globex(tenants: dict[str, Tenant]) -> Tenant:
+    return tenants["globex"]

@@ -1,0 +1,171 @@
+"""How `loraplex up` starts, refuses to start, dies and stops."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.stack import ROOT, Stack, Tenant, children, data_dir, http, loraplex
+
+
+def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
+    """The error if it is one line on stderr, with no trace and nothing on stdout."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return lines[0]
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path):
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = loraplex("up", "--demo", "--port", str(port), "--data-dir", str(tmp_path / "data"))
+    assert done.returncode == 1
+    assert f"port {port}" in one_line_error(done)
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("what", ["missing", "empty", "file"])
+def test_a_model_folder_that_is_none(what: str, tmp_path: Path, stack: Stack):
+    model = tmp_path / "no-such-model"
+    if what == "empty":
+        model.mkdir()
+    elif what == "file":
+        model.write_text("")
+    done = loraplex("up", "--model", str(model), "--port", str(stack.port + 1), "--data-dir", str(tmp_path / "data"))
+    assert done.returncode == 1
+    assert str(model) in one_line_error(done)
+
+
+def test_neither_model_nor_demo(tmp_path: Path):
+    done = loraplex("up", "--data-dir", str(tmp_path / "data"))
+    assert done.returncode == 2
+    assert "--model" in one_line_error(done)
+
+
+def test_a_second_up_on_the_same_data_is_refused(stack: Stack):
+    done = loraplex("up", "--demo", "--port", str(stack.port + 1), "--data-dir", str(stack.data))
+    assert done.returncode == 1
+    assert "another `loraplex up` is running" in one_line_error(done)
+
+
+def test_secrets_are_in_no_command_line(stack: Stack, demo: dict):
+    secrets = {demo["admin_key"], *(t["api_key"] for t in demo["tenants"])}
+    secrets |= set(json.loads((stack.data / "secrets.json").read_text()).values())
+    pids = [stack.process.pid, *children(stack.process.pid)]
+    assert len(pids) == 4
+    shown = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+    assert not [secret for secret in secrets if secret in shown]
+    for log in (stack.data / "logs").glob("*.log"):
+        assert not [secret for secret in secrets if secret in log.read_text()], log
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_gone(pids: list[int]) -> None:
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def requests_of(tenant: Tenant, model: str) -> int:
+    """In the usage rows, of this run and earlier ones."""
+    rows = http("GET", f"{tenant.url}/v1/usage", tenant.key).json["data"]
+    return sum(row["requests"] for row in rows if row["model"] == model)
+
+
+def test_a_second_run_keeps_everything_and_ctrl_c_leaves_nothing(tmp_path: Path):
+    data = data_dir(tmp_path)
+    first = Stack(data, "--demo")
+    try:
+        demo = first.wait_ready().demo
+        pids = children(first.process.pid)
+        [engine] = [pid for pid in pids if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        acme = Tenant("acme", demo["tenants"][0]["api_key"], tuple(demo["tenants"][0]["models"]), demo["gateway"])
+        answer = acme.ask("pirate", "Why is the sky blue?")
+        # A part that dies takes the rest down in order, and says what happened.
+        os.kill(engine, signal.SIGKILL)
+        assert first.process.wait(40) == 1
+        assert "Error: engine was killed by SIGKILL; its log is" in first.text()
+        assert "Traceback" not in first.text()
+        wait_gone(pids)
+    finally:
+        first.stop()
+
+    second = Stack(data, "--demo")
+    try:
+        again = second.wait_ready().demo
+        assert again["tenants"] == demo["tenants"]
+        assert again["admin_key"] == demo["admin_key"]
+        acme = Tenant("acme", acme.key, acme.models, again["gateway"])
+        assert acme.ask("pirate", "Why is the sky blue?") == answer
+        wait_for(lambda: requests_of(acme, "pirate") == 2)
+        assert [a["version"] for a in http("GET", f"{acme.url}/v1/adapters", acme.key).json["data"]] == [1, 1]
+        pids = children(second.process.pid)
+        assert len(pids) == 3
+        assert second.stop(signal.SIGINT) == 0
+        assert "  gateway: waits for running answers to end\n" in second.text()
+        assert second.text().rstrip().endswith("Stopped")
+        wait_gone(pids)
+    finally:
+        second.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopped_while_starting_it_leaves_nothing(number: int, tmp_path: Path):
+    stack = Stack(data_dir(tmp_path), "--demo")
+    try:
+        deadline = time.monotonic() + 60
+        while not (pids := children(stack.process.pid)):
+            assert stack.process.poll() is None, stack.text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert stack.stop(number) == (-number if number == signal.SIGKILL else 0)
+        assert "Traceback" not in stack.text()
+        wait_gone(pids)
+    finally:
+        stack.stop()
+
+
+def test_a_model_by_folder_without_the_demo(tmp_path: Path, stack: Stack, demo: dict):
+    """`--model PATH` serves the folder under its own name, with no tenants until one is made; here on two engines."""
+    [folder] = [path.parent for path in (stack.data / "models").glob("*/config.json")]
+    plain = Stack(data_dir(tmp_path), "--model", str(folder), "--engines", "2", "--engine-args", "--max-num-seqs 7")
+    try:
+        plain.wait_ready()
+        assert not (tmp_path / "demo.json").exists()
+        local = json.loads((tmp_path / "local.json").read_text())
+        engines = http("GET", f"{local['gateway']}/admin/api/engines", local["admin_key"]).json["data"]
+        assert [(e["healthy"], e["state"]["max_num_seqs"]) for e in engines] == [(True, 7)] * 2
+        flags = ("--data-dir", str(tmp_path))
+        assert loraplex("tenant", "create", "solo", *flags).returncode == 0
+        key = loraplex("key", "create", "solo", *flags).stdout.strip()
+        asked = loraplex("chat", "Say hi.", *flags, "--api-key", key)
+        assert asked.returncode == 0, asked.stderr
+        assert asked.stdout.strip()
+        done = subprocess.run(
+            (sys.executable, "-m", "loraplex.cli", "usage", "--tenant", "solo", *flags),
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
+        assert '"solo"' in done.stdout
+        assert plain.stop(signal.SIGTERM) == 0
+    finally:
+        plain.stop()

@@ -1,0 +1,146 @@
+"""What is counted, refused and freed: quotas, the usage rows, a client that goes away."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import openai
+import pytest
+
+from tests.e2e.stack import Answer, Stack, Tenant, http
+
+
+def admin(demo: dict, method: str, path: str, body: dict | None = None) -> Answer:
+    data = None if body is None else json.dumps(body).encode()
+    return http(method, f"{demo['gateway']}/admin/api/{path}", demo["admin_key"], data)
+
+
+def new_tenant(demo: dict, name: str, **limits: int) -> Tenant:
+    assert admin(demo, "POST", "tenants", {"name": name} | limits).status in (200, 201)
+    key = admin(demo, "POST", f"tenants/{name}/keys").json["key"]
+    return Tenant(name, key, (), demo["gateway"])
+
+
+def test_an_exhausted_quota_is_429_and_says_when(demo: dict):
+    tenant = new_tenant(demo, "two-a-minute", requests_per_minute=2)
+    first = tenant.client.with_raw_response.chat.completions.create(
+        model=demo["base_model"], messages=[{"role": "user", "content": "Hi"}], max_tokens=2
+    )
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    tenant.ask(demo["base_model"], "Hi", max_tokens=2)
+    with pytest.raises(openai.RateLimitError) as refused:
+        tenant.ask(demo["base_model"], "Hi", max_tokens=2)
+    headers = refused.value.response.headers
+    assert 0 < float(headers["retry-after"]) <= 60
+    assert headers["x-ratelimit-limit-requests"] == "2"
+    assert headers["x-ratelimit-remaining-requests"] == "0"
+    assert "x-ratelimit-reset-requests" in headers
+    assert refused.value.code == "rate_limit_exceeded"
+
+
+def test_a_token_quota_counts_prompt_and_answer(demo: dict):
+    tenant = new_tenant(demo, "few-tokens", tokens_per_minute=120)
+    tenant.ask(demo["base_model"], "Count to one hundred.", max_tokens=48, extra_body={"ignore_eos": True})
+    with pytest.raises(openai.RateLimitError) as refused:
+        tenant.ask(demo["base_model"], "Count to one hundred.", max_tokens=48, extra_body={"ignore_eos": True})
+    assert refused.value.response.headers["x-ratelimit-limit-tokens"] == "120"
+
+
+async def until(condition: Callable[[], Awaitable[object]], seconds: float = 10) -> None:
+    """Waits for what happens behind an answer: usage rows are written in batches, a cancel takes a step."""
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+def usage_by_model(tenant: Tenant) -> dict[str, dict]:
+    return {row["model"]: row for row in http("GET", f"{tenant.url}/v1/usage", tenant.key).json["data"]}
+
+
+def grown(before: dict[str, dict], after: dict[str, dict], field: str) -> dict[str, int]:
+    grown = {model: row[field] - before.get(model, {field: 0})[field] for model, row in after.items()}
+    return {model: n for model, n in grown.items() if n}
+
+
+IDLE_GAUGES = ("requests_running", "requests_waiting", "kv_blocks_used")
+
+
+async def test_usage_adds_up_to_what_32_clients_received(acme: Tenant, globex: Tenant):
+    """Three adapters of two tenants at once, streamed and not, of different lengths."""
+    work = [(acme, acme.models[0]), (acme, acme.models[1]), (globex, globex.models[0])]
+    before = {tenant.name: usage_by_model(tenant) for tenant in (acme, globex)}
+
+    async def one(index: int) -> tuple[str, int, int]:
+        tenant, model = work[index % 3]
+        async with tenant.aclient as client:
+            ask = {
+                "model": model,
+                "messages": [{"role": "user", "content": f"Number {index}: say something about it."}],
+                "temperature": 0.7,
+                "seed": index,
+                "max_tokens": 4 + index,
+            }
+            if index % 2:
+                stream = await client.chat.completions.create(
+                    **ask, stream=True, stream_options={"include_usage": True}
+                )
+                usage = [chunk.usage async for chunk in stream][-1]
+            else:
+                usage = (await client.chat.completions.create(**ask)).usage
+        assert usage is not None
+        return model, usage.prompt_tokens, usage.completion_tokens
+
+    received = await asyncio.wait_for(asyncio.gather(*(one(i) for i in range(32))), 120)
+    for tenant in (acme, globex):
+        mine = [row for row in received if row[0] in tenant.models]
+        expected = [
+            {m: sum(row[column] for row in mine if row[0] == m) for m in {row[0] for row in mine}} for column in (1, 2)
+        ]
+
+        async def settled(tenant: Tenant = tenant, expected: list[dict[str, int]] = expected) -> bool:
+            after = await asyncio.to_thread(usage_by_model, tenant)
+            return expected == [
+                grown(before[tenant.name], after, f"{kind}_tokens") for kind in ("prompt", "completion")
+            ]
+
+        await until(settled)
+        after = usage_by_model(tenant)
+        assert sum(grown(before[tenant.name], after, "requests").values()) == len(mine)
+
+
+async def test_a_client_that_leaves_frees_the_engine_and_pays_for_what_was_made(stack: Stack, demo: dict):
+    tenant = new_tenant(demo, "leaver")
+    body = {
+        "model": demo["base_model"],
+        "messages": [{"role": "user", "content": "Write a very long story."}],
+        "max_tokens": 1500,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    [engine] = admin(demo, "GET", "engines").json["data"]
+
+    async def idle() -> bool:
+        metrics = (await asyncio.to_thread(http, "GET", f"{engine['url']}/metrics")).body.decode()
+        return all(f"loraplex_engine_{gauge} 0.0" in metrics for gauge in IDLE_GAUGES)
+
+    pieces = 0
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {tenant.key}"}) as session,
+        session.post(f"{tenant.url}/v1/chat/completions", json=body) as response,
+    ):
+        assert response.status == 200
+        async for line in response.content:
+            pieces += line.startswith(b"data:")
+            if pieces == 10:
+                break
+        assert not await idle()
+
+    await until(idle)
+    await until(lambda: asyncio.to_thread(usage_by_model, tenant))
+    row = usage_by_model(tenant)[demo["base_model"]]
+    assert row["requests"] == 1
+    assert 9 <= row["completion_tokens"] < 1000

@@ -1,0 +1,214 @@
+"""GGUF models: equal to the folder they were written from, and to transformers reading the same file."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.config import ConfigError
+from engine.model.config import parse_model_config, read_config, read_model_config, rope_frequencies
+from engine.model.gguf_folder import write_folder
+from engine.model.gguf_tokenizer import read_tokenizer
+from engine.model.weights import open_weights
+from engine.tokenizer import Tokenizer, TokenizerError
+from tests.engine import tiny
+from tests.engine.model import gguf_files
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 2, "bos_token_id": 1,
+    "pad_token_id": None,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tied": ("llama", {"model_type": "llama", "tie_word_embeddings": True}),
+    "llama-untied": ("llama", {"model_type": "llama", "tie_word_embeddings": False}),
+    "llama-bias": ("llama", {"model_type": "llama", "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("llama", {"model_type": "mistral", "sliding_window": 12}),
+    "qwen2": ("qwen2", {"model_type": "qwen2"}),
+    "qwen3": ("qwen3", {"model_type": "qwen3", "head_dim": 32}),
+}
+ROUNDED = [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+K_QUANTS = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+
+
+def make(folder: Path, family: str) -> Path:
+    options = {**SIZES, **FAMILIES[family][1]}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(options.pop("model_type"), **options))
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("llama"), "llama-untied")
+
+
+def tensors(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    with open_weights(path, dtype, CPU) as source:
+        return {name: source.get(name, *file.entries[name].shape) for name, file in source.files.items()}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_file_gives_the_folder_s_tensors_and_config(family: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "model", family)
+    file = gguf_files.write(folder, tmp_path / "model.gguf", architecture=FAMILIES[family][0])
+    of_file, of_folder = tensors(file), tensors(folder)
+    assert of_file.keys() == of_folder.keys()
+    for name, tensor in of_folder.items():
+        assert torch.equal(of_file[name], tensor), name
+    found, expected = read_model_config(file), read_model_config(folder)
+    assert found.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
+    fields = [name for name in expected.__slots__ if name != "rms_norm_eps"]
+    assert {name: getattr(found, name) for name in fields} == {name: getattr(expected, name) for name in fields}
+
+
+@pytest.mark.parametrize("kind", ROUNDED + K_QUANTS, ids=lambda kind: kind.name)
+def test_quantised_weights_are_what_transformers_makes_of_the_same_file(
+    kind: Kind, llama: Path, tmp_path: Path
+) -> None:
+    from transformers import GgufConfig
+
+    file = gguf_files.write(llama, tmp_path / "model.gguf", kind)
+    dense = GgufConfig(gguf_file=file.name, dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, quantization_config=dense, dtype=torch.float32
+    )
+    expected = model.state_dict()
+    of_file = tensors(file)
+    assert of_file.keys() == expected.keys()
+    for name, tensor in of_file.items():
+        assert torch.equal(tensor, expected[name]), name
+    if kind in ROUNDED:
+        original = tensors(llama)["model.layers.0.mlp.up_proj.weight"]
+        assert (of_file["model.layers.0.mlp.up_proj.weight"] - original).abs().max() < 0.05
+    assert read_model_config(file).dtype == "bfloat16"
+
+
+def test_rope_scaling_is_transformers_own(llama: Path, tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 32.0}
+    file = gguf_files.write(llama, tmp_path / "yarn.gguf", rope=yarn)
+    rope = read_model_config(file).rope
+    assert (rope.kind, rope.parameters["factor"]) == ("yarn", 4.0)
+    file = gguf_files.write(llama, tmp_path / "linear.gguf", rope={"type": "linear", "factor": 2.0})
+    assert (read_model_config(file).rope.kind, read_model_config(file).rope.parameters["factor"]) == ("linear", 2.0)
+    with pytest.raises(ConfigError, match="longrope"):
+        read_config(gguf_files.write(llama, tmp_path / "long.gguf", rope={"type": "longrope"}))
+
+
+def test_llama_3_scaling_comes_as_divisors_of_the_frequencies(llama: Path, tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    raw = read_config(llama)
+    expected, _ = rope_frequencies(parse_model_config(raw | {"rope_parameters": scaling}).rope, 64)
+    plain, _ = rope_frequencies(parse_model_config(raw).rope, 64)
+    divisors = np.array(plain, np.float32) / np.array(expected, np.float32)
+    file = gguf_files.write(llama, tmp_path / "model.gguf", extra={"rope_freqs.weight": divisors})
+    config = read_model_config(file)
+    frequencies, factor = rope_frequencies(config.rope, config.head_dim)
+    assert factor == 1.0
+    np.testing.assert_allclose(frequencies, expected, rtol=1e-6)
+    assert "model.norm.weight" in tensors(file)
+
+
+@pytest.mark.parametrize("save", [tiny.save_byte_level_tokenizer, tiny.save_byte_fallback_tokenizer])
+def test_the_tokenizer_is_the_folder_s(save: Any, llama: Path, tmp_path: Path) -> None:
+    save(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(llama / name)
+    found = read_tokenizer(gguf_files.write(tmp_path, tmp_path / "model.gguf", vocabulary=True))
+    expected = Tokenizer.from_dir(tmp_path)
+    for text in (*tiny.TEXTS, "  spaces   and\ttabs 2024", "<|start|>user\nHi<|end|>", "<think>two words</think>", ""):
+        ids = expected.encode(text)
+        assert found.encode(text) == ids, text
+        assert found.decode(ids) == expected.decode(ids)
+    chat = [{"role": "user", "content": "What is a fox?"}]
+    assert found.encode_chat(chat) == expected.encode_chat(chat)
+    assert (found.eos_token_ids, found.special_ids) == ({2}, expected.special_ids)
+
+
+def test_a_folder_written_around_a_file_is_the_same_model(llama: Path, tmp_path: Path) -> None:
+    tiny.save_byte_level_tokenizer(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(llama / name)
+    file = gguf_files.write(tmp_path, tmp_path / "model.gguf", Kind.Q8_0, vocabulary=True)
+    folder = tmp_path / "folder"
+    write_folder(file, folder)
+    assert read_model_config(folder) == read_model_config(file)
+    of_file, of_folder = tensors(file), tensors(folder)
+    assert all(torch.equal(of_file[name], tensor) for name, tensor in of_folder.items())
+    chat = [{"role": "user", "content": "What is a fox?"}]
+    found, expected = Tokenizer.from_dir(folder), read_tokenizer(file)
+    assert found.encode_chat(chat) == expected.encode_chat(chat)
+    assert (found.eos_token_ids, found.special_ids) == (expected.eos_token_ids, expected.special_ids)
+    (folder / "other.gguf").symlink_to(file)
+    with pytest.raises(ConfigError, match=r"2 \.gguf files instead of one"):
+        tensors(folder)
+
+
+def test_vocabularies_that_cannot_be_rebuilt_are_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"holds no vocabulary; give .* --tokenizer"):
+        read_tokenizer(gguf_files.write(llama, tmp_path / "none.gguf"))
+    tiny.save_byte_level_tokenizer(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(llama / name)
+    file = gguf_files.write(tmp_path, tmp_path / "model.gguf", vocabulary=True)
+    file.write_bytes(file.read_bytes().replace(b"gpt-2", b"gpt-9"))
+    with pytest.raises(TokenizerError, match=r"'gpt-9' is not known; these are: gpt-2, .* --tokenizer"):
+        read_tokenizer(file)
+
+
+def test_what_we_do_not_serve_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
+    file = gguf_files.write(llama, tmp_path / "phi.gguf", architecture="phi3")
+    with pytest.raises(ConfigError, match="architecture 'phi3' is not served; these are: llama, qwen2, qwen3"):
+        read_config(file)
+    gate = {"blk.0.ffn_gate_inp.weight": np.zeros((4, 256), np.float32)}
+    with pytest.raises(ConfigError, match=r"blk\.0\.ffn_gate_inp\.weight is not one of a decoder"):
+        tensors(gguf_files.write(llama, tmp_path / "moe.gguf", extra=gate))
+
+
+def test_a_file_cut_off_anywhere_is_refused(llama: Path, tmp_path: Path) -> None:
+    whole = gguf_files.write(llama, tmp_path / "whole.gguf").read_bytes()
+    file = tmp_path / "cut.gguf"
+    for size in [0, 3, 4, 8, 30, 200, 900, 2000, len(whole) // 2, len(whole) - 64]:
+        file.write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match=r"model: .*cut\.gguf"):
+            tensors(file)
+
+
+def test_damaged_headers_are_refused_never_crash(llama: Path, tmp_path: Path) -> None:
+    whole = gguf_files.write(llama, tmp_path / "whole.gguf").read_bytes()
+    file, generator, refused = tmp_path / "bad.gguf", np.random.default_rng(0), 0
+    for _ in range(60):
+        data = bytearray(whole)
+        for at in generator.integers(0, 1500, 4):
+            data[at] = generator.integers(256)
+        file.write_bytes(data)
+        try:
+            read_config(file)
+            tensors(file)
+        except ConfigError:
+            refused += 1
+    assert refused > 30
+    file.write_bytes(whole[:4] + struct.pack("<I", 1) + whole[8:])
+    with pytest.raises(ConfigError, match="GGUF version 1"):
+        read_config(file)
+
+
+def test_weights_that_are_no_numbers_are_refused(llama: Path, tmp_path: Path) -> None:
+    file = gguf_files.write(llama, tmp_path / "model.gguf")
+    data = bytearray(file.read_bytes())
+    data[-8:-4] = struct.pack("<f", float("nan"))
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match="NaN or infinite"):
+        tensors(file)

@@ -1,0 +1,104 @@
+"""Safetensors folders: read into place, shards and damage, and how much memory reading takes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.config import ConfigError
+from engine.model import weights_file
+from engine.model.weights import open_weights
+
+CPU = torch.device("cpu")
+TENSORS = {"a": torch.randn(5, 8), "b": torch.randn(3, 8).bfloat16(), "bias": torch.randn(5).half()}
+
+
+def save(folder: Path) -> Path:
+    save_file(TENSORS, folder / "model.safetensors")
+    return folder
+
+
+def test_tensors_are_read_under_one_another_in_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_file, "CHUNK_BYTES", 64)  # two rows of `a` at a time
+    seen: list[tuple[int, int]] = []
+    with open_weights(save(tmp_path), torch.float32, CPU, lambda _, done, total: seen.append((done, total))) as source:
+        assert torch.equal(source.fused([("a", 5), ("b", 3)], 8), torch.cat([TENSORS["a"], TENSORS["b"].float()]))
+        source.finish()
+        assert torch.equal(source.get("bias", 5), TENSORS["bias"].float())
+        assert "c" not in source
+    assert seen == [(160, 218), (208, 218), (218, 218), (218, 218)]
+
+
+def test_what_is_missing_or_misshapen_is_named(tmp_path: Path) -> None:
+    with open_weights(save(tmp_path), torch.float32, CPU) as source:
+        with pytest.raises(ConfigError, match="tensor c is missing"):
+            source.get("c", 4)
+        with pytest.raises(ConfigError, match=r"tensor a has shape \(5, 8\), the config says \(8, 5\)"):
+            source.get("a", 8, 5)
+    save_file({"a": torch.zeros(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with (
+        open_weights(tmp_path, torch.float32, CPU) as source,
+        pytest.raises(ConfigError, match="tensor a is I8; served are F32, F16, BF16"),
+    ):
+        source.get("a", 2, 2)
+
+
+def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
+    save_file({"a": TENSORS["a"]}, tmp_path / "one.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"two\.safetensors is named by the index but missing"), _open(tmp_path):
+        pass
+    save_file({"b": TENSORS["b"]}, tmp_path / "two.safetensors")
+    with _open(tmp_path) as source:
+        assert {"a", "b"} == set(source.files)
+    index.write_text("[]")
+    with pytest.raises(ConfigError, match="is not an index of weights"), _open(tmp_path):
+        pass
+
+
+def _open(folder: Path):
+    return open_weights(folder, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 50, 300, -1, -100])
+def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path, size: int) -> None:
+    file = save(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ConfigError, match=r"model: .*model\.safetensors"), _open(tmp_path):
+        pass
+
+
+def test_a_header_that_lies_about_sizes_is_refused(tmp_path: Path) -> None:
+    file = save(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"shape":[5,8]', b'"shape":[5,9]'))
+    with pytest.raises(ConfigError, match="damaged header"), _open(tmp_path):
+        pass
+
+
+PEAK = """
+import resource, sys, torch
+from pathlib import Path
+from engine.model.weights import open_weights
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+with open_weights(Path(sys.argv[1]), torch.bfloat16, torch.device("cpu")) as source:
+    before = peak()
+    kept = [source.get(str(i), 1 << 12, 1 << 12) for i in range(6)]
+    print(peak() - before, sum(t.nbytes for t in kept))
+"""
+
+
+def test_peak_memory_of_reading_is_that_of_the_tensors(tmp_path: Path) -> None:
+    """fp32 on disk, bf16 in memory: 384 MiB are read into 192 MiB."""
+    save_file({str(i): torch.full((1 << 12, 1 << 12), float(i)) for i in range(6)}, tmp_path / "model.safetensors")
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    grown, held = map(int, run.stdout.split())
+    assert held == 192 << 20
+    assert grown < held + 2 * weights_file.CHUNK_BYTES

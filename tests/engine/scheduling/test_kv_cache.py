@@ -1,0 +1,114 @@
+"""Blocks: taken, shared by prefix, freed and reused; never shared between tenants or adapters."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.request import Request, SamplingParams
+
+
+def request(tokens: list[int], **kwargs: Any) -> Request:
+    return Request("r", tokens, SamplingParams(max_tokens=100), **kwargs)
+
+
+def prefill(cache: KVCache, r: Request) -> int:
+    """Runs the prompt as the scheduler and a step would; returns the tokens found in the cache."""
+    prefix = cache.find_prefix(r)
+    assert cache.can_allocate(r, r.num_tokens, prefix)
+    cache.start(r, prefix)
+    assert cache.grow(r, r.num_tokens)
+    found = r.num_computed
+    r.num_computed = r.num_tokens
+    cache.register(r)
+    return found
+
+
+def test_a_prefix_is_found_by_whole_blocks_and_one_token_is_always_left() -> None:
+    cache = KVCache(16, 4)
+    prompt = list(range(12))
+    assert prefill(cache, request(prompt)) == 0
+    assert prefill(cache, request(prompt)) == 8, "the last block holds the token that must be computed"
+    assert prefill(cache, request([*prompt, 99])) == 12
+    assert prefill(cache, request([*prompt[:6], 77, 78, 79])) == 4
+    assert prefill(cache, request([5, *prompt])) == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tenant": "b"},
+        {"tenant": "a", "adapter": "x"},
+        {"tenant": ""},
+        {"adapter": "a"},
+        {"tenant": "1:a", "adapter": ""},
+    ],
+)
+def test_another_tenant_or_adapter_never_shares(other: dict[str, str]) -> None:
+    cache = KVCache(64, 4)
+    prompt = list(range(20))
+    assert prefill(cache, request(prompt, tenant="a")) == 0
+    assert prefill(cache, request(prompt, **other)) == 0
+    assert prefill(cache, request(prompt, tenant="a")) == 16
+
+
+def test_the_salt_cannot_be_forged_by_shifting_the_border_between_its_parts() -> None:
+    cache = KVCache(64, 4)
+    prompt = list(range(20))
+    prefill(cache, request(prompt, adapter="ab", tenant="c"))
+    assert prefill(cache, request(prompt, adapter="a", tenant="bc")) == 0
+
+
+def test_shared_blocks_outlive_their_first_holder_and_the_oldest_go_first() -> None:
+    cache = KVCache(4, 4)
+    first, second = request(list(range(8))), request([*range(8), 50])
+    prefill(cache, first)
+    assert prefill(cache, second) == 8
+    cache.free(first)
+    assert cache.num_free == 1
+    cache.free(second)
+    assert cache.num_free == 4
+    assert prefill(cache, request([90, 91, 92, 93, 94])) == 0, "takes the never registered block and the oldest"
+    assert len(cache.find_prefix(request([*range(8), 1]))) >= 1, "the start of a prompt outlives its end"
+
+
+def test_growth_that_does_not_fit_takes_nothing() -> None:
+    cache = KVCache(3, 4)
+    r = request(list(range(8)))
+    prefill(cache, r)
+    assert not cache.grow(r, 20)
+    assert cache.num_free == 1
+    assert len(r.blocks) == 2
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    cache = KVCache(16, 4, enable_prefix_caching=False)
+    prefill(cache, request(list(range(12))))
+    assert prefill(cache, request(list(range(12)))) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 30), st.integers(0, 2), st.booleans()), max_size=40))
+def test_no_block_is_lost_or_held_twice(script: list[tuple[str, int, int, bool]]) -> None:
+    cache = KVCache(12, 4)
+    live: list[Request] = []
+    for tenant, length, flavour, free_first in script:
+        if free_first and live:
+            cache.free(live.pop(0))
+        r = request([flavour + i % 7 for i in range(length)], tenant=tenant)
+        prefix = cache.find_prefix(r)
+        if cache.can_allocate(r, r.num_tokens, prefix):
+            prefill(cache, r)
+            live.append(r)
+        held = {b for r in live for b in r.blocks}
+        assert len(held) + cache.num_free == cache.num_blocks
+        for r in live:
+            assert len(set(r.blocks)) == len(r.blocks) == cache.blocks_for(r.num_tokens)
+            for other in live:
+                if other.tenant != r.tenant:
+                    assert not set(r.blocks) & set(other.blocks)
+    for r in live:
+        cache.free(r)
+    assert cache.num_free == cache.num_blocks

@@ -1,0 +1,122 @@
+"""What runs next: nobody's length delays another tenant; nothing is lost when blocks or adapters run out."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.request import Request, SamplingParams, Status
+from engine.scheduling.scheduler import Scheduler
+
+
+@dataclass
+class AlwaysThere:
+    """Adapters play no part in these tests; tests/adapters/test_device_pool.py has the real pool."""
+
+    pinned: list[str] = field(default_factory=list)
+
+    def poll(self) -> None: ...
+
+
+def make(num_blocks: int = 64, block_size: int = 16, **options: Any) -> Scheduler:
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
+    return Scheduler(KVCache(num_blocks, block_size), AlwaysThere(), **sizes)  # type: ignore[arg-type]
+
+
+_arrivals = iter(range(1_000_000))
+
+
+def ask(scheduler: Scheduler, tenant: str, prompt: int, max_tokens: int = 4, start: int = 0) -> Request:
+    n = next(_arrivals)
+    tokens = [start + n * 1000 + i for i in range(prompt)]
+    request = Request(f"{tenant}-{n}", tokens, SamplingParams(max_tokens=max_tokens), tenant=tenant, arrival=n)
+    scheduler.add(request)
+    return request
+
+
+def step(scheduler: Scheduler) -> dict[Request, int]:
+    plan = scheduler.schedule()
+    ready = {r: 1 for r, n in plan.items() if r.num_computed + n == r.num_tokens}
+    scheduler.commit(plan, ready)
+    return plan
+
+
+def test_one_tenants_long_prompt_delays_anothers_short_one_by_a_step_or_two() -> None:
+    scheduler = make(num_blocks=1024)
+    long = ask(scheduler, "a", 8000)
+    for _ in range(5):
+        assert step(scheduler) == {long: 64}
+    short = ask(scheduler, "b", 10)
+    steps = 0
+    while not short.num_output_tokens:
+        step(scheduler)
+        steps += 1
+    assert steps <= 2
+    assert long.num_to_compute > 7000
+
+
+def test_two_long_prompts_of_two_tenants_advance_together() -> None:
+    scheduler = make(num_blocks=1024)
+    first, second = ask(scheduler, "a", 4000), ask(scheduler, "b", 4000)
+    for _ in range(20):
+        step(scheduler)
+    assert abs(first.num_computed - second.num_computed) <= 64
+    assert first.num_computed + second.num_computed == 20 * 64
+
+
+def test_streams_come_before_prompts_and_the_budget_holds() -> None:
+    scheduler = make()
+    streams = [ask(scheduler, "a", 5, max_tokens=50) for _ in range(4)]
+    step(scheduler)
+    ask(scheduler, "b", 300)
+    plan = step(scheduler)
+    assert all(plan[s] == 1 for s in streams)
+    assert sum(plan.values()) == 64
+
+
+def test_a_prompt_is_admitted_only_when_all_of_it_fits_and_then_never_preempted_for_a_prompt() -> None:
+    scheduler = make(num_blocks=20)
+    big = ask(scheduler, "a", 200)
+    step(scheduler)
+    other = ask(scheduler, "b", 200)
+    for _ in range(4):
+        step(scheduler)
+    assert other.status is Status.WAITING
+    assert big.num_output_tokens
+    while scheduler.requests:
+        step(scheduler)
+    assert other.num_output_tokens == 4
+    assert scheduler.num_preemptions == 0
+    assert scheduler.cache.num_free == 20
+
+
+def test_when_blocks_run_out_the_tenant_furthest_ahead_gives_way_and_nothing_is_lost() -> None:
+    scheduler = make(num_blocks=12)
+    requests = [ask(scheduler, t, 30, max_tokens=60) for t in "aabc"]
+    steps = 0
+    while scheduler.requests:
+        step(scheduler)
+        steps += 1
+        assert steps < 2000
+    assert scheduler.num_preemptions > 0
+    assert all(r.num_output_tokens == 60 for r in requests)
+    assert scheduler.cache.num_free == 12
+
+
+def test_an_aborted_request_frees_its_blocks_and_its_seat_at_once() -> None:
+    scheduler = make(max_num_seqs=1)
+    running, waiting = ask(scheduler, "a", 50), ask(scheduler, "a", 50)
+    step(scheduler)
+    assert step(scheduler).keys() == {running}
+    scheduler.abort(running.request_id)
+    assert scheduler.cache.num_free == 64
+    assert waiting in step(scheduler)
+    scheduler.abort(waiting.request_id)
+    assert scheduler.abort(waiting.request_id) is None
+    assert not scheduler.requests
+    assert scheduler.num_waiting == 0
+
+
+def test_without_chunks_a_prompt_longer_than_the_budget_still_runs_alone() -> None:
+    scheduler = make(enable_chunked_prefill=False)
+    long = ask(scheduler, "a", 150)
+    assert step(scheduler) == {long: 150}

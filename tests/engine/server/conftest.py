@@ -1,0 +1,42 @@
+"""One tiny model for the session; servers on it by module, as each test file needs them."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.engine.server.running import Client, RunningServer
+from tests.engine.tiny import save_adapter, save_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters") / "one"
+    save_adapter(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    running = RunningServer(model, tmp_path_factory.mktemp("store"))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+@pytest.fixture
+def client(session: aiohttp.ClientSession, server: RunningServer) -> Client:
+    return Client(session, server.url)

@@ -1,0 +1,119 @@
+"""A real server on a real engine, in a thread with an event loop of its own."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from adapters.store import DirectoryStore
+from engine.config import EngineConfig
+from engine.server.app import Server, listening
+
+
+class RunningServer:
+    """`url` answers until `close`. Options are those of EngineConfig (as `config`) and Server."""
+
+    def __init__(
+        self,
+        model: Path,
+        store: Path | None = None,
+        config: dict[str, Any] | None = None,
+        port: int = 0,
+        **server: Any,
+    ) -> None:
+        self.config = EngineConfig(
+            model=str(model),
+            served_model_name="tiny",
+            **{
+                "dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64,
+                "kv_cache_memory": 8 << 20, "adapter_memory": 4 << 20, "max_lora_rank": 16,
+            } | (config or {}),
+        )  # fmt: skip
+        self.server = Server(
+            self.config, adapter_store=None if store is None else DirectoryStore(store), drain_s=0.2, **server
+        )
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(port)))
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _serve(self, port: int) -> None:
+        self._stop = asyncio.Event()
+        self._event_loop = asyncio.get_running_loop()
+        try:
+            async with listening(self.server, "127.0.0.1", port) as bound:
+                self.url = f"http://127.0.0.1:{bound}"
+                try:
+                    await self.server.start()
+                    self._ready.set()
+                    await self._stop.wait()
+                finally:
+                    await self.server.stop()
+        except BaseException as exc:  # noqa: BLE001 - raised again by the constructor
+            self._failure = exc
+        finally:
+            self._ready.set()
+
+    def close(self) -> None:
+        self._event_loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+
+class Client:
+    """The shortest way to ask and read."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session = session
+        self.url = url
+
+    async def get(self, path: str, **options: Any) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, **options) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        async with self.session.post(self.url + path, data=data, **options) as response:
+            return response.status, await response.json()
+
+    async def ok(self, path: str, body: Any, **options: Any) -> Any:
+        status, answer = await self.post(path, body, **options)
+        assert status == 200, answer
+        return answer
+
+    async def complete(self, **fields: Any) -> Any:
+        return await self.ok("/v1/completions", {"model": "tiny", "temperature": 0} | fields)
+
+    async def chat(self, **fields: Any) -> Any:
+        return await self.ok("/v1/chat/completions", {"model": "tiny", "temperature": 0} | fields)
+
+    async def events(self, path: str, body: Any, **options: Any) -> list[Any]:
+        """A stream's chunks, the [DONE] after them checked and left out."""
+        async with self.session.post(self.url + path, data=json.dumps(body | {"stream": True}), **options) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            text = await response.text()
+        events = text.removesuffix("\n\n").split("\n\n")
+        assert all(event.startswith("data: ") for event in events)
+        assert events[-1] == "data: [DONE]"
+        return [json.loads(event[6:]) for event in events[:-1]]
+
+    async def state(self) -> Any:
+        return (await self.get("/state"))[1]
+
+    async def wait_for(self, condition: Callable[[Any], bool], seconds: float = 5.0) -> Any:
+        """Waits until the engine's state meets the condition and returns it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            state = await self.state()
+            if condition(state):
+                return state
+            assert time.monotonic() < deadline, state
+            await asyncio.sleep(0.01)

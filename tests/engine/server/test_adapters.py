@@ -1,0 +1,129 @@
+"""Adapters by name and by digest: loading, saying something else, unloading, and every refusal."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from adapters.manifest import BaseShape
+from adapters.store import DirectoryStore
+from tests.engine.server.running import Client, RunningServer
+from tests.engine.tiny import save_adapter
+
+FIELDS = {"prompt": "The quick brown fox", "max_tokens": 12, "ignore_eos": True}
+
+
+async def names(client: Client) -> list[str]:
+    return [model["id"] for model in (await client.get("/v1/models"))[1]["data"]]
+
+
+async def said(client: Client, model: str) -> str:
+    answer = await client.complete(**FIELDS, model=model)
+    assert answer["model"] == model
+    return answer["choices"][0]["text"]
+
+
+async def test_a_loaded_name_answers_differently_until_it_is_unloaded(client, adapter):
+    assert await names(client) == ["tiny"]
+    loaded = await client.ok("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": str(adapter)})
+    assert loaded["lora_name"] == "mine"
+    assert await client.ok("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": str(adapter)}) == loaded
+    models = (await client.get("/v1/models"))[1]["data"]
+    assert [(m["id"], m["parent"]) for m in models] == [("tiny", None), ("mine", "tiny")]
+    assert models[1]["root"] == loaded["digest"]
+    assert await said(client, "mine") != await said(client, "tiny")
+    assert await said(client, loaded["digest"]) == await said(client, "mine")
+    assert (await client.state())["adapters_resident"] == [loaded["digest"].removeprefix("sha256:")]
+
+    await client.ok("/v1/unload_lora_adapter", {"lora_name": "mine"})
+    assert await names(client) == ["tiny"]
+    assert (await client.state())["adapters_resident"] == []
+    for model in ("mine", loaded["digest"]):
+        status, answer = await client.post("/v1/completions", FIELDS | {"model": model})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_the_store_serves_any_digest_by_itself(client, server, model, tmp_path):
+    save_adapter(tmp_path / "a", rank=8, seed=3)
+    store = DirectoryStore(server.server._store.root)
+    digest = store.put(tmp_path / "a", BaseShape.from_config_dir(model)).digest
+    assert await said(client, f"sha256:{digest}") != await said(client, "tiny")
+    assert digest in (await client.state())["adapters_resident"]
+    assert await names(client) == ["tiny"]
+
+
+async def test_a_damaged_adapter_in_the_store_is_refused_with_the_reason(client, server, model, tmp_path):
+    save_adapter(tmp_path / "a", seed=4)
+    store = DirectoryStore(server.server._store.root)
+    checkpoint = store.put(tmp_path / "a", BaseShape.from_config_dir(model))
+    weights = checkpoint.folder / "adapter_model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(weights.read_bytes()[:-5])
+    for stream in (False, True):
+        body = FIELDS | {"model": f"sha256:{checkpoint.digest}", "stream": stream}
+        status, answer = await client.post("/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (400, "adapter_refused")
+        assert "adapter_model.safetensors" in answer["error"]["message"]
+
+
+async def test_a_name_stays_with_its_adapter(client, adapter, tmp_path):
+    save_adapter(tmp_path / "other", seed=9)
+    await client.ok("/v1/load_lora_adapter", {"lora_name": "taken", "lora_path": str(adapter)})
+    for name in ("taken", "tiny"):
+        body = {"lora_name": name, "lora_path": str(tmp_path / "other")}
+        status, answer = await client.post("/v1/load_lora_adapter", body)
+        assert (status, answer["error"]["param"]) == (400, "lora_name")
+    await client.ok("/v1/unload_lora_adapter", {"lora_name": "taken"})
+    status, answer = await client.post("/v1/unload_lora_adapter", {"lora_name": "taken"})
+    assert (status, answer["error"]["code"]) == (404, "adapter_not_found")
+
+
+def spoil_config(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{")
+
+
+def spoil_weights(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"not tensors")
+
+
+def spoil_shapes(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({k: v[:, :32].contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+
+
+def spoil_kind(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
+
+
+@pytest.mark.parametrize("spoil", [spoil_config, spoil_weights, spoil_shapes, spoil_kind, shutil.rmtree])
+async def test_what_is_no_adapter_for_this_model_is_refused(client, tmp_path, spoil):
+    save_adapter(tmp_path / "bad")
+    spoil(tmp_path / "bad")
+    status, answer = await client.post(
+        "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "bad")}
+    )
+    assert status == (404 if spoil is shutil.rmtree else 400)
+    assert answer["error"]["param"] == "lora_path"
+    assert "bad" not in await names(client)
+
+
+async def test_a_rank_over_the_engines_limit_is_refused(client, tmp_path):
+    save_adapter(tmp_path / "wide", rank=32)
+    status, answer = await client.post(
+        "/v1/load_lora_adapter", {"lora_name": "wide", "lora_path": str(tmp_path / "wide")}
+    )
+    assert status == 400
+    assert "rank is 32, the most served is 16" in answer["error"]["message"]
+
+
+async def test_modules_named_at_the_start_are_served(session, model, adapter):
+    running = RunningServer(model, lora_modules={"first": str(adapter)})
+    try:
+        client = Client(session, running.url)
+        assert await names(client) == ["tiny", "first"]
+        assert await said(client, "first") != await said(client, "tiny")
+    finally:
+        running.close()

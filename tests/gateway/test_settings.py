@@ -1,0 +1,80 @@
+"""The one config: what it takes, and that each refusal names what to look at."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.settings import Settings, SettingsError
+
+
+@pytest.fixture
+def environ(model_dir: Path) -> dict[str, str]:
+    return {
+        "LORAPLEX_DATABASE_URL": "sqlite:////tmp/x.db",
+        "LORAPLEX_REDIS_URL": "redis://:redis-password@127.0.0.1",
+        "LORAPLEX_ENGINES": "http://127.0.0.1:1/, http://127.0.0.1:2",
+        "LORAPLEX_INTERNAL_TOKEN": "t" * 16,
+        "LORAPLEX_ADAPTER_STORE": "/nowhere",
+        "LORAPLEX_MODEL_DIR": str(model_dir),
+        "LORAPLEX_BASE_MODEL": "base",
+        "LORAPLEX_KEY_PEPPER": "p" * 16,
+        "LORAPLEX_ADMIN_KEY": "a" * 16,
+    }
+
+
+def test_the_environment_then_overrides(environ: dict[str, str]):
+    environ |= {"LORAPLEX_PORT": "81", "LORAPLEX_MIGRATE_ON_START": "true", "LORAPLEX_REDIS_TIMEOUT": "0.5"}
+    settings = Settings.load(environ, port=82, host=None, metrics_port=None)
+    assert settings.engines == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert (settings.port, settings.host, settings.metrics_port) == (82, "127.0.0.1", None)
+    assert (settings.migrate_on_start, settings.redis_timeout) == (True, 0.5)
+
+
+def test_what_other_programs_read_is_not_ours_to_refuse(environ: dict[str, str]):
+    Settings.load(environ | {"LORAPLEX_GATEWAY": "http://x", "LORAPLEX_TEST_CACHE": "y", "PORT": "z"})
+
+
+def test_secrets_are_not_shown(environ: dict[str, str]):
+    shown = repr(Settings.load(environ))
+    for secret in ("t" * 16, "p" * 16, "a" * 16, "redis-password"):
+        assert secret not in shown
+
+
+@pytest.mark.parametrize("missing", ["DATABASE_URL", "ENGINES", "KEY_PEPPER", "MODEL_DIR"])
+def test_what_is_missing_is_named(missing: str, environ: dict[str, str]):
+    del environ[f"LORAPLEX_{missing}"]
+    with pytest.raises(SettingsError) as refused:
+        Settings.load(environ)
+    assert refused.value.field == f"LORAPLEX_{missing}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PORT", "eighty"),
+        ("PORT", "70000"),
+        ("METRICS_PORT", "-1"),
+        ("ENGINES", "127.0.0.1:1"),
+        ("ENGINES", ","),
+        ("DATABASE_URL", "mysql://x"),
+        ("REDIS_URL", "http://x"),
+        ("KEY_PEPPER", "short"),
+        ("ADMIN_KEY", "short"),
+        ("MODEL_DIR", "/no/such/folder"),
+        ("REDIS_TIMEOUT", "0"),
+        ("MAX_MODEL_LEN", "-5"),
+        ("MIGRATE_ON_START", "perhaps"),
+        ("REDIS_ULR", "redis://x"),
+        ("ENGINE", "http://x"),
+    ],
+)
+def test_what_is_wrong_is_named(name: str, value: str, environ: dict[str, str]):
+    with pytest.raises(SettingsError) as refused:
+        Settings.load(environ | {f"LORAPLEX_{name}": value})
+    assert refused.value.field == f"LORAPLEX_{name}"
+
+
+def test_an_unknown_override_is_refused_and_the_known_are_listed(environ: dict[str, Any]):
+    with pytest.raises(SettingsError, match=r"prot.*known are.*port"):
+        Settings.load(environ, prot=1)

@@ -1,0 +1,116 @@
+"""A small real engine server for tests of the proxying: the engine's routes and SSE format over real sockets, the
+tokens made up. What it does is said in the request's own `x_engine` field, which also shows that unknown fields pass.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+TOKEN = "an-internal-token-of-tests"
+PROMPT_TOKENS = 11
+CACHED_TOKENS = 3
+
+
+class Upstream:
+    """x_engine: tokens (2), delay (seconds between tokens), status (answer this instead), fail_after (an error event
+    after so many tokens), drop_after (cut the connection after so many), per_event (tokens in one event)."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.cancelled = 0
+        self.healthy = True
+        self.resident: list[str] = []
+        self.model = "base"
+        # An engine that doesn't speak our extension, as vLLM.
+        self.says_progress = True
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator["Upstream"]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/state", self._state)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _state(self, request: web.Request) -> web.Response:
+        assert request.headers["x-loraplex-internal-token"] == TOKEN
+        state = {"generation": 1, "model": self.model, "adapters_resident": self.resident, "running": 0, "waiting": 0}
+        return web.json_response(state)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("x-loraplex-internal-token") != TOKEN:
+            return web.json_response({"error": {"message": "wrong token"}}, status=401)
+        body = await request.json()
+        self.requests.append(({k.lower(): v for k, v in request.headers.items()}, body))
+        how = body.get("x_engine", {})
+        if "status" in how:
+            detail = {"message": f"no: {body['model']}", "type": "t", "param": "prompt", "code": "c"}
+            return web.json_response({"error": detail}, status=how["status"])
+        try:
+            if body.get("stream"):
+                return await self._stream(request, body, how)
+            await asyncio.sleep(how.get("delay", 0) * how.get("tokens", 2))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        tokens = min(how.get("tokens", 2), body["max_tokens"])
+        choice = {"index": 0, "finish_reason": "stop"}
+        chat = request.path.endswith("chat/completions")
+        choice |= {"message": {"role": "assistant", "content": "a" * tokens}} if chat else {"text": "a" * tokens}
+        return web.json_response({**self._envelope(body), "choices": [choice], "usage": usage(tokens)})
+
+    async def _stream(self, request: web.Request, body: dict[str, Any], how: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        chat = request.path.endswith("chat/completions")
+        tokens, step = min(how.get("tokens", 2), body["max_tokens"]), how.get("per_event", 1)
+        for made in range(step, tokens + 1, step):
+            await asyncio.sleep(how.get("delay", 0))
+            reason = "stop" if made + step > tokens else None
+            choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+            choice |= {"delta": {"content": "a" * step}} if chat else {"text": "a" * step}
+            event = {**self._envelope(body), "choices": [choice], "usage": None}
+            if self.says_progress:
+                counts = {"completion_tokens": made, "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
+                event["loraplex"] = counts
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            if how.get("drop_after") == made:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if how.get("fail_after") == made:
+                await response.write(b'data: {"error": {"message": "out of luck", "type": "server_error"}}\n\n')
+                return response
+        if body["stream_options"]["include_usage"]:
+            event = {**self._envelope(body), "choices": [], "usage": usage(tokens)}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _envelope(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"id": "cmpl-1", "object": "completion", "created": 1, "model": body["model"]}
+
+
+def usage(tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": tokens,
+        "total_tokens": PROMPT_TOKENS + tokens,
+        "prompt_tokens_details": {"cached_tokens": CACHED_TOKENS},
+    }

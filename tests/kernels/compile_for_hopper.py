@@ -1,0 +1,122 @@
+"""Compiles what the launchers launch for an H200 (sm_90), on a machine without a GPU; run by test_compiles.py.
+
+Triton needs no device to compile, only a driver that names a target. So the real launch functions run here with
+tensors in host memory, and every launch stops after compilation. Prints one JSON line a compiled variant:
+kernel, label, uses of tensor-core instructions, bytes of stack (spilled registers), bytes of shared memory.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from kernels import fused, paged_attention, segmented_lora
+from kernels.reference import LoraGroup, LoraRouting
+from kernels.segments import build_segments
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class H200:
+    """As much of a Triton driver as compilation asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def stack_bytes(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", usage))
+
+
+launch = JITFunction.run
+seen: set[tuple[str, str]] = set()
+step = {"label": ""}
+
+
+def compile_only(self, *args, grid, warmup=False, **kwargs):
+    kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+    if (self.__name__, kernel.hash) not in seen:
+        seen.add((self.__name__, kernel.hash))
+        ptx = kernel.asm["ptx"]
+        found = {
+            "kernel": self.__name__,
+            **step,
+            "wgmma": ptx.count("wgmma.mma_async"),
+            "mma": ptx.count("mma.sync"),
+            "stack": stack_bytes(kernel.asm["cubin"]),
+            "shared": kernel.metadata.shared,
+        }
+        print(json.dumps(found), flush=True)
+    return kernel
+
+
+def lora(num_tokens: int, in_features: int, offsets: tuple[int, ...], **options) -> None:
+    slices = len(offsets) - 1
+    group = LoraGroup(
+        torch.zeros(4, slices, 8, in_features, dtype=torch.bfloat16),
+        torch.zeros(4, 8, offsets[-1], dtype=torch.bfloat16),
+        torch.ones(3, slices),
+        offsets,
+    )
+    index = torch.zeros(num_tokens, dtype=torch.int32)
+    routing = LoraRouting(index, torch.zeros(3, 8, dtype=torch.int32), torch.tensor([8, 16, 64], dtype=torch.int32))
+    x = torch.zeros(num_tokens, in_features, dtype=torch.bfloat16)
+    y = torch.zeros(num_tokens, offsets[-1], dtype=torch.bfloat16)
+    segmented_lora.segmented_lora(y, x, group, build_segments(routing, 8, **options))
+
+
+def attend(query_lens: list[int], context_len: int) -> None:
+    """Llama-3.1-8B's heads."""
+    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+    q = torch.zeros(sum(query_lens), 32, 128, dtype=torch.bfloat16)
+    cache = torch.zeros(8, 8, 16, 128, dtype=torch.bfloat16)
+    tables = torch.zeros(len(query_lens), context_len // 16 + 1, dtype=torch.int32)
+    contexts = torch.full((len(query_lens),), context_len, dtype=torch.int32)
+    paged_attention.paged_attention(q, cache, cache, tables, starts, contexts, 0.09)
+
+
+def elementwise(num_tokens: int) -> None:
+    x = torch.zeros(num_tokens, 4096, dtype=torch.bfloat16)
+    qkv = torch.zeros(num_tokens, 6144, dtype=torch.bfloat16)
+    cache = torch.zeros(8, 8, 16, 128, dtype=torch.bfloat16)
+    index = torch.zeros(num_tokens, dtype=torch.int64)
+    fused.rms_norm(x, x[0], 1e-5)
+    fused.rms_norm(qkv[:, :4096].view(num_tokens, 32, 128), x[0, :128], 1e-6)
+    fused.add_rms_norm(x, x.clone(), x[0], 1e-5)
+    fused.rope_and_write_kv(qkv, index, torch.zeros(9, 128), cache, cache.clone(), index)
+    fused.silu_and_mul(torch.zeros(num_tokens, 2 * 14336, dtype=torch.bfloat16))
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(H200())
+    JITFunction.run = compile_only
+    segmented_lora._num_sms = paged_attention._num_sms = lambda device: 132
+    for step["label"], lengths in (("first", (64, 512)), ("other lengths", (37, 701))):
+        lora(lengths[0], 4096, (0, 4096, 5120, 6144))
+        lora(lengths[1], 4096, (0, 4096, 5120, 6144), num_adapters=2)
+        attend([1] * lengths[0], 700 + lengths[0])
+        attend([lengths[1], 1, 5], 800 + lengths[1])
+        attend([1] * (lengths[0] // 30), 8192)
+        elementwise(lengths[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The CPU's ops, native and plain torch, against `kernels.reference`."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import native, reference
+from kernels.backend import Ops
+from kernels.batch import Batch
+from kernels.cpu import TorchOps
+from kernels.reference import LoraGroup, LoraRouting
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
+
+
+@pytest.fixture(params=["native", "torch"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    if request.param == "torch":
+        return TorchOps()
+    library = native.load()
+    assert library is not None, "the tests need a C++ compiler"
+    return native.NativeOps(library)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def make_batch(counts: list[int], lengths: list[int], block_size: int, adapters: list[int] | None = None) -> Batch:
+    """Requests with `counts` new tokens each at the end of `lengths`, on shuffled blocks."""
+    most = max(-(-n // block_size) for n in lengths)
+    blocks = torch.randperm(most * len(lengths), generator=torch.Generator().manual_seed(1)).int().view(-1, most)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    positions = torch.cat([torch.arange(n - c, n) for c, n in zip(counts, lengths, strict=True)])
+    slots = blocks[owner, positions // block_size].long() * block_size + positions % block_size
+    index = torch.tensor(adapters or [-1] * len(counts), dtype=torch.int32)[owner]
+    return Batch(
+        token_ids=torch.zeros(len(owner), dtype=torch.int64),
+        positions=positions,
+        slot_mapping=slots,
+        query_start=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+        context_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=blocks,
+        adapter_index=index,
+        logits_rows=torch.zeros(0, dtype=torch.int64),
+        max_query_len=max(counts),
+        max_context_len=max(lengths),
+        adapter_slots=tuple(sorted(set(index.tolist()) - {-1})),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 200])
+def test_norms_and_activation(ops: Ops, dtype: torch.dtype, rows: int) -> None:
+    x, residual, weight = normal(rows, 576, dtype=dtype), normal(rows, 576, dtype=dtype) * 3, normal(576, dtype=dtype)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **TOLERANCE[dtype])
+    expected_residual = residual.clone()
+    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5)
+    torch.testing.assert_close(ops.add_rms_norm(x, residual, weight, 1e-5), expected, **TOLERANCE[dtype])
+    assert torch.equal(residual, expected_residual)
+    gate_up = torch.cat((normal(rows, 500), torch.linspace(-200, 200, rows * 524).view(rows, 524)), -1).to(dtype)
+    torch.testing.assert_close(ops.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(ops: Ops, dtype: torch.dtype, bias: bool) -> None:
+    weight, b = normal(96, 64, dtype=dtype), normal(96, dtype=dtype) if bias else None
+    packed = ops.pack_linear(weight, b)
+    assert (packed.in_features, packed.out_features) == (64, 96)
+    for rows in (1, 5, 130):
+        x = normal(rows, 64, dtype=dtype)
+        y = ops.linear(x, packed, None, ops.plan(make_batch([rows], [rows], 16), None))
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, b), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (32, 8, 128), (4, 4, 80)])
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("window", [0, 7, 40])
+def test_attention_over_pages(
+    ops: Ops, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, window: int
+) -> None:
+    lengths = [1, 20, 130, 70, 16, 64, 97]
+    batch = make_batch([1, 20, 1, 5, 1, 64, 33], lengths, block_size)
+    angles = torch.outer(torch.arange(200.0), 100.0 ** -torch.linspace(0, 1, dim // 2))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    num_blocks = int(batch.block_tables.max()) + 1
+    # A block's former owner may have left anything in it: it must never reach an answer.
+    caches = [torch.full((num_blocks, kv_heads, block_size, dim), torch.nan, dtype=dtype) for _ in range(2)]
+    expected_caches = [torch.zeros_like(c) for c in caches]
+    if isinstance(ops, TorchOps):
+        caches = [c.clone() for c in expected_caches]
+    earlier = make_batch(lengths, lengths, block_size)
+    before = normal(earlier.num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    ops.rope_and_write_kv(before.clone(), cos_sin, *caches, ops.plan(earlier, None))
+    reference.rope_and_write_kv(before, earlier.positions, cos_sin, *expected_caches, earlier.slot_mapping)
+    qkv = normal(batch.num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    plan = ops.plan(batch, None)
+    q = ops.rope_and_write_kv(qkv.clone(), cos_sin, *caches, plan)
+    expected_q = reference.rope_and_write_kv(qkv, batch.positions, cos_sin, *expected_caches, batch.slot_mapping)
+    torch.testing.assert_close(q, expected_q, **TOLERANCE[dtype])
+    out = ops.paged_attention(q, *caches, plan, dim**-0.5, window)
+    expected = reference.paged_attention(
+        expected_q, *expected_caches, batch.block_tables, batch.query_start, batch.context_lens, dim**-0.5, window
+    )
+    torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
+    assert torch.equal(out, ops.paged_attention(q, *caches, plan, dim**-0.5, window))
+
+
+RANKS = [1, 4, 8, 16, 33, 64, 256]
+POPULARITY = {
+    "distinct": list(range(7)),
+    "identical": [3] * 7,
+    "skewed": [5, 5, 5, 5, 5, 0, 6],
+    "with base rows": [-1, 2, -1, -1, 6, 2, -1],
+    "none": [-1] * 7,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("popularity", sorted(POPULARITY))
+@pytest.mark.parametrize("counts", [[1] * 7, [1, 30, 1, 9, 1, 3, 100]])
+def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: list[int]) -> None:
+    in_features, offsets, page_rank = 96, (0, 64, 96, 128), 8
+    pages = [-(-r // page_rank) for r in RANKS]
+    order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(2)).int()
+    table = torch.full((len(RANKS), max(pages)), -1, dtype=torch.int32)
+    for slot, owned in enumerate(order.split(pages)):
+        table[slot, : len(owned)] = owned
+    group = LoraGroup(
+        normal(sum(pages), 3, page_rank, in_features, dtype=dtype) * 0.1,
+        normal(sum(pages), page_rank, offsets[-1], dtype=dtype) * 0.1,
+        normal(len(RANKS), 3).abs() + 0.5,
+        offsets,
+    )
+    group.scales[2, 1] = 0  # an adapter that does not target this projection
+    for slot, rank in enumerate(RANKS):  # rows beyond the adapter's rank are zero, as the pool leaves them
+        last = table[slot, (rank - 1) // page_rank]
+        group.a_pages[last, :, (rank - 1) % page_rank + 1 :] = 0
+        group.b_pages[last, (rank - 1) % page_rank + 1 :] = 0
+    batch = make_batch(counts, counts, 16, POPULARITY[popularity])
+    routing = LoraRouting(batch.adapter_index, table, torch.tensor(RANKS, dtype=torch.int32))
+    weight = normal(128, in_features, dtype=dtype)
+    x = normal(batch.num_tokens, in_features, dtype=dtype)
+    packed = ops.pack_linear(weight)
+    tables = SimpleNamespace(page_table=table, ranks=routing.ranks, page_rank=page_rank, groups=[])
+    plan = ops.plan(batch, tables)
+    y = ops.linear(x, packed, group, plan)
+    base = ops.linear(x, packed, None, plan)
+    expected = base.clone()
+    reference.segmented_lora(expected, x, group, routing)
+    torch.testing.assert_close(y, expected, **TOLERANCE[dtype])
+    rows = batch.adapter_index == -1
+    assert torch.equal(y[rows], base[rows])
+    assert torch.equal(y, ops.linear(x, packed, group, plan))
+
+
+def test_work_items_cover_every_adapter_row_once() -> None:
+    index = np.array([2, -1, 0, 2, 2, -1, 0] * 9, np.int32)
+    order, items = native.segments(index)
+    covered = np.concatenate([order[first:last] for _, first, last in items])
+    assert sorted(covered) == sorted(np.flatnonzero(index >= 0))
+    for slot, first, last in items:
+        assert last - first <= native.LORA_ROWS
+        assert (index[order[first:last]] == slot).all()
+
+
+def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    assert native.load.__wrapped__() is None
+    assert "no C++ compiler" in caplog.text

