@@ -52,7 +52,7 @@ def adapter(host: HostCache, tmp_path: Path) -> Callable[..., str]:
 
 
 def wait_for(pool: AdapterPool, digest: str, wanted: Residency = Residency.READY) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (found := pool.ensure(digest)) is not wanted:
         assert time.monotonic() < deadline, f"{found}, not {wanted}"
         time.sleep(0.002)

@@ -62,18 +62,18 @@ def test_keys_of_rank_pattern(key):
     [r"(\w+)+x", r"([a-z_.0-9]*)*!", r"(a|a?)+(.|.)*(.*)*.*.*.*.*.*.*x", "((((.*)*)*)*)*y", "(.{1,999}){999}z"],
 )
 def test_hostile_patterns_cost_little(pattern):
-    started = time.perf_counter()
+    started = time.process_time()
     with contextlib.suppress(PatternError):  # some are refused as too costly, the others don't match
         assert not ModulePattern(pattern).fullmatch(NAME)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 def test_the_cost_of_all_matches_of_one_adapter_is_bounded():
     manifest = parse_manifest({"peft_type": "LORA", "target_modules": "(((((.?)*.?)*.?)*.?)*.?)*!"})
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(AdapterError, match="target_modules: too costly"):
         sum(manifest.targets(f"model.layers.{layer}.mlp.up_proj", layer) for layer in range(100_000))
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_secrets_are_in_no_command_line(stack: Stack, demo: dict):
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -49,7 +49,7 @@ def test_a_token_quota_counts_prompt_and_answer(demo: dict):
     assert refused.value.response.headers["x-ratelimit-limit-tokens"] == "120"
 
 
-async def until(condition: Callable[[], Awaitable[object]], seconds: float = 10) -> None:
+async def until(condition: Callable[[], Awaitable[object]], seconds: float = 60) -> None:
     """Waits for what happens behind an answer: usage rows are written in batches, a cancel takes a step."""
     deadline = time.monotonic() + seconds
     while not await condition():

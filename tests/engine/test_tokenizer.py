@@ -135,14 +135,14 @@ def test_streaming_costs_the_same_late_as_early(ours):
 
     def seconds(times: int) -> float:
         stream = ours.stream()
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(times):
             for token_id in ids:
                 stream.push([token_id])
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     once = min(seconds(1) for _ in range(3))
-    assert seconds(10) < 40 * once
+    assert min(seconds(10) for _ in range(2)) < 40 * once
 
 
 def test_end_ids_come_from_the_generation_config_first(tmp_path):

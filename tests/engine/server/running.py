@@ -108,7 +108,7 @@ class Client:
     async def state(self) -> Any:
         return (await self.get("/state"))[1]
 
-    async def wait_for(self, condition: Callable[[Any], bool], seconds: float = 5.0) -> Any:
+    async def wait_for(self, condition: Callable[[Any], bool], seconds: float = 60.0) -> Any:
         """Waits until the engine's state meets the condition and returns it."""
         deadline = time.monotonic() + seconds
         while True:

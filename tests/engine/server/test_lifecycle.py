@@ -107,9 +107,13 @@ async def test_a_failing_step_fails_all_in_flight_and_the_health(session, model,
 
 async def test_no_work_costs_no_processor_time(client):
     await client.complete(prompt="hi", max_tokens=2)
-    before = time.process_time()
-    await asyncio.sleep(0.5)
-    assert time.process_time() - before < 0.1
+
+    async def spent() -> float:
+        before = time.process_time()
+        await asyncio.sleep(0.5)
+        return time.process_time() - before
+
+    assert min([await spent() for _ in range(3)]) < 0.1
 
 
 async def test_the_health_says_loading_until_the_model_is_there(session, model, monkeypatch):
@@ -223,7 +227,7 @@ async def test_a_signal_stops_the_program_cleanly(session, model, signum):
     )
     assert answer["usage"]["completion_tokens"] > 0
     process.send_signal(signum)
-    _, stderr = await asyncio.to_thread(process.communicate, timeout=20)
+    _, stderr = await asyncio.to_thread(process.communicate, timeout=100)
     assert (process.returncode, stderr) == (0, "")
 
 
@@ -232,7 +236,7 @@ def test_a_port_in_use_is_one_line(model):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         process = program(model, taken.getsockname()[1])
-        _, stderr = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1
     assert len(stderr.splitlines()) == 1
     assert "address already in use" in stderr
@@ -240,7 +244,7 @@ def test_a_port_in_use_is_one_line(model):
 
 def test_a_missing_model_folder_is_one_line(tmp_path):
     process = program(tmp_path / "nowhere", 0)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1
     assert len(stderr.splitlines()) == 1
     assert "nowhere" in stderr
@@ -270,7 +274,7 @@ def free_port() -> int:
 
 
 async def until_listening(client: Client) -> tuple[int, dict]:
-    for _ in range(500):
+    for _ in range(6000):
         try:
             return await client.get("/health")
         except aiohttp.ClientConnectionError:
