@@ -20,6 +20,8 @@ from gateway.admission.quota import Quota, connect
 from gateway.api.accounting import Accounting
 from gateway.api.adapters import AdapterIntake, Adapters, Usage
 from gateway.api.admin import Admin
+from gateway.api.admin_keys import AdminKeys
+from gateway.api.admin_tenants import AdminTenants
 from gateway.api.completions import Completions
 from gateway.api.dashboard import Dashboard
 from gateway.api.health import Health, MetricsPage
@@ -30,6 +32,7 @@ from gateway.fleet.registry import Registry
 from gateway.metrics import Metrics
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database
+from gateway.records.keys import Keys
 from gateway.records.ledger import Ledger, UsageReport
 from gateway.records.tenants import Tenants
 from gateway.settings import Settings, SettingsError
@@ -59,7 +62,7 @@ async def make_app(settings: Settings) -> web.Application:
 
     metrics = Metrics()
     database = Database(settings.database_url)
-    tenants, report = Tenants(database), UsageReport(database)
+    tenants, keys, report = Tenants(database), Keys(database), UsageReport(database)
     catalog = Catalog(database, settings.base_model)
     ledger = Ledger(database, settings.ledger_queue)
     redis = connect(settings.redis_url, settings.redis_timeout)
@@ -67,7 +70,7 @@ async def make_app(settings: Settings) -> web.Application:
     session = new_session(settings.engine_timeout)
     registry = Registry(settings.engines, session, settings.internal_token, settings.base_model)
     accounting = Accounting(quota, ledger, metrics)
-    auth = Authenticator(tenants, settings.key_pepper, settings.admin_key)
+    auth = Authenticator(keys, settings.key_pepper, settings.admin_key)
     metrics.watch(registry, ledger)
 
     async def connections(_: web.Application) -> AsyncIterator[None]:
@@ -81,6 +84,10 @@ async def make_app(settings: Settings) -> web.Application:
             await database.upgrade()
         await database.check_schema()
         yield
+
+    async def access(_: web.Application) -> AsyncIterator[None]:
+        async with _running(auth.watch()):
+            yield
 
     async def leases(_: web.Application) -> AsyncIterator[None]:
         async with _running(quota.keep_leases()):
@@ -112,7 +119,7 @@ async def make_app(settings: Settings) -> web.Application:
     app = web.Application(middlewares=[observe(metrics), error_boundary], client_max_size=settings.max_body_bytes)
     app.on_response_prepare.extend([add_request_id, hide_server])
     # Ended in reverse: requests' accounts first, then what they are written to.
-    app.cleanup_ctx.extend([connections, schema, leases, engines, usage, accounts])
+    app.cleanup_ctx.extend([connections, schema, access, leases, engines, usage, accounts])
     app[METRICS], app[DATABASE], app[QUOTA], app[REGISTRY], app[LEDGER] = metrics, database, quota, registry, ledger
 
     prompts = PromptReader(tokenizer, max_model_len, settings.default_max_tokens)
@@ -145,6 +152,8 @@ async def make_app(settings: Settings) -> web.Application:
             web.delete("/v1/adapters/{name}", own.delete),
             web.get("/v1/usage", Usage(auth=auth, report=report).get),
             *admin.routes(),
+            *AdminTenants(auth=auth, tenants=tenants).routes(),
+            *AdminKeys(auth=auth, tenants=tenants, keys=keys).routes(),
             web.get("/admin/", dashboard.page),
             web.get("/admin/static/style.css", dashboard.style),
             web.get("/healthz", health.live),

@@ -55,6 +55,10 @@ class InvalidKey(GatewayError):
         super().__init__(message, headers={"WWW-Authenticate": "Bearer"}, **kwargs)
 
 
+class MissingKey(InvalidKey):
+    """None was sent, which is no attempt at another's."""
+
+
 class Forbidden(GatewayError):
     status, kind, code = 403, "permission_error", "insufficient_permissions"
 

@@ -1,41 +1,53 @@
-"""API keys: what they look like, how they are kept, and who is asking.
+"""API keys: what they look like, how they are recognised, and who is asking.
 
-A key is `lpx_<id>_<secret>`. The database holds the id and HMAC-SHA256 of the secret under the deployment's pepper, so
-a stolen table opens nothing. Looked-up keys are cached for less than a second: that is how long a revoked one may live.
+A key is `lpx_<id>_<secret>`: a secret of 160 random bits and a check of 32 bits that only the deployment can compute,
+so that what was never issued is refused without a question to the database. The database holds the id and
+HMAC-SHA256 of the secret under the deployment's pepper; a stolen table opens nothing.
+
+Keys are kept in memory while the database says that nothing has changed: see `Authenticator`.
 """
 
 import asyncio
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 import time
 from collections import OrderedDict
-from datetime import UTC, datetime
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
 
-from gateway.errors import Forbidden, InvalidKey
-from gateway.records.tenants import ApiKey, Tenant, Tenants
+from gateway.errors import Forbidden, GatewayError, InvalidKey, MissingKey, Unavailable
+from gateway.records.keys import ApiKey, Keys
+from gateway.records.tenants import Limits, Tenant
+
+log = logging.getLogger(__name__)
 
 TENANT_SCOPES = frozenset({"inference", "adapters", "usage"})
 ADMIN_SCOPE = "admin"
 BOOTSTRAP_KEY_ID = "bootstrap"
 
 KEY_ID_BYTES = 8
-SECRET_BYTES = 24  # 192 bits
-CACHE_SECONDS = 0.5
+SECRET_BYTES = 20
+CHECK_HEX = 8
+
+# A revoked key is refused everywhere within a second: so old may be what is known of a key. The database is asked for
+# changes often enough for one answer to be lost.
+TRUST_SECONDS = 0.9
+ASK_SECONDS = 0.35
 CACHE_ENTRIES = 10_000
+# No number of changes that the database would say.
+UNKNOWN = -1
+# `last_used_at` is at most this much behind, and written no oftener.
+NOTE_USE_AFTER = timedelta(minutes=1)
+WRITE_USE_SECONDS = 2.0
 
-_KEY = re.compile(r"lpx_([0-9a-f]{16})_([0-9a-f]{48})")
-
-
-class Principal(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is asking. tenant is None exactly for admins."""
-
-    key_id: str
-    tenant: Tenant | None
-    scopes: frozenset[str]
+_KEY = re.compile(r"lpx_([0-9a-f]{16})_([0-9a-f]{40})([0-9a-f]{8})")
 
 
 class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,22 +55,56 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
 
     key_id: str
     tenant: Tenant
+    allowed_models: tuple[str, ...] | None = None
+    key_limits: Limits = Limits()
+
+    def may_use(self, model: str) -> bool:
+        return self.allowed_models is None or model in self.allowed_models
+
+    def check_model(self, model: str) -> None:
+        """Raises Forbidden, alike for names that exist and that don't."""
+        if not self.may_use(model):
+            names = ", ".join(self.allowed_models or ())
+            message = f"This API key may not use the model '{model}', only: {names}."
+            raise Forbidden(message, param="model", code="model_not_allowed")
+
+
+class _Known(msgspec.Struct):
+    """What the database said of a key id. asked_at: on the monotonic clock; changes: how many were known then.
+
+    used_at: the last use that was noted.
+    """
+
+    key: ApiKey | None
+    asked_at: float
+    changes: int
+    used_at: datetime | None = None
 
 
 class Authenticator:
-    """Issues keys and recognises them. Raises InvalidKey (401) and Forbidden (403)."""
+    """Issues keys and recognises them. Raises InvalidKey (401) and Forbidden (403), Unavailable without a database.
 
-    def __init__(self, tenants: Tenants, pepper: str, admin_key: str) -> None:
-        self._tenants = tenants
+    Every change of a key or a tenant counts up one number in the database, in its own transaction. While `watch`,
+    which asks for that number all the time, finds it unchanged, what is known of keys is true as it is, and no request
+    waits for the database. Once it has changed, all is looked up again, and running requests of keys that are no more
+    are ended. Without an answer nothing is believed for longer than TRUST_SECONDS.
+    """
+
+    def __init__(self, keys: Keys, pepper: str, admin_key: str) -> None:
+        self._keys = keys
         self._pepper = pepper.encode()
         self._admin_hash = self._hash(BOOTSTRAP_KEY_ID, admin_key)
-        # key id -> (the moment it was asked for, the key or None); oldest first.
-        self._cache: OrderedDict[str, tuple[float, ApiKey | None]] = OrderedDict()
-        self._lookups: dict[str, asyncio.Task[ApiKey | None]] = {}
+        self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, the one looked up longest ago first
+        self._lookups: dict[str, asyncio.Task[_Known]] = {}
+        self._changes = UNKNOWN
+        self._unchanged_at = 0.0
+        self._running: dict[asyncio.Timeout, str] = {}
+        self._used: dict[str, datetime] = {}
 
-    def issue(self, tenant: Tenant | None, scopes: frozenset[str], label: str) -> tuple[ApiKey, str]:
-        """A new key and its one and only clear text. Not stored yet: that is `Tenants.add_key`."""
-        key_id, secret = secrets.token_hex(KEY_ID_BYTES), secrets.token_hex(SECRET_BYTES)
+    def issue(self, tenant: Tenant | None, scopes: frozenset[str], label: str, **fields: Any) -> tuple[ApiKey, str]:
+        """A new key and its one and only clear text; fields: further ones of ApiKey. Not stored: that is `Keys.add`."""
+        key_id, random = secrets.token_hex(KEY_ID_BYTES), secrets.token_hex(SECRET_BYTES)
+        secret = random + self._check(key_id, random)
         key = ApiKey(
             id=key_id,
             tenant=tenant,
@@ -66,67 +112,165 @@ class Authenticator:
             scopes=scopes,
             secret_hash=self._hash(key_id, secret),
             created_at=datetime.now(UTC),
-            revoked_at=None,
+            **fields,
         )
         return key, f"lpx_{key_id}_{secret}"
 
     async def tenant(self, authorization: str | None, scope: str) -> TenantPrincipal:
         """The tenant behind an Authorization header, if its key may do `scope`."""
-        principal = await self._principal(_bearer(authorization))
-        if principal.tenant is None:
+        key = await self._recognise(_bearer(authorization))
+        if key.tenant is None:
             raise Forbidden("This is an admin key; tenants' routes need a tenant's key.")
-        if scope not in principal.scopes:
+        if scope not in key.scopes:
             raise Forbidden(f"This API key does not have the '{scope}' scope.")
-        return TenantPrincipal(key_id=principal.key_id, tenant=principal.tenant)
+        return TenantPrincipal(
+            key_id=key.id, tenant=key.tenant, allowed_models=key.allowed_models, key_limits=key.limits
+        )
 
     async def admin(self, authorization: str | None) -> str:
         """The id of the admin key in an Authorization header."""
         return await self.admin_key(_bearer(authorization))
 
-    async def admin_key(self, key: str) -> str:
+    async def admin_key(self, presented: str) -> str:
         """The id of an admin key given in the clear."""
-        principal = await self._principal(key)
-        if ADMIN_SCOPE not in principal.scopes:
+        if hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), self._admin_hash):
+            return BOOTSTRAP_KEY_ID
+        key = await self._recognise(presented)
+        if ADMIN_SCOPE not in key.scopes:
             raise Forbidden("This route needs an admin key.")
-        return principal.key_id
+        return key.id
 
-    def forget(self, key_id: str) -> None:
-        """Drops a key from this process's cache: a revocation asked for here acts here at once."""
-        self._cache.pop(key_id, None)
+    @asynccontextmanager
+    async def while_valid(self, principal: TenantPrincipal) -> AsyncIterator[None]:
+        """Ends the block, as a timeout would, once the key is revoked or expired or its tenant suspended or deleted.
 
-    async def _principal(self, presented: str) -> Principal:
+        Raises InvalidKey or Forbidden then.
+        """
+        try:
+            async with asyncio.timeout(None) as deadline:
+                self._running[deadline] = principal.key_id
+                try:
+                    yield
+                finally:
+                    del self._running[deadline]
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            problem = _problem((await self._find(principal.key_id)).key)
+            raise problem or InvalidKey("This API key is not valid any more.") from error
+
+    async def watch(self) -> None:
+        """Keeps what is known of keys true, for ever. Run it as a task."""
+        last_written = time.monotonic()
+        while True:
+            try:
+                await self.refresh()
+                if self._used and time.monotonic() - last_written > WRITE_USE_SECONDS:
+                    last_written = time.monotonic()
+                    await self._write_uses()
+            except Unavailable:
+                # Said by the database's own log. What is known is soon not believed any more; requests then ask
+                # themselves, and get the 503.
+                pass
+            await asyncio.sleep(ASK_SECONDS)
+
+    def forget(self) -> None:
+        """What this process has changed itself counts here at once."""
+        self._changes = UNKNOWN
+        self._known.clear()
+
+    async def refresh(self) -> None:
+        """Asks for changes now, and ends running requests of keys that are no more."""
+        asked_at = time.monotonic()
+        changes = await self._keys.changes()
+        self._unchanged_at = asked_at
+        if changes != self._changes:
+            self._changes = changes
+            self._known.clear()
+        await self._end_invalid()
+
+    async def _end_invalid(self) -> None:
+        running = set(self._running.values())
+        missing = [key_id for key_id in running if self._current(key_id) is None]
+        if missing:
+            asked_at, changes = time.monotonic(), self._changes
+            found = await self._keys.find_all(missing)
+            for key_id in missing:
+                self._learn(key_id, found.get(key_id), asked_at, changes)
+        invalid = set()
+        for key_id in running:
+            known = self._known.get(key_id)
+            if known is not None and _problem(known.key) is not None:
+                invalid.add(key_id)
+        if invalid:
+            now = asyncio.get_running_loop().time()
+            for deadline, key_id in list(self._running.items()):
+                if key_id in invalid and not deadline.expired():
+                    deadline.reschedule(now)
+
+    async def _recognise(self, presented: str) -> ApiKey:
         match = _KEY.fullmatch(presented)
         if match is None:
             if hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), self._admin_hash):
-                return Principal(key_id=BOOTSTRAP_KEY_ID, tenant=None, scopes=frozenset({ADMIN_SCOPE}))
+                raise Forbidden("This is an admin key; tenants' routes need a tenant's key.")
             raise InvalidKey
-        key = await self._find(match[1])
-        # An unknown key is hashed as well, so that its answer takes as long as a known key's with a wrong secret.
-        expected = key.secret_hash if key is not None else self._admin_hash
-        right = hmac.compare_digest(self._hash(match[1], match[2]), expected)
-        if key is None or not right or key.revoked_at is not None:
+        key_id, random, check = match.groups()
+        known = self._current(key_id)
+        if known is None:
+            if not hmac.compare_digest(check, self._check(key_id, random)):
+                raise InvalidKey
+            known = await self._find(key_id)
+        key = known.key
+        if key is None or not hmac.compare_digest(self._hash(key_id, random + check), key.secret_hash):
             raise InvalidKey
-        return Principal(key_id=key.id, tenant=key.tenant, scopes=key.scopes)
+        if problem := _problem(key):
+            raise problem
+        self._note_use(known, key.id)
+        return key
 
-    async def _find(self, key_id: str) -> ApiKey | None:
-        now = time.monotonic()
-        cached = self._cache.get(key_id)
-        if cached is not None and now - cached[0] < CACHE_SECONDS:
-            return cached[1]
+    def _current(self, key_id: str) -> _Known | None:
+        """What is known of a key, if it may still be believed."""
+        known = self._known.get(key_id)
+        if known is None or known.changes != self._changes:
+            return None
+        return known if time.monotonic() - max(known.asked_at, self._unchanged_at) < TRUST_SECONDS else None
+
+    async def _find(self, key_id: str) -> _Known:
+        if known := self._current(key_id):
+            return known
         lookup = self._lookups.get(key_id)
         if lookup is None:
             # One question for all the requests that wait for the same key; none of them may cancel it for the others.
-            lookup = self._lookups[key_id] = asyncio.create_task(self._look_up(key_id, asked_at=now))
+            lookup = self._lookups[key_id] = asyncio.create_task(self._look_up(key_id))
             lookup.add_done_callback(lambda _: self._lookups.pop(key_id, None))
         return await asyncio.shield(lookup)
 
-    async def _look_up(self, key_id: str, asked_at: float) -> ApiKey | None:
-        key = await self._tenants.find_key(key_id)
-        self._cache[key_id] = (asked_at, key)
-        self._cache.move_to_end(key_id)
-        while len(self._cache) > CACHE_ENTRIES:
-            self._cache.popitem(last=False)
-        return key
+    async def _look_up(self, key_id: str) -> _Known:
+        # Both as of now: an answer that a change has overtaken on its way is not believed again.
+        asked_at, changes = time.monotonic(), self._changes
+        return self._learn(key_id, await self._keys.find(key_id), asked_at, changes)
+
+    def _learn(self, key_id: str, key: ApiKey | None, asked_at: float, changes: int) -> _Known:
+        used_at = self._used.get(key_id, key.last_used_at if key else None)
+        known = self._known[key_id] = _Known(key, asked_at, changes, used_at)
+        self._known.move_to_end(key_id)
+        while len(self._known) > CACHE_ENTRIES:
+            self._known.popitem(last=False)
+        return known
+
+    def _note_use(self, known: _Known, key_id: str) -> None:
+        now = datetime.now(UTC)
+        if known.used_at is None or now - known.used_at > NOTE_USE_AFTER:
+            known.used_at = self._used[key_id] = now
+
+    async def _write_uses(self) -> None:
+        used = dict(self._used)
+        await self._keys.touch(used)
+        for key_id in used:
+            del self._used[key_id]
+
+    def _check(self, key_id: str, random: str) -> str:
+        return self._hash(f"check.{key_id}", random)[:CHECK_HEX]
 
     def _hash(self, key_id: str, secret: str) -> str:
         return hmac.new(
@@ -134,8 +278,19 @@ class Authenticator:
         ).hexdigest()
 
 
+def _problem(key: ApiKey | None) -> GatewayError | None:
+    """Why a key whose secret is right does not open anything. None: it does."""
+    if key is None or key.revoked_at is not None:
+        return InvalidKey("This API key has been revoked.")
+    if not key.valid(datetime.now(UTC)):
+        return InvalidKey("This API key has expired.")
+    if key.tenant is not None and key.tenant.suspended:
+        return Forbidden("This tenant is suspended; ask the operator.", code="tenant_suspended")
+    return None
+
+
 def _bearer(authorization: str | None) -> str:
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
-        raise InvalidKey("You didn't provide an API key. Send it in the header: Authorization: Bearer <key>.")
+        raise MissingKey("You didn't provide an API key. Send it in the header: Authorization: Bearer <key>.")
     return key.strip()

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 64
 SETTLE_TRIES = 4
 SETTLE_PAUSE_SECONDS = 0.5
+# Stands for "not limited" in the script.
+UNLIMITED = 10**12
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +69,7 @@ class Quota:
     async def acquire(self, tenant: Tenant, request_id: str, tokens: int) -> Reservation:
         """Takes one request, `tokens` tokens and one concurrent slot, or nothing at all."""
         limits = tenant.limits
-        if tokens > limits.tokens_per_minute:
+        if limits.tokens_per_minute is not None and tokens > limits.tokens_per_minute:
             raise BadRequest(
                 f"This request needs {tokens} tokens (prompt and max_tokens), more than the whole limit of "
                 f"{limits.tokens_per_minute} tokens per minute; it can never be admitted. Reduce either.",
@@ -75,9 +77,9 @@ class Quota:
                 code="request_exceeds_tokens_per_minute",
             )
         arguments = [
-            limits.requests_per_minute,
-            limits.tokens_per_minute,
-            limits.max_concurrent,
+            limits.requests_per_minute or UNLIMITED,
+            limits.tokens_per_minute or UNLIMITED,
+            limits.max_concurrent or UNLIMITED,
             tokens,
             self._lease_ms,
         ]
@@ -105,8 +107,8 @@ class Quota:
         limits = tenant.limits
         arguments = (
             reservation.request_id,
-            limits.requests_per_minute,
-            limits.tokens_per_minute,
+            limits.requests_per_minute or UNLIMITED,
+            limits.tokens_per_minute or UNLIMITED,
             reservation.tokens,
             used,
             int(counts),

@@ -58,7 +58,7 @@ class EngineClient:
             "Content-Type": "application/json",
             "x-loraplex-internal-token": self._token,
             "x-loraplex-tenant": tenant.id,
-            "x-loraplex-weight": repr(tenant.limits.weight),
+            "x-loraplex-weight": repr(tenant.weight),
             "x-request-id": reservation.request_id,
         }
         wire = msgspec.json.encode({**body, "model": f"sha256:{model.digest}" if model.digest else model.name})

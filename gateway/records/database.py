@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,9 @@ class Database:
 
         Raises SettingsError if the database cannot be reached.
         """
-        if self.dialect == "sqlite" and self._url.database:
-            await asyncio.to_thread(Path(self._url.database).parent.mkdir, parents=True, exist_ok=True)
         with _reachable():
+            if self.dialect == "sqlite" and self._url.database:
+                await asyncio.to_thread(_make_sqlite, Path(self._url.database))
             await self._upgrade()
 
     async def _upgrade(self) -> None:
@@ -156,11 +157,26 @@ def async_url(url: str) -> URL:
     return parsed.set(drivername=drivers[backend])
 
 
+def _make_sqlite(path: Path) -> None:
+    """The file, with a write-ahead log from now on: readers and a writer do not wait for each other."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + STATEMENT_SECONDS
+    while True:
+        try:
+            with closing(sqlite3.connect(path)) as connection:
+                connection.execute("PRAGMA journal_mode=WAL")
+                return
+        except sqlite3.OperationalError as error:
+            # Where others make the switch at this moment SQLite does not wait for them, whatever its timeout.
+            if time.monotonic() > deadline:
+                raise Unavailable("The database is unavailable.", code="database_unavailable") from error
+            time.sleep(0.02)
+
+
 def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
     # The driver would begin transactions by itself, and only before some statements; `_begin_sqlite` does it instead.
     connection.isolation_level = None
     cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()

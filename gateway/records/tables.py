@@ -5,6 +5,7 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     DateTime,
     Dialect,
@@ -54,10 +55,19 @@ tenants = Table(
     metadata,
     Column("id", String(32), primary_key=True),
     Column("name", String(64), nullable=False, unique=True),
-    Column("requests_per_minute", Integer, nullable=False),
-    Column("tokens_per_minute", BigInteger, nullable=False),
-    Column("max_concurrent", Integer, nullable=False),
+    # Limits, of a tenant and of a key: NULL is "not limited".
+    Column("requests_per_minute", BigInteger, nullable=True),
+    Column("tokens_per_minute", BigInteger, nullable=True),
+    Column("tokens_per_day", BigInteger, nullable=True),
+    Column("max_concurrent", BigInteger, nullable=True),
+    Column("max_concurrent_tokens", BigInteger, nullable=True),
+    Column("budget_per_month", BigInteger, nullable=True),
     Column("weight", Float, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("on_token_limit", String(16), nullable=False),
+    Column("suspended", Boolean, nullable=False),
+    # JSON: a model's name -> its limits.
+    Column("model_limits", Text, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
 )
 
@@ -71,8 +81,26 @@ api_keys = Table(
     # Comma separated; see gateway.admission.auth.
     Column("scopes", String(100), nullable=False),
     Column("secret_hash", String(64), nullable=False),
+    # JSON: a list of names; NULL is "all of them".
+    Column("allowed_models", Text, nullable=True),
+    Column("requests_per_minute", BigInteger, nullable=True),
+    Column("tokens_per_minute", BigInteger, nullable=True),
+    Column("tokens_per_day", BigInteger, nullable=True),
+    Column("max_concurrent", BigInteger, nullable=True),
+    Column("max_concurrent_tokens", BigInteger, nullable=True),
+    Column("budget_per_month", BigInteger, nullable=True),
     Column("created_at", UtcDateTime, nullable=False),
+    Column("expires_at", UtcDateTime, nullable=True),
     Column("revoked_at", UtcDateTime, nullable=True),
+    Column("last_used_at", UtcDateTime, nullable=True),
+)
+
+# One row: how often a tenant or a key has changed; see gateway.records.changes.
+access_changes = Table(
+    "access_changes",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("changes", BigInteger, nullable=False),
 )
 
 adapters = Table(

@@ -1,10 +1,10 @@
-"""Tenants, their limits, and their API keys."""
+"""Tenants and what each may use."""
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from sqlalchemy import Row, delete, insert, select, update
@@ -12,41 +12,51 @@ from sqlalchemy.exc import IntegrityError
 
 from gateway.errors import BadRequest, NameTaken, RecordNotFound
 from gateway.records.audit import record_change
+from gateway.records.changes import count_change
 from gateway.records.database import Database
-from gateway.records.tables import api_keys, tenants
+from gateway.records.tables import tenants
 
 TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-KEY_ID = re.compile(r"[0-9a-f]{16}")
 NO_TENANT = "There is no tenant of this name."
-NO_KEY = "There is no key of this id."
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant may use. weight: its share of an engine that is full, relative to the others'."""
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a tenant, one of its keys or one of its models may use. None: not limited.
 
-    requests_per_minute: int = 600
-    tokens_per_minute: int = 200_000
-    max_concurrent: int = 32
-    weight: float = 1.0
+    Tokens are prompt and completion together. budget_per_month: micro-units of the deployment's currency (1,000,000
+    are one) in a calendar month, UTC.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    max_concurrent: int | None = None
+    max_concurrent_tokens: int | None = None
+    budget_per_month: int | None = None
+
+
+# Of a tenant whose operator asked for nothing else.
+DEFAULT_LIMITS = Limits(requests_per_minute=600, tokens_per_minute=200_000, max_concurrent=32)
+
+OnTokenLimit = Literal["refuse", "shorten"]
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+    """weight: its share of a full engine, relative to the others'. priority: 0 (served first) to 9 (shed first).
+
+    on_token_limit: whether a request that asks for more tokens than are left is refused or given fewer.
+    model_limits: further limits, by the tenant's own name of a model.
+    """
+
     id: str
     name: str
-    limits: Limits
+    limits: Limits = DEFAULT_LIMITS
+    weight: float = 1.0
+    priority: int = 5
+    on_token_limit: OnTokenLimit = "refuse"
+    suspended: bool = False
+    model_limits: dict[str, Limits] = {}
     created_at: datetime
-
-
-class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key as stored: `secret_hash` is keyed, the secret itself is nowhere. tenant None: an admin's key."""
-
-    id: str
-    tenant: Tenant | None
-    label: str
-    scopes: frozenset[str]
-    secret_hash: str
-    created_at: datetime
-    revoked_at: datetime | None
 
 
 class Tenants:
@@ -55,19 +65,28 @@ class Tenants:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def create(self, name: str, limits: Limits, actor: str) -> Tenant:
+    async def create(self, name: str, fields: Mapping[str, Any], actor: str) -> Tenant:
+        """fields: of Limits and of Tenant, as `update` takes them; the defaults hold for what is not given."""
         if not TENANT_NAME.fullmatch(name):
             raise BadRequest(
                 "Expected a tenant name of 1 to 64 characters a-z, 0-9, '.', '_' and '-', "
                 "starting with a letter or digit.",
                 param="name",
             )
-        tenant = Tenant(id=uuid.uuid4().hex, name=name, limits=limits, created_at=datetime.now(UTC))
-        values = {"id": tenant.id, "name": name, "created_at": tenant.created_at, **msgspec.structs.asdict(limits)}
+        limits = {key: value for key, value in fields.items() if key in Limits.__struct_fields__}
+        others = {key: value for key, value in fields.items() if key not in limits}
+        tenant = Tenant(
+            id=uuid.uuid4().hex,
+            name=name,
+            limits=msgspec.structs.replace(DEFAULT_LIMITS, **limits),
+            created_at=datetime.now(UTC),
+            **others,
+        )
         try:
             async with self._database.write() as connection:
-                await connection.execute(insert(tenants).values(**values))
-                await record_change(connection, actor, "tenant.create", name, msgspec.structs.asdict(limits))
+                await connection.execute(insert(tenants).values(**_values(tenant)))
+                await record_change(connection, actor, "tenant.create", name, dict(fields))
+                await count_change(connection)
         except IntegrityError as error:
             raise NameTaken(f"A tenant named '{name}' exists already.", param="name") from error
         return tenant
@@ -78,24 +97,28 @@ class Tenants:
             row = (await connection.execute(select(tenants).where(tenants.c.name == name))).one_or_none()
         if row is None:
             raise RecordNotFound(NO_TENANT, param="tenant")
-        return _tenant(row)
+        return read_tenant(row)
 
     async def list(self) -> list[Tenant]:
         async with self._database.read() as connection:
             rows = (await connection.execute(select(tenants).order_by(tenants.c.name))).all()
-        return [_tenant(row) for row in rows]
+        return [read_tenant(row) for row in rows]
 
-    async def update(self, name: str, changes: dict[str, Any], actor: str) -> Tenant:
-        """changes: columns of Limits to set; none is allowed, and changes nothing."""
+    async def update(self, name: str, changes: Mapping[str, Any], actor: str) -> Tenant:
+        """changes: fields of Limits and of Tenant to set; none is allowed, and changes nothing."""
         _check_possible(name)
+        values = dict(changes)
+        if "model_limits" in values:
+            values["model_limits"] = _encode(values["model_limits"])
         async with self._database.write() as connection:
-            if changes:
-                await connection.execute(update(tenants).where(tenants.c.name == name).values(**changes))
+            if values:
+                await connection.execute(update(tenants).where(tenants.c.name == name).values(**values))
             row = (await connection.execute(select(tenants).where(tenants.c.name == name))).one_or_none()
             if row is None:
                 raise RecordNotFound(NO_TENANT, param="tenant")
-            await record_change(connection, actor, "tenant.update", name, changes)
-        return _tenant(row)
+            await record_change(connection, actor, "tenant.update", name, dict(changes))
+            await count_change(connection)
+        return read_tenant(row)
 
     async def delete(self, name: str, actor: str) -> None:
         """With its keys and adapter names. Usage and audit rows stay."""
@@ -105,82 +128,36 @@ class Tenants:
             if result.rowcount == 0:
                 raise RecordNotFound(NO_TENANT, param="tenant")
             await record_change(connection, actor, "tenant.delete", name)
-
-    async def add_key(self, key: ApiKey, actor: str) -> None:
-        values = {
-            "id": key.id,
-            "tenant_id": key.tenant.id if key.tenant else None,
-            "label": key.label,
-            "scopes": ",".join(sorted(key.scopes)),
-            "secret_hash": key.secret_hash,
-            "created_at": key.created_at,
-            "revoked_at": key.revoked_at,
-        }
-        detail = {"tenant": key.tenant.name if key.tenant else None, "scopes": sorted(key.scopes)}
-        async with self._database.write() as connection:
-            await connection.execute(insert(api_keys).values(**values))
-            await record_change(connection, actor, "key.create", key.id, detail)
-
-    async def find_key(self, key_id: str) -> ApiKey | None:
-        """The key with its tenant and limits, revoked or not; None if there is no such key."""
-        async with self._database.read() as connection:
-            row = (await connection.execute(_KEYS.where(api_keys.c.id == key_id))).one_or_none()
-        return None if row is None else _key(row)
-
-    async def list_keys(self, tenant: Tenant) -> Sequence[ApiKey]:
-        query = _KEYS.where(api_keys.c.tenant_id == tenant.id).order_by(api_keys.c.created_at, api_keys.c.id)
-        async with self._database.read() as connection:
-            rows = (await connection.execute(query)).all()
-        return [_key(row) for row in rows]
-
-    async def revoke_key(self, key_id: str, actor: str) -> None:
-        """Revoking twice keeps the first moment."""
-        if not KEY_ID.fullmatch(key_id):
-            raise RecordNotFound(NO_KEY, param="id")
-        async with self._database.write() as connection:
-            row = (await connection.execute(select(api_keys).where(api_keys.c.id == key_id))).one_or_none()
-            if row is None:
-                raise RecordNotFound(NO_KEY, param="id")
-            if row.revoked_at is None:
-                revoke = update(api_keys).where(api_keys.c.id == key_id).values(revoked_at=datetime.now(UTC))
-                await connection.execute(revoke)
-                await record_change(connection, actor, "key.revoke", key_id)
+            await count_change(connection)
 
 
-_KEYS = select(
-    api_keys.c.id.label("key_id"),
-    api_keys.c.label,
-    api_keys.c.scopes,
-    api_keys.c.secret_hash,
-    api_keys.c.created_at.label("key_created_at"),
-    api_keys.c.revoked_at,
-    tenants,
-).join_from(api_keys, tenants, isouter=True)
+def read_tenant(row: Row[Any]) -> Tenant:
+    """A row of the table, or of a join with its columns."""
+    return Tenant(
+        id=row.id,
+        name=row.name,
+        limits=Limits(**{field: getattr(row, field) for field in Limits.__struct_fields__}),
+        weight=row.weight,
+        priority=row.priority,
+        on_token_limit=row.on_token_limit,
+        suspended=row.suspended,
+        model_limits=msgspec.json.decode(row.model_limits, type=dict[str, Limits]),
+        created_at=row.created_at,
+    )
+
+
+def _values(tenant: Tenant) -> dict[str, Any]:
+    """Columns: the limits lie flat beside the other fields."""
+    values = msgspec.structs.asdict(tenant)
+    limits: Limits = values.pop("limits")
+    return values | msgspec.structs.asdict(limits) | {"model_limits": _encode(tenant.model_limits)}
+
+
+def _encode(model_limits: Mapping[str, Limits]) -> str:
+    return msgspec.json.encode(model_limits).decode()
 
 
 def _check_possible(name: str) -> None:
     """What cannot be a name is not found, before a database meets characters it cannot hold."""
     if not TENANT_NAME.fullmatch(name):
         raise RecordNotFound(NO_TENANT, param="tenant")
-
-
-def _tenant(row: Row[Any]) -> Tenant:
-    limits = Limits(
-        requests_per_minute=row.requests_per_minute,
-        tokens_per_minute=row.tokens_per_minute,
-        max_concurrent=row.max_concurrent,
-        weight=row.weight,
-    )
-    return Tenant(id=row.id, name=row.name, limits=limits, created_at=row.created_at)
-
-
-def _key(row: Row[Any]) -> ApiKey:
-    return ApiKey(
-        id=row.key_id,
-        tenant=None if row.id is None else _tenant(row),
-        label=row.label,
-        scopes=frozenset(row.scopes.split(",")),
-        secret_hash=row.secret_hash,
-        created_at=row.key_created_at,
-        revoked_at=row.revoked_at,
-    )

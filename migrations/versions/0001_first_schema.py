@@ -17,10 +17,17 @@ def upgrade() -> None:
         "tenants",
         sa.Column("id", sa.String(32), nullable=False),
         sa.Column("name", sa.String(64), nullable=False),
-        sa.Column("requests_per_minute", sa.Integer(), nullable=False),
-        sa.Column("tokens_per_minute", sa.BigInteger(), nullable=False),
-        sa.Column("max_concurrent", sa.Integer(), nullable=False),
+        sa.Column("requests_per_minute", sa.BigInteger(), nullable=True),
+        sa.Column("tokens_per_minute", sa.BigInteger(), nullable=True),
+        sa.Column("tokens_per_day", sa.BigInteger(), nullable=True),
+        sa.Column("max_concurrent", sa.BigInteger(), nullable=True),
+        sa.Column("max_concurrent_tokens", sa.BigInteger(), nullable=True),
+        sa.Column("budget_per_month", sa.BigInteger(), nullable=True),
         sa.Column("weight", sa.Float(), nullable=False),
+        sa.Column("priority", sa.Integer(), nullable=False),
+        sa.Column("on_token_limit", sa.String(16), nullable=False),
+        sa.Column("suspended", sa.Boolean(), nullable=False),
+        sa.Column("model_limits", sa.Text(), nullable=False),
         sa.Column("created_at", MOMENT, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_tenants"),
         sa.UniqueConstraint("name", name="uq_tenants_name"),
@@ -32,14 +39,30 @@ def upgrade() -> None:
         sa.Column("label", sa.String(100), nullable=False),
         sa.Column("scopes", sa.String(100), nullable=False),
         sa.Column("secret_hash", sa.String(64), nullable=False),
+        sa.Column("allowed_models", sa.Text(), nullable=True),
+        sa.Column("requests_per_minute", sa.BigInteger(), nullable=True),
+        sa.Column("tokens_per_minute", sa.BigInteger(), nullable=True),
+        sa.Column("tokens_per_day", sa.BigInteger(), nullable=True),
+        sa.Column("max_concurrent", sa.BigInteger(), nullable=True),
+        sa.Column("max_concurrent_tokens", sa.BigInteger(), nullable=True),
+        sa.Column("budget_per_month", sa.BigInteger(), nullable=True),
         sa.Column("created_at", MOMENT, nullable=False),
+        sa.Column("expires_at", MOMENT, nullable=True),
         sa.Column("revoked_at", MOMENT, nullable=True),
+        sa.Column("last_used_at", MOMENT, nullable=True),
         sa.PrimaryKeyConstraint("id", name="pk_api_keys"),
         sa.ForeignKeyConstraint(
             ["tenant_id"], ["tenants.id"], name="fk_api_keys_tenant_id_tenants", ondelete="CASCADE"
         ),
     )
     op.create_index("ix_api_keys_tenant_id", "api_keys", ["tenant_id"])
+    access_changes = op.create_table(
+        "access_changes",
+        sa.Column("id", sa.Integer(), nullable=False, autoincrement=False),
+        sa.Column("changes", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_access_changes"),
+    )
+    op.bulk_insert(access_changes, [{"id": 1, "changes": 0}])
     op.create_table(
         "adapters",
         sa.Column("id", sa.String(32), nullable=False),
@@ -103,5 +126,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    for table in ("audit", "usage", "adapter_versions", "adapters", "api_keys", "tenants"):
+    for table in ("audit", "usage", "adapter_versions", "adapters", "access_changes", "api_keys", "tenants"):
         op.drop_table(table)

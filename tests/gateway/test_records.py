@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from msgspec.structs import replace
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -14,7 +15,7 @@ from gateway.errors import BadRequest, ModelNotFound, NameTaken, RecordNotFound
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database, migrate
 from gateway.records.tables import audit, metadata
-from gateway.records.tenants import Limits, Tenant, Tenants
+from gateway.records.tenants import DEFAULT_LIMITS, Limits, Tenant, Tenants
 from gateway.settings import SettingsError
 
 
@@ -72,12 +73,17 @@ def test_a_database_that_cannot_be_reached_is_a_setting(url: str):
 
 
 async def test_a_tenant_from_birth_to_death(tenants: Tenants, catalog: Catalog, database: Database):
-    made = await tenants.create("acme", Limits(weight=2.0), actor="op")
+    made = await tenants.create("acme", {"weight": 2.0, "tokens_per_day": 5}, actor="op")
     assert await tenants.get("acme") == made
     with pytest.raises(NameTaken):
-        await tenants.create("acme", Limits(), actor="op")
+        await tenants.create("acme", {}, actor="op")
     changed = await tenants.update("acme", {"max_concurrent": 3}, actor="op")
-    assert changed.limits == Limits(weight=2.0, max_concurrent=3)
+    assert changed == replace(made, limits=replace(DEFAULT_LIMITS, tokens_per_day=5, max_concurrent=3))
+    of_pirate = {"pirate": Limits(requests_per_minute=1)}
+    changes = {"requests_per_minute": None, "suspended": True, "priority": 9, "model_limits": of_pirate}
+    changed = await tenants.update("acme", changes, actor="op")
+    assert (changed.limits.requests_per_minute, changed.suspended, changed.priority) == (None, True, 9)
+    assert (await tenants.get("acme")).model_limits == of_pirate
     await add(catalog, made, "pirate", "a")
     await tenants.delete("acme", actor="op")
     for gone in (tenants.get("acme"), tenants.delete("acme", "op"), tenants.update("acme", {"weight": 1.0}, "op")):
@@ -88,16 +94,17 @@ async def test_a_tenant_from_birth_to_death(tenants: Tenants, catalog: Catalog, 
     assert [row[1] for row in await actions(database)] == [
         "tenant.create",
         "tenant.update",
+        "tenant.update",
         "adapter.push",
         "tenant.delete",
     ]
 
 
 async def test_names_that_are_none(tenants: Tenants, catalog: Catalog):
-    acme = await tenants.create("acme", Limits(), actor="op")
+    acme = await tenants.create("acme", {}, actor="op")
     for name in ("", "UPPER", "sp ace", "-x", "a" * 65, "nul\0", "../up", "a/b", "ü"):
         with pytest.raises(BadRequest) as refused:
-            await tenants.create(name, Limits(), actor="op")
+            await tenants.create(name, {}, actor="op")
         assert refused.value.param == "name"
         with pytest.raises(BadRequest) as refused:
             catalog.check_name(name)
@@ -111,7 +118,7 @@ async def test_names_that_are_none(tenants: Tenants, catalog: Catalog):
 
 
 async def test_names_are_each_tenants_own(tenants: Tenants, catalog: Catalog):
-    acme, globex = await tenants.create("acme", Limits(), "op"), await tenants.create("globex", Limits(), "op")
+    acme, globex = await tenants.create("acme", {}, "op"), await tenants.create("globex", {}, "op")
     await add(catalog, acme, "pirate", "a")
     await add(catalog, globex, "pirate", "b")
     await add(catalog, globex, "only-globex", "a")
@@ -126,7 +133,7 @@ async def test_names_are_each_tenants_own(tenants: Tenants, catalog: Catalog):
 
 
 async def test_versions(tenants: Tenants, catalog: Catalog):
-    acme = await tenants.create("acme", Limits(), "op")
+    acme = await tenants.create("acme", {}, "op")
     assert (await add(catalog, acme, "pirate", "a")).version == 1
     assert (await add(catalog, acme, "pirate", "a")).version == 1
     assert (await add(catalog, acme, "pirate", "b")).version == 2
@@ -137,7 +144,7 @@ async def test_versions(tenants: Tenants, catalog: Catalog):
 
 
 async def test_uploads_of_one_name_at_once_are_versions_of_it(tenants: Tenants, catalog: Catalog):
-    acme = await tenants.create("acme", Limits(), "op")
+    acme = await tenants.create("acme", {}, "op")
     made = await asyncio.gather(*(add(catalog, acme, "pirate", digit) for digit in "0123456"))
     assert sorted(adapter.version for adapter in made) == [1, 2, 3, 4, 5, 6, 7]
     assert (await catalog.get(acme, "pirate")).version == 7

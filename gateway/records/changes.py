@@ -1,0 +1,18 @@
+"""How often keys and tenants have changed: one number, by which every gateway learns that what it knows is old."""
+
+from sqlalchemy import select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.records.tables import access_changes
+
+
+async def count_change(connection: AsyncConnection) -> None:
+    """The last statement of each transaction that changes a key or a tenant.
+
+    From here to the commit other such transactions wait, so whoever reads a number sees all that it counts.
+    """
+    await connection.execute(update(access_changes).values(changes=access_changes.c.changes + 1))
+
+
+async def read_changes(connection: AsyncConnection) -> int:
+    return int((await connection.execute(select(access_changes.c.changes))).scalar_one())

@@ -1,0 +1,187 @@
+"""API keys as they are kept: whose, for what, until when; the secret only as a keyed hash."""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row, Select, bindparam, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.errors import BadRequest, RecordNotFound
+from gateway.records.audit import record_change
+from gateway.records.changes import count_change, read_changes
+from gateway.records.database import Database
+from gateway.records.tables import api_keys, tenants
+from gateway.records.tenants import Limits, Tenant, read_tenant
+
+KEY_ID = re.compile(r"[0-9a-f]{16}")
+NO_KEY = "There is no key of this id."
+# Ids in one question.
+MAX_IDS = 500
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A key as stored: `secret_hash` is keyed, the secret itself is nowhere. tenant None: an admin's key.
+
+    allowed_models: the tenant's own names of models; None: all of them.
+    """
+
+    id: str
+    tenant: Tenant | None
+    label: str
+    scopes: frozenset[str]
+    secret_hash: str
+    created_at: datetime
+    expires_at: datetime | None = None
+    revoked_at: datetime | None = None
+    last_used_at: datetime | None = None
+    allowed_models: tuple[str, ...] | None = None
+    limits: Limits = Limits()
+
+    def valid(self, now: datetime) -> bool:
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+class Keys:
+    """Raises RecordNotFound."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, key: ApiKey, actor: str) -> None:
+        async with self._database.write() as connection:
+            await connection.execute(insert(api_keys).values(**_values(key)))
+            await record_change(connection, actor, "key.create", key.id, _detail(key))
+            await count_change(connection)
+
+    async def find(self, key_id: str) -> ApiKey | None:
+        """The key with its tenant and limits, valid or not; None if there is no such key."""
+        async with self._database.read() as connection:
+            row = (await connection.execute(_KEYS.where(api_keys.c.id == key_id))).one_or_none()
+        return None if row is None else _key(row)
+
+    async def find_all(self, key_ids: Sequence[str]) -> dict[str, ApiKey]:
+        """Those of the keys that exist, by id."""
+        found = {}
+        async with self._database.read() as connection:
+            for first in range(0, len(key_ids), MAX_IDS):
+                some = key_ids[first : first + MAX_IDS]
+                rows = await connection.execute(_KEYS.where(api_keys.c.id.in_(some)))
+                found.update({row.key_id: _key(row) for row in rows})
+        return found
+
+    async def changes(self) -> int:
+        """How often any key or tenant has changed: while it stays the same, so does what `find` says."""
+        async with self._database.read() as connection:
+            return await read_changes(connection)
+
+    async def list(self, tenant: Tenant | None) -> Sequence[ApiKey]:
+        """A tenant's keys, or the admins', oldest first."""
+        owner = None if tenant is None else tenant.id
+        query = _KEYS.where(api_keys.c.tenant_id.is_not_distinct_from(owner))
+        async with self._database.read() as connection:
+            rows = (await connection.execute(query.order_by(api_keys.c.created_at, api_keys.c.id))).all()
+        return [_key(row) for row in rows]
+
+    async def revoke(self, key_id: str, actor: str) -> None:
+        """Revoking twice keeps the first moment."""
+        async with self._database.write() as connection:
+            key = await _locked(connection, key_id)
+            if key.revoked_at is None:
+                revoke = update(api_keys).where(api_keys.c.id == key_id).values(revoked_at=datetime.now(UTC))
+                await connection.execute(revoke)
+                await record_change(connection, actor, "key.revoke", key_id)
+                await count_change(connection)
+
+    async def replace(self, new: ApiKey, old_id: str, expires_at: datetime, actor: str) -> None:
+        """Adds `new`; the old key lives until `expires_at`, or less if it was to end before.
+
+        Raises BadRequest if the old key is not valid (any more).
+        """
+        async with self._database.write() as connection:
+            old = await _locked(connection, old_id)
+            if not old.valid(datetime.now(UTC)):
+                raise BadRequest("This key is revoked or expired; make a new one instead.", param="id")
+            until = expires_at if old.expires_at is None else min(expires_at, old.expires_at)
+            await connection.execute(update(api_keys).where(api_keys.c.id == old_id).values(expires_at=until))
+            await connection.execute(insert(api_keys).values(**_values(new)))
+            detail = _detail(new) | {"old": old_id, "old_expires_at": until.isoformat()}
+            await record_change(connection, actor, "key.rotate", new.id, detail)
+            await count_change(connection)
+
+    async def touch(self, used: Mapping[str, datetime]) -> None:
+        """Writes down when keys were last used; an older moment never replaces a newer one."""
+        later = or_(api_keys.c.last_used_at.is_(None), api_keys.c.last_used_at < bindparam("at"))
+        statement = (
+            update(api_keys).where(api_keys.c.id == bindparam("key"), later).values(last_used_at=bindparam("at"))
+        )
+        # In one order everywhere, so that two gateways never wait for each other's rows.
+        rows = [{"key": key_id, "at": used[key_id]} for key_id in sorted(used)]
+        async with self._database.write() as connection:
+            await connection.execute(statement, rows)
+
+
+_OWN = ("id", "created_at", *Limits.__struct_fields__)
+_KEYS: Select[Any] = select(
+    *(api_keys.c[name].label(f"key_{name}") for name in _OWN),
+    api_keys.c.label,
+    api_keys.c.scopes,
+    api_keys.c.secret_hash,
+    api_keys.c.expires_at,
+    api_keys.c.revoked_at,
+    api_keys.c.last_used_at,
+    api_keys.c.allowed_models,
+    tenants,
+).join_from(api_keys, tenants, isouter=True)
+
+
+async def _locked(connection: AsyncConnection, key_id: str) -> ApiKey:
+    if not KEY_ID.fullmatch(key_id):
+        raise RecordNotFound(NO_KEY, param="id")
+    query = _KEYS.where(api_keys.c.id == key_id).with_for_update(of=api_keys)
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        raise RecordNotFound(NO_KEY, param="id")
+    return _key(row)
+
+
+def _values(key: ApiKey) -> dict[str, Any]:
+    """Columns: the limits lie flat beside the other fields."""
+    values = msgspec.structs.asdict(key)
+    tenant, limits = values.pop("tenant"), values.pop("limits")
+    return {
+        **values,
+        **msgspec.structs.asdict(limits),
+        "tenant_id": None if tenant is None else tenant.id,
+        "scopes": ",".join(sorted(key.scopes)),
+        "allowed_models": None if key.allowed_models is None else msgspec.json.encode(key.allowed_models).decode(),
+    }
+
+
+def _detail(key: ApiKey) -> dict[str, Any]:
+    return {
+        "tenant": key.tenant.name if key.tenant else None,
+        "scopes": sorted(key.scopes),
+        "expires_at": key.expires_at and key.expires_at.isoformat(),
+        "allowed_models": key.allowed_models,
+        "limits": key.limits,
+    }
+
+
+def _key(row: Row[Any]) -> ApiKey:
+    models = row.allowed_models
+    return ApiKey(
+        id=row.key_id,
+        tenant=None if row.id is None else read_tenant(row),
+        label=row.label,
+        scopes=frozenset(row.scopes.split(",")),
+        secret_hash=row.secret_hash,
+        created_at=row.key_created_at,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+        last_used_at=row.last_used_at,
+        allowed_models=None if models is None else msgspec.json.decode(models, type=tuple[str, ...]),
+        limits=Limits(**{field: getattr(row, f"key_{field}") for field in Limits.__struct_fields__}),
+    )
