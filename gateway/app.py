@@ -16,6 +16,7 @@ from adapters.store import open_store
 from engine.tokenizer import Tokenizer, TokenizerError
 from gateway.access import add_request_id, hide_server, observe
 from gateway.admission.auth import Authenticator
+from gateway.admission.overload import Gate
 from gateway.admission.quota import Quota, connect
 from gateway.api.accounting import Accounting
 from gateway.api.adapters import AdapterIntake, Adapters, Usage
@@ -24,11 +25,17 @@ from gateway.api.admin_keys import AdminKeys
 from gateway.api.admin_tenants import AdminTenants
 from gateway.api.completions import Completions
 from gateway.api.dashboard import Dashboard
+from gateway.api.engines import Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.prompts import PromptReader
 from gateway.errors import error_boundary
+from gateway.fleet.addresses import ANNOUNCED
 from gateway.fleet.client import EngineClient, new_session
+from gateway.fleet.discovery import Announcements, Discovery
+from gateway.fleet.dispatch import Fleet
+from gateway.fleet.probe import Probe
 from gateway.fleet.registry import Registry
+from gateway.fleet.vllm import VllmAdapters
 from gateway.metrics import Metrics
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database
@@ -68,10 +75,16 @@ async def make_app(settings: Settings) -> web.Application:
     redis = connect(settings.redis_url, settings.redis_timeout)
     quota = Quota(redis, settings.redis_timeout, settings.lease_seconds)
     session = new_session(settings.engine_timeout)
-    registry = Registry(settings.engines, session, settings.internal_token, settings.base_model)
+    token = settings.internal_token
+    announcements = Announcements(redis, settings.redis_timeout) if ANNOUNCED in settings.engines else None
+    discovery = Discovery(settings.engine_addresses, announcements)
+    registry = Registry(discovery, Probe(session, token, settings.base_model))
+    gate = Gate(lambda: registry.capacity, settings.queue_length, settings.queue_seconds)
+    client = EngineClient(session, token, VllmAdapters(session, token, store))
+    fleet = Fleet(registry, client, gate, settings.engine_timeout)
     accounting = Accounting(quota, ledger, metrics)
     auth = Authenticator(keys, settings.key_pepper, settings.admin_key)
-    metrics.watch(registry, ledger)
+    metrics.watch(registry, ledger, gate)
 
     async def connections(_: web.Application) -> AsyncIterator[None]:
         yield
@@ -95,7 +108,7 @@ async def make_app(settings: Settings) -> web.Application:
 
     async def engines(_: web.Application) -> AsyncIterator[None]:
         await registry.poll()
-        async with _running(registry.watch()):
+        async with _running(registry.watch(gate.admit)):
             yield
 
     async def usage(_: web.Application) -> AsyncIterator[None]:
@@ -128,8 +141,7 @@ async def make_app(settings: Settings) -> web.Application:
         catalog=catalog,
         prompts=prompts,
         quota=quota,
-        registry=registry,
-        client=EngineClient(session, settings.internal_token),
+        fleet=fleet,
         accounting=accounting,
         metrics=metrics,
         base_model=settings.base_model,
@@ -152,6 +164,7 @@ async def make_app(settings: Settings) -> web.Application:
             web.delete("/v1/adapters/{name}", own.delete),
             web.get("/v1/usage", Usage(auth=auth, report=report).get),
             *admin.routes(),
+            *Engines(announcements, token).routes(),
             *AdminTenants(auth=auth, tenants=tenants).routes(),
             *AdminKeys(auth=auth, tenants=tenants, keys=keys).routes(),
             web.get("/admin/", dashboard.page),

@@ -94,6 +94,15 @@ class RateLimited(GatewayError):
         self.kind = limit
 
 
+class Overloaded(GatewayError):
+    """Every engine is full, and so is the queue before them, or a request waited there as long as it may."""
+
+    status, kind, code = 429, "server_overloaded", "server_overloaded"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message, headers={"Retry-After": str(retry_after)})
+
+
 class UpstreamFailed(GatewayError):
     """The engine answered something that is not an answer."""
 

@@ -1,10 +1,9 @@
 """What the gateway tells Prometheus. Its own registry: no global state, one per application."""
 
-from functools import partial
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from gateway.admission.overload import Gate
 from gateway.fleet.registry import Registry
 from gateway.records.ledger import Ledger, UsageRow
 
@@ -17,6 +16,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._engines: Registry | None = None
         self._requests = Counter(
             "loraplex_gateway_http_requests",
             "HTTP requests answered.",
@@ -70,6 +70,9 @@ class Metrics:
             ["engine"],
             registry=self.registry,
         )
+        self._queue_waiting = Gauge(
+            "loraplex_gateway_queue_waiting", "Requests that wait for an engine to have room.", registry=self.registry
+        )
         self._ledger_waiting = Gauge(
             "loraplex_gateway_ledger_waiting_rows", "Usage rows not yet in the database.", registry=self.registry
         )
@@ -93,13 +96,18 @@ class Metrics:
     def refused(self, tenant: str, limit: str) -> None:
         self._refusals.labels(tenant, limit).inc()
 
-    def watch(self, registry: Registry, ledger: Ledger) -> None:
+    def watch(self, registry: Registry, ledger: Ledger, gate: Gate) -> None:
         """Reads these when asked for the metrics, not before."""
-        for engine in registry.engines:
-            self._engine_up.labels(engine.url).set_function(partial(getattr, engine, "healthy"))
-            self._engine_in_flight.labels(engine.url).set_function(partial(getattr, engine, "in_flight"))
+        self._engines = registry
+        self._queue_waiting.set_function(lambda: gate.waiting)
         self._ledger_waiting.set_function(lambda: ledger.waiting)
 
     def render(self) -> bytes:
         """The registry in Prometheus' text format."""
+        # Engines come and go.
+        self._engine_up.clear()
+        self._engine_in_flight.clear()
+        for engine in self._engines.engines if self._engines is not None else ():
+            self._engine_up.labels(engine.url).set(engine.healthy)
+            self._engine_in_flight.labels(engine.url).set(engine.in_flight)
         return generate_latest(self.registry)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
+from gateway.fleet.addresses import ANNOUNCED, Address, parse_address
+
 PREFIX = "LORAPLEX_"
 MIN_SECRET_CHARS = 16
 
@@ -56,6 +58,9 @@ class Settings:
     lease_seconds: float = 30.0
     # No byte from the engine for this long ends the request.
     engine_timeout: float = 300.0
+    # Requests that wait here while every engine is full, and seconds that one waits at most; beyond either, 429.
+    queue_length: int = 512
+    queue_seconds: float = 30.0
     # A client that takes no byte for this long loses its stream.
     client_timeout: float = 60.0
     # On SIGTERM, streams may go on for this long.
@@ -68,9 +73,13 @@ class Settings:
             if len(getattr(self, name)) < MIN_SECRET_CHARS:
                 raise SettingsError(env_name(name), f"expected a secret of at least {MIN_SECRET_CHARS} characters")
         if not self.engines:
-            raise SettingsError(env_name("engines"), "expected at least one engine URL")
-        for url in self.engines:
-            _check_url("engines", url, {"http", "https"})
+            raise SettingsError(env_name("engines"), f"expected at least one engine URL, or the word {ANNOUNCED}")
+        try:
+            addresses = self.engine_addresses
+        except ValueError as error:
+            raise SettingsError(env_name("engines"), str(error)) from error
+        if len({address.url for address in addresses}) < len(addresses):
+            raise SettingsError(env_name("engines"), "an engine is named twice")
         _check_url("redis_url", self.redis_url, {"redis", "rediss", "unix"})
         _check_url("database_url", self.database_url, {"sqlite", "postgresql", "postgres"})
         if not self.base_model:
@@ -85,10 +94,15 @@ class Settings:
                 raise SettingsError(env_name(name), f"expected a port between 0 and 65535, got {value}")
         positive = ("max_model_len", "default_max_tokens", "max_body_bytes", "max_upload_bytes", "ledger_queue")
         durations = ("redis_timeout", "lease_seconds", "engine_timeout", "client_timeout", "shutdown_seconds")
-        for name in positive + durations:
+        for name in (*positive, *durations, "queue_length", "queue_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SettingsError(env_name(name), f"expected a number above 0, got {value}")
+
+    @property
+    def engine_addresses(self) -> list[Address]:
+        """The engines that are named here; those that announce themselves are not."""
+        return [parse_address(text) for text in self.engines if text != ANNOUNCED]
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> "Settings":

@@ -13,9 +13,8 @@ from gateway.api.accounting import Account, Accounting, ClientGone
 from gateway.api.bodies import json_response
 from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
 from gateway.errors import REQUEST_ID, BadRequest, ModelNotFound, RateLimited, error_body, translate
-from gateway.fleet.client import EngineClient, EngineGone, EngineRefused, read_events, read_json
-from gateway.fleet.registry import EngineRecord, Registry
-from gateway.fleet.routing import choose
+from gateway.fleet.client import Call, EngineRefused, read_events, read_json
+from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
 from gateway.records.catalog import Adapter, Catalog, Model
 from gateway.records.tenants import Tenant
@@ -38,8 +37,7 @@ class Completions:
         catalog: Catalog,
         prompts: PromptReader,
         quota: Quota,
-        registry: Registry,
-        client: EngineClient,
+        fleet: Fleet,
         accounting: Accounting,
         metrics: Metrics,
         base_model: str,
@@ -49,8 +47,7 @@ class Completions:
         self._catalog = catalog
         self._prompts = prompts
         self._quota = quota
-        self._registry = registry
-        self._client = client
+        self._fleet = fleet
         self._accounting = accounting
         self._metrics = metrics
         self._base_model = base_model
@@ -84,28 +81,27 @@ class Completions:
     async def _forward(
         self, request: web.Request, endpoint: Endpoint, asked: InferenceRequest, model: Model, account: Account
     ) -> web.StreamResponse:
-        """Sends it to one engine after the other until one has taken it."""
-        tried: list[EngineRecord] = []
-        while True:
-            engine = choose(self._registry, model.digest, tried)
-            account.sent(engine, asked.prompt_tokens)
-            try:
-                with engine.busy():
-                    opened = self._client.open(engine, endpoint.path, asked.body, model, account.reservation)
-                    async with opened as upstream:
-                        relay = self._relay_stream if asked.stream else self._relay_answer
-                        return await relay(request, upstream, asked, account)
-            except EngineGone:
-                account.refused()
-                tried.append(engine)
-            except EngineRefused as refusal:
-                # A 4xx comes before any work: nothing of it is held against the tenant. Overload is, or a client could
-                # knock without end.
-                account.refused(counts=not (refusal.status and 400 <= refusal.status < 500))
-                # Whose fault it was: only the client's is a refusal, a wrong token or a missing model is our error.
-                status = "refused" if isinstance(refusal.error, BadRequest) else "error"
-                await self._accounting.close_and_wait(account, status)
-                raise refusal.error from refusal
+        """Sends it to an engine and the engine's answer to the client."""
+        call = Call(
+            request_id=request[REQUEST_ID],
+            path=endpoint.path,
+            body=asked.body,
+            model=model,
+            tenant=account.principal.tenant,
+            prompt_tokens=asked.prompt_tokens,
+        )
+        relay = self._relay_stream if asked.stream else self._relay_answer
+        try:
+            async with self._fleet.open(call, account) as upstream:
+                return await relay(request, upstream, asked, account)
+        except EngineRefused as refusal:
+            # A 4xx comes before any work: nothing of it is held against the tenant. Overload is, or a client could
+            # knock without end.
+            account.refused(counts=not (refusal.status and 400 <= refusal.status < 500))
+            # Whose fault it was: only the client's is a refusal, a wrong token or a missing model is our error.
+            status = "refused" if isinstance(refusal.error, BadRequest) else "error"
+            await self._accounting.close_and_wait(account, status)
+            raise refusal.error from refusal
 
     async def _relay_answer(
         self, request: web.Request, upstream: ClientResponse, asked: InferenceRequest, account: Account

@@ -5,25 +5,39 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from aiohttp import ClientConnectorError, ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    ServerDisconnectedError,
+    TCPConnector,
+)
 
-from gateway.admission.quota import Reservation
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
 from gateway.fleet.registry import EngineRecord
+from gateway.fleet.vllm import VllmAdapters
 from gateway.records.catalog import Model
+from gateway.records.tenants import Tenant
 
 CONNECT_SECONDS = 5.0
 # The largest single event we hold in memory.
 MAX_EVENT_BYTES = 16 * 2**20
 
 
+# Connections are kept for the next request a little less long than uvicorn (vLLM's server) keeps them: a request must
+# not meet one that is being closed.
+KEEP_SECONDS = 4.0
+
+
 class EngineGone(Exception):
-    """The engine could not be reached and has not seen the request: another one may be tried."""
+    """The engine could not be reached, or left before it answered anything: another one may be tried."""
 
 
 class EngineRefused(Exception):
-    """The engine was asked and did not begin to answer. error: what the client is told. status: the engine's own, None
-    if there was none."""
+    """No engine began to answer. error: what the client is told. status: the last engine's own, None if it said
+    nothing."""
 
     def __init__(self, error: GatewayError, status: int | None = None) -> None:
         super().__init__(error.message)
@@ -31,51 +45,97 @@ class EngineRefused(Exception):
         self.status = status
 
 
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as it goes to an engine, whichever. body: OpenAI's; its model is replaced by what engines know.
+
+    prompt_tokens: of all prompts together. traceparent: W3C's, if there is one to pass on.
+    """
+
+    request_id: str
+    path: str
+    body: dict[str, Any]
+    model: Model
+    tenant: Tenant
+    prompt_tokens: int
+    traceparent: str | None = None
+
+
 def new_session(read_timeout: float) -> ClientSession:
     """One for the whole gateway. read_timeout: seconds without a byte until a request is given up."""
     timeout = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read_timeout)
-    return ClientSession(connector=TCPConnector(limit=0), timeout=timeout)
+    return ClientSession(connector=TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS), timeout=timeout)
 
 
 class EngineClient:
     """Sends OpenAI requests with the headers that engines trust."""
 
-    def __init__(self, session: ClientSession, internal_token: str) -> None:
+    def __init__(self, session: ClientSession, internal_token: str, adapters: VllmAdapters) -> None:
         self._session = session
         self._token = internal_token
+        self._adapters = adapters
 
     @asynccontextmanager
-    async def open(
-        self, engine: EngineRecord, path: str, body: dict[str, Any], model: Model, reservation: Reservation
-    ) -> AsyncIterator[ClientResponse]:
+    async def open(self, engine: EngineRecord, call: Call) -> AsyncIterator[ClientResponse]:
         """The engine's answer of status 200, its body unread. Leaving early closes the connection, which is how the
         engine learns that it may stop.
 
         Raises EngineGone or EngineRefused.
         """
-        tenant = reservation.tenant
-        headers = {
-            "Content-Type": "application/json",
-            "x-loraplex-internal-token": self._token,
-            "x-loraplex-tenant": tenant.id,
-            "x-loraplex-weight": repr(tenant.weight),
-            "x-request-id": reservation.request_id,
-        }
-        wire = msgspec.json.encode({**body, "model": f"sha256:{model.digest}" if model.digest else model.name})
+        post = self._post_to_vllm if engine.address.kind == "vllm" else self._post
         try:
-            response = await self._session.post(f"{engine.url}{path}", data=wire, headers=headers)
-        except ClientConnectorError as error:
-            engine.mark_down("connection refused")
+            response = await post(engine, call)
+        except (ClientConnectorError, ServerDisconnectedError, ConnectionError) as error:
+            engine.mark_down(f"{type(error).__name__} at a request")
             raise EngineGone from error
         except (ClientError, OSError, TimeoutError) as error:
             raise EngineRefused(UpstreamFailed(f"The engine did not answer ({type(error).__name__}).")) from error
+        except UpstreamFailed as error:
+            raise EngineRefused(error) from error
         try:
             if response.status != 200:
-                raise EngineRefused(await _refusal(response, model), response.status)
+                raise EngineRefused(await _refusal(response, call.model), response.status)
             yield response
         finally:
             # A connection whose answer was read to its end goes back to the pool; else it is closed.
             response.release()
+
+    async def _post(self, engine: EngineRecord, call: Call) -> ClientResponse:
+        headers = {
+            "x-loraplex-internal-token": self._token,
+            "x-loraplex-tenant": call.tenant.id,
+            "x-loraplex-weight": repr(call.tenant.weight),
+            # There a higher number goes first.
+            "x-loraplex-priority": str(-call.tenant.priority),
+        }
+        return await self._send(engine, call, call.body, headers)
+
+    async def _post_to_vllm(self, engine: EngineRecord, call: Call) -> ClientResponse:
+        # The salt keeps one tenant's timing from telling of another's prompts, as our engine does by itself.
+        body = {**call.body, "cache_salt": call.tenant.id}
+        if call.body.get("stream"):
+            # How far a stream is, in each event: what a client that leaves has to pay.
+            body["stream_options"] = {**call.body["stream_options"], "continuous_usage_stats": True}
+        headers = {"Authorization": f"Bearer {self._token}"}
+        digest = call.model.digest
+        if digest is None:
+            return await self._send(engine, call, body, headers)
+        await self._adapters.ensure(engine, digest)
+        response = await self._send(engine, call, body, headers)
+        if response.status == 404:
+            response.release()
+            await self._adapters.ensure(engine, digest, again=True)
+            response = await self._send(engine, call, body, headers)
+        return response
+
+    async def _send(
+        self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]
+    ) -> ClientResponse:
+        headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **headers}
+        if call.traceparent is not None:
+            headers["traceparent"] = call.traceparent
+        digest = call.model.digest
+        wire = msgspec.json.encode({**body, "model": f"sha256:{digest}" if digest else call.model.name})
+        return await self._session.post(f"{engine.url}{call.path}", data=wire, headers=headers)
 
 
 async def read_json(response: ClientResponse) -> dict[str, Any]:
@@ -138,6 +198,8 @@ async def _refusal(response: ClientResponse, model: Model) -> GatewayError:
     try:
         detail = msgspec.json.decode(body)["error"]
         message, param, code = str(detail["message"]), detail.get("param"), detail.get("code")
+        if not isinstance(code, str):
+            code = None  # vLLM repeats the status there
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         message, param, code = "", None, None
     if model.digest:

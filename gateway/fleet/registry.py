@@ -1,127 +1,200 @@
-"""The engines: which are up, what they hold, how busy we keep them."""
+"""The engines: which there are, which are up, what they hold, how busy they are."""
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import msgspec
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from gateway.fleet.addresses import Address
+from gateway.fleet.breaker import Breaker
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-POLL_TIMEOUT = ClientTimeout(total=3.0)
-# A refused connection is down at once; an engine busy with a long step may miss a poll or two.
+# An engine busy with a long step may miss a poll or two; a refused connection is down at once.
 MISSES_UNTIL_DOWN = 3
+# Beyond its batch an engine gets as many again, to fill places as they fall free; more wait here, where they can still
+# go elsewhere and be ordered with everyone else's.
+BATCHES_IN_FLIGHT = 2
+# What is assumed until an engine has told or shown it.
+DEFAULT_SLOTS = 32
+DEFAULT_LOAD_SECONDS = 0.05
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class EngineRecord:
-    """One engine as this gateway sees it. resident: digests (no prefix) of the adapters on its device. problem: why it
-    gets no requests although it lives, and what to do about it."""
+    """One engine as this gateway process sees it.
 
-    url: str
+    resident: digests (no prefix) of the adapters it holds. serving: this process' requests by digest, the base model's
+    under None. others: requests of other gateways. slots: what it runs at once. load_seconds: what bringing an adapter
+    takes. request_seconds: what a request takes. problem: why it gets no requests although it lives, and what to do.
+    """
+
+    address: Address
     healthy: bool = False
+    draining: bool = False
     resident: frozenset[str] = frozenset()
+    serving: Counter[str | None] = field(default_factory=Counter)
     in_flight: int = 0
+    others: int = 0
+    slots: int = DEFAULT_SLOTS
+    load_seconds: float = DEFAULT_LOAD_SECONDS
+    request_seconds: float = 1.0
     state: dict[str, Any] = field(default_factory=dict)
     misses: int = 0
     problem: str | None = None
+    breaker: Breaker = field(default_factory=Breaker)
+
+    @property
+    def url(self) -> str:
+        return self.address.url
+
+    @property
+    def load(self) -> int:
+        """Requests with this engine, everyone's as far as is known."""
+        return self.in_flight + self.others
+
+    @property
+    def limit(self) -> int:
+        """Requests it is given at most."""
+        return self.slots if self.address.kind == "vllm" else BATCHES_IN_FLIGHT * self.slots
+
+    @property
+    def available(self) -> bool:
+        return self.healthy and self.breaker.allows
+
+    def holds(self, digest: str) -> bool:
+        """True too for an adapter that a request of ours is bringing, before the engine says so itself."""
+        return digest in self.resident or self.serving[digest] > 0
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self, digest: str | None) -> Iterator[None]:
         """Counts one request for as long as it is with this engine."""
         self.in_flight += 1
+        self.serving[digest] += 1
         try:
             yield
         finally:
             self.in_flight -= 1
+            self.serving[digest] -= 1
+            if not self.serving[digest]:
+                del self.serving[digest]
 
-    def mark_down(self, reason: str) -> None:
+    def observe_request(self, seconds: float) -> None:
+        """Learns how long a request takes, the last few counting most."""
+        self.request_seconds += 0.1 * (seconds - self.request_seconds)
+
+    def observe_state(self, state: dict[str, Any], in_flight: int) -> None:
+        """Takes an engine's word on itself, unless it is older than what it said before. in_flight: ours when asked."""
+        if state.get("instance") == self.state.get("instance") and _int(state, "generation") < _int(
+            self.state, "generation"
+        ):
+            return
+        self.state = state
+        self.resident = resident_adapters(state)
+        self.others = max(0, _int(state, "running") + _int(state, "waiting") - in_flight)
+        self.slots = _int(state, "max_num_seqs") or self.slots
+        seconds = state.get("adapter_load_seconds")
+        if isinstance(seconds, int | float) and seconds > 0:
+            self.load_seconds = float(seconds)
+
+    def mark_down(self, reason: str, *, draining: bool = False) -> None:
         if self.healthy:
-            log.warning("engine %s is down: %s", self.url, reason)
-        self.healthy, self.problem = False, None
-        self.resident = frozenset()
+            log.warning("engine %s is %s: %s", self.url, "leaving" if draining else "down", reason)
+        self.healthy, self.problem, self.draining = False, None, draining
+        self.resident, self.others = frozenset(), 0
 
     def mark_misconfigured(self, problem: str) -> None:
         if self.problem != problem:
             log.error("engine %s is misconfigured: %s", self.url, problem)
-        self.healthy, self.misses, self.problem = False, 0, problem
+        self.healthy, self.misses, self.problem, self.draining = False, 0, problem, False
         self.resident = frozenset()
 
     def mark_up(self) -> None:
         if not self.healthy:
             log.info("engine %s is up", self.url)
-        self.healthy, self.misses, self.problem = True, 0, None
+        self.healthy, self.misses, self.problem, self.draining = True, 0, None, False
+
+    def missed(self, reason: str) -> None:
+        """One health check went unanswered."""
+        self.misses += 1
+        if self.misses >= MISSES_UNTIL_DOWN:
+            self.mark_down(reason)
 
 
 class Registry:
-    """A fixed list of engines, polled every second. base_model: the name under which they must serve the base."""
+    """The engines that `discover` finds, each asked by `ask` every second. An engine that is discovered no more gets no
+    new requests; those it has go on."""
 
-    def __init__(self, urls: Sequence[str], session: ClientSession, internal_token: str, base_model: str) -> None:
-        self.engines = tuple(EngineRecord(url) for url in urls)
-        self._session = session
-        self._base_model = base_model
-        self._headers = {"x-loraplex-internal-token": internal_token}
+    def __init__(
+        self,
+        discover: Callable[[], Awaitable[Iterable[Address]]],
+        ask: Callable[[EngineRecord], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._discover = discover
+        self._ask = ask
+        self._engines: dict[str, EngineRecord] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def engines(self) -> tuple[EngineRecord, ...]:
+        return tuple(self._engines.values())
 
     @property
     def healthy(self) -> list[EngineRecord]:
-        return [engine for engine in self.engines if engine.healthy]
+        return [engine for engine in self._engines.values() if engine.healthy]
 
     @property
     def problems(self) -> list[str]:
         """What is wrong with engines that live and cannot be used; each once."""
-        return sorted({engine.problem for engine in self.engines if engine.problem})
+        return sorted({engine.problem for engine in self._engines.values() if engine.problem})
+
+    @property
+    def capacity(self) -> int | None:
+        """Requests that this gateway may have with all engines together; None while none is available, when waiting
+        for a place would be waiting for nothing."""
+        available = [engine for engine in self._engines.values() if engine.available]
+        return sum(max(0, engine.limit - engine.others) for engine in available) if available else None
 
     async def poll(self) -> None:
-        """Asks every engine once."""
-        await asyncio.gather(*(self._poll(engine) for engine in self.engines))
+        """Looks for engines and asks every one once."""
+        await self._find()
+        await asyncio.gather(*(self._ask(engine) for engine in self._engines.values()))
 
-    async def watch(self) -> None:
-        """Polls for ever. Run it as a task."""
-        while True:
-            await self.poll()
-            await asyncio.sleep(POLL_SECONDS)
+    async def watch(self, each_time: Callable[[], None]) -> None:
+        """Polls for ever, each engine at its own pace: one that is slow to answer holds up no other. Run it as a task.
 
-    async def _poll(self, engine: EngineRecord) -> None:
+        each_time: called once a second, for whoever waits for what may have changed.
+        """
         try:
-            async with self._session.get(f"{engine.url}/health", timeout=POLL_TIMEOUT) as response:
-                if response.status != 200:
-                    engine.mark_down(f"/health answers {response.status}")
-                    return
-        except TimeoutError:
-            engine.misses += 1
-            if engine.misses >= MISSES_UNTIL_DOWN:
-                engine.mark_down("no answer to /health in time")
-            return
-        except (ClientError, OSError) as error:
-            engine.mark_down(f"{type(error).__name__} at /health")
-            return
-        try:
-            engine.state = await self._state(engine)
-        except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-            # /state waits for a step to end; until it answers again, what we knew is the best we know.
-            log.debug("engine %s: %s at /state", engine.url, type(error).__name__)
-        else:
-            engine.resident = resident_adapters(engine.state)
-        serves, wanted = engine.state.get("model", self._base_model), self._base_model
-        if serves == wanted:
-            engine.mark_up()
-        else:
-            engine.mark_misconfigured(
-                f"engine serves {serves}, not {wanted}; start it with --served-model-name {wanted}"
-            )
+            while True:
+                await self._find()
+                for url, engine in self._engines.items():
+                    if url not in self._asking:
+                        task = self._asking[url] = asyncio.create_task(self._ask(engine))
+                        task.add_done_callback(partial(self._asked, url))
+                each_time()
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            for task in self._asking.values():
+                task.cancel()
 
-    async def _state(self, engine: EngineRecord) -> dict[str, Any]:
-        """What the engine says of itself; empty for an engine without /state (vLLM), where any place is as good."""
-        async with self._session.get(f"{engine.url}/state", headers=self._headers, timeout=POLL_TIMEOUT) as response:
-            if response.status == 404:
-                return {}
-            response.raise_for_status()
-            return msgspec.json.decode(await response.read(), type=dict[str, Any])
+    def _asked(self, url: str, task: "asyncio.Task[None]") -> None:
+        self._asking.pop(url, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("engine %s could not be asked for its state", url, exc_info=error)
+
+    async def _find(self) -> None:
+        addresses = {address.url: address for address in await self._discover()}
+        for url in self._engines.keys() - addresses.keys():
+            self._engines.pop(url).mark_down("it is in no list any more", draining=True)
+        for url, address in addresses.items():
+            if url not in self._engines:
+                self._engines[url] = EngineRecord(address)
 
 
 def resident_adapters(state: dict[str, Any]) -> frozenset[str]:
@@ -130,3 +203,8 @@ def resident_adapters(state: dict[str, Any]) -> frozenset[str]:
     if not isinstance(adapters, list):
         return frozenset()
     return frozenset(str(digest).removeprefix("sha256:") for digest in adapters)
+
+
+def _int(state: dict[str, Any], name: str) -> int:
+    value = state.get(name)
+    return value if isinstance(value, int) else 0

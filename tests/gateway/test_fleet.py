@@ -1,52 +1,12 @@
-"""Engines that come and go: health, choice, and requests that find another."""
+"""Engines that come and go: health, announcements, and requests that find another."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
 
-from gateway.errors import Unavailable
-from gateway.fleet.registry import EngineRecord, Registry
-from gateway.fleet.routing import LOCALITY_SLACK, choose
 from tests.gateway.running import BASE_MODEL, Gateway, running, settings, until
-from tests.gateway.upstream import TOKEN, Upstream
-
-
-def registry(*engines: EngineRecord) -> Registry:
-    made = Registry([], None, TOKEN, BASE_MODEL)  # type: ignore[arg-type]  (nothing is polled here)
-    made.engines = engines
-    return made
-
-
-def engine(url: str, in_flight: int = 0, resident: tuple[str, ...] = (), healthy: bool = True) -> EngineRecord:
-    return EngineRecord(url, healthy=healthy, resident=frozenset(resident), in_flight=in_flight)
-
-
-@pytest.mark.parametrize(
-    ("engines", "chosen"),
-    [
-        ([engine("a", 3), engine("b", 2)], "b"),
-        ([engine("a", 3, ("d",)), engine("b", 2)], "a"),
-        ([engine("a", 3, ("d",)), engine("b", 2, ("d",)), engine("c", 0)], "b"),
-        ([engine("a", 0, healthy=False), engine("b", 9)], "b"),
-        ([engine("a", LOCALITY_SLACK, ("d",)), engine("b", 0)], "a"),
-        ([engine("a", LOCALITY_SLACK + 1, ("d",)), engine("b", 0)], "b"),
-    ],
-)
-def test_who_holds_the_adapter_then_who_is_least_busy(engines: list[EngineRecord], chosen: str):
-    assert choose(registry(*engines), "d").url == chosen
-
-
-def test_the_base_model_is_everywhere():
-    assert choose(registry(engine("a", 1, ("d",)), engine("b", 0)), None).url == "b"
-
-
-def test_no_engine():
-    only = engine("a")
-    with pytest.raises(Unavailable) as refused:
-        choose(registry(only), "d", tried=[only])
-    assert (refused.value.status, refused.value.code) == (503, "no_engine")
-    assert refused.value.headers["Retry-After"] == "1"
+from tests.gateway.upstream import Upstream
 
 
 async def test_residency_is_read_and_followed(tmp_path: Path, model_dir: Path, redis_url: str):
@@ -69,8 +29,10 @@ async def test_an_engine_that_dies_is_passed_over_and_found_again(tmp_path: Path
             assert (await acme.complete()).status == 200
         try:
             # The first to meet the refused connection goes on to the next engine, unseen by its client.
-            for _ in range(4):
-                assert (await acme.complete()).status == 200
+            for i in range(8):
+                got = await acme.complete(prompt=f"conversation {i}")
+                assert got.status == 200, got.body
+            await until(lambda: up(gateway, 1))
             assert [e["healthy"] for e in (await gateway.admin.get("/admin/api/engines")).json["data"]] == [False, True]
             async with Upstream().serving(port):
                 await until(lambda: up(gateway, 2))

@@ -1,0 +1,154 @@
+"""Who goes next when the engines are full: a bounded queue by priority and fair share, never an unbounded wait.
+
+Lower priority numbers go first. Among equals, the tenant with the least service per weight, counted in tokens (virtual
+token counters, as in engine/scheduling/fair_share.py): engines that know no tenants are shared fairly here. When the
+queue is full, whoever would have been served last is refused, be it the one that comes or one that waits.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from gateway.errors import Overloaded
+
+# As the engine's: a prompt token is a share of a batch, a generated one takes a step.
+PREFILL_COST = 1.0
+DECODE_COST = 2.0
+LONGEST_RETRY_SECONDS = 60
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One request's place, waiting or with an engine. Lower priorities go first. tokens: of its prompt."""
+
+    tenant: str
+    weight: float
+    priority: int
+    tokens: int
+    arrival: int = 0
+    # True: go ahead; False: refused.
+    turn: "asyncio.Future[bool]" = field(init=False)
+
+
+class Gate:
+    """capacity: requests that may be inside at once, asked again each time; None lets everyone in."""
+
+    def __init__(self, capacity: Callable[[], int | None], max_waiting: int, max_seconds: float) -> None:
+        self._capacity = capacity
+        self._max_waiting = max_waiting
+        self._max_seconds = max_seconds
+        self._inside = 0
+        self._waiting: list[Place] = []
+        # Tokens served by weight. Forgotten when nobody is here: then there is nobody to be fair to.
+        self._served: dict[str, float] = {}
+        self._present: Counter[str] = Counter()
+        self._arrivals = 0
+        self._seconds_inside = 1.0
+
+    @property
+    def inside(self) -> int:
+        return self._inside
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def enter(self, place: Place, completion_tokens: Callable[[], int]) -> AsyncIterator[None]:
+        """Waits for the place, holds it for the block, and charges the tenant for what completion_tokens says then.
+
+        Raises Overloaded.
+        """
+        self._arrive(place)
+        try:
+            if self._waiting or not self._has_room:
+                await self._wait(place)
+            else:
+                self._inside += 1
+            self._charge(place, place.tokens * PREFILL_COST)
+            entered = time.monotonic()
+            try:
+                yield
+            finally:
+                self._inside -= 1
+                self._charge(place, completion_tokens() * DECODE_COST)
+                self._seconds_inside += 0.1 * (time.monotonic() - entered - self._seconds_inside)
+        finally:
+            self._leave(place)
+            self.admit()
+
+    def admit(self) -> None:
+        """Lets in as many as there is room for. To be called too when the engines' room may have grown."""
+        while self._waiting and self._has_room:
+            place = min(self._waiting, key=self._order)
+            if self._end_wait(place, True):
+                self._inside += 1
+
+    @property
+    def _has_room(self) -> bool:
+        capacity = self._capacity()
+        return capacity is None or self._inside < capacity
+
+    async def _wait(self, place: Place) -> None:
+        place.turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        if len(self._waiting) > self._max_waiting:
+            self._end_wait(max(self._waiting, key=self._order), False)
+        try:
+            async with asyncio.timeout(self._max_seconds):
+                admitted = await place.turn
+        except BaseException as error:
+            if place in self._waiting:
+                self._waiting.remove(place)
+            elif place.turn.done() and not place.turn.cancelled() and place.turn.result():
+                # The turn came at the moment it was no longer wanted.
+                self._inside -= 1
+            if isinstance(error, TimeoutError):
+                raise self._refusal() from None
+            raise
+        if not admitted:
+            raise self._refusal()
+
+    def _end_wait(self, place: Place, admitted: bool) -> bool:
+        """False if the place's request is being cancelled and wants no answer any more."""
+        self._waiting.remove(place)
+        if place.turn.done():
+            return False
+        place.turn.set_result(admitted)
+        return True
+
+    def _arrive(self, place: Place) -> None:
+        """A tenant that comes back from idle is lifted to the least served of those here: idling earns no credit."""
+        tenant = place.tenant
+        if tenant not in self._present:
+            least = min((self._served[other] for other in self._present), default=0.0)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+        self._present[tenant] += 1
+        self._arrivals += 1
+        place.arrival = self._arrivals
+
+    def _leave(self, place: Place) -> None:
+        self._present[place.tenant] -= 1
+        if not self._present[place.tenant]:
+            del self._present[place.tenant]
+        if not self._present:
+            self._served.clear()
+
+    def _charge(self, place: Place, cost: float) -> None:
+        self._served[place.tenant] += cost / place.weight
+
+    def _order(self, place: Place) -> tuple[int, float, int]:
+        return (place.priority, self._served[place.tenant], place.arrival)
+
+    def _refusal(self) -> Overloaded:
+        """Come back when those who are here now may be done."""
+        turns = (len(self._waiting) + 1) / max(1, self._inside)
+        seconds = math.ceil(self._seconds_inside * turns)
+        return Overloaded(
+            "Every engine is busy and the queue is full; try again shortly.",
+            retry_after=min(max(1, seconds), LONGEST_RETRY_SECONDS),
+        )

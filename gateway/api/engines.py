@@ -1,0 +1,64 @@
+"""`/internal/engines`: engines say that they are there, and that they go. For holders of the internal token only."""
+
+import hmac
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from redis.exceptions import RedisError
+
+from gateway.api.bodies import read_body
+from gateway.errors import BadRequest, InvalidKey, RecordNotFound, Unavailable
+from gateway.fleet.addresses import ANNOUNCED, parse_address
+from gateway.fleet.discovery import Announcements
+
+
+class Announcement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """url: as in LORAPLEX_ENGINES; every gateway must reach the engine there."""
+
+    url: Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class Engines:
+    """announcements: None where LORAPLEX_ENGINES does not ask for them."""
+
+    def __init__(self, announcements: Announcements | None, internal_token: str) -> None:
+        self._announcements = announcements
+        self._token = internal_token.encode()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/internal/engines", self.announce),
+            web.delete("/internal/engines", self.withdraw),
+        ]
+
+    async def announce(self, request: web.Request) -> web.Response:
+        announcements, url = await self._read(request)
+        try:
+            await announcements.announce(url)
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable("Announcements cannot be kept now; try again shortly.") from error
+        return web.Response(status=204)
+
+    async def withdraw(self, request: web.Request) -> web.Response:
+        announcements, url = await self._read(request)
+        try:
+            await announcements.withdraw(url)
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable("Announcements cannot be changed now; try again shortly.") from error
+        return web.Response(status=204)
+
+    async def _read(self, request: web.Request) -> tuple[Announcements, str]:
+        given = request.headers.get("x-loraplex-internal-token", "")
+        # aiohttp hands over bytes that are no UTF-8 as surrogates.
+        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token):
+            raise InvalidKey("x-loraplex-internal-token is missing or wrong.", code="invalid_internal_token")
+        if self._announcements is None:
+            raise RecordNotFound(f"This gateway takes no announcements: LORAPLEX_ENGINES does not hold '{ANNOUNCED}'.")
+        url = (await read_body(request, Announcement)).url
+        try:
+            if parse_address(url).url.startswith("dns:"):
+                raise ValueError("expected one engine, not a dns:// name")
+        except ValueError as error:
+            raise BadRequest(f"url: {error}.", param="url") from error
+        return self._announcements, url

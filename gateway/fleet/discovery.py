@@ -1,0 +1,96 @@
+"""Where engines are found: a fixed list, the addresses of a DNS name, and those that announced themselves.
+
+Announcements are shared by all gateways through one sorted set in Redis, scored by Redis' own clock, so that a fleet
+grows without a restart and an engine that stops announcing itself is gone after ANNOUNCEMENT_SECONDS.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.exceptions import RedisError
+
+from gateway.fleet.addresses import Address, parse_address
+
+log = logging.getLogger(__name__)
+
+ANNOUNCEMENTS = "loraplex:engines"
+ANNOUNCEMENT_SECONDS = 10
+DNS_SECONDS = 2.0
+# KEYS: the set. ARGV: seconds an announcement lasts, an engine's URL or nothing, 1 to announce it or 0 to take it back.
+SCRIPT = """
+local now = tonumber(redis.call('TIME')[1])
+if ARGV[2] ~= '' then
+  if ARGV[3] == '1' then redis.call('ZADD', KEYS[1], now, ARGV[2]) else redis.call('ZREM', KEYS[1], ARGV[2]) end
+end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[1]))
+return redis.call('ZRANGE', KEYS[1], 0, -1)
+"""
+
+
+class Announcements:
+    """The engines that announced themselves to any gateway."""
+
+    def __init__(self, redis: Any, timeout: float) -> None:
+        self._script = redis.register_script(SCRIPT)
+        self._timeout = timeout
+
+    async def all(self) -> list[str]:
+        """As the engines wrote their addresses. Raises RedisError, OSError or TimeoutError."""
+        return await self._call("", 0)
+
+    async def announce(self, url: str) -> None:
+        """Raises as `all`."""
+        await self._call(url, 1)
+
+    async def withdraw(self, url: str) -> None:
+        """Raises as `all`."""
+        await self._call(url, 0)
+
+    async def _call(self, url: str, alive: int) -> list[str]:
+        async with asyncio.timeout(self._timeout):
+            found = await self._script(keys=[ANNOUNCEMENTS], args=[ANNOUNCEMENT_SECONDS, url, alive])
+        return [item.decode() if isinstance(item, bytes) else item for item in found]
+
+
+class Discovery:
+    """All of them together. A source that is away leaves what it last said."""
+
+    def __init__(self, addresses: Sequence[Address], announcements: Announcements | None) -> None:
+        """announcements: None if engines may not announce themselves."""
+        self._addresses = addresses
+        self._announcements = announcements
+        self._last: dict[str, list[Address]] = {}
+
+    async def __call__(self) -> list[Address]:
+        found: list[Address] = []
+        for address in self._addresses:
+            found += await self._resolve(address) if address.url.startswith("dns://") else [address]
+        if self._announcements is not None:
+            found += await self._announced(self._announcements)
+        return found
+
+    async def _announced(self, announcements: Announcements) -> list[Address]:
+        try:
+            self._last[ANNOUNCEMENTS] = [parse_address(text) for text in await announcements.all()]
+        except (RedisError, OSError, TimeoutError) as error:
+            log.warning("announced engines could not be listed: %s", type(error).__name__)
+        return self._last.get(ANNOUNCEMENTS, [])
+
+    async def _resolve(self, address: Address) -> list[Address]:
+        parts = urlsplit(address.url)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(DNS_SECONDS):
+                infos = await loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as error:
+            log.warning("%s could not be resolved: %s", address.url, type(error).__name__)
+        else:
+            hosts = sorted({str(info[4][0]) for info in infos})
+            urls = [f"http://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts]
+            self._last[address.url] = [replace(address, url=url) for url in urls]
+        return self._last.get(address.url, [])

@@ -1,0 +1,113 @@
+"""One request's way to an engine: a place at the gate, the choice, and another engine if that one has not begun."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol
+
+from aiohttp import ClientResponse
+
+from gateway.admission.overload import Gate, Place
+from gateway.errors import Overloaded, Unavailable, UpstreamFailed
+from gateway.fleet.client import Call, EngineClient, EngineGone, EngineRefused
+from gateway.fleet.registry import EngineRecord, Registry
+from gateway.fleet.routing import Conversations, choose, prefix_key
+
+
+class Bill(Protocol):
+    """Who pays, as far as an engine's choice has to do with it."""
+
+    completion_tokens: int
+
+    def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
+        """The engine is being asked; the last one that this is called with serves the request."""
+
+    def refused(self) -> None:
+        """That engine did nothing with it."""
+
+
+class Fleet:
+    """first_byte_seconds: how long a request may take to be begun, over all engines that are tried."""
+
+    def __init__(self, registry: Registry, client: EngineClient, gate: Gate, first_byte_seconds: float) -> None:
+        self._registry = registry
+        self._client = client
+        self._gate = gate
+        self._first_byte_seconds = first_byte_seconds
+        self._conversations = Conversations()
+
+    @asynccontextmanager
+    async def open(self, call: Call, bill: Bill) -> AsyncIterator[ClientResponse]:
+        """An engine's answer of status 200, its body unread. Raises EngineRefused."""
+        tenant = call.tenant
+        place = Place(tenant.id, tenant.weight, tenant.priority, call.prompt_tokens)
+        async with AsyncExitStack() as held:
+            try:
+                await held.enter_async_context(self._gate.enter(place, lambda: bill.completion_tokens))
+            except Overloaded as error:
+                raise EngineRefused(error) from error
+            yield await self._begin(call, bill, held)
+
+    async def _begin(self, call: Call, bill: Bill, held: AsyncExitStack) -> ClientResponse:
+        """Tries one engine after the other until one begins to answer; what it takes is given to `held`."""
+        digest = call.model.digest
+        prefix = prefix_key(call.tenant.id, digest, call.body)
+        refusal: EngineRefused | None = None
+        tried: set[EngineRecord] = set()
+        engine: EngineRecord | None = None
+        try:
+            async with asyncio.timeout(self._first_byte_seconds):
+                while True:
+                    left = [candidate for candidate in self._registry.engines if candidate not in tried]
+                    engine = choose(left, digest, prefix, self._conversations.engine(prefix, left))
+                    if engine is None:
+                        raise refusal or EngineRefused(
+                            Unavailable(
+                                "No engine is available to serve this request; try again shortly.", code="no_engine"
+                            )
+                        )
+                    tried.add(engine)
+                    bill.sent(engine, call.prompt_tokens)
+                    try:
+                        response = await held.enter_async_context(self._attempt(engine, call))
+                    except EngineGone:
+                        bill.refused()
+                    except EngineRefused as error:
+                        bill.refused()
+                        if not isinstance(error.error, Unavailable):
+                            raise
+                        if error.error.code == "engine_unavailable":
+                            engine.mark_down("it takes no requests")
+                        refusal = error
+                    else:
+                        self._conversations.served(prefix, engine)
+                        return response
+        except TimeoutError:
+            if engine is not None:
+                engine.breaker.failed()
+            late = UpstreamFailed(f"No engine began to answer within {self._first_byte_seconds:g} s.")
+            raise EngineRefused(late) from None
+
+    @asynccontextmanager
+    async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[ClientResponse]:
+        """One engine asked, and what is to be learnt from that."""
+        started = time.monotonic()
+        engine.breaker.sent()
+        learn = engine.breaker.gave_up
+        try:
+            with engine.busy(call.model.digest):
+                async with self._client.open(engine, call) as response:
+                    yield response
+                    # An answer that broke off has been told to the client by now; here it only counts.
+                    broken = response.content.exception() is not None
+            learn = engine.breaker.failed if broken else engine.breaker.succeeded
+            engine.observe_request(time.monotonic() - started)
+        except EngineGone:
+            learn = engine.breaker.failed
+            raise
+        except EngineRefused as refusal:
+            learn = engine.breaker.failed if refusal.status is None else engine.breaker.succeeded
+            raise
+        finally:
+            learn()

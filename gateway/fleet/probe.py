@@ -1,0 +1,99 @@
+"""Asking an engine how it is: once a second, /health and then what it says of itself."""
+
+import logging
+import re
+from typing import Any
+
+import msgspec
+from aiohttp import ClientError, ClientSession, ClientTimeout
+
+from gateway.fleet.registry import EngineRecord
+
+log = logging.getLogger(__name__)
+
+TIMEOUT = ClientTimeout(total=3.0)
+# Of vLLM's /metrics, the requests that it runs and that wait for it.
+VLLM_REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
+
+
+class Probe:
+    """base_model: the name under which every engine must serve the base."""
+
+    def __init__(self, session: ClientSession, internal_token: str, base_model: str) -> None:
+        self._session = session
+        self._base_model = base_model
+        self._headers = {
+            "loraplex": {"x-loraplex-internal-token": internal_token},
+            "vllm": {"Authorization": f"Bearer {internal_token}"},
+        }
+
+    async def __call__(self, engine: EngineRecord) -> None:
+        """Brings the record up to date. Raises nothing of the network's."""
+        try:
+            async with self._session.get(f"{engine.url}/health", timeout=TIMEOUT) as response:
+                if response.status != 200:
+                    status = _status(await response.read())
+                    engine.mark_down(f"/health answers {response.status} {status}", draining=status == "draining")
+                    return
+        except TimeoutError:
+            engine.missed("no answer to /health in time")
+            return
+        except (ClientError, OSError) as error:
+            engine.mark_down(f"{type(error).__name__} at /health")
+            return
+        in_flight = engine.in_flight
+        try:
+            state = await (self._vllm_state(engine) if engine.address.kind == "vllm" else self._state(engine))
+        except (ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+            # /state waits for a step to end; until it answers again, what we knew is the best we know.
+            log.debug("engine %s: %s at /state", engine.url, type(error).__name__)
+        else:
+            engine.observe_state(state, in_flight)
+        serves, wanted = engine.state.get("model", self._base_model), self._base_model
+        if serves == wanted:
+            engine.mark_up()
+        else:
+            engine.mark_misconfigured(
+                f"engine serves {serves}, not {wanted}; start it with --served-model-name {wanted}"
+            )
+
+    async def _state(self, engine: EngineRecord) -> dict[str, Any]:
+        return msgspec.json.decode(await self._get(engine, "/state"), type=dict[str, Any])
+
+    async def _vllm_state(self, engine: EngineRecord) -> dict[str, Any]:
+        """In the words of our own /state, from vLLM's model list and metrics."""
+        models = msgspec.json.decode(await self._get(engine, "/v1/models"), type=_Models).data
+        bases = [model.id for model in models if model.parent is None]
+        state: dict[str, Any] = {
+            "model": self._base_model if self._base_model in bases else ", ".join(bases),
+            "adapters_resident": [model.id for model in models if model.parent is not None],
+            "max_num_seqs": engine.address.requests,
+            "running": 0,
+            "waiting": 0,
+        }
+        for name, count in VLLM_REQUESTS.findall(await self._get(engine, "/metrics")):
+            state[name.decode()] += int(float(count))
+        return state
+
+    async def _get(self, engine: EngineRecord, path: str) -> bytes:
+        headers = self._headers[engine.address.kind]
+        async with self._session.get(engine.url + path, headers=headers, timeout=TIMEOUT) as response:
+            response.raise_for_status()
+            return await response.read()
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def _status(body: bytes) -> str:
+    """The status in the body of /health, "" if it has none."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any]).get("status", "")
+    except msgspec.MsgspecError:
+        return ""

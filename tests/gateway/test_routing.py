@@ -1,0 +1,142 @@
+"""The choice of an engine, as a function of what is known of each."""
+
+import pytest
+
+from gateway.fleet.addresses import Address
+from gateway.fleet.registry import EngineRecord
+from gateway.fleet.routing import MAX_PREFIXES, Conversations, choose, prefix_key, rank
+
+URLS = [f"http://{name}:1" for name in "abcd"]
+SLOTS = 8
+
+
+def engine(url: str, in_flight: int = 0, resident: tuple[str, ...] = (), **fields: object) -> EngineRecord:
+    record = EngineRecord(Address(url), healthy=True, slots=SLOTS, **fields)  # type: ignore[arg-type]
+    record.in_flight, record.resident = in_flight, frozenset(resident)
+    return record
+
+
+def home(digest: str, urls: list[str]) -> str:
+    return min(urls, key=lambda url: rank(digest.encode(), url))
+
+
+def chosen(engines: list[EngineRecord], digest: str | None, **more: object) -> str | None:
+    found = choose(engines, digest, **more)  # type: ignore[arg-type]
+    return None if found is None else found.url
+
+
+def test_an_adapter_that_nobody_holds_has_one_home_among_idle_engines():
+    engines = [engine(url) for url in URLS]
+    for digest in ("d1", "d2", "d3", "d4", "d5", "d6"):
+        assert chosen(engines, digest) == home(digest, URLS)
+        assert chosen(engines[::-1], digest) == home(digest, URLS)
+
+
+def test_homes_are_spread_and_stay_when_an_engine_leaves():
+    digests = [f"digest-{i}" for i in range(400)]
+    counts = [sum(home(digest, URLS) == url for digest in digests) for url in URLS]
+    assert min(counts) > 60
+    for digest in digests:
+        if home(digest, URLS) != URLS[0]:
+            assert home(digest, URLS[1:]) == home(digest, URLS)
+
+
+def test_who_holds_the_adapter_serves_it_wherever_its_home_is():
+    for url in URLS:
+        engines = [engine(u, resident=("d",) if u == url else ()) for u in URLS]
+        assert chosen(engines, "d") == url
+
+
+def test_an_adapter_on_its_way_is_held_already():
+    engines = [engine(url) for url in URLS]
+    with engines[2].busy("d"):
+        assert chosen(engines, "d") == URLS[2]
+    assert chosen(engines, "d") == home("d", URLS)
+
+
+def test_a_hot_adapter_is_copied_where_waiting_is_shortest_and_the_copy_left_when_it_cools():
+    holder, *others = (engine(url) for url in URLS)
+    holder.resident = frozenset(["d"])
+    # Light: everything goes to who holds it.
+    holder.in_flight = 3
+    assert chosen([holder, *others], "d") == holder.url
+    # A queue there that takes longer than a load elsewhere.
+    holder.in_flight = SLOTS + 4
+    others[0].in_flight = others[1].in_flight = 2
+    assert chosen([holder, *others], "d") == others[2].url
+    # Both hold it, both are light: one of them gets all of it.
+    others[2].resident = frozenset(["d"])
+    holder.in_flight = 0
+    assert len({chosen([holder, *others], "d") for _ in range(3)}) == 1
+
+
+def test_a_load_that_takes_longer_than_the_queue_is_not_made():
+    holder, other = engine(URLS[0], SLOTS + 1, ("d",), request_seconds=1.0), engine(URLS[1], SLOTS)
+    holder.load_seconds = other.load_seconds = 60.0
+    assert chosen([holder, other], "d") == holder.url
+
+
+def test_a_conversation_goes_back_to_who_has_its_prefix():
+    engines = [engine(url, resident=("d",)) for url in URLS]
+    for cached in engines:
+        assert chosen(engines, "d", cached=cached) == cached.url
+        assert chosen(engines, None, prefix=b"p", cached=cached) == cached.url
+
+
+def test_conversations_of_the_base_model_are_spread_by_how_they_begin():
+    engines = [engine(url) for url in URLS]
+    homes = {chosen(engines, None, prefix=b"conversation %d" % i) for i in range(64)}
+    assert homes == set(URLS)
+
+
+def test_load_outweighs_everything_when_an_engine_is_far_above_the_others():
+    full, free = engine(URLS[0], 2 * SLOTS, ("d",)), engine(URLS[1])
+    assert chosen([full, free], None, cached=full) == free.url
+    assert chosen([full, free], "d", cached=full) == free.url
+
+
+def test_an_engine_is_passed_over_that_is_down_or_broken():
+    down, broken, well = (engine(url, resident=("d",)) for url in URLS[:3])
+    down.mark_down("test")
+    for _ in range(3):
+        broken.breaker.failed()
+    assert chosen([down, broken, well], "d") == well.url
+    assert chosen([down, broken], "d") is None
+    assert chosen([], "d") is None
+
+
+def test_others_requests_count():
+    busy, free = engine(URLS[0], others=2 * SLOTS), engine(URLS[1])
+    assert chosen([busy, free], None) == free.url
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},) * 2 + (True,),
+        (
+            {"messages": [{"content": "s"}, {"content": "u"}, {"content": "more"}]},
+            {"messages": [{"content": "s"}, {"content": "u"}, {"content": "else"}]},
+            True,
+        ),
+        ({"messages": [{"content": "s"}, {"content": "u"}]}, {"messages": [{"content": "s"}, {"content": "v"}]}, False),
+        ({"prompt": "x" * 2000 + "y"}, {"prompt": "x" * 2000 + "z"}, True),
+        ({"prompt": "x"}, {"prompt": "y"}, False),
+        ({"prompt": [1, 2]}, {"prompt": [1, 3]}, False),
+        ({"prompt": "x", "prompt_cache_key": "k"}, {"prompt": "y", "prompt_cache_key": "k"}, True),
+        ({}, {"prompt": None}, True),
+    ],
+)
+def test_what_a_conversation_is_known_by(one: dict[str, object], other: dict[str, object], same: bool):
+    assert (prefix_key("t", "d", one) == prefix_key("t", "d", other)) is same
+    assert prefix_key("t", "d", one) != prefix_key("another tenant", "d", one)
+    assert prefix_key("t", "d", one) != prefix_key("t", None, one)
+
+
+def test_conversations_are_remembered_up_to_a_number_and_of_engines_that_are_there():
+    conversations, one = Conversations(), engine(URLS[0])
+    for i in range(MAX_PREFIXES + 1):
+        conversations.served(b"%d" % i, one)
+    assert conversations.engine(b"0", [one]) is None
+    assert conversations.engine(b"1", [one]) is one
+    assert conversations.engine(b"1", []) is None
