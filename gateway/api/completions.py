@@ -66,6 +66,7 @@ class Completions:
         tenant = principal.tenant
         raw = await request.read()
         parsed = await self._prompts.parse(raw, endpoint)
+        principal.check_model(parsed.model)
         model = await self._catalog.resolve(tenant, parsed.model)
         asked = await self._prompts.measure(parsed, raw)
         self._accounting.check_room()
@@ -106,7 +107,8 @@ class Completions:
     async def _relay_answer(
         self, request: web.Request, upstream: ClientResponse, asked: InferenceRequest, account: Account
     ) -> web.StreamResponse:
-        answer = await read_json(upstream)
+        async with self._auth.while_valid(account.principal):
+            answer = await read_json(upstream)
         account.observe_answer(answer)
         answer.pop("loraplex", None)
         answer["model"] = account.model.name
@@ -122,15 +124,16 @@ class Completions:
         try:
             await self._guard(response.prepare(request))
             try:
-                async for event in read_events(upstream):
-                    account.observe_event(event)
-                    if "error" in event:
-                        await self._accounting.close_and_wait(account, "error")
-                        await self._send(response, msgspec.json.encode(event))
-                        return response
-                    visible = visible_event(event, account.model.name, asked.include_usage)
-                    if visible is not None:
-                        await self._send(response, msgspec.json.encode(visible))
+                async with self._auth.while_valid(account.principal):
+                    async for event in read_events(upstream):
+                        account.observe_event(event)
+                        if "error" in event:
+                            await self._accounting.close_and_wait(account, "error")
+                            await self._send(response, msgspec.json.encode(event))
+                            return response
+                        visible = visible_event(event, account.model.name, asked.include_usage)
+                        if visible is not None:
+                            await self._send(response, msgspec.json.encode(visible))
                 await self._accounting.close_and_wait(account, "ok")
                 await self._send(response, b"[DONE]")
             except ClientGone:
@@ -163,11 +166,13 @@ class Completions:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
         adapters = await self._catalog.list(principal.tenant)
         models = [self._base(), *(self._describe(adapter, principal.tenant) for adapter in adapters)]
-        return json_response({"object": "list", "data": models})
+        usable = [model for model in models if principal.may_use(model["id"])]
+        return json_response({"object": "list", "data": usable})
 
     async def get_model(self, request: web.Request) -> web.Response:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
         name = request.match_info["name"]
+        principal.check_model(name)
         if name == self._base_model:
             return json_response(self._base())
         for adapter in await self._catalog.list(principal.tenant):
