@@ -162,8 +162,11 @@ class AdapterLoaded(Struct):
 
 
 class EngineStateResponse(Struct):
-    """`GET /state`. `generation` moves when the adapters in device memory do; `adapters_resident` are digests."""
+    """`GET /state`. `instance` is another after each start, `generation` moves when the adapters in device memory do;
+    `adapters_resident` are digests. `adapter_load_seconds`: what bringing an adapter to host memory takes lately."""
 
+    instance: str
+    draining: bool
     generation: int
     model: str
     max_model_len: int
@@ -176,6 +179,7 @@ class EngineStateResponse(Struct):
     adapter_pages_total: int
     adapter_pages_free: int
     adapter_loads: int
+    adapter_load_seconds: float
     adapter_evictions: int
     preemptions: int
     steps: int

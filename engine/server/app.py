@@ -9,8 +9,8 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from engine.engine import Engine, resolve_dtype
 from engine.model.config import parse_model_config, read_config
 from engine.model.weights import Progress, base_tensor
 from engine.responses import Health
+from engine.server.announcing import announcing
 from engine.server.description import engine_description
 from engine.server.errors import ApiError, error_boundary
 from engine.server.generate import Caller, GenerationRoutes
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 OPEN_ROUTES = ("/health", "/metrics")
+# What clients get to take the end of their answers once all requests have ended.
+LAST_WORDS_S = 5.0
 
 
 class Server:
@@ -212,7 +215,7 @@ class Server:
         if self._loop is not None and self._loop.failure is not None:
             return json_response(Health("unhealthy", self._loop.failure), 503)
         if self._draining:
-            return json_response(Health("stopping"), 503)
+            return json_response(Health("draining"), 503)
         if self._routes is None:
             return json_response(Health("loading"), 503)
         return json_response(Health("ok"))
@@ -234,7 +237,7 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
 
     A handler is cancelled when its client goes away: that is how its requests leave the engine.
     """
-    runner = web.AppRunner(server.make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(server.make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
@@ -250,8 +253,10 @@ async def serve(
     port: int,
     ready: Callable[[int], None] | None = None,
     progress: Progress | None = None,
+    announce: Callable[[int], AbstractAsyncContextManager[None]] = lambda _: nullcontext(),
 ) -> int:
-    """Serves until SIGTERM or SIGINT and returns the exit code. `ready` is told the port once the model is loaded."""
+    """Serves until SIGTERM or SIGINT and returns the exit code. `ready` is told the port once the model is loaded, and
+    `announce(port)` entered; it is left before the drain begins."""
     stop = asyncio.Event()
     event_loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -262,7 +267,8 @@ async def serve(
                 await server.start(progress)
                 if ready is not None and not stop.is_set():
                     ready(bound_port)
-                await stop.wait()
+                async with announce(bound_port):
+                    await stop.wait()
             finally:
                 await server.stop()
     except (ConfigError, TokenizerError, OSError) as exc:
@@ -283,10 +289,15 @@ def run(
     max_waiting: int = 1024,
     drain_s: float = 30.0,
     tool_call_parser: str | None = None,
+    gateways: Sequence[str] = (),
+    advertise_url: str | None = None,
     ready: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """`loraplex engine`: the exit code, 0 after a clean stop, 1 with one line on stderr for what cannot be served."""
+    """`loraplex engine`: the exit code, 0 after a clean stop, 1 with one line on stderr for what cannot be served.
+
+    gateways: those to announce the engine to, as at `advertise_url`; None: where it listens.
+    """
     server = Server(
         config,
         adapter_store=adapter_store,
@@ -297,7 +308,12 @@ def run(
         drain_s=drain_s,
         tool_call_parser=tool_call_parser,
     )
-    return asyncio.run(serve(server, host, port, ready, progress))
+
+    def announce(bound_port: int) -> AbstractAsyncContextManager[None]:
+        own = advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
+        return announcing(gateways, own, internal_token)
+
+    return asyncio.run(serve(server, host, port, ready, progress, announce))
 
 
 def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float], default: float) -> float:

@@ -11,6 +11,8 @@ from engine.responses import Model
 from engine.server.errors import ApiError, ModelNotFound
 from engine.server.loop import EngineLoop
 
+# How much the newest load says of the next.
+LOAD_SHARE = 0.3
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
@@ -24,6 +26,8 @@ class ModelRegistry:
         self._host_cache = host_cache
         self._names: dict[str, str] = {}
         self._created = int(time.time())
+        # What bringing an adapter took lately.
+        self.load_seconds = 0.0
 
     def digest(self, model: str) -> str | None:
         """The adapter that `model` names, None for the base. Raises ModelNotFound."""
@@ -44,7 +48,9 @@ class ModelRegistry:
             return digest
         try:
             # Shielded, for others may wait for the same load.
+            started = time.monotonic()
             adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
+            self.load_seconds += LOAD_SHARE * (time.monotonic() - started - self.load_seconds)
         except AdapterNotFound:
             raise ModelNotFound(model) from None
         except AdapterError as exc:

@@ -1,7 +1,8 @@
 """The routes beside generation: models and adapters, tokens, and what the engine says of itself."""
 
 import asyncio
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 
 import msgspec
 from aiohttp import web
@@ -46,6 +47,7 @@ class EngineRoutes:
     loop: EngineLoop
     models: ModelRegistry
     metrics: Metrics
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     async def list_models(self, _: web.Request) -> web.Response:
         return json_response(ModelList(self.models.list(self.engine.max_model_len)))
@@ -88,6 +90,8 @@ class EngineRoutes:
         state = await self.loop.call(self.engine.state)
         return json_response(
             EngineStateResponse(
+                instance=self.instance,
+                draining=self.loop.is_draining,
                 generation=state.generation,
                 model=self.models.base_name,
                 max_model_len=self.engine.max_model_len,
@@ -100,6 +104,7 @@ class EngineRoutes:
                 adapter_pages_total=state.num_adapter_pages,
                 adapter_pages_free=state.num_free_adapter_pages,
                 adapter_loads=state.num_adapter_loads,
+                adapter_load_seconds=self.models.load_seconds,
                 adapter_evictions=state.num_adapter_evictions,
                 preemptions=state.num_preemptions,
                 steps=state.num_steps,

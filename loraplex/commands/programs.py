@@ -11,6 +11,8 @@ import click
 
 from loraplex.commands.common import DATA_DIR, one_line
 
+# Addresses to listen on that are none to be reached at.
+ANY_HOST = ("0.0.0.0", "::")
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -77,6 +79,9 @@ class Module(click.ParamType):
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
+@click.option("--gateway", "gateways", multiple=True, help="A gateway to announce this engine to; repeat.")
+@click.option("--advertise-url", help="Where gateways reach this engine; default: --host and --port.")
+@click.option("--drain-seconds", default=30.0, show_default=True, help="What requests get to end in on SIGTERM.")
 @click.option("--internal-token-file", type=click.Path(path_type=Path), help="Instead of LORAPLEX_INTERNAL_TOKEN.")
 def engine(**flags: Any) -> None:
     """Serve one base model and its adapters over the OpenAI API, without tenants or quotas."""
@@ -95,6 +100,10 @@ def engine(**flags: Any) -> None:
         check_port(host, port)
         token = _internal_token(flags.pop("internal_token_file"))
         host_memory = flags.pop("host_adapter_memory")
+        gateways, advertise_url = flags.pop("gateways"), flags.pop("advertise_url")
+        if gateways and not advertise_url and host in ANY_HOST:
+            raise click.UsageError(f"--gateway with --host {host} needs --advertise-url as well")
+        drain_s = flags.pop("drain_seconds")
         max_waiting, tool_call_parser = flags.pop("max_waiting"), flags.pop("tool_call_parser")
         name = flags["served_model_name"] or Path(flags["model"]).name.removesuffix(".gguf")
         flags["model"] = str(ensure_model(flags["model"], flags.pop("download_dir")))
@@ -112,6 +121,9 @@ def engine(**flags: Any) -> None:
                 lora_modules={lora_name: str(path) for lora_name, path in modules.items()},
                 max_waiting=max_waiting,
                 tool_call_parser=tool_call_parser,
+                drain_s=drain_s,
+                gateways=gateways,
+                advertise_url=advertise_url,
                 ready=lambda bound: click.echo(f"engine ready: {name} on http://{host}:{bound}"),
                 progress=progress,
             )

@@ -1,0 +1,53 @@
+"""Telling gateways that this engine is there, again and again, and that it goes: `POST` and `DELETE /internal/engines`.
+
+A gateway that cannot be reached is tried again; the engine serves whether one hears it or not.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+
+logger = logging.getLogger(__name__)
+
+# Gateways forget an engine that they have not heard of for 10 s.
+PERIOD_S = 3.0
+TIMEOUT = ClientTimeout(total=2.0)
+
+
+@asynccontextmanager
+async def announcing(gateways: Sequence[str], url: str, internal_token: str | None) -> AsyncIterator[None]:
+    """Announces the engine at `url` to each gateway for as long as the block runs, then takes it back."""
+    headers = {"x-loraplex-internal-token": internal_token or ""}
+    async with ClientSession(headers=headers, timeout=TIMEOUT) as session:
+        tasks = [asyncio.create_task(_keep_announcing(session, gateway, url)) for gateway in gateways]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+            await asyncio.gather(*(_tell(session, "DELETE", gateway, url) for gateway in gateways))
+
+
+async def _keep_announcing(session: ClientSession, gateway: str, url: str) -> None:
+    heard = None
+    while True:
+        problem = await _tell(session, "POST", gateway, url)
+        if problem != heard:
+            logger.warning("announced to %s: %s", gateway, problem or "heard")
+            heard = problem
+        await asyncio.sleep(PERIOD_S)
+
+
+async def _tell(session: ClientSession, method: str, gateway: str, url: str) -> str:
+    """What went wrong, "" if nothing."""
+    target = f"{gateway.rstrip('/')}/internal/engines"
+    try:
+        async with session.request(method, target, json={"url": url}) as response:
+            return "" if response.status == 204 else f"it answers {response.status}"
+    except (ClientError, OSError, TimeoutError) as error:
+        return type(error).__name__
