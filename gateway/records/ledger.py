@@ -47,6 +47,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     finish_reason: str | None
     created_at: datetime
+    cost: int = 0
 
 
 class ModelUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

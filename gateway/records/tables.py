@@ -140,13 +140,50 @@ usage = Table(
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),
+    # Micro-units of the deployment's currency, here and in the sums.
+    Column("cost", BigInteger, nullable=False),
     Column("latency_ms", BigInteger, nullable=False),
     Column("ttft_ms", BigInteger, nullable=True),
     Column("status", String(16), nullable=False),
     Column("finish_reason", String(32), nullable=True),
     Column("created_at", UtcDateTime, nullable=False),
     Index("ix_usage_tenant_id_created_at", "tenant_id", "created_at"),
+    Index("ix_usage_tenant_created_at", "tenant", "created_at"),
     Index("ix_usage_created_at", "created_at"),
+)
+
+
+def _usage_sums(name: str, period: str) -> Table:
+    """Sums of `usage` over one UTC hour or day, which `period` is the start of; kept in the rows' own transactions."""
+    return Table(
+        name,
+        metadata,
+        Column("tenant_id", String(32), primary_key=True),
+        Column(period, UtcDateTime, primary_key=True),
+        Column("key_id", String(32), primary_key=True),
+        Column("model", String(256), primary_key=True),
+        Column("tenant", String(64), nullable=False),
+        Column("requests", BigInteger, nullable=False),
+        Column("prompt_tokens", BigInteger, nullable=False),
+        Column("completion_tokens", BigInteger, nullable=False),
+        Column("cached_tokens", BigInteger, nullable=False),
+        Column("cost", BigInteger, nullable=False),
+        Index(f"ix_{name}_tenant_{period}", "tenant", period),
+        Index(f"ix_{name}_{period}", period),
+    )
+
+
+usage_hourly = _usage_sums("usage_hourly", "hour")
+usage_daily = _usage_sums("usage_daily", "day")
+
+# Usage events that are no rows: for people to look at. id: the event's SHA-256, so that none is kept twice.
+usage_rejected = Table(
+    "usage_rejected",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("reason", Text, nullable=False),
+    Column("event", Text, nullable=False),
+    Column("rejected_at", UtcDateTime, nullable=False),
 )
 
 audit = Table(

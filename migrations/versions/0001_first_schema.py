@@ -103,6 +103,7 @@ def upgrade() -> None:
         sa.Column("prompt_tokens", sa.BigInteger(), nullable=False),
         sa.Column("completion_tokens", sa.BigInteger(), nullable=False),
         sa.Column("cached_tokens", sa.BigInteger(), nullable=False),
+        sa.Column("cost", sa.BigInteger(), nullable=False),
         sa.Column("latency_ms", sa.BigInteger(), nullable=False),
         sa.Column("ttft_ms", sa.BigInteger(), nullable=True),
         sa.Column("status", sa.String(16), nullable=False),
@@ -111,7 +112,33 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("request_id", name="pk_usage"),
     )
     op.create_index("ix_usage_tenant_id_created_at", "usage", ["tenant_id", "created_at"])
+    op.create_index("ix_usage_tenant_created_at", "usage", ["tenant", "created_at"])
     op.create_index("ix_usage_created_at", "usage", ["created_at"])
+    for name, period in (("usage_hourly", "hour"), ("usage_daily", "day")):
+        op.create_table(
+            name,
+            sa.Column("tenant_id", sa.String(32), nullable=False),
+            sa.Column(period, MOMENT, nullable=False),
+            sa.Column("key_id", sa.String(32), nullable=False),
+            sa.Column("model", sa.String(256), nullable=False),
+            sa.Column("tenant", sa.String(64), nullable=False),
+            sa.Column("requests", sa.BigInteger(), nullable=False),
+            sa.Column("prompt_tokens", sa.BigInteger(), nullable=False),
+            sa.Column("completion_tokens", sa.BigInteger(), nullable=False),
+            sa.Column("cached_tokens", sa.BigInteger(), nullable=False),
+            sa.Column("cost", sa.BigInteger(), nullable=False),
+            sa.PrimaryKeyConstraint("tenant_id", period, "key_id", "model", name=f"pk_{name}"),
+        )
+        op.create_index(f"ix_{name}_tenant_{period}", name, ["tenant", period])
+        op.create_index(f"ix_{name}_{period}", name, [period])
+    op.create_table(
+        "usage_rejected",
+        sa.Column("id", sa.String(64), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("event", sa.Text(), nullable=False),
+        sa.Column("rejected_at", MOMENT, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_usage_rejected"),
+    )
     op.create_table(
         "audit",
         sa.Column("id", sa.String(32), nullable=False),
@@ -126,5 +153,16 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    for table in ("audit", "usage", "adapter_versions", "adapters", "access_changes", "api_keys", "tenants"):
+    for table in (
+        "audit",
+        "usage_rejected",
+        "usage_daily",
+        "usage_hourly",
+        "usage",
+        "adapter_versions",
+        "adapters",
+        "access_changes",
+        "api_keys",
+        "tenants",
+    ):
         op.drop_table(table)
