@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.reference import LARGEST_KV, SMALLEST_KV_AMAX
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x, of any shape; contiguous result.
@@ -62,11 +64,19 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: 
 
 
 def rope_and_write_kv(
-    qkv: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotates q and k of qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, stores k and v, returns q `[T, num_heads, D]`.
 
-    Tokens with a negative slot (padding of a graph's bucket) store nothing.
+    Tokens with a negative slot (padding of a graph's bucket) store nothing. Caches of 8 bits come with their scales
+    `[num_blocks, num_kv_heads, block_size]` fp32, which are written too (`kernels.reference.quantize_kv`).
     """
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -77,6 +87,7 @@ def rope_and_write_kv(
         )
     if k_cache.shape != v_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("k_cache: expected contiguous caches of one shape")
+    check_kv_scales(k_cache, v_cache, k_scales, v_scales)
     if cos_sin.shape[1] != head_dim or not cos_sin.is_contiguous() or head_dim % 2:
         raise ValueError(f"cos_sin: expected contiguous [max_positions, {head_dim}], got {tuple(cos_sin.shape)}")
     q = torch.empty((len(qkv), num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -90,6 +101,8 @@ def rope_and_write_kv(
             v_cache,
             slot_mapping,
             q,
+            k_scales,
+            v_scales,
             qkv.stride(0),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
@@ -97,6 +110,8 @@ def rope_and_write_kv(
             HALF_PADDED=triton.next_power_of_2(head_dim // 2),
             BLOCK_SIZE=block_size,
             BLOCK_HEADS=block_heads,
+            LARGEST=LARGEST_KV.get(k_cache.dtype, 0.0),
+            SMALLEST_AMAX=SMALLEST_KV_AMAX,
             num_warps=2,
         )
     return q
@@ -114,6 +129,19 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
             gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, num_warps=4
         )
     return out
+
+
+def check_kv_scales(k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None, v_scales: Tensor | None) -> None:
+    """Raises ValueError unless caches of 8 bits come with scales of their shape, and others without."""
+    for name, cache, scales in (("k_scales", k_cache, k_scales), ("v_scales", v_cache, v_scales)):
+        if (scales is not None) != (cache.dtype in LARGEST_KV):
+            raise ValueError(f"{name}: expected {'scales' if scales is None else 'none'} for a cache of {cache.dtype}")
+        if scales is not None and (
+            scales.shape != cache.shape[:3] or scales.dtype != torch.float32 or not scales.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name}: expected contiguous float32 {tuple(cache.shape[:3])}, got {scales.dtype} {tuple(scales.shape)}"
+            )
 
 
 def _as_rows(x: Tensor, name: str) -> Tensor:
@@ -174,6 +202,8 @@ def _rope_and_write_kv(  # type: ignore[no-untyped-def]
     v_cache,
     slot_mapping,
     q,
+    k_scales,
+    v_scales,
     qkv_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -181,6 +211,8 @@ def _rope_and_write_kv(  # type: ignore[no-untyped-def]
     HALF_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_AMAX: tl.constexpr,
 ):
     HEAD_DIM: tl.constexpr = 2 * HALF
     token = tl.program_id(0).to(tl.int64)
@@ -203,15 +235,37 @@ def _rope_and_write_kv(  # type: ignore[no-untyped-def]
     tl.store(q_at, rotated_first, mask=q_mask)
     tl.store(q_at + HALF, rotated_second, mask=q_mask)
     kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-    kv_at = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE)[:, None] * HEAD_DIM
-    kv_at += d[None, :]
-    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
-    k_mask = mask & (is_key & (slot >= 0))[:, None]
-    v_mask = mask & ((head >= NUM_HEADS + NUM_KV_HEADS) & (slot >= 0))[:, None]
-    tl.store(k_cache + kv_at, rotated_first.to(k_cache.dtype.element_ty), mask=k_mask)
-    tl.store(k_cache + kv_at + HALF, rotated_second.to(k_cache.dtype.element_ty), mask=k_mask)
-    tl.store(v_cache + kv_at, first.to(v_cache.dtype.element_ty), mask=v_mask)
-    tl.store(v_cache + kv_at + HALF, second.to(v_cache.dtype.element_ty), mask=v_mask)
+    kv_row = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    kv_at = kv_row[:, None] * HEAD_DIM + d[None, :]
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (slot >= 0)
+    k_first, k_second, v_first, v_second = rotated_first, rotated_second, first, second
+    if LARGEST > 0:
+        k_first, k_second, k_scale = _quantize(rotated_first, rotated_second, LARGEST, SMALLEST_AMAX, k_cache)
+        v_first, v_second, v_scale = _quantize(first, second, LARGEST, SMALLEST_AMAX, v_cache)
+        tl.store(k_scales + kv_row, k_scale, mask=is_key)
+        tl.store(v_scales + kv_row, v_scale, mask=is_value)
+    k_mask = mask & is_key[:, None]
+    v_mask = mask & is_value[:, None]
+    tl.store(k_cache + kv_at, k_first.to(k_cache.dtype.element_ty), mask=k_mask)
+    tl.store(k_cache + kv_at + HALF, k_second.to(k_cache.dtype.element_ty), mask=k_mask)
+    tl.store(v_cache + kv_at, v_first.to(v_cache.dtype.element_ty), mask=v_mask)
+    tl.store(v_cache + kv_at + HALF, v_second.to(v_cache.dtype.element_ty), mask=v_mask)
+
+
+@triton.jit
+def _quantize(first, second, LARGEST: tl.constexpr, SMALLEST_AMAX: tl.constexpr, cache):  # type: ignore[no-untyped-def]
+    """Both halves of rows in the range of the cache's dtype, int8 already rounded, and the rows' scales."""
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    amax = tl.maximum(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1), SMALLEST_AMAX)
+    first *= (LARGEST / amax)[:, None]
+    second *= (LARGEST / amax)[:, None]
+    if cache.dtype.element_ty == tl.int8:
+        # fp32 has no fraction bits left at 1.5 * 2^23, so adding and taking it away rounds, half to even.
+        first = (first + 12582912.0) - 12582912.0
+        second = (second + 12582912.0) - 12582912.0
+    return first, second, amax * (1.0 / LARGEST)
 
 
 @triton.jit

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.fused import check_kv_scales
+from kernels.reference import LARGEST_KV
 from kernels.segments import spread
 
 # A split walks at least this many keys, or combining costs more than it wins. Not measured yet.
@@ -83,22 +85,27 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     metadata: AttentionMetadata | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """As `kernels.reference.paged_attention`; returns `[T, num_heads, D]`.
 
     `metadata` saves its being rebuilt for each layer; without it the lengths are read back from the device (a sync).
+    Caches of 8 bits (float8_e4m3fn or int8) come with their scales and are widened to q's dtype in the kernel.
     Rows of q that no request owns (padding) are left unwritten. q may be a view whose last dimension is contiguous.
     Raises ValueError for shapes, dtypes or layouts that don't fit.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, cache_dim = k_cache.shape
-    if k_cache.shape != v_cache.shape or cache_dim != head_dim or not q.dtype == k_cache.dtype == v_cache.dtype:
+    fits = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or k_cache.dtype in LARGEST_KV)
+    if k_cache.shape != v_cache.shape or cache_dim != head_dim or not fits:
         raise ValueError(
-            f"k_cache: expected q's head size and dtype and v_cache's shape, got q {tuple(q.shape)} {q.dtype}, "
+            f"k_cache: expected q's head size, its dtype or 8 bits, and v_cache's shape, got q {tuple(q.shape)} {q.dtype}, "
             f"k_cache {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}"
         )
     if q.stride(2) != 1 or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("q: expected its last dimension contiguous, and contiguous caches")
+    check_kv_scales(k_cache, v_cache, k_scales, v_scales)
     if block_size & (block_size - 1):
         raise ValueError(f"k_cache: expected a power of two as block size, got {block_size}")
     if block_tables.stride(1) != 1:
@@ -142,6 +149,8 @@ def paged_attention(
         block_tables,
         query_start,
         context_lens,
+        k_scales,
+        v_scales,
         most,
         block_tables.stride(0),
         q.stride(0),
@@ -184,6 +193,8 @@ def _walk(  # type: ignore[no-untyped-def]
     q_tile,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     table,
     begin,
     end,
@@ -208,16 +219,19 @@ def _walk(  # type: ignore[no-untyped-def]
             block = tl.load(table + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
         else:
             block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
-        at = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
-        k_at = k_cache + at[None, :] + d[:, None]
-        v_at = v_cache + at[:, None] + d[None, :]
+        cache_row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
+        k_at = k_cache + cache_row[None, :] * HEAD_DIM + d[:, None]
+        v_at = v_cache + cache_row[:, None] * HEAD_DIM + d[None, :]
         if MASKED or HEAD_DIM != HEAD_PADDED:
             k_tile = tl.load(k_at, mask=live[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
             v_tile = tl.load(v_at, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
         else:
             k_tile = tl.load(k_at)
             v_tile = tl.load(v_at)
-        scores = tl.dot(q_tile, k_tile, input_precision="ieee") * scale_log2
+        # Caches of 8 bits are exact in q's dtype; their scales stand on columns, outside of both products.
+        scores = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision="ieee") * scale_log2
+        if k_scales is not None:
+            scores *= tl.load(k_scales + cache_row, mask=live, other=0.0)[None, :]
         if MASKED:
             visible = live[None, :] & (key[None, :] <= position[:, None])
             if WINDOW > 0:
@@ -227,7 +241,9 @@ def _walk(  # type: ignore[no-untyped-def]
         p = tl.exp2(scores - m_new[:, None])
         shrink = tl.exp2(m - m_new)
         weight = weight * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="ieee")
+        if v_scales is not None:
+            p *= tl.load(v_scales + cache_row, mask=live, other=0.0)[None, :]
+        acc = tl.dot(p.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc * shrink[:, None], input_precision="ieee")
         m = m_new
     return acc, m, weight
 
@@ -246,6 +262,8 @@ def _attend(  # type: ignore[no-untyped-def]
     block_tables,
     query_start,
     context_lens,
+    k_scales,
+    v_scales,
     max_tiles,
     table_stride,
     q_token_stride,
@@ -302,11 +320,11 @@ def _attend(  # type: ignore[no-untyped-def]
                 seen_by_all = tl.maximum(tl.minimum(first_position + 1, end) - begin, 0)
                 diagonal = begin + seen_by_all // BLOCK_N * BLOCK_N
                 acc, m, weight = _walk(
-                    acc, m, weight, q_tile, k_cache, v_cache, table, begin, diagonal, kv_head, position, scale_log2,
+                    acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, begin, diagonal, kv_head, position, scale_log2,
                     NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, False,
                 )  # fmt: skip
             acc, m, weight = _walk(
-                acc, m, weight, q_tile, k_cache, v_cache, table, diagonal, end, kv_head, position, scale_log2,
+                acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, diagonal, end, kv_head, position, scale_log2,
                 NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, True,
             )  # fmt: skip
             total = tl.where(weight > 0.0, weight, 1.0)

@@ -10,6 +10,7 @@ Shapes used throughout (T = tokens of all requests laid flat, B = requests in th
 * `context_lens`: `[B]` int32; tokens of request i in the cache *including* this step's, so its last query sits
   at position `context_lens[i] - 1`.
 * `slot_mapping`: `[T]` int64; token t's key and value go to block `slot // block_size`, row `slot % block_size`.
+* `k_scales`, `v_scales`: `[num_blocks, num_kv_heads, block_size]` fp32 beside caches of 8 bits, see `quantize_kv`.
 * LoRA pages: see `segmented_lora`.
 """
 
@@ -89,22 +90,73 @@ def apply_rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Stores k, v `[T, num_kv_heads, D]` at their slots."""
-    block_size = k_cache.shape[2]
-    k_cache[slot_mapping // block_size, :, slot_mapping % block_size] = k
-    v_cache[slot_mapping // block_size, :, slot_mapping % block_size] = v
+# The largest value of each cache dtype of 8 bits. A row of zeros has the smallest scale, so nothing divides by zero.
+LARGEST_KV = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+SMALLEST_KV_AMAX = 1e-20
+
+
+def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x `[..., D]` in 8 bits, one scale for each token and head: `x ~ values * scales`, scales `[...]` fp32.
+
+    The scale maps the row's largest magnitude onto the dtype's largest; int8 rounds half to even. ValueError for a dtype
+    that is neither float8_e4m3fn nor int8.
+    """
+    if dtype not in LARGEST_KV:
+        raise ValueError(f"dtype: expected float8_e4m3fn or int8, got {dtype}")
+    amax = x.float().abs().amax(-1).clamp_min(SMALLEST_KV_AMAX)
+    values = x.float() * (LARGEST_KV[dtype] / amax).unsqueeze(-1)
+    return (values.round() if dtype == torch.int8 else values).to(dtype), amax * (1.0 / LARGEST_KV[dtype])
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
+    """Stores k, v `[T, num_kv_heads, D]` at their slots, quantised where the caches come with scales.
+
+    Tokens with a negative slot (padding) store nothing.
+    """
+    stored = slot_mapping >= 0
+    slots, block_size = slot_mapping[stored], k_cache.shape[2]
+    block, row = slots // block_size, slots % block_size
+    for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
+        if scales is None:
+            cache[block, :, row] = x[stored]
+        else:
+            values, row_scales = quantize_kv(x[stored], cache.dtype)
+            # As bytes: torch cannot scatter fp8.
+            cache.view(torch.uint8)[block, :, row] = values.view(torch.uint8)
+            scales[block, :, row] = row_scales
 
 
 def rope_and_write_kv(
-    qkv: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """Splits qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, rotates q and k, stores k and v; returns q `[T, Hq, D]`."""
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
-    write_kv(apply_rope(k, positions, cos_sin), v, k_cache, v_cache, slot_mapping)
+    write_kv(apply_rope(k, positions, cos_sin), v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
     return apply_rope(q, positions, cos_sin)
+
+
+def read_kv(cache: Tensor, scales: Tensor | None, blocks: Tensor, num_tokens: int) -> Tensor:
+    """The first tokens of a request's keys or values, `[num_tokens, num_kv_heads, D]` fp32."""
+    found = cache.view(torch.uint8)[blocks].view(cache.dtype) if scales is not None else cache[blocks]
+    values = found.transpose(1, 2).flatten(0, 1)[:num_tokens].float()
+    return values if scales is None else values * scales[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens, :, None]
 
 
 def paged_attention(
@@ -116,6 +168,8 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     sliding_window: int = 0,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of flat queries over a paged cache; prefill, decode and mixed batches alike.
 
@@ -131,8 +185,8 @@ def paged_attention(
         if start == end:
             continue
         blocks = block_tables[i, : -(-length // block_size)].long()
-        k = k_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(group, 1).float()
-        v = v_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(group, 1).float()
+        k = read_kv(k_cache, k_scales, blocks, length).repeat_interleave(group, 1)
+        v = read_kv(v_cache, v_scales, blocks, length).repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * scale
         query_at = torch.arange(length - (end - start), length, device=q.device)[:, None]
         key_at = torch.arange(length, device=q.device)[None]

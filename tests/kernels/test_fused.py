@@ -75,6 +75,33 @@ def test_rope_and_write_kv(heads, block_size, dtype, device):
     assert torch.equal(caches[1], expected_caches[1])
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (3, 1, 80)], ids=["SmolLM2", "Llama-3.1-8B", "padded"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_writes_caches_of_8_bits(dtype, heads, kv_dtype, device):
+    num_heads, num_kv_heads, head_dim = heads
+    qkv = randn(5, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device)
+    qkv[3] = 0
+    positions, slots = torch.arange(5, device=device), torch.tensor([40, 3, -1, 17, 25], device=device)
+    angles = torch.rand(9, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1).to(device)
+    shape = (3, num_kv_heads, 16, head_dim)
+    caches = [torch.full(shape, 7.0, device=device).to(kv_dtype) for _ in "kv"]
+    scales = [torch.full(shape[:3], 3.0, device=device) for _ in "kv"]
+    expected_caches, expected_scales = [c.clone() for c in caches], [s.clone() for s in scales]
+    expected = reference.rope_and_write_kv(qkv, positions, cos_sin, *expected_caches, slots, *expected_scales)
+    close(fused.rope_and_write_kv(qkv, positions, cos_sin, *caches, slots, *scales), expected)
+    for cache, scale, expected_cache, expected_scale in zip(
+        caches, scales, expected_caches, expected_scales, strict=True
+    ):
+        torch.testing.assert_close(scale, expected_scale, atol=0, rtol=1e-3)
+        # Where rounding falls differently, the two are neighbours: 32 of 448 apart, or 1 of 127.
+        step = 32 if kv_dtype == torch.float8_e4m3fn else 1
+        apart = (cache.float() - expected_cache.float()).abs()
+        assert apart.max() <= step
+        assert (apart > 0).float().mean() < 0.01
+
+
 def test_padding_tokens_store_nothing(device):
     qkv = randn(2, 3 * 64, dtype=torch.float32, device=device)
     caches = [randn(2, 1, 16, 64, dtype=torch.float32, device=device, seed=i) for i in (1, 2)]
@@ -117,3 +144,5 @@ def test_bad_arguments_are_named(device):
         fused.rope_and_write_kv(x, index, weight[None], cache, cache, index)
     with pytest.raises(ValueError, match=r"^cos_sin: "):
         fused.rope_and_write_kv(x.repeat(1, 3), index, weight[None, :32], cache, cache, index)
+    with pytest.raises(ValueError, match=r"^k_scales: "):
+        fused.rope_and_write_kv(x.repeat(1, 3), index, weight[None], cache, cache, index, x, x)

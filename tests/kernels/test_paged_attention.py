@@ -10,6 +10,7 @@ from kernels import reference
 from kernels.paged_attention import build_attention_metadata, paged_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+KV_DTYPES = (torch.float8_e4m3fn, torch.int8)
 # num_heads, num_kv_heads, head_dim
 MODELS = {"SmolLM2": (9, 3, 64), "Llama-3.1-8B": (32, 8, 128), "Qwen3": (16, 8, 128)}
 # (query_len, context_len) of each request
@@ -46,6 +47,15 @@ def make(model, lengths, dtype, device, block_size=16, seed=0):
         torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
         head_dim**-0.5,
     )
+
+
+def quantize(k, v, dtype):
+    """Caches of 8 bits and their scales; NaN where no key or value lies stays unread."""
+    k, k_scales = reference.quantize_kv(k.nan_to_num(), dtype)
+    v, v_scales = reference.quantize_kv(v.nan_to_num(), dtype)
+    for scales in (k_scales, v_scales):
+        scales[scales < 1e-15] = float("nan")
+    return k, k_scales, v, v_scales
 
 
 def poison(monkeypatch):
@@ -96,6 +106,33 @@ def test_long_context_is_split(block_size, device, monkeypatch):
     check(arguments, sliding_window=1000, metadata=metadata)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_caches_of_8_bits(batch, kv_dtype, device, monkeypatch):
+    q, k, v, *rest = make(MODELS["SmolLM2"], BATCHES[batch], torch.float16, device)
+    k, k_scales, v, v_scales = quantize(k, v, kv_dtype)
+    expected = reference.paged_attention(q, k, v, *rest, k_scales=k_scales, v_scales=v_scales)
+    poison(monkeypatch)
+    got = paged_attention(q, k, v, *rest, k_scales=k_scales, v_scales=v_scales)
+    torch.testing.assert_close(got, expected, atol=4e-3, rtol=4e-3)
+    assert torch.equal(got, paged_attention(q, k, v, *rest, k_scales=k_scales, v_scales=v_scales))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_long_contexts_of_8_bits_are_split(kv_dtype, device, monkeypatch):
+    q, k, v, *rest = make((8, 2, 128), [(1, 2000), (1, 700)], torch.float16, device, 32)
+    full = reference.paged_attention(q, k, v, *rest, 1000)
+    k, k_scales, v, v_scales = quantize(k, v, kv_dtype)
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
+    metadata = build_attention_metadata(rest[1], 8, 2, num_tokens=2, max_query_len=1, max_context_len=2048)
+    assert metadata.num_splits > 1
+    poison(monkeypatch)
+    got = paged_attention(q, k, v, *rest, 1000, metadata, **scales)
+    torch.testing.assert_close(got, reference.paged_attention(q, k, v, *rest, 1000, **scales), atol=4e-3, rtol=4e-3)
+    # What 8 bits cost against 16: e4m3 keeps three bits behind the point, int8 seven of the row's largest.
+    assert (got - full).float().norm() / full.float().norm() < (0.06 if kv_dtype == torch.float8_e4m3fn else 0.02)
+
+
 def test_split_and_unsplit_requests_share_a_batch(device, monkeypatch):
     """Decodes are split beside prefill rows, which are not."""
     lengths = [(1, 1500), (12, 500), (1, 30)]
@@ -142,7 +179,7 @@ def test_no_tokens(device):
     assert paged_attention(q[:0], k, v, tables[:0], starts[:1], contexts[:0], scale).shape == (0, 4, 64)
 
 
-@pytest.mark.parametrize("break_it", ["dtype", "head", "block", "heads"])
+@pytest.mark.parametrize("break_it", ["dtype", "head", "block", "heads", "scales"])
 def test_bad_arguments_are_named(break_it, device):
     q, k, v, *rest = make((4, 2, 64), [(1, 20)], torch.float32, device)
     if break_it == "dtype":
@@ -153,7 +190,9 @@ def test_bad_arguments_are_named(break_it, device):
         k, v = k[:, :, :12].contiguous(), v[:, :, :12].contiguous()
     if break_it == "heads":
         q = q[:, :3]
-    with pytest.raises(ValueError, match=r"^(k_cache|num_heads): "):
+    if break_it == "scales":
+        k, v = k.to(torch.int8), v.to(torch.int8)
+    with pytest.raises(ValueError, match=r"^(k_cache|num_heads|k_scales): "):
         paged_attention(q, k, v, *rest)
 
 
@@ -165,3 +204,16 @@ def test_bfloat16(model, batch, device, monkeypatch):
     arguments = make(MODELS[model], lengths, torch.bfloat16, device, 32)
     poison(monkeypatch)
     check(arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("batch", [*BATCHES, "long"])
+def test_bfloat16_over_caches_of_8_bits(batch, kv_dtype, device, monkeypatch):
+    lengths = [(1, 8192), (1, 5000), (300, 4000)] if batch == "long" else BATCHES[batch]
+    q, k, v, *rest = make(MODELS["Llama-3.1-8B"], lengths, torch.bfloat16, device, 16)
+    k, k_scales, v, v_scales = quantize(k, v, kv_dtype)
+    expected = reference.paged_attention(q, k, v, *rest, k_scales=k_scales, v_scales=v_scales)
+    poison(monkeypatch)
+    got = paged_attention(q, k, v, *rest, k_scales=k_scales, v_scales=v_scales)
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
