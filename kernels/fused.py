@@ -140,7 +140,8 @@ def check_kv_scales(k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None, v
             scales.shape != cache.shape[:3] or scales.dtype != torch.float32 or not scales.is_contiguous()
         ):
             raise ValueError(
-                f"{name}: expected contiguous float32 {tuple(cache.shape[:3])}, got {scales.dtype} {tuple(scales.shape)}"
+                f"{name}: expected contiguous float32 {tuple(cache.shape[:3])}, "
+                f"got {scales.dtype} {tuple(scales.shape)}"
             )
 
 

@@ -100,8 +100,8 @@ def paged_attention(
     fits = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or k_cache.dtype in LARGEST_KV)
     if k_cache.shape != v_cache.shape or cache_dim != head_dim or not fits:
         raise ValueError(
-            f"k_cache: expected q's head size, its dtype or 8 bits, and v_cache's shape, got q {tuple(q.shape)} {q.dtype}, "
-            f"k_cache {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}"
+            f"k_cache: expected q's head size, its dtype or 8 bits, and v_cache's shape, "
+            f"got q {tuple(q.shape)} {q.dtype}, k_cache {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}"
         )
     if q.stride(2) != 1 or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("q: expected its last dimension contiguous, and contiguous caches")
@@ -320,12 +320,12 @@ def _attend(  # type: ignore[no-untyped-def]
                 seen_by_all = tl.maximum(tl.minimum(first_position + 1, end) - begin, 0)
                 diagonal = begin + seen_by_all // BLOCK_N * BLOCK_N
                 acc, m, weight = _walk(
-                    acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, begin, diagonal, kv_head, position, scale_log2,
-                    NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, False,
+                    acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, begin, diagonal, kv_head,
+                    position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, False,
                 )  # fmt: skip
             acc, m, weight = _walk(
-                acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, diagonal, end, kv_head, position, scale_log2,
-                NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, True,
+                acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, diagonal, end, kv_head,
+                position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, True,
             )  # fmt: skip
             total = tl.where(weight > 0.0, weight, 1.0)
             acc = acc / total[:, None]

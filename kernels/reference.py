@@ -98,8 +98,8 @@ SMALLEST_KV_AMAX = 1e-20
 def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x `[..., D]` in 8 bits, one scale for each token and head: `x ~ values * scales`, scales `[...]` fp32.
 
-    The scale maps the row's largest magnitude onto the dtype's largest; int8 rounds half to even. ValueError for a dtype
-    that is neither float8_e4m3fn nor int8.
+    The scale maps the row's largest magnitude onto the dtype's largest; int8 rounds half to even. Raises ValueError for
+    a dtype that is neither float8_e4m3fn nor int8.
     """
     if dtype not in LARGEST_KV:
         raise ValueError(f"dtype: expected float8_e4m3fn or int8, got {dtype}")
