@@ -100,8 +100,8 @@ def paged_attention(
     fits = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or k_cache.dtype in LARGEST_KV)
     if k_cache.shape != v_cache.shape or cache_dim != head_dim or not fits:
         raise ValueError(
-            f"k_cache: expected q's head size, its dtype or 8 bits, and v_cache's shape, "
-            f"got q {tuple(q.shape)} {q.dtype}, k_cache {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}"
+            f"k_cache: expected q's head size, its dtype or 8 bits, v_cache's shape; got q {tuple(q.shape)} {q.dtype}, "
+            f"k_cache {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}"
         )
     if q.stride(2) != 1 or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("q: expected its last dimension contiguous, and contiguous caches")
