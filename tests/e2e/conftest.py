@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.stack import Stack, Tenant, data_dir
+from tests.e2e.stack import Stack, Tenant, close_clients, data_dir
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +22,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running.wait_ready()
     finally:
         running.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clients() -> Iterator[None]:
+    yield
+    close_clients()
 
 
 @pytest.fixture(scope="session")

@@ -109,6 +109,15 @@ class Stack:
             raise
 
 
+_clients: dict[tuple[str, str], openai.OpenAI] = {}
+
+
+def close_clients() -> None:
+    """A socket left to the garbage collector would fail whichever test runs then."""
+    while _clients:
+        _clients.popitem()[1].close()
+
+
 @dataclass(frozen=True)
 class Tenant:
     name: str
@@ -118,7 +127,15 @@ class Tenant:
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(api_key=self.key, base_url=f"{self.url}/v1", max_retries=0)
+        """One for each tenant and stack; `close_clients` ends them all."""
+        place = self.url, self.key
+        if place not in _clients:
+            # No connection is kept: one that the server closes for its age must not meet a request, without retries.
+            headers = {"Connection": "close"}
+            _clients[place] = openai.OpenAI(
+                api_key=self.key, base_url=f"{self.url}/v1", max_retries=0, default_headers=headers
+            )
+        return _clients[place]
 
     @property
     def aclient(self) -> openai.AsyncOpenAI:
