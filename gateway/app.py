@@ -18,6 +18,7 @@ from gateway.access import add_request_id, hide_server, observe
 from gateway.admission.auth import Authenticator
 from gateway.admission.overload import Gate
 from gateway.admission.quota import Quota, connect
+from gateway.admission.throttle import FailedLogins
 from gateway.api.accounting import Accounting
 from gateway.api.adapters import AdapterIntake, Adapters, Usage
 from gateway.api.admin import Admin
@@ -129,7 +130,9 @@ async def make_app(settings: Settings) -> web.Application:
         await accounting.drain(FLUSH_SECONDS)
 
     # A request meets these from the outside in.
-    app = web.Application(middlewares=[observe(metrics), error_boundary], client_max_size=settings.max_body_bytes)
+    wrong_keys = FailedLogins(metrics, settings.proxy_networks).middleware()
+    middlewares = [observe(metrics), error_boundary, wrong_keys]
+    app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
     app.on_response_prepare.extend([add_request_id, hide_server])
     # Ended in reverse: requests' accounts first, then what they are written to.
     app.cleanup_ctx.extend([connections, schema, access, leases, engines, usage, accounts])

@@ -94,6 +94,16 @@ class RateLimited(GatewayError):
         self.kind = limit
 
 
+class TooManyFailures(GatewayError):
+    """Wrong keys from one address, more than one makes by mistake."""
+
+    status, kind, code = 429, "invalid_request_error", "too_many_wrong_keys"
+
+    def __init__(self, *, retry_after: int) -> None:
+        message = f"Too many wrong API keys from your address. Try again in {retry_after} s, or with a right one."
+        super().__init__(message, headers={"Retry-After": str(retry_after)})
+
+
 class Overloaded(GatewayError):
     """Every engine is full, and so is the queue before them, or a request waited there as long as it may."""
 

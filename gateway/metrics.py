@@ -58,6 +58,9 @@ class Metrics:
             ["tenant", "limit"],
             registry=self.registry,
         )
+        self._failed_logins = Counter(
+            "loraplex_gateway_wrong_keys", "Requests with an API key that opens nothing.", registry=self.registry
+        )
         self._engine_up = Gauge(
             "loraplex_gateway_engine_up",
             "1 if the engine answers its health check.",
@@ -95,6 +98,9 @@ class Metrics:
 
     def refused(self, tenant: str, limit: str) -> None:
         self._refusals.labels(tenant, limit).inc()
+
+    def login_failed(self) -> None:
+        self._failed_logins.inc()
 
     def watch(self, registry: Registry, ledger: Ledger, gate: Gate) -> None:
         """Reads these when asked for the metrics, not before."""

@@ -7,11 +7,14 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 from gateway.fleet.addresses import ANNOUNCED, Address, parse_address
+
+Network = IPv4Network | IPv6Network
 
 PREFIX = "LORAPLEX_"
 MIN_SECRET_CHARS = 16
@@ -42,6 +45,8 @@ class Settings:
 
     host: str = "127.0.0.1"
     port: int = 8080
+    # Processes that share the port. Each serves its own metrics: the first at metrics_port, the next at the one after.
+    workers: int = 1
     # None: /metrics is on the main port, for admin keys only.
     metrics_port: int | None = None
     # None: `max_position_embeddings` of the model's config.json. Set it to the engines' --max-model-len.
@@ -61,8 +66,16 @@ class Settings:
     # Requests that wait here while every engine is full, and seconds that one waits at most; beyond either, 429.
     queue_length: int = 512
     queue_seconds: float = 30.0
-    # A client that takes no byte for this long loses its stream.
+    # A connection on which no whole head of a request has come for this long is closed.
+    idle_timeout: float = 75.0
+    # A JSON body must have come within this time of its head.
+    body_timeout: float = 30.0
+    # No inference request takes longer than this, whatever it does meanwhile.
+    request_timeout: float = 3600.0
+    # A client that takes no byte, or sends none of its upload, for this long is let go.
     client_timeout: float = 60.0
+    # Networks of proxies whose X-Forwarded-For is believed, for who is told to wait after too many wrong keys.
+    trusted_proxies: tuple[str, ...] = ()
     # On SIGTERM, streams may go on for this long.
     shutdown_seconds: float = 20.0
     # Usage rows held in memory while SQL is away; beyond it no request is admitted.
@@ -80,6 +93,10 @@ class Settings:
             raise SettingsError(env_name("engines"), str(error)) from error
         if len({address.url for address in addresses}) < len(addresses):
             raise SettingsError(env_name("engines"), "an engine is named twice")
+        try:
+            _ = self.proxy_networks
+        except ValueError as error:
+            raise SettingsError(env_name("trusted_proxies"), f"expected networks like 10.0.0.0/8: {error}") from error
         _check_url("redis_url", self.redis_url, {"redis", "rediss", "unix"})
         _check_url("database_url", self.database_url, {"sqlite", "postgresql", "postgres"})
         if not self.base_model:
@@ -92,7 +109,19 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
                 raise SettingsError(env_name(name), f"expected a port between 0 and 65535, got {value}")
-        positive = ("max_model_len", "default_max_tokens", "max_body_bytes", "max_upload_bytes", "ledger_queue")
+        if self.workers > 1 and self.metrics_port is None:
+            raise SettingsError(
+                env_name("metrics_port"),
+                "is required with several workers: worker n serves its own metrics at port + n",
+            )
+        positive = (
+            "workers",
+            "max_model_len",
+            "default_max_tokens",
+            "max_body_bytes",
+            "max_upload_bytes",
+            "ledger_queue",
+        )
         durations = ("redis_timeout", "lease_seconds", "engine_timeout", "client_timeout", "shutdown_seconds")
         for name in (*positive, *durations, "queue_length", "queue_seconds"):
             value = getattr(self, name)
@@ -103,6 +132,10 @@ class Settings:
     def engine_addresses(self) -> list[Address]:
         """The engines that are named here; those that announce themselves are not."""
         return [parse_address(text) for text in self.engines if text != ANNOUNCED]
+
+    @property
+    def proxy_networks(self) -> list[Network]:
+        return [ip_network(text) for text in self.trusted_proxies]
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> "Settings":

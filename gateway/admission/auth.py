@@ -70,14 +70,14 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(msgspec.Struct):
-    """What the database said of a key id. asked_at: on the monotonic clock; changes: how many were known then.
+    """What the database said of a key id. asked_at: on the monotonic clock; era: the Authenticator's then.
 
     used_at: the last use that was noted.
     """
 
     key: ApiKey | None
     asked_at: float
-    changes: int
+    era: int
     used_at: datetime | None = None
 
 
@@ -97,9 +97,17 @@ class Authenticator:
         self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, the one looked up longest ago first
         self._lookups: dict[str, asyncio.Task[_Known]] = {}
         self._changes = UNKNOWN
+        # Counts the times that all became old; what was asked in an earlier era is not believed.
+        self._era = 0
         self._unchanged_at = 0.0
         self._running: dict[asyncio.Timeout, str] = {}
         self._used: dict[str, datetime] = {}
+
+    @property
+    def changes(self) -> int | None:
+        """The number of changes that the database may be believed to have now, None where it has to be asked."""
+        believed = time.monotonic() - self._unchanged_at < TRUST_SECONDS
+        return self._changes if believed and self._changes != UNKNOWN else None
 
     def issue(self, tenant: Tenant | None, scopes: frozenset[str], label: str, **fields: Any) -> tuple[ApiKey, str]:
         """A new key and its one and only clear text; fields: further ones of ApiKey. Not stored: that is `Keys.add`."""
@@ -177,6 +185,7 @@ class Authenticator:
     def forget(self) -> None:
         """What this process has changed itself counts here at once."""
         self._changes = UNKNOWN
+        self._era += 1
         self._known.clear()
 
     async def refresh(self) -> None:
@@ -186,6 +195,7 @@ class Authenticator:
         self._unchanged_at = asked_at
         if changes != self._changes:
             self._changes = changes
+            self._era += 1
             self._known.clear()
         await self._end_invalid()
 
@@ -193,10 +203,10 @@ class Authenticator:
         running = set(self._running.values())
         missing = [key_id for key_id in running if self._current(key_id) is None]
         if missing:
-            asked_at, changes = time.monotonic(), self._changes
+            asked_at, era = time.monotonic(), self._era
             found = await self._keys.find_all(missing)
             for key_id in missing:
-                self._learn(key_id, found.get(key_id), asked_at, changes)
+                self._learn(key_id, found.get(key_id), asked_at, era)
         invalid = set()
         for key_id in running:
             known = self._known.get(key_id)
@@ -231,7 +241,7 @@ class Authenticator:
     def _current(self, key_id: str) -> _Known | None:
         """What is known of a key, if it may still be believed."""
         known = self._known.get(key_id)
-        if known is None or known.changes != self._changes:
+        if known is None or known.era != self._era:
             return None
         return known if time.monotonic() - max(known.asked_at, self._unchanged_at) < TRUST_SECONDS else None
 
@@ -247,12 +257,12 @@ class Authenticator:
 
     async def _look_up(self, key_id: str) -> _Known:
         # Both as of now: an answer that a change has overtaken on its way is not believed again.
-        asked_at, changes = time.monotonic(), self._changes
-        return self._learn(key_id, await self._keys.find(key_id), asked_at, changes)
+        asked_at, era = time.monotonic(), self._era
+        return self._learn(key_id, await self._keys.find(key_id), asked_at, era)
 
-    def _learn(self, key_id: str, key: ApiKey | None, asked_at: float, changes: int) -> _Known:
+    def _learn(self, key_id: str, key: ApiKey | None, asked_at: float, era: int) -> _Known:
         used_at = self._used.get(key_id, key.last_used_at if key else None)
-        known = self._known[key_id] = _Known(key, asked_at, changes, used_at)
+        known = self._known[key_id] = _Known(key, asked_at, era, used_at)
         self._known.move_to_end(key_id)
         while len(self._known) > CACHE_ENTRIES:
             self._known.popitem(last=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -93,7 +94,10 @@ class Completions:
         )
         relay = self._relay_stream if asked.stream else self._relay_answer
         try:
-            async with self._fleet.open(call, account) as upstream:
+            async with AsyncExitStack() as stack:
+                # An answer that is not streamed comes whole, when it begins; the relay of a stream watches by itself.
+                async with self._auth.while_valid(account.principal):
+                    upstream = await stack.enter_async_context(self._fleet.open(call, account))
                 return await relay(request, upstream, asked, account)
         except EngineRefused as refusal:
             # A 4xx comes before any work: nothing of it is held against the tenant. Overload is, or a client could
@@ -107,8 +111,7 @@ class Completions:
     async def _relay_answer(
         self, request: web.Request, upstream: ClientResponse, asked: InferenceRequest, account: Account
     ) -> web.StreamResponse:
-        async with self._auth.while_valid(account.principal):
-            answer = await read_json(upstream)
+        answer = await read_json(upstream)
         account.observe_answer(answer)
         answer.pop("loraplex", None)
         answer["model"] = account.model.name

@@ -12,7 +12,7 @@ import jinja2
 from aiohttp import web
 
 from gateway.admission.auth import Authenticator
-from gateway.errors import Forbidden, InvalidKey
+from gateway.errors import Forbidden, InvalidKey, MissingKey
 from gateway.fleet.registry import Registry
 from gateway.records.catalog import Catalog
 from gateway.records.ledger import UsageReport
@@ -26,6 +26,9 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+
+
+ASK = {"WWW-Authenticate": 'Basic realm="Loraplex admin key", charset="UTF-8"', **PAGE_HEADERS}
 
 
 class Dashboard:
@@ -48,9 +51,14 @@ class Dashboard:
     async def page(self, request: web.Request) -> web.Response:
         try:
             await self._auth.admin_key(_basic_password(request.headers.get("Authorization")))
-        except (InvalidKey, Forbidden):
-            headers = {"WWW-Authenticate": 'Basic realm="Loraplex admin key", charset="UTF-8"', **PAGE_HEADERS}
-            return web.Response(status=401, text="An admin key is needed.\n", headers=headers)
+        except InvalidKey as error:
+            error.headers.update(ASK)
+            raise
+        except Forbidden as error:
+            # 401 as well, or the browser would go on showing the key that is not an admin's.
+            refused = InvalidKey("An admin key is needed.")
+            refused.headers.update(ASK)
+            raise refused from error
         tenants = await self._tenants.list()
         html = self._template.render(
             engines=self._registry.engines,
@@ -67,7 +75,7 @@ class Dashboard:
 def _basic_password(authorization: str | None) -> str:
     scheme, _, encoded = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
-        raise InvalidKey
+        raise MissingKey("An admin key is needed.")
     try:
         decoded = base64.b64decode(encoded, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:

@@ -116,7 +116,8 @@ WORDS: list[tuple[dict[str, Any], str]] = [
     ({"name": "x", "max_concurrent": 10**6}, "max_concurrent: expected an integer of at most 100000."),
     ({"name": "x", "weight": -1}, "weight: expected a number of at least 0.01."),
     ({"name": 5}, "name: expected a string, got an integer."),
-    ({"name": "x", "max_concurrent": None}, "max_concurrent: expected an integer, got null."),
+    ({"name": "x", "max_concurrent": "1"}, "max_concurrent: expected an integer or null, got a string."),
+    ({"name": "x", "weight": None}, "weight: expected a number, got null."),
     ({}, "name: is required."),
     ({"name": "x", "wieght": 1}, "wieght: there is no such field."),
 ]
