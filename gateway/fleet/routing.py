@@ -1,9 +1,10 @@
-"""Which engine serves a request: one that holds its adapter, the one that has its prefix cached, the least loaded.
+"""Which engine serves a request: the one where its first token is soonest, by what is known of queue and adapters.
 
-Bounded-load rendezvous hashing (Thaler and Ravishankar 1998; Mirrokni, Thorup and Zadimoghaddam 2018) over an estimate
-of the time to the first token. Each adapter has an order of engines, the same on every gateway. A request goes to the
-first in it that holds the adapter and is not overloaded; while those that hold it are, to the engine where waiting and
-loading take least, which makes a copy. As the load falls the first takes all again, and the copy, unused, is evicted.
+Rendezvous hashing (Thaler and Ravishankar 1998) with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018), the bound
+being time: each adapter has an order of engines, the same on every gateway, that decides among those that are about as
+good. Who holds the adapter is better by the time a load takes, until its queue takes longer than that; then another
+loads a copy. As the load falls the first in the order takes all again, and the copy, unused, is evicted there.
+`benchmarks/routing.py` measures it against other ways.
 """
 
 from collections import OrderedDict
@@ -15,8 +16,11 @@ import msgspec
 
 from gateway.fleet.registry import EngineRecord
 
-# How far above the mean an engine's load may be before another one takes its adapters too.
-BALANCE = 1.25
+# What a full batch adds to each of its requests' time, of the whole: the price of joining the busier of two engines
+# that both have a place free.
+CROWDING = 0.05
+# Loads are compared in quarters of a batch: within one, the conversation and the adapter's order decide.
+LEVELS = 4
 # Characters, or tokens, of a prompt that say which conversation it belongs to.
 PREFIX_CHARS = 1024
 MAX_PREFIXES = 50_000
@@ -32,29 +36,26 @@ def choose(
     candidates = [engine for engine in engines if engine.available]
     if len(candidates) <= 1:
         return candidates[0] if candidates else None
-    mean = (sum(engine.load / engine.slots for engine in candidates) + 1 / candidates[0].slots) / len(candidates)
     affinity = digest.encode() if digest is not None else prefix
+    request_seconds = sum(engine.request_seconds for engine in candidates) / len(candidates)
 
-    def order(engine: EngineRecord) -> tuple[bool, bool, bool, float, bool, bytes]:
-        held = digest is None or engine.holds(digest)
-        # Half a batch is no load to speak of: sending it elsewhere would buy nothing.
-        heavy = engine.load + 1 > engine.slots * max(BALANCE * mean, 0.5)
-        seconds = seconds_to_start(engine) + (0.0 if held else engine.load_seconds)
-        return (
-            engine.load >= engine.limit,
-            heavy,
-            not held,
-            seconds if heavy or not held else 0.0,
-            engine is not cached,
-            rank(affinity, engine.url),
-        )
+    def order(engine: EngineRecord) -> tuple[bool, float, bool, bytes]:
+        seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
+        if digest is not None and not engine.holds(digest):
+            seconds += engine.load_seconds
+        return engine.load >= engine.limit, seconds, engine is not cached, rank(affinity, engine.url)
 
     return min(candidates, key=order)
 
 
-def seconds_to_start(engine: EngineRecord) -> float:
+def seconds_in_queue(engine: EngineRecord) -> float:
     """How long a new request waits for a place in the engine's batch, places falling free evenly."""
     return max(0, engine.load + 1 - engine.slots) * engine.request_seconds / engine.slots
+
+
+def level(engine: EngineRecord) -> float:
+    """The engine's load in batches, rounded down to a level."""
+    return LEVELS * engine.load // engine.slots / LEVELS
 
 
 def rank(key: bytes, url: str) -> bytes:
