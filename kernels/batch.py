@@ -25,6 +25,8 @@ class Batch:
     max_context_len: int
     adapter_slots: tuple[int, ...]
     """The distinct adapters in the batch; empty means that no LoRA runs at all."""
+    has_base_rows: bool = True
+    """False where the host knows that every token uses an adapter."""
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,8 @@ A tile's rows are query tokens times the query heads that share a key-value head
 Keys are walked with the online softmax of FlashAttention-2 (Dao, 2023): first without a mask, then the diagonal.
 Long contexts of single-token queries are cut into splits (Flash-Decoding), whose partial results a second kernel
 combines in a fixed order: the same input gives the same bits. Grids and the number of splits depend on host-known
-bounds alone; which part of them is in use is decided on the device, so a CUDA graph can hold the launches.
+bounds alone; which part of them is in use is decided on the device, so a CUDA graph can hold the launches, with no
+work list to refill where every query is one token.
 """
 
 from dataclasses import dataclass
@@ -31,12 +32,15 @@ MAX_SPLITS = 64
 class AttentionMetadata:
     """Work list of a step, the same for every layer.
 
-    tiles: `[2, X]` int32, request and first query token (within the request) of each tile. num_tiles: `[1]` int32,
-    tiles in use. block_q: query tokens in a tile. block_m: tile rows. num_splits: most splits of a request's keys.
+    num_tiles: tiles the grid has room for. tiles: `[2, num_tiles]` int32, request and first query token (within the
+    request) of each tile; None in a decode step, where tile i is request i: what a graph of decode needs follows from
+    its shapes. tiles_in_use: `[1]` int32, None with `tiles`. block_q: query tokens in a tile. block_m: tile rows.
+    num_splits: most splits of a request's keys.
     """
 
-    tiles: Tensor
-    num_tiles: Tensor
+    num_tiles: int
+    tiles: Tensor | None
+    tiles_in_use: Tensor | None
     block_q: int
     block_m: int
     num_splits: int
@@ -54,6 +58,7 @@ def build_attention_metadata(
     """Cuts the step's queries into tiles, by torch ops on the device and without a host sync.
 
     `max_query_len` and `max_context_len` are bounds, exact or not: the result is right for any queries not longer.
+    With a `max_query_len` of 1 no device op runs and the result depends on shapes and bounds alone.
     """
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads: expected a multiple of {num_kv_heads} key-value heads, got {num_heads}")
@@ -63,16 +68,15 @@ def build_attention_metadata(
     block_q = 1 if max_query_len == 1 else block_m // group
     num_requests = query_start.shape[0] - 1
     used = min(num_requests, num_tokens)
-    most = used + (num_tokens - used) // block_q
-    if most == 0:
-        empty = query_start.new_zeros((2, 0), dtype=torch.int32)
-        return AttentionMetadata(empty, query_start.new_zeros(1, dtype=torch.int32), block_q, block_m, 1)
+    most = num_requests if max_query_len == 1 else used + (num_tokens - used) // block_q
+    wanted = 4 * _num_sms(query_start.device) // max(most * num_kv_heads, 1)
+    num_splits = max(1, min(wanted, max_context_len // MIN_SPLIT_KEYS, MAX_SPLITS))
+    if max_query_len == 1 or most == 0:
+        return AttentionMetadata(most, None, None, block_q, block_m, num_splits)
     lengths = query_start[1:] - query_start[:-1]
     request, nth, count = spread((lengths + block_q - 1) // block_q, most)
     tiles = torch.stack((request, nth * block_q)).to(torch.int32)
-    wanted = 4 * _num_sms(query_start.device) // (most * num_kv_heads)
-    num_splits = max(1, min(wanted, max_context_len // MIN_SPLIT_KEYS, MAX_SPLITS))
-    return AttentionMetadata(tiles, count.to(torch.int32).view(1), block_q, block_m, num_splits)
+    return AttentionMetadata(most, tiles, count.to(torch.int32).view(1), block_q, block_m, num_splits)
 
 
 def paged_attention(
@@ -120,8 +124,7 @@ def paged_attention(
             max_context_len=int(context_lens.max()) if len(context_lens) else 0,
         )
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    most = metadata.tiles.shape[1]
-    if most == 0:
+    if metadata.num_tiles == 0:
         return out
     splits = metadata.num_splits
     partial = torch.empty(
@@ -137,7 +140,7 @@ def paged_attention(
         "MIN_SPLIT": MIN_SPLIT_KEYS,
         "WINDOW": sliding_window,
     }
-    _attend[(most, num_kv_heads, splits)](
+    _attend[(metadata.num_tiles, num_kv_heads, splits)](
         q,
         k_cache,
         v_cache,
@@ -145,13 +148,13 @@ def paged_attention(
         partial,
         lse,
         metadata.tiles,
-        metadata.num_tiles,
+        metadata.tiles_in_use,
         block_tables,
         query_start,
         context_lens,
         k_scales,
         v_scales,
-        most,
+        metadata.num_tiles,
         block_tables.stride(0),
         q.stride(0),
         q.stride(1),
@@ -249,7 +252,7 @@ def _walk(  # type: ignore[no-untyped-def]
 
 
 # Lengths that change from step to step must not make new variants: each would be a compilation in the request path.
-@triton.jit(do_not_specialize=("max_tiles", "table_stride", "num_splits"))
+@triton.jit(do_not_specialize=("num_tiles", "table_stride", "num_splits"))
 def _attend(  # type: ignore[no-untyped-def]
     q,
     k_cache,
@@ -258,13 +261,13 @@ def _attend(  # type: ignore[no-untyped-def]
     partial,
     lse,
     tiles,
-    num_tiles,
+    tiles_in_use,
     block_tables,
     query_start,
     context_lens,
     k_scales,
     v_scales,
-    max_tiles,
+    num_tiles,
     table_stride,
     q_token_stride,
     q_head_stride,
@@ -284,9 +287,14 @@ def _attend(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if tile < tl.load(num_tiles):
-        request = tl.load(tiles + tile)
-        first = tl.load(tiles + max_tiles + tile)
+    request = tile
+    first = 0
+    in_use = num_tiles
+    if tiles is not None:
+        in_use = tl.load(tiles_in_use)
+        request = tl.load(tiles + tile, mask=tile < in_use, other=0)
+        first = tl.load(tiles + num_tiles + tile, mask=tile < in_use, other=0)
+    if tile < in_use:
         query_at = tl.load(query_start + request)
         query_len = tl.load(query_start + request + 1) - query_at
         context_len = tl.load(context_lens + request)
@@ -298,7 +306,7 @@ def _attend(  # type: ignore[no-untyped-def]
         per_split = _keys_per_split(stop - begin, query_len, num_splits, MIN_SPLIT)
         whole = per_split >= stop - begin
         begin += split * per_split
-        end = tl.minimum(begin + per_split, stop)
+        end = tl.minimum(begin + per_split, tl.where(query_len > 0, stop, 0))
         if begin < end:
             row = tl.arange(0, BLOCK_M)
             token = first + row // GROUP

@@ -89,7 +89,7 @@ def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments) -> N
     offsets = group.offsets[1:] + (group.offsets[-1],) * (MAX_SLICES - num_slices)
     sizes = (end - start for start, end in zip(group.offsets, group.offsets[1:], strict=False))
     column_tiles = sum(-(-size // plan.block_n) for size in sizes)
-    programs = min(segments.chunks.shape[1] * column_tiles, plan.programs_per_sm * _num_sms(y.device))
+    programs = min((segments.chunks.shape[1] - 1) * column_tiles, plan.programs_per_sm * _num_sms(y.device))
     _expand[(programs,)](
         y,
         group.b_pages,
@@ -122,9 +122,9 @@ def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments) -> N
 
 
 def _check(rows: Tensor, name: str, width: int, group: LoraGroup, segments: Segments) -> None:
-    if rows.dim() != 2 or rows.shape != (len(segments.rows), width) or rows.stride(1) != 1:
+    if rows.dim() != 2 or rows.shape != (segments.num_tokens, width) or rows.stride(1) != 1:
         raise ValueError(
-            f"{name}: expected [{len(segments.rows)}, {width}] with its last dimension contiguous, "
+            f"{name}: expected [{segments.num_tokens}, {width}] with its last dimension contiguous, "
             f"got {tuple(rows.shape)} with strides {rows.stride()}"
         )
     if not rows.dtype == group.a_pages.dtype == group.b_pages.dtype:
@@ -149,7 +149,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 # Lengths that change from step to step must not make new variants: each would be a compilation in the request path.
-_LENGTHS = ("num_tokens", "max_chunks", "max_tiles", "programs")
+_LENGTHS = ("num_tokens", "chunk_stride", "max_tiles", "programs")
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -165,7 +165,7 @@ def _shrink(  # type: ignore[no-untyped-def]
     page_table,
     ranks,
     num_tokens,
-    max_chunks,
+    chunk_stride,
     max_tiles,
     programs,
     x_stride,
@@ -190,12 +190,15 @@ def _shrink(  # type: ignore[no-untyped-def]
         chunk = tl.load(tiles + tile)
         r = tl.load(tiles + max_tiles + tile) * BLOCK_R + tl.arange(0, BLOCK_R)
         slot = tl.load(chunks + chunk)
-        start = tl.load(chunks + max_chunks + chunk)
-        length = tl.load(chunks + 2 * max_chunks + chunk)
+        start = tl.load(chunks + chunk_stride + chunk)
+        length = tl.load(chunks + chunk_stride + chunk + 1) - start
         if tl.load(scales + slot * NUM_SLICES + s) != 0.0:
             row_live = m < length
             rank_live = r < tl.load(ranks + slot)
-            row = tl.load(rows + start + m, mask=row_live, other=0).to(tl.int64)
+            row = start + m
+            if rows is not None:
+                row = tl.load(rows + row, mask=row_live, other=0)
+            row = row.to(tl.int64)
             page = tl.load(page_table + slot * MAX_PAGES + r // PAGE_RANK, mask=rank_live, other=0).to(tl.int64)
             a_row = (page * NUM_SLICES + s) * PAGE_RANK + r % PAGE_RANK
             x_at = x + row[:, None] * x_stride + split * K_PER_SPLIT + k[None, :]
@@ -226,7 +229,7 @@ def _expand(  # type: ignore[no-untyped-def]
     page_table,
     ranks,
     num_tokens,
-    max_chunks,
+    chunk_stride,
     programs,
     y_stride,
     MAX_PAGES: tl.constexpr,
@@ -255,13 +258,16 @@ def _expand(  # type: ignore[no-untyped-def]
         first_column = tl.where(s == 2, OFFSET_2, tl.where(s == 1, OFFSET_1, 0))
         end_column = tl.where(s == 2, OFFSET_3, tl.where(s == 1, OFFSET_2, OFFSET_1))
         slot = tl.load(chunks + chunk)
-        start = tl.load(chunks + max_chunks + chunk)
-        length = tl.load(chunks + 2 * max_chunks + chunk)
+        start = tl.load(chunks + chunk_stride + chunk)
+        length = tl.load(chunks + chunk_stride + chunk + 1) - start
         scale = tl.load(scales + slot * NUM_SLICES + s)
         if scale != 0.0:
             rank = tl.load(ranks + slot)
             row_live = m < length
-            row = tl.load(rows + start + m, mask=row_live, other=0).to(tl.int64)
+            row = start + m
+            if rows is not None:
+                row = tl.load(rows + row, mask=row_live, other=0)
+            row = row.to(tl.int64)
             n = first_column + (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
             n_live = n < end_column
             y_at = y + row[:, None] * y_stride + n[None, :]

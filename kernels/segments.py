@@ -1,14 +1,19 @@
-"""Routing of a step's tokens to LoRA adapters, made once and read by every layer. Torch only, no triton.
+"""Routing of a step's tokens to LoRA adapters, made once and read by every layer.
 
-Tokens are sorted by adapter and cut into chunks of at most `plan.block_m` rows of one adapter. Everything is built
-by torch ops on the device of `adapter_index`, without a host sync, into tables whose sizes depend on shapes alone;
-how much of them is in use stands in `counts` on the device. A CUDA graph can therefore hold the build, or read
-tables that `build_segments(..., out=...)` refills, and replay with any mix of adapters.
+Tokens are sorted by adapter and cut into chunks of at most `plan.block_m` rows of one adapter. Everything is built on
+the device of `adapter_index`, without a host sync, into tables whose sizes depend on shapes alone; how much of them is
+in use stands in `counts` on the device. A CUDA graph can therefore hold the build, or read tables that
+`build_segments(..., out=...)` refills, and replay with any mix of adapters.
+
+Up to `MAX_ROUTED` tokens (every decode step) the build is one launch of one program; beyond, a few torch ops, which a
+prefill of that length does not notice. Both give the same tables.
 """
 
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels.reference import LoraRouting
@@ -44,6 +49,9 @@ PREFILL = Plan(64, 32, 64, 4096, 128, num_warps=4, num_stages=3, programs_per_sm
 PLANS: tuple[tuple[float, Plan], ...] = ((32, DECODE), (float("inf"), PREFILL))
 
 
+MAX_ROUTED = 1024
+
+
 def choose_plan(rows_per_adapter: float) -> Plan:
     return next(plan for limit, plan in PLANS if rows_per_adapter <= limit)
 
@@ -53,8 +61,8 @@ class Segments:
     """One step's routing; C = most chunks, X = most (chunk, rank tile) pairs that the shapes allow. All int32.
 
     active: False when the host knows that no token uses an adapter; `segmented_lora` then returns at once.
-    rows: `[T]` token index at each sorted position, base tokens last.
-    chunks: `[3, C]` slot, first sorted position and number of rows of each chunk.
+    rows: `[T]` token index at each sorted position, base tokens last; None where one adapter has all tokens, in order.
+    chunks: `[2, C + 1]` slot and first sorted position of each chunk; a chunk ends where the next begins.
     tiles: `[2, X]` chunk and rank tile of each piece of shrink work.
     counts: `[2]` chunks and tiles in use.
     page_table, ranks: the routing's own tensors (see `kernels.reference.LoraRouting`).
@@ -63,7 +71,8 @@ class Segments:
     plan: Plan
     page_rank: int
     active: bool
-    rows: Tensor
+    num_tokens: int
+    rows: Tensor | None
     chunks: Tensor
     tiles: Tensor
     counts: Tensor
@@ -77,6 +86,7 @@ def build_segments(
     *,
     active: bool = True,
     num_adapters: int | None = None,
+    single_adapter: bool = False,
     plan: Plan | None = None,
     out: Segments | None = None,
 ) -> Segments:
@@ -84,45 +94,112 @@ def build_segments(
 
     `page_rank` is the pool's (`LoraGroup.a_pages.shape[2]`). `num_adapters`: the most distinct adapters among the
     tokens, where the host knows it; it makes the tables smaller and picks the plan. Leave it out for a graph, which
-    must take any mix. With `out`, the tables of an earlier result of the same shapes are refilled in place and `out`
-    is returned; ValueError if the shapes differ. `out` reads `page_table` and `ranks` from the routing it was first
-    built with, so the caller keeps those two up to date in place.
+    must take any mix. `single_adapter`: the host knows that every token uses the same one; nothing is sorted then.
+    With `out`, the tables of an earlier result of the same shapes are refilled in place and `out` is returned;
+    ValueError if the shapes differ. `out` reads `page_table` and `ranks` from the routing it was first built with, so
+    the caller keeps those two up to date in place.
     """
     num_tokens, num_slots = routing.adapter_index.shape[0], routing.ranks.shape[0]
-    used = min(num_tokens, num_slots if num_adapters is None else num_adapters)
+    used = min(num_tokens, 1 if single_adapter else num_slots if num_adapters is None else num_adapters)
     plan = out.plan if out is not None else plan or choose_plan(num_tokens / max(used, 1))
     if not active or used == 0:
         if out is not None:
             out.counts.zero_()
             return out
         none = routing.ranks.new_empty(0)
-        return Segments(plan, page_rank, False, none, none, none, none, routing.page_table, routing.ranks)
-
+        return Segments(plan, page_rank, False, num_tokens, none, none, none, none, routing.page_table, routing.ranks)
     max_chunks = used + (num_tokens - used) // plan.block_m
-    max_tiles = max_chunks * -(-routing.page_table.shape[1] * page_rank // plan.block_r)
-    index = routing.adapter_index
+    max_rank_tiles = -(-routing.page_table.shape[1] * page_rank // plan.block_r)
+    target = out or _empty(routing, page_rank, plan, max_chunks, max_rank_tiles, single_adapter)
+    if (len(routing.adapter_index), max_chunks + 1, single_adapter) != (
+        target.num_tokens, target.chunks.shape[1], target.rows is None
+    ):  # fmt: skip
+        raise ValueError(
+            f"out: expected tables of the same shapes, for {num_tokens} tokens in {max_chunks} chunks, "
+            f"got {target.num_tokens} in {target.chunks.shape[1] - 1}"
+        )
+    if single_adapter:
+        _cut(routing, target, max_rank_tiles)
+    elif num_tokens <= MAX_ROUTED:
+        _route[(1,)](
+            routing.adapter_index,
+            routing.ranks,
+            target.rows,
+            target.chunks,
+            target.tiles,
+            target.counts,
+            num_tokens,
+            num_slots,
+            target.chunks.shape[1],
+            target.tiles.shape[1],
+            MAX_RANK_TILES=max_rank_tiles,
+            BLOCK_M=plan.block_m,
+            BLOCK_R=plan.block_r,
+            BLOCK_T=128 if num_tokens <= 128 else MAX_ROUTED,
+            num_warps=8,
+        )
+    else:
+        _sort(routing, target)
+    return target
+
+
+def _empty(
+    routing: LoraRouting, page_rank: int, plan: Plan, max_chunks: int, max_rank_tiles: int, single_adapter: bool
+) -> Segments:
+    num_tokens = len(routing.adapter_index)
+
+    def table(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=routing.adapter_index.device)
+
+    return Segments(
+        plan,
+        page_rank,
+        True,
+        num_tokens,
+        None if single_adapter else table(num_tokens),
+        table(2, max_chunks + 1),
+        table(2, max_chunks * max_rank_tiles),
+        table(2),
+        routing.page_table,
+        routing.ranks,
+    )
+
+
+def _cut(routing: LoraRouting, out: Segments, max_rank_tiles: int) -> None:
+    """One adapter has every token: chunks one after the other, each with all of its rank tiles."""
+    slot = routing.adapter_index[:1].long()
+    max_chunks = out.chunks.shape[1] - 1
+    out.chunks[0] = slot
+    torch.arange(max_chunks + 1, out=out.chunks[1]).mul_(out.plan.block_m).clamp_(max=out.num_tokens)
+    rank_tiles = (routing.ranks[slot] + out.plan.block_r - 1) // out.plan.block_r
+    item = torch.arange(max_chunks * max_rank_tiles, device=slot.device)
+    out.tiles[0] = item // rank_tiles.clamp(min=1)
+    out.tiles[1] = item % rank_tiles.clamp(min=1)
+    out.counts[0] = max_chunks
+    out.counts[1:] = rank_tiles * max_chunks
+
+
+def _sort(routing: LoraRouting, out: Segments) -> None:
+    """The tables by torch ops, for any number of tokens."""
+    plan, index, num_slots = out.plan, routing.adapter_index, routing.ranks.shape[0]
+    max_chunks, max_tiles = out.chunks.shape[1] - 1, out.tiles.shape[1]
     order, rows = torch.where(index < 0, num_slots, index).to(torch.int32).sort(stable=True)
     bounds = torch.searchsorted(order, torch.arange(num_slots + 1, device=index.device, dtype=torch.int32))
     starts, ends = bounds[:-1], bounds[1:]
 
     slot, nth, num_chunks = spread((ends - starts + plan.block_m - 1) // plan.block_m, max_chunks)
-    start = starts[slot] + nth * plan.block_m
-    chunks = torch.stack((slot, start, (ends[slot] - start).clamp_(max=plan.block_m))).to(torch.int32)
-
     live = torch.arange(max_chunks, device=index.device) < num_chunks
+    out.rows.copy_(rows)
+    out.chunks[0, :-1] = slot
+    out.chunks[1, :-1] = torch.where(live, starts[slot] + nth * plan.block_m, bounds[-1])
+    out.chunks[1, -1:] = bounds[-1:]
+
     tiles_per_chunk = torch.where(live, (routing.ranks[slot] + plan.block_r - 1) // plan.block_r, 0)
     chunk, rank_tile, num_tiles = spread(tiles_per_chunk, max_tiles)
-    tiles = torch.stack((chunk, rank_tile)).to(torch.int32)
-    counts = torch.stack((num_chunks, num_tiles)).to(torch.int32)
-
-    tables = (rows.to(torch.int32), chunks, tiles, counts)
-    if out is None:
-        return Segments(plan, page_rank, True, *tables, routing.page_table, routing.ranks)
-    for old, new in zip((out.rows, out.chunks, out.tiles, out.counts), tables, strict=True):
-        if old.shape != new.shape:
-            raise ValueError(f"out: expected tables of the same shapes, got {tuple(old.shape)}, not {tuple(new.shape)}")
-        old.copy_(new)
-    return out
+    out.tiles[0] = chunk
+    out.tiles[1] = rank_tile
+    out.counts[0] = num_chunks
+    out.counts[1] = num_tiles
 
 
 def spread(counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,3 +211,64 @@ def spread(counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     item = torch.arange(size, device=counts.device)
     owner = torch.searchsorted(ends, item, right=True).clamp_(max=len(counts) - 1)
     return owner, item - (ends - counts)[owner], ends[-1]
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_slots", "chunk_stride", "max_tiles"))
+def _route(  # type: ignore[no-untyped-def]
+    adapter_index,
+    ranks,
+    rows,
+    chunks,
+    tiles,
+    counts,
+    num_tokens,
+    num_slots,
+    chunk_stride,
+    max_tiles,
+    MAX_RANK_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One program: a counting sort by comparison, then chunks and tiles by prefix sums over the sorted positions."""
+    OTHERS: tl.constexpr = 16
+    t = tl.arange(0, BLOCK_T)
+    live = t < num_tokens
+    slot = tl.load(adapter_index + t, mask=live, other=-1)
+    slot = tl.where(slot < 0, num_slots, slot)
+    position = tl.zeros((BLOCK_T,), dtype=tl.int32)
+    for first in range(0, num_tokens, OTHERS):
+        u = first + tl.arange(0, OTHERS)
+        other = tl.load(adapter_index + u, mask=u < num_tokens, other=-1)
+        other = tl.where(u < num_tokens, tl.where(other < 0, num_slots, other), num_slots + 1)
+        before = (other[None, :] < slot[:, None]) | ((other[None, :] == slot[:, None]) & (u[None, :] < t[:, None]))
+        position += tl.sum(before.to(tl.int32), 1)
+    tl.store(rows + position, t, mask=live)
+    tl.debug_barrier()  # the program reads what its other threads wrote
+
+    slot = tl.load(adapter_index + tl.load(rows + t, mask=live, other=0), mask=live, other=-1)
+    follows = live & (t > 0)
+    previous = tl.load(adapter_index + tl.load(rows + t - 1, mask=follows, other=0), mask=follows, other=-1)
+    uses_adapter = slot >= 0
+    begins_adapter = uses_adapter & ((t == 0) | (slot != previous))
+    adapter_start = tl.associative_scan(tl.where(begins_adapter, t, 0), 0, _larger)
+    begins_chunk = uses_adapter & ((t - adapter_start) % BLOCK_M == 0)
+    chunk = tl.cumsum(begins_chunk.to(tl.int32), 0) - 1
+    num_chunks = tl.sum(begins_chunk.to(tl.int32), 0)
+    tl.store(chunks + chunk, slot, mask=begins_chunk)
+    tl.store(chunks + chunk_stride + chunk, t, mask=begins_chunk)
+    tl.store(chunks + chunk_stride + num_chunks, tl.sum(uses_adapter.to(tl.int32), 0))
+
+    rank_tiles = tl.where(begins_chunk, (tl.load(ranks + slot, mask=begins_chunk, other=0) + BLOCK_R - 1) // BLOCK_R, 0)
+    first_tile = tl.cumsum(rank_tiles, 0) - rank_tiles
+    for r in range(MAX_RANK_TILES):
+        has_tile = r < rank_tiles
+        tl.store(tiles + first_tile + r, chunk, mask=has_tile)
+        tl.store(tiles + max_tiles + first_tile + r, r, mask=has_tile)
+    tl.store(counts, num_chunks)
+    tl.store(counts + 1, tl.sum(rank_tiles, 0))
+
+
+@triton.jit
+def _larger(a, b):  # type: ignore[no-untyped-def]
+    return tl.maximum(a, b)

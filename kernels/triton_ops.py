@@ -9,7 +9,7 @@ from kernels.batch import Batch
 from kernels.paged_attention import AttentionMetadata, build_attention_metadata, paged_attention
 from kernels.reference import LoraGroup, LoraRouting
 from kernels.segmented_lora import segmented_lora
-from kernels.segments import Segments, build_segments
+from kernels.segments import DECODE, Segments, build_segments
 
 
 class TritonPlan:
@@ -23,8 +23,16 @@ class TritonPlan:
 
     def segments(self, routing: LoraRouting, page_rank: int) -> Segments:
         if page_rank not in self._segments:
-            num_adapters = len(self.batch.adapter_slots)
-            self._segments[page_rank] = build_segments(routing, page_rank, num_adapters=num_adapters)
+            batch, num_adapters = self.batch, len(self.batch.adapter_slots)
+            # Decode tables depend on shapes alone: a graph holds their build and replays it with any mix of adapters.
+            is_decode = batch.max_query_len == 1
+            self._segments[page_rank] = build_segments(
+                routing,
+                page_rank,
+                num_adapters=None if is_decode else num_adapters,
+                single_adapter=not is_decode and num_adapters == 1 and not batch.has_base_rows,
+                plan=DECODE if is_decode else None,
+            )
         return self._segments[page_rank]
 
     def attention(self, num_heads: int, num_kv_heads: int) -> AttentionMetadata:

@@ -50,6 +50,7 @@ def build_batch(plan: dict[Request, int], block_size: int, device: torch.device)
         max_query_len=int(counts.max()),
         max_context_len=int(context_lens.max()),
         adapter_slots=tuple(sorted(set(adapters.tolist()) - {-1})),
+        has_base_rows=bool((adapters < 0).any()),
     )
 
 

@@ -83,25 +83,30 @@ def lora(num_tokens: int, in_features: int, offsets: tuple[int, ...], **options)
     segmented_lora.segmented_lora(y, x, group, build_segments(routing, 8, **options))
 
 
-def attend(query_lens: list[int], context_len: int) -> None:
+def attend(query_lens: list[int], context_len: int, cache_dtype: torch.dtype = torch.bfloat16) -> None:
     """Llama-3.1-8B's heads."""
     starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
     q = torch.zeros(sum(query_lens), 32, 128, dtype=torch.bfloat16)
-    cache = torch.zeros(8, 8, 16, 128, dtype=torch.bfloat16)
+    cache, scales = cache_of(cache_dtype)
     tables = torch.zeros(len(query_lens), context_len // 16 + 1, dtype=torch.int32)
     contexts = torch.full((len(query_lens),), context_len, dtype=torch.int32)
-    paged_attention.paged_attention(q, cache, cache, tables, starts, contexts, 0.09)
+    paged_attention.paged_attention(q, cache, cache, tables, starts, contexts, 0.09, k_scales=scales, v_scales=scales)
+
+
+def cache_of(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.zeros(8, 8, 16, 128).to(dtype), None if dtype == torch.bfloat16 else torch.zeros(8, 8, 16)
 
 
 def elementwise(num_tokens: int) -> None:
     x = torch.zeros(num_tokens, 4096, dtype=torch.bfloat16)
     qkv = torch.zeros(num_tokens, 6144, dtype=torch.bfloat16)
-    cache = torch.zeros(8, 8, 16, 128, dtype=torch.bfloat16)
     index = torch.zeros(num_tokens, dtype=torch.int64)
     fused.rms_norm(x, x[0], 1e-5)
     fused.rms_norm(qkv[:, :4096].view(num_tokens, 32, 128), x[0, :128], 1e-6)
     fused.add_rms_norm(x, x.clone(), x[0], 1e-5)
-    fused.rope_and_write_kv(qkv, index, torch.zeros(9, 128), cache, cache.clone(), index)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
+        cache, scales = cache_of(dtype)
+        fused.rope_and_write_kv(qkv, index, torch.zeros(9, 128), cache, cache, index, scales, scales)
     fused.silu_and_mul(torch.zeros(num_tokens, 2 * 14336, dtype=torch.bfloat16))
 
 
@@ -115,6 +120,9 @@ def main() -> None:
         attend([1] * lengths[0], 700 + lengths[0])
         attend([lengths[1], 1, 5], 800 + lengths[1])
         attend([1] * (lengths[0] // 30), 8192)
+        for dtype in (torch.float8_e4m3fn, torch.int8):
+            attend([1] * lengths[0], 700 + lengths[0], dtype)
+            attend([lengths[1], 1, 5], 800 + lengths[1], dtype)
         elementwise(lengths[0])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-KERNELS = {"_shrink", "_expand", "_attend", "_combine", "_rms_norm", "_rope_and_write_kv", "_silu_and_mul"}
+KERNELS = {"_shrink", "_expand", "_attend", "_combine", "_rms_norm", "_rope_and_write_kv", "_silu_and_mul", "_route"}
 SHARED_MEMORY = 227 * 1024  # bytes one block may use on Hopper
 
 
@@ -34,7 +34,7 @@ def test_every_kernel_compiles_without_spilling(variants):
 
 def test_prefill_runs_on_warpgroup_tensor_cores_and_decode_on_small_ones(variants):
     for kernel in ("_shrink", "_expand", "_attend"):
-        decode, prefill = [v for v in variants if v["kernel"] == kernel and v["label"] == "first"]
+        decode, prefill = [v for v in variants if v["kernel"] == kernel and v["label"] == "first"][:2]
         assert decode["mma"] > 0
         assert decode["wgmma"] == 0
         assert prefill["wgmma"] > 0

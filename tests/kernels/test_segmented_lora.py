@@ -172,6 +172,8 @@ def test_tables_are_refilled_in_place(device):
     y, x, group, routing = make("odd", mixes[0], torch.float32, device, ranks=(1, 8, 5, 40, 16), max_rank=64)
     segments = build_segments(routing, 8)
     tables = (segments.rows, segments.chunks, segments.tiles, segments.counts)
+    for table in tables:
+        table.fill_(2**30)  # what stands in a table from before must not matter
     for mix in mixes:
         routing.adapter_index.copy_(mix)
         refilled = build_segments(routing, 8, out=segments)
@@ -184,6 +186,35 @@ def test_tables_are_refilled_in_place(device):
     assert torch.equal(y, before)
     with pytest.raises(ValueError, match="same shapes"):
         build_segments(replace(routing, adapter_index=mixes[0][:7].to(device)), 8, out=segments)
+
+
+@pytest.mark.parametrize("popularity", ["uniform", "identical", "all base", "base between", "skewed"])
+@pytest.mark.parametrize("plan", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("num_tokens", [1, 100, 150])
+def test_one_launch_builds_the_tables_that_sorting_does(num_tokens, plan, popularity, device, monkeypatch):
+    index = indices(popularity, num_tokens, len(RANKS), torch.Generator().manual_seed(8)).to(device)
+    ranks = torch.tensor(RANKS, dtype=torch.int32, device=device)
+    routing = LoraRouting(index, torch.zeros(len(RANKS), 32, dtype=torch.int32, device=device), ranks)
+    routed = build_segments(routing, 8, plan=plan)
+    monkeypatch.setattr("kernels.segments.MAX_ROUTED", 0)
+    expected = build_segments(routing, 8, plan=plan)
+    num_chunks, num_tiles = expected.counts.tolist()
+    assert torch.equal(routed.counts, expected.counts)
+    assert torch.equal(routed.rows, expected.rows)
+    assert torch.equal(routed.chunks[0, :num_chunks], expected.chunks[0, :num_chunks])
+    assert torch.equal(routed.chunks[1, : num_chunks + 1], expected.chunks[1, : num_chunks + 1])
+    assert torch.equal(routed.tiles[:, :num_tiles], expected.tiles[:, :num_tiles])
+
+
+@pytest.mark.parametrize("plan", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_a_single_adapter_needs_no_sorting(plan, device):
+    """The same bits as sorted tables give, without a table of rows."""
+    index = torch.full((75,), 3, dtype=torch.int32)
+    y, x, group, routing = make("odd", index, torch.float32, device, ranks=(8, 4, 16, 40), max_rank=64)
+    sorted_y = check(y.clone(), x, group, routing, plan)
+    segments = build_segments(routing, 8, single_adapter=True, plan=plan)
+    assert segments.rows is None
+    assert torch.equal(check(y, x, group, routing, segments=segments), sorted_y)
 
 
 def test_known_number_of_adapters_shrinks_the_tables(device):

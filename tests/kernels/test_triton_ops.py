@@ -108,6 +108,30 @@ def run_layer(
     return [x, residual, k_cache, v_cache]
 
 
+def decode_only(batch: Batch) -> Batch:
+    """The last token of each request."""
+    last = batch.query_start[1:].long() - 1
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[last] for name in ("positions", "slot_mapping", "adapter_index")},
+        token_ids=torch.arange(len(last)),
+        query_start=torch.arange(len(last) + 1, dtype=torch.int32),
+        logits_rows=torch.arange(len(last)),
+        max_query_len=1,
+    )
+
+
+@pytest.mark.parametrize("with_lora", [True, False])
+def test_decode_layer(with_lora, device):
+    cpu = torch.device("cpu")
+    tables, groups = lora(torch.Generator().manual_seed(0)) if with_lora else (None, {})
+    expected = run_layer(TorchOps(), decode_only(make_batch()), tables, groups, cpu)
+    groups = {name: to(group, device) for name, group in groups.items()}
+    got = run_layer(TritonOps(), to(decode_only(make_batch()), device), tables and to(tables, device), groups, device)
+    for tensor, twin in zip(got, expected, strict=True):
+        torch.testing.assert_close(tensor.cpu(), twin, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("with_lora", [True, False])
 def test_layer(with_lora, device):
     batch = to(make_batch(), device)
