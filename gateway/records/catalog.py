@@ -1,7 +1,14 @@
-"""Which adapter a name means, in each tenant's own namespace."""
+"""Which adapter a name means, in each tenant's own namespace.
 
+Names are kept in memory while the database says that nothing has changed (gateway/records/changes.py). A change of what
+a name means is answered once no gateway can believe the old meaning any more: who has the answer finds it everywhere.
+"""
+
+import asyncio
 import re
 import uuid
+from collections import OrderedDict
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,11 +18,13 @@ from sqlalchemy.exc import IntegrityError
 
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
 from gateway.records.audit import record_change
+from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.tables import adapter_versions, adapters
 from gateway.records.tenants import Tenant
 
 ADAPTER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+CACHE_ENTRIES = 50_000
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +48,21 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 class Catalog:
     """Raises ModelNotFound, RecordNotFound and BadRequest (param "name")."""
 
-    def __init__(self, database: Database, base_model: str) -> None:
+    def __init__(
+        self,
+        database: Database,
+        base_model: str,
+        changes: Callable[[], int | None] = lambda: None,
+        believed_seconds: float = 0.0,
+    ) -> None:
+        """changes: the number of changes that may be believed to be the database's now; None: ask it yourself.
+        believed_seconds: for how long any gateway may still believe a number that is old."""
         self._database = database
         self._base_model = base_model
+        self._changes = changes
+        self._believed_seconds = believed_seconds
+        # By tenant's id and name, with the number of changes before it was read.
+        self._known: OrderedDict[tuple[str, str], tuple[int, Model]] = OrderedDict()
 
     def check_name(self, name: str) -> None:
         """Raises BadRequest unless a new adapter may be called this."""
@@ -55,16 +76,26 @@ class Catalog:
             raise BadRequest(f"'{name}' is the base model's name; choose another for the adapter.", param="name")
 
     async def resolve(self, tenant: Tenant, name: str) -> Model:
-        """The model a tenant means by `name`. Always asks the database: an upload is in use at once."""
+        """The model a tenant means by `name`. What is not known is always asked: a new name is in use at once."""
         if name == self._base_model:
             return Model(name=name, digest=None)
+        changes, key = self._changes(), (tenant.id, name)
+        known = self._known.get(key)
+        if known is not None and known[0] == changes:
+            return known[1]
         if not ADAPTER_NAME.fullmatch(name):
             raise ModelNotFound(name)
         async with self._database.read() as connection:
             row = (await connection.execute(_current(tenant).where(adapters.c.name == name))).one_or_none()
         if row is None:
             raise ModelNotFound(name)
-        return Model(name=name, digest=row.digest)
+        model = Model(name=name, digest=row.digest)
+        if changes is not None:
+            self._known[key] = (changes, model)
+            self._known.move_to_end(key)
+            if len(self._known) > CACHE_ENTRIES:
+                self._known.popitem(last=False)
+        return model
 
     async def add_version(
         self, tenant: Tenant, name: str, *, digest: str, rank: int, num_bytes: int, actor: str
@@ -73,10 +104,13 @@ class Catalog:
         self.check_name(name)
         content = {"digest": digest, "rank": rank, "num_bytes": num_bytes}
         try:
-            return await self._add_version(tenant, name, content, actor)
+            adapter = await self._add_version(tenant, name, content, actor)
         except IntegrityError:
             # Another upload made the name in between (PostgreSQL); this one is its next version.
-            return await self._add_version(tenant, name, content, actor)
+            adapter = await self._add_version(tenant, name, content, actor)
+        if adapter.version > 1:
+            await asyncio.sleep(self._believed_seconds)
+        return adapter
 
     async def _add_version(self, tenant: Tenant, name: str, content: dict[str, Any], actor: str) -> Adapter:
         now = datetime.now(UTC)
@@ -103,6 +137,7 @@ class Catalog:
             target = f"{tenant.name}/{name}"
             detail = {"version": version, "digest": content["digest"]}
             await record_change(connection, actor, "adapter.push", target, detail)
+            await count_change(connection)
         return Adapter(name=name, version=version, created_at=now, **content)
 
     async def list(self, tenant: Tenant) -> list[Adapter]:
@@ -127,6 +162,8 @@ class Catalog:
             if result.rowcount == 0:
                 raise RecordNotFound("There is no adapter of this name.", param="name")
             await record_change(connection, actor, "adapter.delete", f"{tenant.name}/{name}")
+            await count_change(connection)
+        await asyncio.sleep(self._believed_seconds)
 
 
 def _check_possible(name: str) -> None:

@@ -1,4 +1,4 @@
-"""How often keys and tenants have changed: one number, by which every gateway learns that what it knows is old."""
+"""How often keys, tenants and names of adapters have changed: by this one number every gateway learns that it must ask."""
 
 from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -7,7 +7,7 @@ from gateway.records.tables import access_changes
 
 
 async def count_change(connection: AsyncConnection) -> None:
-    """The last statement of each transaction that changes a key or a tenant.
+    """The last statement of each transaction that changes a key, a tenant or what a name means.
 
     From here to the commit other such transactions wait, so whoever reads a number sees all that it counts.
     """

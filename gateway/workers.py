@@ -1,0 +1,160 @@
+"""Several gateway processes on one port: started together, restarted when one dies, stopped as one.
+
+Each worker listens by itself (SO_REUSEPORT) and the kernel deals connections out among them; they share nothing but
+Redis and the database. The parent keeps the port and serves nothing. A worker whose parent is gone ends as on SIGTERM.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+
+from gateway.settings import Settings, SettingsError
+
+log = logging.getLogger(__name__)
+
+FIRST_RESTART_SECONDS = 0.1
+LAST_RESTART_SECONDS = 10.0
+# Beyond what a worker takes to drain by itself.
+STOP_SECONDS = 60.0
+
+# Serves until stopped: with what settings, a descriptor that is readable once the parent is gone, and what to call with
+# the URL when requests are taken.
+Serve = Callable[[Settings, int, Callable[[str], None]], None]
+
+
+class Supervisor:
+    """Raises SettingsError for what keeps a worker from starting at first; later it is tried again."""
+
+    def __init__(self, settings: Settings, serve: Serve, ready: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._serve = serve
+        self._ready = ready
+        self._workers: dict[int, ForkProcess] = {}
+        self._started: dict[int, float] = {}
+        self._restart_seconds = FIRST_RESTART_SECONDS
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until SIGTERM or SIGINT, and until every worker has ended."""
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        # Only the parent holds the writing end: to the workers its end is the parent's.
+        self._alive_reader, self._alive_writer = os.pipe()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._on_signal)
+        with reserve_port(self._settings.host, self._settings.port) as reserved:
+            port = reserved.getsockname()[1]
+            try:
+                starting = [self._start(number, port) for number in range(self._settings.workers)]
+                urls = [self._until_ready(connection) for connection in starting]
+                if urls[0] is not None:
+                    self._ready(urls[0])
+                while not self._stopping:
+                    self._wait()
+                    self._restart_dead(port)
+            finally:
+                self._stop()
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        self._stopping = True
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_writer, b"x")
+
+    def _start(self, number: int, port: int) -> Connection:
+        """Starts a worker, which will say on the connection that it takes requests, or why not."""
+        ours, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=self._work, args=(number, port, theirs), name=f"gateway-{number}")
+        process.start()
+        theirs.close()
+        self._workers[number], self._started[number] = process, time.monotonic()
+        return ours
+
+    def _work(self, number: int, port: int, starter: Connection) -> None:
+        """In the child."""
+        os.close(self._alive_writer)
+        os.close(self._wake_writer)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, signal.SIG_DFL)
+        metrics_port = self._settings.metrics_port
+        own = replace(self._settings, port=port, metrics_port=metrics_port + number if metrics_port else metrics_port)
+        try:
+            self._serve(own, self._alive_reader, starter.send)
+        except SettingsError as error:
+            starter.send((error.field, error.message))
+
+    def _until_ready(self, connection: Connection) -> str | None:
+        """The worker's URL, None if we were stopped meanwhile. Raises SettingsError."""
+        with connection:
+            if connection not in multiprocessing.connection.wait([connection, self._wake_reader]):
+                return None
+            try:
+                answer = connection.recv()
+            except EOFError:
+                raise SettingsError("LORAPLEX_WORKERS", "a worker ended before it took requests; see the log") from None
+        if isinstance(answer, str):
+            return answer
+        raise SettingsError(*answer)
+
+    def _wait(self) -> None:
+        """For a worker's end or a signal."""
+        multiprocessing.connection.wait([self._wake_reader, *(worker.sentinel for worker in self._workers.values())])
+
+    def _restart_dead(self, port: int) -> None:
+        for number, process in list(self._workers.items()):
+            if process.is_alive() or self._stopping:
+                continue
+            log.error("worker %d (pid %d) ended with code %s", number, process.pid, process.exitcode)
+            if time.monotonic() - self._started[number] > LAST_RESTART_SECONDS:
+                self._restart_seconds = FIRST_RESTART_SECONDS
+            # A signal ends the pause.
+            multiprocessing.connection.wait([self._wake_reader], self._restart_seconds)
+            if self._stopping:
+                return
+            self._restart_seconds = min(2 * self._restart_seconds, LAST_RESTART_SECONDS)
+            try:
+                self._until_ready(self._start(number, port))
+            except SettingsError as error:
+                # What was right at first is away now, the database say: its end wakes us to try again.
+                log.error("worker %d cannot start: %s", number, error)
+
+    def _stop(self) -> None:
+        for process in self._workers.values():
+            if process.is_alive():
+                process.terminate()
+        deadline = time.monotonic() + self._settings.shutdown_seconds + STOP_SECONDS
+        for process in self._workers.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                log.critical("worker %s did not end; killed", process.name)
+                process.kill()
+                process.join()
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """A socket that keeps a port (0: any free one) for others with SO_REUSEPORT, and does not listen.
+
+    Raises SettingsError if somebody has the port already, with SO_REUSEPORT or without.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family)
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            port = probe.getsockname()[1]
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise SettingsError("LORAPLEX_PORT", f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return held
