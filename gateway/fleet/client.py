@@ -112,8 +112,9 @@ class EngineClient:
     async def _post_to_vllm(self, engine: EngineRecord, call: Call) -> ClientResponse:
         # The salt keeps one tenant's timing from telling of another's prompts, as our engine does by itself.
         body = {**call.body, "cache_salt": call.tenant.id}
-        if call.body.get("stream"):
-            # How far a stream is, in each event: what a client that leaves has to pay.
+        if call.body.get("stream") and _is_one_sequence(call.body):
+            # How far the stream is, in each event: what a client that leaves has to pay. Of several sequences vLLM
+            # tells each one's by itself, which would be taken for the whole.
             body["stream_options"] = {**call.body["stream_options"], "continuous_usage_stats": True}
         headers = {"Authorization": f"Bearer {self._token}"}
         digest = call.model.digest
@@ -190,6 +191,13 @@ async def _chunks(response: ClientResponse) -> AsyncIterator[bytes]:
         except (ClientError, OSError, TimeoutError) as error:
             raise UpstreamFailed(f"The engine's answer broke off ({type(error).__name__}).") from error
         yield chunk
+
+
+def _is_one_sequence(body: dict[str, Any]) -> bool:
+    """Whether one prompt gets one choice."""
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return not several and body.get("n") in (None, 1)
 
 
 async def _refusal(response: ClientResponse, model: Model) -> GatewayError:

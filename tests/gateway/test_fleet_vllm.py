@@ -1,0 +1,186 @@
+"""vLLM servers behind the gateway, by a double that speaks as they do."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from tests.gateway.test_adapters import files, push
+from tests.gateway.upstream import TOKEN
+from tests.gateway.vllm_double import PROMPT_TOKENS, VllmDouble
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, model_dir: Path, redis_url: str, migrated: Path, options: str = "", **settled: object
+) -> AsyncIterator[tuple[Gateway, VllmDouble]]:
+    async with VllmDouble(TOKEN).serving() as vllm:
+        shutil.copy(migrated, folder / "gateway.db")
+        of = settings(folder, model_dir, [f"vllm+{vllm.url}{options}"], redis_url, migrate_on_start=False, **settled)
+        async with running(of) as gateway:
+            yield gateway, vllm
+
+
+@pytest.fixture
+async def both(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[Gateway, VllmDouble]]:
+    async with served(tmp_path, model_dir, redis_url, migrated, getattr(request, "param", "")) as pair:
+        yield pair
+
+
+async def billed(client: Client, expected: tuple[int, int, int]) -> bool:
+    """Whether all that the tenant owes is so many requests, prompt and completion tokens."""
+    rows = await client.usage()
+    return expected == tuple(sum(row[k] for row in rows) for k in ("requests", "prompt_tokens", "completion_tokens"))
+
+
+async def adapters(client: Client, number: int) -> list[str]:
+    """The names of as many new adapters, each of other content."""
+    names = [f"adapter-{seed}" for seed in range(number)]
+    for seed, name in enumerate(names):
+        assert (await push(client, name, files(seed))).status == 201
+    return names
+
+
+async def test_the_base_model_is_asked_as_vllm_knows_it(both: tuple[Gateway, VllmDouble]):
+    gateway, vllm = both
+    acme = await gateway.tenant("acme")
+    got = await acme.complete(max_tokens=3)
+    assert (got.status, got.json["model"], got.json["choices"][0]["text"]) == (200, BASE_MODEL, "aaa")
+    [(headers, body)] = vllm.requests
+    assert body["model"] == BASE_MODEL
+    # The tenant's own salt, and nothing that names the tenant to others.
+    assert body["cache_salt"]
+    assert headers["authorization"] == f"Bearer {TOKEN}"
+    assert headers["x-request-id"] == got.headers["x-request-id"]
+    await until(lambda: billed(acme, (1, PROMPT_TOKENS, 3)))
+
+
+async def test_an_adapter_is_loaded_once_for_all_who_wait_and_its_name_is_the_tenants(
+    both: tuple[Gateway, VllmDouble],
+):
+    gateway, vllm = both
+    vllm.load_seconds = 0.2
+    acme = await gateway.tenant("acme")
+    [name] = await adapters(acme, 1)
+    answers = await asyncio.gather(*(acme.complete(model=name, max_tokens=2) for _ in range(6)))
+    assert [(got.status, got.json["model"]) for got in answers] == [(200, name)] * 6
+    assert len(vllm.loads) == 1
+    assert vllm.loads[0].startswith("sha256:")
+    assert {body["model"] for _, body in vllm.requests} == set(vllm.loads)
+
+
+async def test_a_stream_is_billed_and_shows_nothing_of_vllms_own(both: tuple[Gateway, VllmDouble]):
+    gateway, _ = both
+    acme = await gateway.tenant("acme")
+    got = await acme.complete(max_tokens=3, stream=True)
+    assert got.events[-1] == "[DONE]"
+    assert "".join(choice["text"] for event in got.events[:-1] for choice in event["choices"]) == "aaa"
+    assert all("usage" not in event and event["model"] == BASE_MODEL for event in got.events[:-1])
+    await until(lambda: billed(acme, (1, PROMPT_TOKENS, 3)))
+
+
+async def test_how_far_a_stream_is_is_asked_only_where_the_answer_is_of_all_choices(both: tuple[Gateway, VllmDouble]):
+    gateway, vllm = both
+    acme = await gateway.tenant("acme")
+    assert (await acme.complete(stream=True)).status == 200
+    assert (await acme.complete(stream=True, n=2)).status == 200
+    assert (await acme.complete(stream=True, prompt=["Hi", "Ho"])).status == 200
+    asked = [body["stream_options"].get("continuous_usage_stats", False) for _, body in vllm.requests]
+    assert asked == [True, False, False]
+
+
+async def test_a_name_that_another_gateway_took_away_is_loaded_again(both: tuple[Gateway, VllmDouble]):
+    gateway, vllm = both
+    acme = await gateway.tenant("acme")
+    [name] = await adapters(acme, 1)
+    assert (await acme.complete(model=name, max_tokens=3)).status == 200
+    vllm.names.clear()
+    got = await acme.complete(model=name, max_tokens=3)
+    assert got.status == 200
+    assert len(vllm.loads) == 2
+    await until(lambda: billed(acme, (2, 2 * PROMPT_TOKENS, 2 * 3)))
+
+
+async def test_a_name_that_another_gateway_loaded_is_taken_as_it_is(both: tuple[Gateway, VllmDouble]):
+    gateway, vllm = both
+    acme = await gateway.tenant("acme")
+    [name] = await adapters(acme, 1)
+    assert (await acme.complete(model=name)).status == 200
+    [loaded] = vllm.loads
+
+    # Gone, and back by another's hand before this gateway has asked for it again.
+    class Back(dict[str, str]):
+        def __contains__(self, key: object) -> bool:
+            first, self.first = self.first, False
+            return not first and super().__contains__(key)
+
+        first = True
+
+    vllm.names = Back(vllm.names)
+    assert (await acme.complete(model=name)).status == 200
+    assert vllm.loads == [loaded, loaded]
+
+
+@pytest.mark.parametrize("both", ["?adapters=2"], indirect=True)
+async def test_no_more_names_are_kept_than_it_was_told(both: tuple[Gateway, VllmDouble]):
+    gateway, vllm = both
+    acme = await gateway.tenant("acme")
+    first, second, third = await adapters(acme, 3)
+    for name in (first, second, first, third):
+        assert (await acme.complete(model=name)).status == 200
+    # The longest unused goes.
+    assert vllm.unloads == [vllm.loads[1]]
+    assert len(vllm.names) == 2
+    assert (await acme.complete(model=second)).status == 200
+    assert len(vllm.names) == 2
+
+
+async def test_what_vllm_refuses_is_told_in_the_clients_terms(both: tuple[Gateway, VllmDouble]):
+    gateway, vllm = both
+    acme = await gateway.tenant("acme")
+    [name] = await adapters(acme, 1)
+    vllm.fail_loads = "Call to add_lora method failed: LoRA rank 64 is greater than max_lora_rank 16."
+    got = await acme.complete(model=name)
+    assert (got.status, got.error["code"]) == (502, "engine_error")
+    assert "/" not in got.error["message"]
+    vllm.fail_loads = None
+    assert (await acme.complete(model=name)).status == 200
+    await until(lambda: in_flight_is(gateway, 0))
+    assert (await gateway.nobody.get("/readyz")).json["engines_up"] == 1
+
+
+async def in_flight_is(gateway: Gateway, number: int) -> bool:
+    return (await gateway.admin.get("/admin/api/engines")).json["data"][0]["in_flight"] == number
+
+
+@pytest.mark.parametrize("both", ["?requests=2"], indirect=True)
+async def test_tenants_share_it_fairly_for_it_is_given_only_what_it_runs(both: tuple[Gateway, VllmDouble]):
+    gateway, vllm = both
+    flood, modest = await gateway.tenant("flood"), await gateway.tenant("modest")
+    vllm.hold.clear()
+    many = [asyncio.create_task(flood.complete(max_tokens=20)) for _ in range(20)]
+    await until(lambda: running_is(vllm, 2))
+    await until(lambda: waiting_is(gateway, 18))
+    few = [asyncio.create_task(modest.complete(max_tokens=20)) for _ in range(3)]
+    await until(lambda: waiting_is(gateway, 21))
+    vllm.hold.set()
+    assert {got.status for got in await asyncio.gather(*many, *few)} == {200}
+    assert vllm.most_running == 2
+    [salt] = {salt for salt in vllm.served if vllm.served.count(salt) == 3}
+    # Who came last with little is not behind the other's twenty: at most each second place is someone else's.
+    assert max(i for i, tenant in enumerate(vllm.served) if tenant == salt) < 12
+
+
+async def running_is(vllm: VllmDouble, number: int) -> bool:
+    return vllm.running == number
+
+
+async def waiting_is(gateway: Gateway, number: int) -> bool:
+    page = (await gateway.admin.get("/metrics")).body.decode()
+    return f"loraplex_gateway_queue_waiting {float(number)}" in page
