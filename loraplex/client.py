@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import aiohttp
 
@@ -67,23 +68,40 @@ class GatewayClient:
     async def listed(self, path: str, **request: Any) -> list[dict[str, Any]]:
         return (await self.call("GET", path, **request))["data"]
 
-    async def create_tenant(self, name: str, **limits: Any) -> dict[str, Any]:
-        return await self.call("POST", "/admin/api/tenants", json={"name": name} | limits)
+    async def create_tenant(self, name: str, **fields: Any) -> dict[str, Any]:
+        return await self.call("POST", "/admin/api/tenants", json={"name": name} | fields)
 
     async def tenants(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/tenants")
 
-    async def create_key(self, tenant: str) -> dict[str, Any]:
-        return await self.call("POST", f"/admin/api/tenants/{tenant}/keys")
+    async def tenant(self, name: str) -> dict[str, Any]:
+        return await self.call("GET", _path("/admin/api/tenants", name))
 
-    async def keys(self, tenant: str) -> list[dict[str, Any]]:
-        return await self.listed(f"/admin/api/tenants/{tenant}/keys")
+    async def update_tenant(self, name: str, **changes: Any) -> dict[str, Any]:
+        return await self.call("PATCH", _path("/admin/api/tenants", name), json=changes)
+
+    async def delete_tenant(self, name: str) -> None:
+        await self.call("DELETE", _path("/admin/api/tenants", name))
+
+    async def create_key(self, tenant: str | None, **fields: Any) -> dict[str, Any]:
+        """tenant None: an admin's key."""
+        return await self.call("POST", _keys_path(tenant), json=fields)
+
+    async def keys(self, tenant: str | None) -> list[dict[str, Any]]:
+        return await self.listed(_keys_path(tenant))
+
+    async def rotate_key(self, key_id: str, grace_seconds: int) -> dict[str, Any]:
+        path = _path("/admin/api/keys", key_id) + "/rotate"
+        return await self.call("POST", path, json={"grace_seconds": grace_seconds})
 
     async def revoke_key(self, key_id: str) -> None:
-        await self.call("DELETE", f"/admin/api/keys/{key_id}")
+        await self.call("DELETE", _path("/admin/api/keys", key_id))
 
     async def adapters(self, tenant: str | None) -> list[dict[str, Any]]:
         return await self.listed(_adapters_path(tenant))
+
+    async def delete_adapter(self, tenant: str | None, name: str) -> None:
+        await self.call("DELETE", _path(_adapters_path(tenant), name))
 
     async def push_adapter(self, tenant: str | None, name: str, path: Path) -> dict[str, Any]:
         """Uploads a PEFT folder or an archive of one; for `tenant`, or with a tenant's own key if None.
@@ -96,10 +114,11 @@ class GatewayClient:
             form.add_field(field, file.read_bytes(), filename=file.name)
         return await self.call("POST", _adapters_path(tenant), data=form)
 
-    async def usage(self, tenant: str | None) -> Any:
+    async def usage(self, tenant: str | None, **period: str) -> Any:
+        """period: since and until."""
         if tenant is None:
-            return await self.call("GET", "/v1/usage")
-        return await self.call("GET", "/admin/api/usage", params={"tenant": tenant})
+            return await self.call("GET", "/v1/usage", params=period)
+        return await self.call("GET", "/admin/api/usage", params=period | {"tenant": tenant})
 
 
 def _upload_files(path: Path) -> dict[str, Path]:
@@ -114,8 +133,16 @@ def _upload_files(path: Path) -> dict[str, Path]:
     return {file: path / file for file in ADAPTER_FILES}
 
 
+def _path(collection: str, name: str) -> str:
+    return f"{collection}/{quote(name, safe='')}"
+
+
 def _adapters_path(tenant: str | None) -> str:
-    return "/v1/adapters" if tenant is None else f"/admin/api/tenants/{tenant}/adapters"
+    return "/v1/adapters" if tenant is None else _path("/admin/api/tenants", tenant) + "/adapters"
+
+
+def _keys_path(tenant: str | None) -> str:
+    return "/admin/api/keys" if tenant is None else _path("/admin/api/tenants", tenant) + "/keys"
 
 
 def _refusal(status: int, body: bytes) -> GatewayError:

@@ -1,9 +1,11 @@
 """What the commands share: how errors reach the user, where the gateway is, tables."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,7 +75,7 @@ def whose(stored: dict[str, Any], url: str) -> str:
     return f"is of {stored['gateway']}, not of {url}" if stored else "does not exist"
 
 
-def gateway_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option(
             "--data-dir",
@@ -87,6 +89,49 @@ def gateway_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         command = option(command)
     return command
+
+
+def admin_options(command: Callable[..., None]) -> Callable[..., None]:
+    """For an operator's command: it gets `gateway`, found by these flags."""
+
+    @_where_options
+    @wraps(command)
+    def found(gateway: str | None, admin_key: str | None, data_dir: Path, **given: Any) -> None:
+        command(gateway=find_gateway(gateway, admin_key, data_dir), **given)
+
+    return found
+
+
+def tenant_options(command: Callable[..., None]) -> Callable[..., None]:
+    """For what a tenant may do itself: the command gets `gateway` and `tenant`, the latter None with its own key."""
+
+    @click.option("--tenant", help="Whose; needs an operator's key.")
+    @click.option(
+        "--api-key", envvar="LORAPLEX_API_KEY", help="A tenant's own key, instead of --tenant. [env: LORAPLEX_API_KEY]"
+    )
+    @_where_options
+    @wraps(command)
+    def found(
+        tenant: str | None,
+        api_key: str | None,
+        gateway: str | None,
+        admin_key: str | None,
+        data_dir: Path,
+        **given: Any,
+    ) -> None:
+        if tenant is not None:
+            where = find_gateway(gateway, admin_key, data_dir)
+        elif api_key is not None:
+            where = find_gateway(gateway, api_key, data_dir, "--api-key")
+        else:
+            raise click.UsageError("say whose: --tenant NAME (as an operator) or --api-key KEY (as the tenant)")
+        command(tenant=tenant, gateway=where, **given)
+
+    return found
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
 
 
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:

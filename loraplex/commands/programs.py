@@ -134,6 +134,7 @@ def engine(**flags: Any) -> None:
 @click.option("--host", help="Address to listen on. [env: LORAPLEX_HOST; default: 127.0.0.1]")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port. [env: LORAPLEX_PORT; default: 8080]")
 @click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve /metrics there, openly, instead.")
+@click.option("--workers", type=click.IntRange(1), help="Processes that share the port. [default: 1]")
 @click.option("--engines", help="Engine URLs, comma separated. [env: LORAPLEX_ENGINES]")
 @click.option("--base-model", help="The base model's name in the API. [env: LORAPLEX_BASE_MODEL]")
 @click.option("--model-dir", help="Folder of config.json and tokenizer; no weights. [env: LORAPLEX_MODEL_DIR]")
@@ -147,9 +148,12 @@ def gateway(**flags: Any) -> None:
     """
     from gateway.app import run
     from gateway.settings import Settings, SettingsError
+    from loraplex.local import UpError, check_port
 
-    with one_line(SettingsError, OSError):
-        run(Settings.load(**flags))
+    with one_line(SettingsError, UpError, OSError):
+        settings = Settings.load(**flags)
+        check_port(settings.host, settings.port)
+        run(settings)
 
 
 @click.command()

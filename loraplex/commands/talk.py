@@ -125,6 +125,7 @@ def _ask() -> str | None:
     type=click.Path(path_type=Path),
     help="A file in the form of demo.json: several tenants, their keys and models, instead of --models.",
 )
+@click.option("--keys-to-other-url", is_flag=True, help="Send that file's keys to --url, though it is not its gateway.")
 @click.option("--n", default=64, show_default=True, type=click.IntRange(1), help="Requests.")
 @click.option("--c", default=16, show_default=True, type=click.IntRange(1), help="Requests at once (closed loop).")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Poisson arrivals a second, instead of --c.")
@@ -139,6 +140,7 @@ def bench(
     models: str | None,
     api_key: str | None,
     tenants: Path | None,
+    keys_to_other_url: bool,
     n: int,
     c: int,
     rate: float | None,
@@ -162,6 +164,8 @@ def bench(
         raise click.UsageError(f"--tenants: there is no file {tenants}")
     if demo:
         url = url or demo["gateway"]
+        if not is_gateway_of(demo, url) and not keys_to_other_url:
+            raise click.UsageError(f"{tenants} {whose(demo, url)}; with --keys-to-other-url its keys are sent there")
         targets = [Target(t["name"], t["api_key"], model) for t in demo["tenants"] for model in t["models"]]
     else:
         targets = [Target("-", api_key, model) for model in (models or "").split(",") if model]

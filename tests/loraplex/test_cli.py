@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from loraplex.cli import main
 from loraplex.commands.programs import Bytes, Module
+from loraplex.commands.values import Duration, Limit, Moment, Money, given
 from loraplex.local import free_port
 
 
@@ -63,6 +65,15 @@ def test_help_takes_no_second():
         (("engine", "--model", "x", "--max-num-seqs", "many"), "--max-num-seqs"),
         (("migrate",), "LORAPLEX_DATABASE_URL"),
         (("tenant", "create"), "NAME"),
+        (("tenant", "create", "x", "--tokens-per-day", "many"), "'many' is not a whole number, nor 'none'"),
+        (("tenant", "create", "x", "--budget-per-month", "ten"), "'ten' is not an amount like 12.50"),
+        (("tenant", "create", "x", "--budget-per-month", "0.0000001"), "at most six decimals"),
+        (("tenant", "create", "x", "--model-limits", "{"), "'{' is not JSON"),
+        (("tenant", "update", "x", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "say what to change"),
+        (("key", "create", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "say whose key"),
+        (("key", "list", "acme", "--admin", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "say whose key"),
+        (("key", "create", "x", "--expires", "tomorrow"), "'tomorrow' is neither a moment like"),
+        (("key", "rotate", "x", "--grace", "1"), "'1' is not a duration like"),
         (("adapter", "list"), "--tenant"),
         (("bench",), "--models"),
         (("bench", "--models", "a"), "--url"),
@@ -89,12 +100,18 @@ def test_what_cannot_be_done_is_one_line_and_1(arguments, env, says):
     assert says in refused(run(*arguments, env=env), 1)
 
 
-def test_an_engine_on_a_port_in_use_says_so_as_up_does():
+def test_an_engine_or_a_gateway_on_a_port_in_use_says_so_as_up_does(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    secrets = dict.fromkeys(("INTERNAL_TOKEN", "KEY_PEPPER", "ADMIN_KEY"), "sixteen characters")
+    others = {"DATABASE_URL": "sqlite:////none", "REDIS_URL": "redis://none", "ENGINES": "http://none"}
+    others |= {"ADAPTER_STORE": str(tmp_path), "MODEL_DIR": str(tmp_path), "BASE_MODEL": "m"}
+    env = {f"LORAPLEX_{name}": value for name, value in (secrets | others).items()}
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         line = refused(run("engine", "--model", "/no/such/folder", "--port", str(port)), 1)
+        assert refused(run("gateway", "--port", str(port), env=env), 1) == line
     says = f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port"
     assert line == f"Error: {says}"
 
@@ -196,6 +213,20 @@ def test_the_stored_gateway_gets_the_stored_key(written, tmp_path, stranger):
     assert seen == ["Bearer the admin's"]
 
 
+def test_bench_sends_a_files_keys_to_its_own_gateway_only(tmp_path, stranger):
+    url, seen = stranger
+    stored(tmp_path, "http://127.0.0.1:9")
+    demo = json.loads((tmp_path / "demo.json").read_text())
+    demo["tenants"][0]["models"] = ["mine"]
+    (tmp_path / "demo.json").write_text(json.dumps(demo))
+    flags = ("--tenants", str(tmp_path / "demo.json"), "--n", "1", "--warmup", "0", "--output-tokens", "1")
+    line = refused(run("bench", *flags, "--url", url), 2)
+    assert f"is of http://127.0.0.1:9, not of {url}; with --keys-to-other-url" in line
+    assert seen == []
+    run("bench", *flags, "--url", url, "--keys-to-other-url")
+    assert "Bearer acme's" in seen
+
+
 def test_chat_finds_the_gateway_in_local_json(tmp_path, stranger):
     url, seen = stranger
     data = stored(tmp_path, url, "local.json")
@@ -233,6 +264,20 @@ def test_migrate_makes_the_schema_and_may_be_repeated(tmp_path):
 )
 def test_sizes(text, size):
     assert Bytes().convert(text, None, None) == size
+
+
+def test_limits_money_and_moments_as_people_write_them():
+    assert given({"a": Limit().convert("none", None, None), "b": Limit().convert("7", None, None), "c": None}) == {
+        "a": None,
+        "b": 7,
+    }
+    assert [Money().convert(text, None, None) for text in ("12.50", "0.000001", "none")] == [12_500_000, 1, "none"]
+    assert Duration().convert("36h", None, None) == timedelta(days=1.5)
+    assert Moment(ahead=True).convert("2027-01-31", None, None) == "2027-01-31T00:00:00+00:00"
+    assert Moment(ahead=True).convert("2027-01-31T12:00:00+02:00", None, None) == "2027-01-31T12:00:00+02:00"
+    for ahead in (True, False):
+        moment = datetime.fromisoformat(Moment(ahead=ahead).convert("30d", None, None))
+        assert (moment > datetime.now(UTC)) == ahead
 
 
 def test_modules():

@@ -1,0 +1,104 @@
+"""What the operators' commands take as values: limits, money, moments and durations as people write them."""
+
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import click
+
+NO_LIMIT = "none"
+MICRO_UNITS = 1_000_000
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+class Limit(click.ParamType):
+    """A whole number, or `none` for no limit at all."""
+
+    name = "limit"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == NO_LIMIT:
+            return NO_LIMIT
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number, nor 'none'", param, ctx)
+
+
+class Money(click.ParamType):
+    """An amount of the deployment's currency with up to six decimals, in micro-units; or `none` for no limit."""
+
+    name = "money"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == NO_LIMIT or isinstance(value, int):
+            return value
+        try:
+            amount = Decimal(value) * MICRO_UNITS
+        except InvalidOperation:
+            self.fail(f"{value!r} is not an amount like 12.50", param, ctx)
+        if not amount.is_finite() or amount != amount.to_integral_value():
+            self.fail(f"{value!r} is not an amount of at most six decimals", param, ctx)
+        return int(amount)
+
+
+class Duration(click.ParamType):
+    """`90s`, `30m`, `12h`, `30d`: as timedelta."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
+        if isinstance(value, timedelta):
+            return value
+        match = re.fullmatch(r"(\d{1,9})([smhd])", value)
+        if match is None:
+            self.fail(f"{value!r} is not a duration like 90s, 30m, 12h or 30d", param, ctx)
+        return timedelta(seconds=int(match[1]) * UNITS[match[2]])
+
+
+class Moment(click.ParamType):
+    """ISO 8601 (without a zone: UTC) or a duration from now: as an ISO string with its zone.
+
+    ahead: whether the duration goes into the future.
+    """
+
+    name = "moment"
+
+    def __init__(self, *, ahead: bool) -> None:
+        self._sign = 1 if ahead else -1
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            try:
+                moment = datetime.now(UTC) + self._sign * Duration().convert(value, param, ctx)
+            except (click.BadParameter, OverflowError):
+                self.fail(f"{value!r} is neither a moment like 2027-01-31 nor a duration like 30d", param, ctx)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat()
+
+
+LIMITS = {
+    "requests_per_minute": "Requests a minute.",
+    "tokens_per_minute": "Prompt and output tokens a minute.",
+    "tokens_per_day": "Prompt and output tokens a day.",
+    "max_concurrent": "Requests at the same time.",
+    "max_concurrent_tokens": "Prompt and output tokens of the requests that run at the same time.",
+}
+
+
+def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A flag for each limit; `none` lifts one."""
+    money = click.option("--budget-per-month", type=Money(), help="Money a calendar month (UTC), or none.")
+    command = money(command)
+    for name, text in reversed(LIMITS.items()):
+        flag = f"--{name.replace('_', '-')}"
+        command = click.option(flag, type=Limit(), help=f"{text[:-1]}, or none.")(command)
+    return command
+
+
+def given(fields: dict[str, Any]) -> dict[str, Any]:
+    """The body of a request: the flags that were given, with null for `none`."""
+    return {name: None if value == NO_LIMIT else value for name, value in fields.items() if value is not None}
