@@ -1,13 +1,13 @@
 """The ops of the model, and which implementation serves a device. Chosen once, when the engine starts."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.batch import Batch
-from kernels.reference import LoraGroup, LoraRouting
+from kernels.reference import LARGEST_KV, LoraGroup, LoraRouting
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,15 @@ class DecoderWeights:
     rms_norm_eps: float
 
 
+class KvCache(NamedTuple):
+    """One layer's keys and values, `[num_blocks, num_kv_heads, block_size, head_dim]`; scales beside 8 bits only."""
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+
 class LoraTables(Protocol):
     """What a step needs of the device pool: where each adapter's rank pages are, and each layer's pages.
 
@@ -105,7 +114,7 @@ class Ops(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear: ...
 
-    def fuse(self, weights: DecoderWeights, kv: list[tuple[Tensor, Tensor]], lora: LoraTables) -> FusedForward | None:
+    def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> FusedForward | None:
         """The whole forward pass over these caches and pages as one call, if the backend has it."""
         ...
 
@@ -119,13 +128,9 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: Any) -> Tensor: ...
 
-    def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any
-    ) -> Tensor: ...
+    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: Any) -> Tensor: ...
 
-    def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, sliding_window: int
-    ) -> Tensor: ...
+    def paged_attention(self, q: Tensor, kv: KvCache, plan: Any, scale: float, sliding_window: int) -> Tensor: ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
 
@@ -137,8 +142,13 @@ def routing_of(batch: Batch, lora: LoraTables | None) -> LoraRouting | None:
     return LoraRouting(batch.adapter_index, lora.page_table, lora.ranks)
 
 
-def pick_ops(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> Ops:
-    """Triton on a GPU; on the CPU the native library where a compiler is at hand, else plain torch."""
+def pick_ops(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None
+) -> Ops:
+    """Triton on a GPU; on the CPU the native library where a compiler is at hand, else plain torch.
+
+    kv_dtype: the caches' own, None for the model's. The native library has none of 8 bits: plain torch serves them.
+    """
     if device.type == "cuda":
         from kernels.triton_ops import TritonOps
 
@@ -146,7 +156,8 @@ def pick_ops(device: torch.device, dtype: torch.dtype, head_dim: int, block_size
     from kernels.cpu import TorchOps
     from kernels.native import NativeOps, load
 
-    library = load() if NativeOps.serves(dtype, head_dim, block_size) else None
+    native = NativeOps.serves(dtype, head_dim, block_size) and kv_dtype not in LARGEST_KV
+    library = load() if native else None
     if library is not None:
         return NativeOps(library)
     return TorchOps()

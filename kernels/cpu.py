@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kernels import reference
-from kernels.backend import DecoderWeights, LoraTables, PackedLinear, routing_of
+from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.batch import Batch
 from kernels.reference import LoraGroup, LoraRouting
 
@@ -26,7 +26,7 @@ class TorchOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
 
-    def fuse(self, weights: DecoderWeights, kv: list[tuple[Tensor, Tensor]], lora: LoraTables) -> None:
+    def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> None:
         return None
 
     def plan(self, batch: Batch, lora: LoraTables | None) -> TorchPlan:
@@ -47,15 +47,13 @@ class TorchOps:
             reference.segmented_lora(y, x, group, plan.routing)
         return y
 
-    def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchPlan
-    ) -> Tensor:
+    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: TorchPlan) -> Tensor:
         b = plan.batch
-        return reference.rope_and_write_kv(qkv, b.positions, cos_sin, k_cache, v_cache, b.slot_mapping)
+        return reference.rope_and_write_kv(
+            qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales
+        )
 
-    def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchPlan, scale: float, sliding_window: int
-    ) -> Tensor:
+    def paged_attention(self, q: Tensor, kv: KvCache, plan: TorchPlan, scale: float, sliding_window: int) -> Tensor:
         out = torch.empty_like(q)
         bounds, lengths = plan.query_bounds, plan.context_lens
         decodes = [i for i in range(len(lengths)) if bounds[i + 1] - bounds[i] == 1]
@@ -67,7 +65,7 @@ class TorchOps:
             if sliding_window:
                 seen &= key_at >= ends - sliding_window
             tables = plan.batch.block_tables[decodes]
-            out[rows] = self._attend(q[rows][:, None], k_cache, v_cache, tables, seen[:, None], scale)[:, 0]
+            out[rows] = self._attend(q[rows][:, None], kv, tables, seen[:, None], scale)[:, 0]
         for i in range(len(lengths)):
             start, end = bounds[i], bounds[i + 1]
             if end - start < 2:
@@ -78,18 +76,16 @@ class TorchOps:
             if sliding_window:
                 seen &= key_at > query_at - sliding_window
             tables = plan.batch.block_tables[i : i + 1]
-            out[start:end] = self._attend(q[start:end][None], k_cache, v_cache, tables, seen[None], scale)[0]
+            out[start:end] = self._attend(q[start:end][None], kv, tables, seen[None], scale)[0]
         return out
 
-    def _attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, seen: Tensor, scale: float
-    ) -> Tensor:
+    def _attend(self, q: Tensor, kv: KvCache, tables: Tensor, seen: Tensor, scale: float) -> Tensor:
         """q `[n, queries, heads, D]`, seen `[n, queries, keys]`; heads of a group are folded into the queries."""
         n, queries, heads, dim = q.shape
-        kv_heads, block_size, keys = k_cache.shape[1], k_cache.shape[2], seen.shape[-1]
+        kv_heads, block_size, keys = kv.k.shape[1], kv.k.shape[2], seen.shape[-1]
         tables = tables[:, : -(-keys // block_size)].long()
-        k = k_cache[tables].transpose(2, 3).flatten(1, 2)[:, :keys].transpose(1, 2)
-        v = v_cache[tables].transpose(2, 3).flatten(1, 2)[:, :keys].transpose(1, 2)
+        k = _gather(kv.k, kv.k_scales, tables, q.dtype).transpose(2, 3).flatten(1, 2)[:, :keys].transpose(1, 2)
+        v = _gather(kv.v, kv.v_scales, tables, q.dtype).transpose(2, 3).flatten(1, 2)[:, :keys].transpose(1, 2)
         group = heads // kv_heads
         folded = q.view(n, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, -1, dim)
         mask = seen[:, None, None].expand(n, 1, group, queries, keys).reshape(n, 1, -1, keys)
@@ -98,3 +94,12 @@ class TorchOps:
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return reference.silu_and_mul(gate_up)
+
+
+def _gather(cache: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tables' blocks `[n, blocks, heads, block_size, D]` in `dtype`, widened if they are of 8 bits."""
+    if scales is None:
+        return cache[tables]
+    # As bytes: torch cannot index fp8.
+    values = cache.view(torch.uint8)[tables].view(cache.dtype)
+    return (values.float() * scales[tables].unsqueeze(-1)).to(dtype)

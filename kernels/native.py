@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import DecoderWeights, LoraTables, PackedLinear, routing_of
+from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.batch import Batch
 from kernels.reference import LoraGroup
 
@@ -166,7 +166,7 @@ class NativeOps:
         functions["pack"](weight.data_ptr(), packed.data_ptr(), *weight.shape)
         return PackedLinear(packed, bias, weight.shape[1], weight.shape[0])
 
-    def fuse(self, weights: DecoderWeights, kv: list[tuple[Tensor, Tensor]], lora: LoraTables) -> "NativeForward":
+    def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> "NativeForward":
         return NativeForward(self, weights, kv, lora)
 
     def forward(self, dtype: torch.dtype, model: _Model, step: _Step) -> None:
@@ -223,24 +223,20 @@ class NativeOps:
         )  # fmt: skip
         return y
 
-    def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, plan: NativePlan
-    ) -> Tensor:
+    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: NativePlan) -> Tensor:
         """q is rotated inside qkv: the result is a view of it, `[T, num_heads, D]`."""
-        shape = _cache_shape(k_cache, qkv.shape[1] // k_cache.shape[3] - 2 * k_cache.shape[1])
+        shape = _cache_shape(kv.k, qkv.shape[1] // kv.k.shape[3] - 2 * kv.k.shape[1])
         self._functions[qkv.dtype]["rope_and_write_kv"](
-            qkv.data_ptr(), plan.batch.positions.data_ptr(), cos_sin.data_ptr(), k_cache.data_ptr(),
-            v_cache.data_ptr(), plan.batch.slot_mapping.data_ptr(), len(qkv), byref(shape),
+            qkv.data_ptr(), plan.batch.positions.data_ptr(), cos_sin.data_ptr(), kv.k.data_ptr(),
+            kv.v.data_ptr(), plan.batch.slot_mapping.data_ptr(), len(qkv), byref(shape),
         )  # fmt: skip
         return qkv.view(len(qkv), -1, shape.dim)[:, : shape.heads]
 
-    def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: NativePlan, scale: float, sliding_window: int
-    ) -> Tensor:
+    def paged_attention(self, q: Tensor, kv: KvCache, plan: NativePlan, scale: float, sliding_window: int) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         b = plan.batch
         attention = _Attention(
-            _cache_shape(k_cache, q.shape[1]), q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(),
+            _cache_shape(kv.k, q.shape[1]), q.data_ptr(), q.stride(0), kv.k.data_ptr(), kv.v.data_ptr(),
             b.block_tables.data_ptr(), b.query_start.data_ptr(), b.context_lens.data_ptr(), out.data_ptr(),
             b.block_tables.shape[1], sliding_window, scale,
         )  # fmt: skip
@@ -257,9 +253,7 @@ class NativeOps:
 class NativeForward:
     """A step in one call: embedding to logits in one parallel region, over fixed weights, caches and rank pages."""
 
-    def __init__(
-        self, ops: NativeOps, weights: DecoderWeights, kv: list[tuple[Tensor, Tensor]], lora: LoraTables
-    ) -> None:
+    def __init__(self, ops: NativeOps, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> None:
         self._ops, self._weights, self._dtype = ops, weights, weights.embedding.dtype
         self._keep = (weights, kv, lora)
         layers = (_Layer * len(weights.layers))()
@@ -268,7 +262,7 @@ class NativeForward:
             to.q_norm, to.k_norm = _pointer(layer.q_norm), _pointer(layer.k_norm)
             to.qkv, to.o = _packed(layer.qkv), _packed(layer.o)
             to.gate_up, to.down = _packed(layer.gate_up), _packed(layer.down)
-            to.k_cache, to.v_cache = (c.data_ptr() for c in caches)
+            to.k_cache, to.v_cache = caches.k.data_ptr(), caches.v.data_ptr()
             to.window = layer.sliding_window
             to.lora = (_LoraGroup * 4)(*(_lora_group(groups[name]) for name in ("qkv", "o", "gate_up", "down")))
         first = weights.layers[0]
@@ -277,7 +271,7 @@ class NativeForward:
             embedding=weights.embedding.data_ptr(), layers=layers, norm=weights.norm.data_ptr(),
             lm_head=_packed(weights.lm_head), cos_sin=weights.cos_sin.data_ptr(), num_layers=len(layers),
             hidden=hidden, intermediate=intermediate, threads=ops.threads,
-            cache=_cache_shape(kv[0][0], weights.num_heads), eps=weights.rms_norm_eps, scale=weights.head_dim**-0.5,
+            cache=_cache_shape(kv[0].k, weights.num_heads), eps=weights.rms_norm_eps, scale=weights.head_dim**-0.5,
         )  # fmt: skip
         # Elements a token needs in each of the four workspaces.
         narrow = max(intermediate, weights.num_heads * weights.head_dim, hidden)

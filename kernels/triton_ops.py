@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import fused
-from kernels.backend import DecoderWeights, LoraTables, PackedLinear, routing_of
+from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.batch import Batch
 from kernels.paged_attention import AttentionMetadata, build_attention_metadata, paged_attention
 from kernels.reference import LoraGroup, LoraRouting
@@ -55,7 +55,7 @@ class TritonOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
 
-    def fuse(self, weights: DecoderWeights, kv: list[tuple[Tensor, Tensor]], lora: LoraTables) -> None:
+    def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> None:
         return None
 
     def plan(self, batch: Batch, lora: LoraTables | None) -> TritonPlan:
@@ -76,26 +76,24 @@ class TritonOps:
             segmented_lora(y, x, group, plan.segments(plan.routing, group.a_pages.shape[2]))
         return y
 
-    def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan
-    ) -> Tensor:
+    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: TritonPlan) -> Tensor:
         b = plan.batch
-        return fused.rope_and_write_kv(qkv, b.positions, cos_sin, k_cache, v_cache, b.slot_mapping)
+        return fused.rope_and_write_kv(qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales)
 
-    def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, scale: float, sliding_window: int
-    ) -> Tensor:
+    def paged_attention(self, q: Tensor, kv: KvCache, plan: TritonPlan, scale: float, sliding_window: int) -> Tensor:
         b = plan.batch
         return paged_attention(
             q,
-            k_cache,
-            v_cache,
+            kv.k,
+            kv.v,
             b.block_tables,
             b.query_start,
             b.context_lens,
             scale,
             sliding_window,
-            plan.attention(q.shape[1], k_cache.shape[1]),
+            plan.attention(q.shape[1], kv.k.shape[1]),
+            kv.k_scales,
+            kv.v_scales,
         )
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.model import outside_lora
 from engine.model.config import ModelConfig, rope_frequencies
 from engine.model.weights import Checkpoint, Progress, open_weights
-from kernels.backend import DecoderWeights, FusedForward, LayerWeights, LoraTables, Ops, PackedLinear
+from kernels.backend import DecoderWeights, FusedForward, KvCache, LayerWeights, LoraTables, Ops, PackedLinear
 from kernels.batch import Batch
 from kernels.reference import LoraGroup
 
@@ -37,12 +37,12 @@ class Decoder:
             head_dim=c.head_dim,
             rms_norm_eps=c.rms_norm_eps,
         )
-        self._kv: list[tuple[Tensor, Tensor]] = []
+        self._kv: list[KvCache] = []
         self._lora: LoraTables | None = None
         self._fused: FusedForward | None = None
 
-    def attach(self, kv: list[tuple[Tensor, Tensor]], lora: LoraTables) -> None:
-        """kv: each layer's key and value cache, written by `forward`. lora: the adapters' rank pages."""
+    def attach(self, kv: list[KvCache], lora: LoraTables) -> None:
+        """kv: each layer's cache, written by `forward`. lora: the adapters' rank pages."""
         self._kv, self._lora = kv, lora
         self._fused = self.ops.fuse(self.weights, kv, lora)
 
@@ -62,13 +62,13 @@ class Decoder:
         inputs = outside_lora.embed(w.embedding, batch, ops, self._lora)
         residual = ops.embed(w.embedding, batch.token_ids) if inputs is None else inputs
         x = ops.rms_norm(residual, w.layers[0].input_norm, eps)
-        for i, (layer, (k_cache, v_cache)) in enumerate(zip(w.layers, self._kv, strict=True)):
+        for i, (layer, kv) in enumerate(zip(w.layers, self._kv, strict=True)):
             groups = self._lora.groups[i] if self._lora is not None else _NO_LORA
             qkv = ops.linear(x, layer.qkv, groups.get("qkv"), plan)
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv = self._norm_heads(qkv, layer.q_norm, layer.k_norm)
-            q = ops.rope_and_write_kv(qkv, w.cos_sin, k_cache, v_cache, plan)
-            x = ops.paged_attention(q, k_cache, v_cache, plan, w.head_dim**-0.5, layer.sliding_window)
+            q = ops.rope_and_write_kv(qkv, w.cos_sin, kv, plan)
+            x = ops.paged_attention(q, kv, plan, w.head_dim**-0.5, layer.sliding_window)
             x = ops.linear(x.view(len(x), -1), layer.o, groups.get("o"), plan)
             x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
             x = ops.linear(x, layer.gate_up, groups.get("gate_up"), plan)

@@ -7,6 +7,7 @@ from engine.model.batch import build_batch, logits_rows
 from engine.model.llama import Decoder
 from engine.model.sampler import sample, token_logprobs
 from engine.scheduling.request import Request
+from kernels.backend import KvCache
 from kernels.memory import lazy_zeros
 
 
@@ -25,7 +26,7 @@ class Runner:
         c = decoder.config
         self.decoder, self.block_size, self.device = decoder, block_size, device
         shape = (num_blocks, c.num_kv_heads, block_size, c.head_dim)
-        kv = [(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)) for _ in range(c.num_layers)]
+        kv = [KvCache(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)) for _ in range(c.num_layers)]
         decoder.attach(kv, adapters)
 
     @torch.inference_mode()

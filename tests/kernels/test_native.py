@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import native, reference
-from kernels.backend import Ops
+from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
 from kernels.cpu import TorchOps
 from kernels.reference import LoraGroup, LoraRouting
@@ -98,19 +98,19 @@ def test_attention_over_pages(
         caches = [c.clone() for c in expected_caches]
     earlier = make_batch(lengths, lengths, block_size)
     before = normal(earlier.num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    ops.rope_and_write_kv(before.clone(), cos_sin, *caches, ops.plan(earlier, None))
+    ops.rope_and_write_kv(before.clone(), cos_sin, KvCache(*caches), ops.plan(earlier, None))
     reference.rope_and_write_kv(before, earlier.positions, cos_sin, *expected_caches, earlier.slot_mapping)
     qkv = normal(batch.num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     plan = ops.plan(batch, None)
-    q = ops.rope_and_write_kv(qkv.clone(), cos_sin, *caches, plan)
+    q = ops.rope_and_write_kv(qkv.clone(), cos_sin, KvCache(*caches), plan)
     expected_q = reference.rope_and_write_kv(qkv, batch.positions, cos_sin, *expected_caches, batch.slot_mapping)
     torch.testing.assert_close(q, expected_q, **TOLERANCE[dtype])
-    out = ops.paged_attention(q, *caches, plan, dim**-0.5, window)
+    out = ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window)
     expected = reference.paged_attention(
         expected_q, *expected_caches, batch.block_tables, batch.query_start, batch.context_lens, dim**-0.5, window
     )
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
-    assert torch.equal(out, ops.paged_attention(q, *caches, plan, dim**-0.5, window))
+    assert torch.equal(out, ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window))
 
 
 RANKS = [1, 4, 8, 16, 33, 64, 256]

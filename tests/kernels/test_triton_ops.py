@@ -6,7 +6,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from kernels.backend import Ops
+from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
 from kernels.cpu import TorchOps
 from kernels.reference import LoraGroup
@@ -99,8 +99,8 @@ def run_layer(
     residual = ops.embed(embedding, batch.token_ids)
     x = ops.rms_norm(residual, weight, 1e-5)
     qkv = ops.linear(x, packed["qkv"], groups.get("qkv"), plan)
-    q = ops.rope_and_write_kv(qkv, cos_sin, k_cache, v_cache, plan)
-    x = ops.paged_attention(q, k_cache, v_cache, plan, HEAD_DIM**-0.5, 12)
+    q = ops.rope_and_write_kv(qkv, cos_sin, KvCache(k_cache, v_cache), plan)
+    x = ops.paged_attention(q, KvCache(k_cache, v_cache), plan, HEAD_DIM**-0.5, 12)
     x = ops.linear(x.view(len(x), -1), packed["o"], groups.get("o"), plan)
     x = ops.add_rms_norm(x, residual, weight, 1e-5)
     x = ops.linear(x, packed["gate_up"], groups.get("gate_up"), plan)
