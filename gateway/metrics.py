@@ -5,7 +5,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.admission.overload import Gate
 from gateway.fleet.registry import Registry
-from gateway.records.ledger import Ledger, UsageRow
+from gateway.records.ledger import Ledger
+from gateway.records.usage import UsageRow
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -79,6 +80,14 @@ class Metrics:
         self._ledger_waiting = Gauge(
             "loraplex_gateway_ledger_waiting_rows", "Usage rows not yet in the database.", registry=self.registry
         )
+        self._ledger_journal = Gauge(
+            "loraplex_gateway_ledger_journal_bytes", "Usage on this host's disk.", registry=self.registry
+        )
+        self._ledger_rejected = Gauge(
+            "loraplex_gateway_ledger_rejected_events",
+            "Usage events that this process set aside in usage_rejected.",
+            registry=self.registry,
+        )
 
     def arrived(self) -> None:
         self._in_flight.inc()
@@ -107,6 +116,8 @@ class Metrics:
         self._engines = registry
         self._queue_waiting.set_function(lambda: gate.waiting)
         self._ledger_waiting.set_function(lambda: ledger.waiting)
+        self._ledger_journal.set_function(lambda: ledger.journal_bytes)
+        self._ledger_rejected.set_function(lambda: ledger.rejected)
 
     def render(self) -> bytes:
         """The registry in Prometheus' text format."""

@@ -78,8 +78,11 @@ class Settings:
     trusted_proxies: tuple[str, ...] = ()
     # On SIGTERM, streams may go on for this long.
     shutdown_seconds: float = 20.0
-    # Usage rows held in memory while SQL is away; beyond it no request is admitted.
+    # Usage rows that may wait while SQL is away; beyond them no request is admitted.
     ledger_queue: int = 20_000
+    # Where usage is written down while Redis is away: on a disk that outlives this process, one folder for a host.
+    journal_dir: Path = Path("~/.local/state/loraplex/journal")
+    journal_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
         for name in ("internal_token", "key_pepper", "admin_key"):
@@ -121,6 +124,10 @@ class Settings:
             "max_body_bytes",
             "max_upload_bytes",
             "ledger_queue",
+            "journal_bytes",
+            "idle_timeout",
+            "body_timeout",
+            "request_timeout",
         )
         durations = ("redis_timeout", "lease_seconds", "engine_timeout", "client_timeout", "shutdown_seconds")
         for name in (*positive, *durations, "queue_length", "queue_seconds"):

@@ -203,6 +203,7 @@ class LocalService:
             "LORAPLEX_INTERNAL_TOKEN": self.secrets.internal_token,
             "LORAPLEX_ADAPTER_STORE": str(self.data.adapters),
             "LORAPLEX_MODEL_DIR": str(self.options.model_dir),
+            "LORAPLEX_JOURNAL_DIR": str(self.data.root / "journal"),
             "LORAPLEX_BASE_MODEL": self.options.base_model,
             "LORAPLEX_KEY_PEPPER": self.secrets.key_pepper,
             "LORAPLEX_ADMIN_KEY": self.secrets.admin_key,

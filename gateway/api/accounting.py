@@ -14,7 +14,8 @@ from gateway.errors import Unavailable
 from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
 from gateway.records.catalog import Model
-from gateway.records.ledger import Ledger, UsageRow
+from gateway.records.ledger import Ledger
+from gateway.records.usage import UsageRow
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class Accounting:
     async def _close(self, account: Account) -> None:
         row = account.row()
         self._metrics.finished(row)
-        await self._ledger.record(row)
+        await self._ledger.keep(row)
         try:
             used = row.prompt_tokens + row.completion_tokens
             await self._quota.settle(account.reservation, used, counts=account.counts)

@@ -8,10 +8,9 @@ from aiohttp import web
 from adapters.manifest import BaseShape
 from adapters.store import Store
 from gateway.admission.auth import Authenticator
-from gateway.api.bodies import json_response, read_moment
+from gateway.api.bodies import json_response
 from gateway.api.upload import receive
 from gateway.records.catalog import Adapter, Catalog
-from gateway.records.ledger import ModelUsage, UsageReport
 from gateway.records.tenants import Tenant
 
 # Uploads that are read and checked at once: each may hold a core and a temporary folder.
@@ -76,26 +75,6 @@ class Adapters:
         name = request.match_info["name"]
         await self._catalog.delete(principal.tenant, name, principal.key_id)
         return json_response({"object": "adapter", "name": name, "deleted": True})
-
-
-class Usage:
-    """What a tenant has used, per model."""
-
-    def __init__(self, *, auth: Authenticator, report: UsageReport) -> None:
-        self._auth = auth
-        self._report = report
-
-    async def get(self, request: web.Request) -> web.Response:
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "usage")
-        since, until = read_moment(request, "since"), read_moment(request, "until")
-        return json_response(usage_body(await self._report.by_model(principal.tenant.id, since, until)))
-
-
-def usage_body(models: list[ModelUsage]) -> dict[str, Any]:
-    """Sums per tenant and model, and over all of them."""
-    columns = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens")
-    total = {column: sum(getattr(model, column) for model in models) for column in columns}
-    return {"object": "usage", "data": models, "total": total}
 
 
 def describe(adapter: Adapter) -> dict[str, Any]:

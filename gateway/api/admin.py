@@ -5,13 +5,14 @@ from typing import Any
 from aiohttp import web
 
 from gateway.admission.auth import Authenticator
-from gateway.api.adapters import AdapterIntake, usage_body
-from gateway.api.bodies import json_response, read_moment
+from gateway.api.adapters import AdapterIntake
+from gateway.api.bodies import json_response
+from gateway.api.usage import usage_answer
 from gateway.errors import RecordNotFound
 from gateway.fleet.registry import EngineRecord, Registry
 from gateway.records.catalog import Catalog
-from gateway.records.ledger import UsageReport
 from gateway.records.tenants import TENANT_NAME, Tenant, Tenants
+from gateway.records.usage_report import UsageReport
 
 
 class Admin:
@@ -62,14 +63,13 @@ class Admin:
         """Of one tenant (`?tenant=`, deleted ones too), or of all."""
         await self._actor(request)
         name = request.query.get("tenant")
-        since, until = read_moment(request, "since"), read_moment(request, "until")
         if name is not None:
             try:
                 await self._tenants.get(name)
             except RecordNotFound:
                 if not (TENANT_NAME.fullmatch(name) and await self._report.knows(name)):
                     raise
-        return json_response(usage_body(await self._report.by_model(since=since, until=until, tenant=name)))
+        return await usage_answer(request, self._report, tenant=name)
 
     async def engines(self, request: web.Request) -> web.Response:
         await self._actor(request)

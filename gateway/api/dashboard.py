@@ -15,8 +15,8 @@ from gateway.admission.auth import Authenticator
 from gateway.errors import Forbidden, InvalidKey, MissingKey
 from gateway.fleet.registry import Registry
 from gateway.records.catalog import Catalog
-from gateway.records.ledger import UsageReport
 from gateway.records.tenants import Tenants
+from gateway.records.usage_report import UsageReport
 
 RECENT_ROWS = 50
 PAGE_HEADERS = {
@@ -63,7 +63,7 @@ class Dashboard:
         html = self._template.render(
             engines=self._registry.engines,
             tenants=[(tenant, await self._catalog.list(tenant)) for tenant in tenants],
-            usage=await self._report.by_model(),
+            usage=await self._report.sums(),
             recent=await self._report.recent(limit=RECENT_ROWS),
         )
         return web.Response(text=html, content_type="text/html", headers=PAGE_HEADERS)

@@ -1,4 +1,4 @@
-"""How often keys, tenants and names of adapters have changed: by this one number every gateway learns that it must ask."""
+"""How often keys, tenants and adapters' names have changed: one number, by which a gateway learns that it must ask."""
 
 from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncConnection

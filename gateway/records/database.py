@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 # How long one statement, or the wait for a connection, may take before the caller gets an error (seconds).
 STATEMENT_SECONDS = 10
 POOL_SIZE = 10
+# Classes of SQLSTATE.
+DATA_EXCEPTION, INTEGRITY_VIOLATION = "22", "23"
 # Any number, the same in every gateway: two that start at once migrate one after the other.
 MIGRATION_LOCK = 0x6C_70_78_6D
 
@@ -118,13 +120,19 @@ def _reachable() -> Iterator[None]:
         raise SettingsError("LORAPLEX_DATABASE_URL", f"the database cannot be reached: {error.__cause__}") from error
 
 
+def is_datas_fault(error: DBAPIError) -> bool:
+    """Whether the database is well and refuses what it was given. asyncpg's data errors say so by SQLSTATE only."""
+    state = getattr(error.orig, "sqlstate", None) or ""
+    return isinstance(error, DataError | IntegrityError) or state[:2] in (DATA_EXCEPTION, INTEGRITY_VIOLATION)
+
+
 @contextmanager
 def _translated() -> Iterator[None]:
     try:
         yield
-    except (IntegrityError, DataError, ProgrammingError):
-        raise
     except (DBAPIError, PoolTimeoutError, OSError, TimeoutError) as error:
+        if isinstance(error, DBAPIError) and (is_datas_fault(error) or isinstance(error, ProgrammingError)):
+            raise
         cause = error.orig if isinstance(error, DBAPIError) else error
         log.warning("database: %s: %s", type(cause).__name__, cause)
         raise Unavailable("The database is unavailable; try again shortly.", code="database_unavailable") from error

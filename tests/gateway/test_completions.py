@@ -49,6 +49,7 @@ async def test_a_whole_answer(route: str, tenant: Client, upstream: Upstream):
         "prompt_tokens": PROMPT_TOKENS,
         "completion_tokens": 4,
         "cached_tokens": CACHED_TOKENS,
+        "cost": 0,
     }
 
 

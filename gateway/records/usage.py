@@ -1,0 +1,49 @@
+"""One admitted request as the ledger keeps it; on the way there it is JSON, in the quota's stream or a journal."""
+
+from datetime import datetime
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Id = Annotated[str, Meta(max_length=32)]
+
+
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """status: "ok", "cancelled" (the client left), "refused" (the engine found the request bad; it cost nothing),
+    "error" or "abandoned" (its gateway died). Times in ms from the request's arrival. cost: in micro-units."""
+
+    request_id: Annotated[str, Meta(max_length=64)]
+    tenant_id: Id
+    tenant: Annotated[str, Meta(max_length=64)]
+    key_id: Id
+    endpoint: Id
+    model: Annotated[str, Meta(max_length=256)]
+    adapter_digest: Annotated[str, Meta(max_length=64)] | None
+    engine: Annotated[str, Meta(max_length=256)] | None
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count
+    cost: Count = 0
+    latency_ms: Count
+    ttft_ms: Count | None
+    status: Annotated[str, Meta(max_length=16)]
+    finish_reason: Annotated[str, Meta(max_length=32)] | None
+    created_at: Annotated[datetime, Meta(tz=True)]
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(UsageRow)
+
+
+def encode(row: UsageRow) -> bytes:
+    return _encoder.encode(row)
+
+
+def decode(event: bytes) -> UsageRow:
+    """Raises ValueError for what is no usage row."""
+    try:
+        return _decoder.decode(event)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,74 @@
+"""Each tenant's usage events in Redis: put there by the quota's script as it settles, taken away once SQL has them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gateway.errors import Unavailable
+
+# The ids of tenants that may have events or leases.
+TENANTS = "loraplex:usage:tenants"
+# The one field of an entry.
+FIELD = b"event"
+# Entries read at once.
+PAGE = 500
+
+
+def stream_key(tenant_id: str) -> str:
+    """The hash tag keeps a tenant's keys together, so that the quota's script may add to the stream."""
+    return f"loraplex:{{{tenant_id}}}:usage"
+
+
+class UsageStream:
+    """Every method raises Unavailable when Redis is away."""
+
+    def __init__(self, redis: Redis, timeout: float) -> None:
+        self._redis = redis
+        self._timeout = timeout
+
+    async def tenants(self) -> list[str]:
+        return sorted(member.decode() for member in await self._call(self._redis.smembers(TENANTS)))
+
+    async def lengths(self, tenant_ids: Iterable[str]) -> dict[str, int]:
+        """How many events wait, of each tenant that has any."""
+        ids = list(tenant_ids)
+        if not ids:
+            return {}
+        pipeline = self._redis.pipeline(transaction=False)
+        for tenant_id in ids:
+            pipeline.xlen(stream_key(tenant_id))
+        found = await self._call(pipeline.execute())
+        return {tenant_id: length for tenant_id, length in zip(ids, found, strict=True) if length}
+
+    async def left_behind(self, tenant_id: str, min_age: float) -> AsyncIterator[list[tuple[bytes, bytes]]]:
+        """Pages of (entry id, event) that have waited for at least `min_age` seconds, by Redis' clock, oldest first."""
+        seconds, microseconds = await self._call(self._redis.time())
+        newest = int((seconds + microseconds / 1e6 - min_age) * 1000)
+        start = "-"
+        while True:
+            page = await self._call(self._redis.xrange(stream_key(tenant_id), start, f"{newest}", count=PAGE))
+            if page:
+                yield [(entry_id, fields.get(FIELD, b"")) for entry_id, fields in page]
+            if len(page) < PAGE:
+                return
+            start = b"(" + page[-1][0]
+
+    async def remove(self, entries: Iterable[tuple[str, bytes]]) -> None:
+        """Entries, as (tenant id, entry id), that SQL has."""
+        by_tenant: dict[str, list[bytes]] = {}
+        for tenant_id, entry_id in entries:
+            by_tenant.setdefault(tenant_id, []).append(entry_id)
+        pipeline = self._redis.pipeline(transaction=False)
+        for tenant_id, ids in by_tenant.items():
+            pipeline.xdel(stream_key(tenant_id), *ids)
+        await self._call(pipeline.execute())
+
+    async def _call(self, call: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await call
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable("The quota store is unavailable; try again shortly.", code="quota_unavailable") from error
