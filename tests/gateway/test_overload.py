@@ -1,0 +1,174 @@
+"""The gate before full engines: order, bounds, and that no place is lost."""
+
+import asyncio
+
+import pytest
+
+from gateway.admission.overload import DECODE_COST, Gate, Place
+from gateway.errors import Overloaded
+
+
+class Visitor:
+    """One request at the gate. It says when it is inside and stays until it is told to leave."""
+
+    def __init__(self, gate: Gate, tenant: str, priority: int = 5, weight: float = 1.0, tokens: int = 0) -> None:
+        self.tenant, self.tokens = tenant, tokens
+        self.leave = asyncio.Event()
+        self.inside = False
+        self.task = asyncio.create_task(self._visit(gate, Place(tenant, weight, priority, 0)))
+
+    async def _visit(self, gate: Gate, place: Place) -> None:
+        async with gate.enter(place, lambda: self.tokens):
+            self.inside = True
+            await self.leave.wait()
+        self.inside = False
+
+
+class Crowd:
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.all: list[Visitor] = []
+
+    async def come(self, tenant: str, **options: int | float) -> Visitor:
+        self.all.append(Visitor(self.gate, tenant, **options))  # type: ignore[arg-type]
+        await settled()
+        return self.all[-1]
+
+    @property
+    def inside(self) -> list[str]:
+        return [visitor.tenant for visitor in self.all if visitor.inside]
+
+    async def end(self, visitor: Visitor) -> str:
+        """One leaves; who comes in for it."""
+        before = [other for other in self.all if other.inside]
+        visitor.leave.set()
+        await settled()
+        [entered] = [other for other in self.all if other.inside and other not in before]
+        return entered.tenant
+
+    async def end_anyone(self) -> str:
+        return await self.end(next(visitor for visitor in self.all if visitor.inside))
+
+
+async def settled() -> None:
+    """Lets every task go on until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def crowd():
+    crowd = Crowd(Gate(lambda: 1, max_waiting=100, max_seconds=1000.0))
+    yield crowd
+    for visitor in crowd.all:
+        visitor.task.cancel()
+    await asyncio.gather(*(visitor.task for visitor in crowd.all), return_exceptions=True)
+    assert (crowd.gate.inside, crowd.gate.waiting) == (0, 0)
+
+
+async def test_no_more_are_inside_than_there_is_room_for(crowd: Crowd):
+    first = await crowd.come("a")
+    await crowd.come("a")
+    assert (crowd.inside, crowd.gate.waiting) == (["a"], 1)
+    assert await crowd.end(first) == "a"
+
+
+async def test_the_lowest_number_goes_first(crowd: Crowd):
+    first = await crowd.come("first")
+    for tenant, priority in (("nine", 9), ("five", 5), ("zero", 0)):
+        await crowd.come(tenant, priority=priority)
+    order = [await crowd.end(first), await crowd.end_anyone(), await crowd.end_anyone()]
+    assert order == ["zero", "five", "nine"]
+
+
+async def test_the_least_served_tenant_goes_first_by_weight(crowd: Crowd):
+    await crowd.come("light", tokens=10)
+    for _ in range(8):
+        await crowd.come("light", tokens=10)
+        await crowd.come("heavy", tokens=10, weight=3.0)
+    order = [await crowd.end_anyone() for _ in range(8)]
+    # Three times the weight, three times the service.
+    assert order.count("heavy") == 6
+
+
+async def test_a_tenant_that_was_idle_has_no_credit(crowd: Crowd):
+    current = await crowd.come("busy", tokens=1000)
+    for _ in range(4):
+        await crowd.come("busy", tokens=1000)
+    await crowd.end(current)
+    for _ in range(4):
+        await crowd.come("new", tokens=1000)
+    order = [await crowd.end_anyone() for _ in range(4)]
+    assert sorted(order) == ["busy", "busy", "new", "new"]
+
+
+async def test_a_full_queue_refuses_who_would_be_last():
+    gate = Gate(lambda: 1, max_waiting=2, max_seconds=1000.0)
+    crowd = Crowd(gate)
+    first = await crowd.come("first")
+    low, middle = await crowd.come("low", priority=9), await crowd.come("middle", priority=5)
+    # A better one comes: the worst of those that wait makes room.
+    high = await crowd.come("high", priority=0)
+    with pytest.raises(Overloaded) as refused:
+        await low.task
+    assert refused.value.status == 429
+    assert int(refused.value.headers["Retry-After"]) >= 1
+    # A worse one is refused itself.
+    worst = await crowd.come("worst", priority=9)
+    with pytest.raises(Overloaded):
+        await worst.task
+    assert await crowd.end(first) == "high"
+    assert await crowd.end(high) == "middle"
+    middle.leave.set()
+    await middle.task
+    assert (gate.inside, gate.waiting) == (0, 0)
+
+
+async def test_nobody_waits_longer_than_told():
+    gate = Gate(lambda: 0, max_waiting=10, max_seconds=0.05)
+    crowd = Crowd(gate)
+    with pytest.raises(Overloaded):
+        await (await crowd.come("a")).task
+    assert (gate.inside, gate.waiting) == (0, 0)
+
+
+async def test_without_any_engine_nobody_waits_for_one():
+    crowd = Crowd(Gate(lambda: None, max_waiting=0, max_seconds=1000.0))
+    for _ in range(3):
+        await crowd.come("a")
+    assert crowd.inside == ["a"] * 3
+    for visitor in crowd.all:
+        visitor.leave.set()
+        await visitor.task
+
+
+async def test_room_that_grows_by_itself_is_used(crowd: Crowd):
+    room = 0
+    gate = Gate(lambda: room, max_waiting=10, max_seconds=1000.0)
+    crowd.gate = gate
+    await crowd.come("a")
+    await crowd.come("b")
+    assert crowd.inside == []
+    room = 1
+    gate.admit()
+    await settled()
+    assert crowd.inside == ["a"]
+
+
+async def test_who_leaves_while_waiting_or_at_the_moment_of_its_turn_takes_no_place(crowd: Crowd):
+    room = 0
+    crowd.gate = Gate(lambda: room, max_waiting=10, max_seconds=1000.0)
+    first, second, _ = [await crowd.come(tenant) for tenant in "abc"]
+    first.task.cancel()
+    await settled()
+    assert crowd.gate.waiting == 2
+    room = 1
+    # Its turn comes, and before it can go on it is cancelled.
+    crowd.gate.admit()
+    second.task.cancel()
+    await settled()
+    assert crowd.inside == ["c"]
+
+
+def test_a_generated_token_costs_more_than_one_of_a_prompt():
+    assert DECODE_COST > 1
