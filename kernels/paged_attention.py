@@ -231,7 +231,11 @@ def _walk(  # type: ignore[no-untyped-def]
         else:
             k_tile = tl.load(k_at)
             v_tile = tl.load(v_at)
-        # Caches of 8 bits are exact in q's dtype; their scales stand on columns, outside of both products.
+        if k_scales is not None:
+            # Caches of 8 bits are exact in 16, and straight to bf16 is a conversion of many registers on Hopper.
+            # Their scales stand on columns, outside of both products.
+            k_tile = k_tile.to(tl.float16)
+            v_tile = v_tile.to(tl.float16)
         scores = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision="ieee") * scale_log2
         if k_scales is not None:
             scores *= tl.load(k_scales + cache_row, mask=live, other=0.0)[None, :]
