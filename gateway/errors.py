@@ -55,8 +55,8 @@ class InvalidKey(GatewayError):
         super().__init__(message, headers={"WWW-Authenticate": "Bearer"}, **kwargs)
 
 
-class MissingKey(InvalidKey):
-    """None was sent, which is no attempt at another's."""
+class WrongKey(InvalidKey):
+    """Nobody has been given it: a guess, unlike a key that is missing, revoked or expired."""
 
 
 class Forbidden(GatewayError):

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import Forbidden, GatewayError, InvalidKey, MissingKey, Unavailable
+from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.keys import ApiKey, Keys
 from gateway.records.tenants import Limits, Tenant
 
@@ -223,16 +223,16 @@ class Authenticator:
         if match is None:
             if hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), self._admin_hash):
                 raise Forbidden("This is an admin key; tenants' routes need a tenant's key.")
-            raise InvalidKey
+            raise WrongKey
         key_id, random, check = match.groups()
         known = self._current(key_id)
         if known is None:
             if not hmac.compare_digest(check, self._check(key_id, random)):
-                raise InvalidKey
+                raise WrongKey
             known = await self._find(key_id)
         key = known.key
         if key is None or not hmac.compare_digest(self._hash(key_id, random + check), key.secret_hash):
-            raise InvalidKey
+            raise WrongKey
         if problem := _problem(key):
             raise problem
         self._note_use(known, key.id)
@@ -302,5 +302,5 @@ def _problem(key: ApiKey | None) -> GatewayError | None:
 def _bearer(authorization: str | None) -> str:
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
-        raise MissingKey("You didn't provide an API key. Send it in the header: Authorization: Bearer <key>.")
+        raise InvalidKey("You didn't provide an API key. Send it in the header: Authorization: Bearer <key>.")
     return key.strip()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from gateway.errors import Handler, InvalidKey, MissingKey, TooManyFailures
+from gateway.errors import Handler, TooManyFailures, WrongKey
 from gateway.metrics import Metrics
 from gateway.settings import Network
 
@@ -42,9 +42,7 @@ class FailedLogins:
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             try:
                 return await handler(request)
-            except MissingKey:
-                raise
-            except InvalidKey:
+            except WrongKey:
                 self.count(self.address(request.remote, request.headers.getall("X-Forwarded-For", ())))
                 raise
 

@@ -12,7 +12,7 @@ import jinja2
 from aiohttp import web
 
 from gateway.admission.auth import Authenticator
-from gateway.errors import Forbidden, InvalidKey, MissingKey
+from gateway.errors import Forbidden, InvalidKey
 from gateway.fleet.registry import Registry
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import Tenants
@@ -75,7 +75,7 @@ class Dashboard:
 def _basic_password(authorization: str | None) -> str:
     scheme, _, encoded = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
-        raise MissingKey("An admin key is needed.")
+        raise InvalidKey("An admin key is needed.")
     try:
         decoded = base64.b64decode(encoded, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:

@@ -8,7 +8,7 @@ from aiohttp import web
 from redis.exceptions import RedisError
 
 from gateway.api.bodies import read_body
-from gateway.errors import BadRequest, InvalidKey, RecordNotFound, Unavailable
+from gateway.errors import BadRequest, RecordNotFound, Unavailable, WrongKey
 from gateway.fleet.addresses import ANNOUNCED, parse_address
 from gateway.fleet.discovery import Announcements
 
@@ -52,7 +52,7 @@ class Engines:
         given = request.headers.get("x-loraplex-internal-token", "")
         # aiohttp hands over bytes that are no UTF-8 as surrogates.
         if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token):
-            raise InvalidKey("x-loraplex-internal-token is missing or wrong.", code="invalid_internal_token")
+            raise WrongKey("x-loraplex-internal-token is missing or wrong.", code="invalid_internal_token")
         if self._announcements is None:
             raise RecordNotFound(f"This gateway takes no announcements: LORAPLEX_ENGINES does not hold '{ANNOUNCED}'.")
         url = (await read_body(request, Announcement)).url
