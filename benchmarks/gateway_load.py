@@ -55,12 +55,12 @@ class Connection(asyncio.Protocol):
                 self.load.added_gaps.append((now - self.last[1] - (made - self.last[0])) / 1000)
             self.last = (made, now)
         del self.buffer[:read]
-        if self.buffer.endswith(b"0\r\n\r\n"):
+        if self.buffer.endswith(b"\r\n0\r\n\r\n"):
             self.finish(b"[DONE]" in self.buffer)
 
     def finish(self, good: bool) -> None:
         if not good:
-            self.load.failures.append(bytes(self.buffer[:300]).decode("utf-8", "replace"))
+            self.load.failures.append(bytes(self.buffer[-300:]).decode("utf-8", "replace"))
         self.load.done += 1
         self.ask()
 

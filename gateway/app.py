@@ -155,6 +155,7 @@ async def make_app(settings: Settings) -> web.Application:
         metrics=metrics,
         base_model=settings.base_model,
         client_timeout=settings.client_timeout,
+        request_timeout=settings.request_timeout,
     )
     intake = AdapterIntake(catalog=catalog, store=store, base=base, max_bytes=settings.max_upload_bytes)
     own = Adapters(auth=auth, catalog=catalog, intake=intake)

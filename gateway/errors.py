@@ -80,6 +80,18 @@ class NameTaken(GatewayError):
     status, kind, code = 409, "invalid_request_error", "already_exists"
 
 
+class TooSlow(GatewayError):
+    """The client did not send all of its body in time."""
+
+    status, kind, code = 408, "invalid_request_error", "request_timeout"
+
+
+class OutOfTime(GatewayError):
+    """The request as a whole took longer than any may."""
+
+    status, code = 504, "time_limit_exceeded"
+
+
 class TooLarge(GatewayError):
     status, kind, code = 413, "invalid_request_error", "request_too_large"
 

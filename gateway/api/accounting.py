@@ -48,7 +48,7 @@ class Account:
         # Against the limit of requests.
         self.counts = True
         self.settlement: asyncio.Task[None] | None = None
-        self._arrived = arrived
+        self.arrived = arrived
         self._first_token: float | None = None
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
@@ -98,8 +98,8 @@ class Account:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             cached_tokens=self.cached_tokens,
-            latency_ms=round((ended - self._arrived) * 1000),
-            ttft_ms=None if first is None else round((first - self._arrived) * 1000),
+            latency_ms=round((ended - self.arrived) * 1000),
+            ttft_ms=None if first is None else round((first - self.arrived) * 1000),
             status=self.status,
             finish_reason=self.finish_reason,
             created_at=self.created_at,

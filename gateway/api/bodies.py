@@ -1,15 +1,20 @@
 """JSON bodies and query parameters of our own routes, checked field by field."""
 
+import asyncio
 import re
+from collections.abc import Awaitable
 from datetime import UTC, datetime
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, TooSlow
 
 T = TypeVar("T")
+
+# Seconds in which a body must have come.
+BODY_TIMEOUT = web.AppKey("body_timeout", float)
 
 # msgspec speaks of Python's types; a client knows JSON's.
 WORDS = {
@@ -25,9 +30,23 @@ LIMITS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
 UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 
 
+async def read_raw(request: web.Request) -> bytes:
+    """The whole body, of at most the application's client_max_size. Raises TooSlow."""
+    return await in_time(request, request.read())
+
+
+async def in_time(request: web.Request, reading: Awaitable[T]) -> T:
+    """What reads from a body: all of a small one, a piece of an upload. Raises TooSlow."""
+    try:
+        async with asyncio.timeout(request.config_dict[BODY_TIMEOUT]):
+            return await reading
+    except TimeoutError as error:
+        raise TooSlow("The request's body did not come in time.") from error
+
+
 async def read_body(request: web.Request, kind: type[T]) -> T:
     """The body as `kind` (a struct that forbids unknown fields). An empty body is `{}`. Raises BadRequest."""
-    raw = await request.read() or b"{}"
+    raw = await read_raw(request) or b"{}"
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:

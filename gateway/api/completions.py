@@ -1,8 +1,10 @@
 """`/v1/chat/completions`, `/v1/completions` and `/v1/models`: the path of an inference request, once for both."""
 
 import asyncio
+import re
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -11,9 +13,9 @@ from aiohttp import ClientError, ClientResponse, web
 from gateway.admission.auth import Authenticator
 from gateway.admission.quota import Quota
 from gateway.api.accounting import Account, Accounting, ClientGone
-from gateway.api.bodies import json_response
+from gateway.api.bodies import json_response, read_raw
 from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
-from gateway.errors import REQUEST_ID, BadRequest, ModelNotFound, RateLimited, error_body, translate
+from gateway.errors import REQUEST_ID, BadRequest, ModelNotFound, OutOfTime, RateLimited, error_body, translate
 from gateway.fleet.client import Call, EngineRefused, read_events, read_json
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
@@ -26,6 +28,8 @@ STREAM_HEADERS = {
     # Asks nginx and its kin to pass events on as they come.
     "X-Accel-Buffering": "no",
 }
+# W3C's Trace Context, level 1; what does not look like it is not passed on.
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Completions:
@@ -43,6 +47,7 @@ class Completions:
         metrics: Metrics,
         base_model: str,
         client_timeout: float,
+        request_timeout: float,
     ) -> None:
         self._auth = auth
         self._catalog = catalog
@@ -53,6 +58,7 @@ class Completions:
         self._metrics = metrics
         self._base_model = base_model
         self._client_timeout = client_timeout
+        self._request_timeout = request_timeout
         self._started = int(time.time())
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -65,7 +71,7 @@ class Completions:
         arrived = time.monotonic()
         principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
         tenant = principal.tenant
-        raw = await request.read()
+        raw = await read_raw(request)
         parsed = await self._prompts.parse(raw, endpoint)
         principal.check_model(parsed.model)
         model = await self._catalog.resolve(tenant, parsed.model)
@@ -91,12 +97,13 @@ class Completions:
             model=model,
             tenant=account.principal.tenant,
             prompt_tokens=asked.prompt_tokens,
+            traceparent=_traceparent(request),
         )
         relay = self._relay_stream if asked.stream else self._relay_answer
         try:
             async with AsyncExitStack() as stack:
                 # An answer that is not streamed comes whole, when it begins; the relay of a stream watches by itself.
-                async with self._auth.while_valid(account.principal):
+                async with self._while_allowed(account):
                     upstream = await stack.enter_async_context(self._fleet.open(call, account))
                 return await relay(request, upstream, asked, account)
         except EngineRefused as refusal:
@@ -127,7 +134,7 @@ class Completions:
         try:
             await self._guard(response.prepare(request))
             try:
-                async with self._auth.while_valid(account.principal):
+                async with self._while_allowed(account):
                     async for event in read_events(upstream):
                         account.observe_event(event)
                         if "error" in event:
@@ -150,6 +157,21 @@ class Completions:
             if request.transport is not None:
                 request.transport.abort()
         return response
+
+    @asynccontextmanager
+    async def _while_allowed(self, account: Account) -> AsyncIterator[None]:
+        """Ends the block when the key opens nothing any more, or the request has taken as long as any may.
+
+        Raises InvalidKey, Forbidden, OutOfTime.
+        """
+        left = account.arrived + self._request_timeout - time.monotonic()
+        try:
+            async with asyncio.timeout(left) as deadline, self._auth.while_valid(account.principal):
+                yield
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise OutOfTime(f"The request took longer than the {self._request_timeout:g} s that any may.") from error
 
     async def _send(self, response: web.StreamResponse, data: bytes) -> None:
         await self._guard(response.write(b"data: " + data + b"\n\n"))
@@ -190,6 +212,11 @@ class Completions:
         created = int(adapter.created_at.timestamp())
         description = {"id": adapter.name, "object": "model", "created": created, "owned_by": owner.name}
         return {**description, "root": self._base_model, "parent": self._base_model}
+
+
+def _traceparent(request: web.Request) -> str | None:
+    given = request.headers.get("traceparent", "")
+    return given if TRACEPARENT.fullmatch(given) else None
 
 
 def visible_event(event: dict[str, Any], model: str, include_usage: bool) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError as BadHttpMessage
 
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
+from gateway.api.bodies import in_time
 from gateway.errors import BadRequest, TooLarge
 
 FILES = (CONFIG_NAME, WEIGHTS_NAME)
@@ -76,7 +77,7 @@ async def _read_form(request: web.Request, folder: Path, max_bytes: int) -> tupl
         archive: Path | None = None
         left = max_bytes
         seen: set[str] = set()
-        while (part := await form.next()) is not None:
+        while (part := await in_time(request, form.next())) is not None:
             if not isinstance(part, BodyPartReader) or part.name is None:
                 raise BadRequest("Expected form fields, each with a name of its own.")
             field = _target(part)
@@ -84,10 +85,10 @@ async def _read_form(request: web.Request, folder: Path, max_bytes: int) -> tupl
                 raise BadRequest(f"'{field}' is in the form twice.", param=field)
             seen.add(field)
             if field == "name":
-                name = await _read_name(part)
+                name = await in_time(request, _read_name(part))
                 continue
             path = folder / ("upload.archive" if field == "file" else field)
-            left -= await _save(part, path, left, max_bytes)
+            left -= await _save(request, part, path, left, max_bytes)
             archive = path if field == "file" else archive
     except (ValueError, AssertionError, BadHttpMessage) as error:
         # What aiohttp's multipart reader raises for a form it cannot read.
@@ -122,11 +123,11 @@ async def _read_name(part: BodyPartReader) -> str:
         raise BadRequest("Expected the adapter's name as UTF-8 text.", param="name") from error
 
 
-async def _save(part: BodyPartReader, path: Path, left: int, max_bytes: int) -> int:
+async def _save(request: web.Request, part: BodyPartReader, path: Path, left: int, max_bytes: int) -> int:
     """Streams a part to disk off the event loop; its size in bytes."""
     size = 0
     with await asyncio.to_thread(path.open, "xb") as file:
-        while chunk := await part.read_chunk(CHUNK_BYTES):
+        while chunk := await in_time(request, part.read_chunk(CHUNK_BYTES)):
             size += len(chunk)
             if size > left:
                 raise _too_large(max_bytes)

@@ -23,6 +23,7 @@ class Upstream:
         self.url = ""
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.cancelled = 0
+        self.events = 0
         self.healthy = True
         self.resident: list[str] = []
         self.model = "base"
@@ -90,6 +91,7 @@ class Upstream:
                 counts = {"completion_tokens": made, "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
                 event["loraplex"] = counts
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.events += 1
             if how.get("drop_after") == made:
                 assert request.transport is not None
                 request.transport.abort()

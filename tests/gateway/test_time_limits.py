@@ -1,0 +1,120 @@
+"""Clients and engines that are slow, on purpose or not: what each may take, and that nothing piles up meanwhile."""
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from tests.gateway.upstream import Upstream
+
+EVENTS = 400
+# Larger than all socket buffers between the engine and the client together.
+TOKENS_PER_EVENT = 100_000
+
+
+@pytest.fixture
+def serve(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, migrated: Path) -> Any:
+    @asynccontextmanager
+    async def serving(**overrides: Any) -> AsyncIterator[Gateway]:
+        shutil.copy(migrated, tmp_path / "gateway.db")
+        of = settings(tmp_path, model_dir, [upstream.url], redis_url, migrate_on_start=False, **overrides)
+        async with running(of) as gateway:
+            yield gateway
+
+    return serving
+
+
+async def connect(gateway: Gateway, receive_buffer: int | None = None) -> tuple[Any, asyncio.StreamWriter]:
+    plain = socket.socket()
+    if receive_buffer is not None:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    plain.setblocking(False)
+    address = urlsplit(gateway.url)
+    await asyncio.get_running_loop().sock_connect(plain, (address.hostname, address.port))
+    return await asyncio.open_connection(sock=plain, limit=2**16)
+
+
+def head(client: Client, length: int) -> bytes:
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: test\r\nAuthorization: Bearer {client.key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+async def test_a_head_that_never_ends(serve: Any):
+    """Slowloris: a connection that keeps sending and never asks for anything is closed."""
+    async with serve(idle_timeout=0.5) as gateway:
+        reader, writer = await connect(gateway)
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: test\r\n")
+        closed = asyncio.ensure_future(reader.read())
+        while not closed.done():
+            writer.write(b"x-more: and more\r\n")
+            await asyncio.wait({closed}, timeout=0.05)
+        # Said nothing, or cut off.
+        assert closed.exception() is not None or closed.result() == b""
+        writer.close()
+        # Others are served all the time.
+        assert (await gateway.nobody.get("/healthz")).status == 200
+
+
+async def test_a_body_that_never_ends(serve: Any, upstream: Upstream):
+    async with serve(body_timeout=0.5) as gateway:
+        acme = await gateway.tenant("acme")
+        reader, writer = await connect(gateway)
+        writer.write(head(acme, 1000) + b'{"model":')
+        answer = await reader.readuntil(b"}}")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"request_timeout"' in answer
+        writer.close()
+    assert upstream.requests == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_never_ends(stream: bool, serve: Any, upstream: Upstream):
+    async with serve(request_timeout=2.0) as gateway:
+        acme = await gateway.tenant("acme")
+        got = await acme.complete(stream=stream, max_tokens=200, x_engine={"tokens": 200, "delay": 0.5})
+        error = got.events[-1]["error"] if stream else got.error
+        assert got.status == (200 if stream else 504)
+        assert error["code"] == "time_limit_exceeded"
+
+        async def cancelled() -> bool:
+            return upstream.cancelled == len(upstream.requests)
+
+        await until(cancelled)
+
+
+async def test_a_reader_that_stops_stops_the_engine(serve: Any, upstream: Upstream):
+    """Nothing piles up in the gateway: the engine itself is held, and goes on when the reader does."""
+    tokens = EVENTS * TOKENS_PER_EVENT
+    async with serve(max_model_len=2 * tokens) as gateway:
+        acme = await gateway.tenant("acme", tokens_per_minute=10 * tokens)
+        reader, writer = await connect(gateway, receive_buffer=2**14)
+        body = {"model": BASE_MODEL, "prompt": "Hi", "stream": True, "max_tokens": tokens}
+        raw = json.dumps(body | {"x_engine": {"tokens": tokens, "per_event": TOKENS_PER_EVENT}}).encode()
+        writer.write(head(acme, len(raw)) + raw)
+        await reader.readuntil(b"\r\n\r\n")
+
+        async def stopped() -> bool:
+            before = upstream.events
+            await asyncio.sleep(0.5)
+            return 0 < before == upstream.events
+
+        await until(stopped)
+        assert upstream.events < EVENTS
+        size = 0
+        last = b""
+        while not last.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            piece = await reader.read(2**16)
+            assert piece, "the stream broke off"
+            size, last = size + len(piece), (last + piece)[-64:]
+        assert size > tokens
+        writer.close()
