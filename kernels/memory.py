@@ -1,6 +1,7 @@
 """Large tables that cost memory only where they have been written."""
 
 import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,3 +14,29 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(*shape)
+
+
+class HugePages:
+    """Uninitialised memory on huge pages, where the system has them, for tensors that live side by side and as long.
+
+    A pass over hundreds of MiB on pages of 4 KiB is bound by address translation: 33 GB/s against 58 GB/s measured. The
+    memory goes back when the last tensor of its chunk does.
+    """
+
+    _CHUNK = 64 << 20
+    _ALIGNMENT = 64
+
+    def __init__(self) -> None:
+        self._chunk: mmap.mmap | None = None
+        self._used = 0
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        size = -(-num_elements * dtype.itemsize // self._ALIGNMENT) * self._ALIGNMENT
+        if self._chunk is None or self._used + size > len(self._chunk):
+            # Private: the system backs shared memory with huge pages only where an administrator allowed it.
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._chunk, self._used = mmap.mmap(-1, max(size, self._CHUNK), flags=private), 0
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+                self._chunk.madvise(mmap.MADV_HUGEPAGE)
+        at, self._used = self._used, self._used + size
+        return torch.frombuffer(self._chunk, dtype=dtype, count=num_elements, offset=at)

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.batch import Batch
+from kernels.memory import HugePages
 from kernels.reference import LoraGroup
 
 log = logging.getLogger(__name__)
@@ -91,9 +93,8 @@ class _LoraGroup(Structure):
 
 class _Routing(Structure):
     _fields_ = [
-        ("order", c_void_p), ("items", c_void_p), ("page_table", c_void_p), ("ranks", c_void_p), ("pages", c_void_p),
+        ("order", c_void_p), ("items", c_void_p), ("page_table", c_void_p), ("ranks", c_void_p),
         ("num_items", c_int64), ("max_pages", c_int64), ("page_rank", c_int64), ("pages_in_use", c_int64),
-        ("num_pages", c_int64),
     ]  # fmt: skip
 
 
@@ -154,6 +155,7 @@ class NativeOps:
             for dtype, suffix in _SUFFIX.items()
         }
         self.threads = torch.get_num_threads()
+        self._empty: Callable[..., Tensor] = HugePages().empty
 
     @staticmethod
     def serves(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
@@ -162,11 +164,12 @@ class NativeOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         weight = weight.contiguous()
         functions = self._functions[weight.dtype]
-        packed = torch.empty(functions["packed_size"](*weight.shape), dtype=weight.dtype)
+        packed = self._empty(functions["packed_size"](*weight.shape), dtype=weight.dtype)
         functions["pack"](weight.data_ptr(), packed.data_ptr(), *weight.shape)
         return PackedLinear(packed, bias, weight.shape[1], weight.shape[0])
 
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> "NativeForward":
+        self._empty = torch.empty  # what is packed from now on comes and goes with an adapter
         return NativeForward(self, weights, kv, lora)
 
     def forward(self, dtype: torch.dtype, model: _Model, step: _Step) -> None:
@@ -179,20 +182,11 @@ class NativeOps:
         order, items = segments(batch.adapter_index.numpy())
         assert lora is not None
         page_rank, table, ranks = lora.page_rank, found.page_table.numpy(), found.ranks.numpy()
-        pages = np.array(
-            [
-                (table[slot, i], slot, min(page_rank, ranks[slot] - i * page_rank))
-                for slot in batch.adapter_slots
-                for i in range(-(-int(ranks[slot]) // page_rank))
-            ],
-            np.int32,
-        )
         routing = _Routing(
             order.ctypes.data, items.ctypes.data, found.page_table.data_ptr(), found.ranks.data_ptr(),
-            pages.ctypes.data, len(items), table.shape[1], page_rank,
-            -(-int(ranks[list(batch.adapter_slots)].max()) // page_rank), len(pages),
+            len(items), table.shape[1], page_rank, -(-int(ranks[list(batch.adapter_slots)].max()) // page_rank),
         )  # fmt: skip
-        return NativePlan(batch, routing, len(order), (order, items, pages, found))
+        return NativePlan(batch, routing, len(order), (order, items, found))
 
     def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor:
         return weight[token_ids]

@@ -130,12 +130,8 @@ class Forward {
     // Starts with a barrier: the input is another phase's output, and y may still be read by one.
     void linear(const T* x, const Packed<T>& w, const LoraGroup<T>& lora, T* y, Team& team) {
         team.barrier();
-        if (s_.routing == nullptr) {
-            gemm(x, w, y, s_.tokens, team);
-            return;
-        }
-        PagePrefetch<T> prefetch(lora, *s_.routing, team);
-        gemm(x, w, y, s_.tokens, team, prefetch);
+        gemm(x, w, y, s_.tokens, team);
+        if (s_.routing == nullptr) return;
         lora.shrink(x, s_.h, *s_.routing, team);
         team.barrier();
         lora.expand(s_.h, y, *s_.routing, team);

@@ -1,6 +1,8 @@
 // y = x W^T + b over weights packed once: panels of 32 output columns, [panel][in / PAIR][32][PAIR], so that a panel is
 // read in one sweep and each step multiplies two vectors of outputs by a broadcast element (or bf16 pair) of x.
 #pragma once
+#include <omp.h>
+
 #include "simd.h"
 #include "team.h"
 
@@ -37,23 +39,15 @@ void pack(const T* w, T* packed, int64_t out_features, int64_t in_features) {
     }
 }
 
-// No memory to bring in beside a product.
-struct NoPrefetch {
-    int64_t fill(const char**, int64_t) { return 0; }
-};
-constexpr int64_t kMostLines = 1024;
-
-// ROWS rows of x against one panel; LINES: also ask for one of `lines` at each step (there are at least as many steps).
-// The sums of a row depend on that row alone.
-template <class T, class Out, int ROWS, bool LINES>
+// ROWS rows of x against one panel. The sums of a row depend on that row alone.
+template <class T, class Out, int ROWS>
 inline void multiply_rows(const T* x, int64_t x_stride, const T* panel, const T* bias, Out* y, int64_t y_stride,
-                          int64_t in_features, int64_t columns, const char* const* lines, int64_t num_lines) {
+                          int64_t in_features, int64_t columns) {
     typedef Elem<T> E;
     Float16 sums[ROWS][2] = {};
     const int64_t whole = in_features / E::PAIR;
     for (int64_t k = 0; k < whole; k++) {
         const T* w = panel + k * kPanel * E::PAIR;
-        if (LINES) __builtin_prefetch(lines[std::min(k, num_lines - 1)], 0, 2);
         const auto w0 = load_vector<typename E::Vector>(w), w1 = load_vector<typename E::Vector>(w + 16 * E::PAIR);
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; row++) {
@@ -82,30 +76,24 @@ inline void multiply_rows(const T* x, int64_t x_stride, const T* panel, const T*
     }
 }
 
-// x [rows, in_features], y [rows, out_features]; the team's threads take the panels as they come.
-template <class T, class Out, class Prefetch>
-void gemm(const T* x, const Packed<T>& w, Out* y, int64_t rows, Team& team, Prefetch& prefetch) {
-    const char* lines[kMostLines];
+// x [rows, in_features], y [rows, out_features]; the team's threads share the panels.
+template <class T, class Out>
+void gemm(const T* x, const Packed<T>& w, Out* y, int64_t rows, Team& team) {
+    const int thread = omp_get_thread_num();
     const int64_t k_padded = padded<T>(w.in_features), panels = num_panels(w.out_features);
-    for (int64_t p = team.take(1); p < panels; p = team.take(1)) {
+    for (int64_t p = team.take_near(panels, thread); p < panels; p = team.take_near(panels, thread)) {
         const T* panel = w.data + p * kPanel * k_padded;
         const int64_t first = p * kPanel, columns = std::min(kPanel, w.out_features - first);
         const T* bias = w.bias == nullptr ? nullptr : w.bias + first;
         for (int64_t row = 0; row < rows;) {
             const T* in = x + row * w.in_features;
             Out* out = y + row * w.out_features + first;
-#define ROWS_AT_ONCE(N)                                                                                               \
-    case N:                                                                                                           \
-        if (num_lines)                                                                                                \
-            multiply_rows<T, Out, N, true>(in, w.in_features, panel, bias, out, w.out_features, w.in_features, columns, \
-                                           lines, num_lines);                                                         \
-        else                                                                                                          \
-            multiply_rows<T, Out, N, false>(in, w.in_features, panel, bias, out, w.out_features, w.in_features,       \
-                                            columns, lines, 0);                                                       \
+#define ROWS_AT_ONCE(N)                                                                                             \
+    case N:                                                                                                         \
+        multiply_rows<T, Out, N>(in, w.in_features, panel, bias, out, w.out_features, w.in_features, columns);      \
         break;
             // 12 rows fill the registers; what is left goes in even shares, so that no pass over the panel is thin.
             const int64_t left = rows - row, passes = (left + 11) / 12, n = (left + passes - 1) / passes;
-            const int64_t num_lines = prefetch.fill(lines, std::min(kMostLines, w.in_features / Elem<T>::PAIR));
             switch (n) {
                 ROWS_AT_ONCE(12)
                 ROWS_AT_ONCE(11)
@@ -124,10 +112,4 @@ void gemm(const T* x, const Packed<T>& w, Out* y, int64_t rows, Team& team, Pref
             row += n;
         }
     }
-}
-
-template <class T, class Out>
-void gemm(const T* x, const Packed<T>& w, Out* y, int64_t rows, Team& team) {
-    NoPrefetch none;
-    gemm(x, w, y, rows, team, none);
 }

@@ -1,43 +1,17 @@
 // y[t] += scale (x[t] A^T) B by segments of tokens that use one adapter, over rank pages (kernels/reference.py).
 // Two phases with a barrier between: shrink into h, expand into y. Every sum is made by one thread in a fixed order.
+// Where each adapter has one row (decoding), the pages are the traffic: they are then read from front to back, a rank
+// row after another, by threads that each walk their own run of adapters, as the processor's prefetchers like it.
 #pragma once
+#include <omp.h>
+
 #include "simd.h"
 #include "team.h"
 
 struct Routing {
     const int32_t *order, *items;  // items: [num_items, 3] of (slot, first, last) into order
     const int32_t *page_table, *ranks;
-    const int32_t* pages;  // [num_pages, 3]: every page of the batch's adapters, its slot, its rank rows in use
     int64_t num_items, max_pages, page_rank, pages_in_use;  // pages_in_use: the most that an adapter of the batch has
-    int64_t num_pages;
-};
-
-template <class T>
-struct LoraGroup;
-
-// Brings a group's rank rows towards the core, a cache line at a time, while a product of many rows leaves the memory
-// idle: what shrink and expand then find is there. Threads share the work through the team's third counter.
-template <class T>
-class PagePrefetch {
-  public:
-    PagePrefetch(const LoraGroup<T>& group, const Routing& routing, Team& team)
-        : group_(group), routing_(routing), team_(team) {}
-
-    // Up to n lines that nobody has asked for yet; 0 when there are none left.
-    int64_t fill(const char** lines, int64_t n) {
-        int64_t found = 0;
-        while (found < n && (at_ < end_ || next()))
-            for (; found < n && at_ < end_; at_ += 64) lines[found++] = at_;
-        return found;
-    }
-
-  private:
-    bool next();
-
-    const LoraGroup<T>& group_;
-    const Routing& routing_;
-    Team& team_;
-    const char *at_ = nullptr, *end_ = nullptr;
 };
 
 template <class T>
@@ -49,7 +23,9 @@ struct LoraGroup {
 
     // h: [rows of the batch that use an adapter, slices, page_rank * pages_in_use]
     void shrink(const T* x, float* h, const Routing& r, Team& team) const {
-        for (int64_t unit = team.take(); unit < r.num_items * slices; unit = team.take()) {
+        const int64_t units = r.num_items * slices;
+        const int thread = omp_get_thread_num();
+        for (int64_t unit = team.take_near(units, thread); unit < units; unit = team.take_near(units, thread)) {
             const int32_t* item = r.items + unit / slices * 3;
             const int64_t slice = unit % slices, rank = r.ranks[item[0]];
             const float scale = scales[item[0] * slices + slice];
@@ -58,14 +34,17 @@ struct LoraGroup {
                 const int64_t rows = std::min<int64_t>(4, item[2] - row);
                 const T* inputs[4];
                 for (int64_t i = 0; i < 4; i++) inputs[i] = x + int64_t(r.order[row + std::min(i, rows - 1)]) * in_features;
-                int64_t first = 0;
-                for (; rows == 1 && first + 8 <= rank; first += 8) {  // 8 rank rows never straddle a page
-                    float dots[1][8];
-                    dot_rows<1, 8>(inputs, a_row(item[0], slice, first, r), dots);
-                    float* to = h + (row * slices + slice) * r.page_rank * r.pages_in_use + first;
-                    for (int64_t j = 0; j < 8; j++) to[j] = scale * dots[0][j];
+                if (rows == 1) {
+                    float* to = h + (row * slices + slice) * r.page_rank * r.pages_in_use;
+                    const int64_t whole = (rank + 3) / 4 * 4;  // expand reads four at a time; rows beyond the rank are 0
+                    for (int64_t j = 0; j < whole; j++) {
+                        float dot[1][1];
+                        dot_rows<1, 1>(inputs, a_row(item[0], slice, j, r), dot);
+                        to[j] = scale * dot[0][0];
+                    }
+                    continue;
                 }
-                for (; first < rank; first += 4) {
+                for (int64_t first = 0; first < rank; first += 4) {  // four rank rows never straddle a page
                     float dots[4][4];
                     dot_rows<4, 4>(inputs, a_row(item[0], slice, first, r), dots);
                     for (int64_t i = 0; i < rows; i++)
@@ -80,7 +59,8 @@ struct LoraGroup {
         int64_t chunks[4] = {};  // column chunks before each slice
         for (int64_t s = 0; s < slices; s++) chunks[s + 1] = chunks[s] + (offsets[s + 1] - offsets[s] + kColumns - 1) / kColumns;
         const int64_t units = r.num_items * chunks[slices], stride = slices * r.page_rank * r.pages_in_use;
-        for (int64_t unit = team.take(); unit < units; unit = team.take()) {
+        const int thread = omp_get_thread_num();
+        for (int64_t unit = team.take_near(units, thread); unit < units; unit = team.take_near(units, thread)) {
             const int32_t* item = r.items + unit / chunks[slices] * 3;
             const int64_t chunk = unit % chunks[slices];
             int64_t slice = 0;
@@ -170,22 +150,3 @@ struct LoraGroup {
         }
     }
 };
-
-// A piece is one slice's rank rows of A in a page, or (the piece after the last slice) all of its rows of B.
-template <class T>
-bool PagePrefetch<T>::next() {
-    const int64_t pieces = group_.slices + 1;
-    for (;;) {
-        const int64_t piece = team_.take(2), slice = piece % pieces;
-        if (piece >= routing_.num_pages * pieces) return false;
-        const int32_t* page = routing_.pages + piece / pieces * 3;
-        if (slice < group_.slices && group_.scales[page[1] * group_.slices + slice] == 0.0f) continue;
-        const bool is_a = slice < group_.slices;
-        const int64_t width = is_a ? group_.in_features : group_.out_features;
-        const T* from = is_a ? group_.a_pages + (int64_t(page[0]) * group_.slices + slice) * routing_.page_rank * width
-                             : group_.b_pages + int64_t(page[0]) * routing_.page_rank * width;
-        at_ = reinterpret_cast<const char*>(from);
-        end_ = at_ + page[2] * width * int64_t(sizeof(T));
-        return true;
-    }
-}

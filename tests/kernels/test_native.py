@@ -12,6 +12,7 @@ from kernels import native, reference
 from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
 from kernels.cpu import TorchOps
+from kernels.memory import HugePages
 from kernels.reference import LoraGroup, LoraRouting
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -176,3 +177,29 @@ def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     monkeypatch.delenv("CXX", raising=False)
     assert native.load.__wrapped__() is None
     assert "no C++ compiler" in caplog.text
+
+
+def test_one_thread_computes_all() -> None:
+    library = native.load()
+    assert library is not None
+    one, two = native.NativeOps(library), native.NativeOps(library)
+    one.threads, two.threads = 1, 2
+    weight, x = normal(200, 64), normal(30, 64)
+    plan = two.plan(make_batch([30], [30], 16), None)
+    expected = two.linear(x, two.pack_linear(weight), None, plan)
+    assert torch.equal(one.linear(x, one.pack_linear(weight), None, plan), expected)
+
+
+def test_huge_pages_hold_tensors_side_by_side() -> None:
+    memory = HugePages()
+    tensors = [memory.empty(n, torch.bfloat16) for n in (1, 100, 40 << 20, 7)]
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i)
+        assert tensor.data_ptr() % 64 == 0
+    del memory
+    assert [set(t.tolist()) if len(t) < 1000 else {t.min().item(), t.max().item()} for t in tensors] == [
+        {0},
+        {1},
+        {2},
+        {3},
+    ]
