@@ -187,6 +187,25 @@ class EngineStateResponse(Struct):
     generated_tokens: int
     prefix_hit_tokens: int
     prefix_query_tokens: int
+    # Of the gateways' requests that ended, since the file of finished requests is kept: as they are billed.
+    ended_requests: int
+    ended_prompt_tokens: int
+    ended_completion_tokens: int
+
+
+class FinishedRequest(Struct):
+    """finish_reason: null while it runs; "killed" where its engine was, and the counts are the last it wrote down."""
+
+    id: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class FinishedRequestList(Struct):
+    data: list[FinishedRequest]
+    object: str = "list"
 
 
 class Health(Struct):

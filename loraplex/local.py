@@ -179,6 +179,7 @@ class LocalService:
         argv = self._program(
             *("engine", "--model", str(self.options.model_dir), "--served-model-name", self.options.base_model),
             *("--adapter-store", str(self.data.adapters), "--host", LOOPBACK, "--port", str(port)),
+            *("--finished-file", str(self.data.root / "finished" / name)),
             *self.options.engine_args,
         )
         # OpenMP's threads spin while they wait by default, which takes the cores from the gateway.

@@ -29,6 +29,7 @@ from engine.responses import Health
 from engine.server.announcing import announcing
 from engine.server.description import engine_description
 from engine.server.errors import ApiError, error_boundary
+from engine.server.finished import MAX_ID_BYTES, FinishedRequests
 from engine.server.generate import Caller, GenerationRoutes
 from engine.server.generation import EngineUnavailable
 from engine.server.grammars import Grammars
@@ -62,12 +63,13 @@ class Server:
         max_waiting: int = 1024,
         drain_s: float = 30.0,
         tool_call_parser: str | None = None,
+        finished_file: Path | None = None,
     ) -> None:
         """host_adapter_memory: bytes. max_waiting: requests beyond the batch that may wait; more get 503.
 
         lora_modules: adapter folders by the name to serve them under. drain_s: time that `stop` gives requests to end.
         tool_call_parser: how the model writes tool calls, "hermes" or "llama3_json"; None: as its template says.
-        Raises ConfigError.
+        finished_file: keeps what requests have cost over a restart, however the process ended. Raises ConfigError.
         """
         self._config = config
         self._store = adapter_store
@@ -84,6 +86,8 @@ class Server:
         self._grammars: Grammars | None = None
         self._routes: EngineRoutes | None = None
         self._generation: GenerationRoutes | None = None
+        self._finished_file = finished_file
+        self._finished: FinishedRequests | None = None
         self._draining = False
 
     def make_app(self) -> web.Application:
@@ -96,6 +100,7 @@ class Server:
         app.router.add_post("/v1/load_lora_adapter", self._route(EngineRoutes.load_adapter))
         app.router.add_post("/v1/unload_lora_adapter", self._route(EngineRoutes.unload_adapter))
         app.router.add_get("/state", self._route(EngineRoutes.state))
+        app.router.add_get("/finished", self._route(EngineRoutes.finished_requests))
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._render_metrics)
         app.router.add_get("/openapi.json", self._describe)
@@ -103,6 +108,10 @@ class Server:
 
     async def start(self, progress: Progress | None = None) -> None:
         """Loads tokenizer, model and named adapters. Raises ConfigError, TokenizerError or OSError."""
+        try:
+            self._finished = FinishedRequests(self._finished_file)
+        except (ValueError, OSError) as error:
+            raise ConfigError("finished_file", str(error)) from error
         tokenizer, engine = await asyncio.to_thread(self._load, progress)
         self._loop = EngineLoop(
             engine,
@@ -128,8 +137,9 @@ class Server:
             engine.max_model_len,
             engine.eos_token_ids,
             self._tool_format or format_of(tokenizer.tool_template),
+            self._finished,
         )
-        self._routes = EngineRoutes(tokenizer, engine, self._loop, models, self._metrics)
+        self._routes = EngineRoutes(tokenizer, engine, self._loop, models, self._metrics, self._finished)
 
     async def stop(self) -> None:
         """Refuses new requests, lets those in flight end, then frees everything."""
@@ -209,6 +219,7 @@ class Server:
             tenant=tenant,
             weight=_number(headers, "x-loraplex-weight", float, 1.0),
             priority=int(_number(headers, "x-loraplex-priority", int, 0)),
+            request_id=_request_id(headers),
         )
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -289,6 +300,7 @@ def run(
     max_waiting: int = 1024,
     drain_s: float = 30.0,
     tool_call_parser: str | None = None,
+    finished_file: Path | None = None,
     gateways: Sequence[str] = (),
     advertise_url: str | None = None,
     ready: Callable[[int], None] | None = None,
@@ -307,6 +319,7 @@ def run(
         max_waiting=max_waiting,
         drain_s=drain_s,
         tool_call_parser=tool_call_parser,
+        finished_file=finished_file,
     )
 
     def announce(bound_port: int) -> AbstractAsyncContextManager[None]:
@@ -314,6 +327,13 @@ def run(
         return announcing(gateways, own, internal_token)
 
     return asyncio.run(serve(server, host, port, ready, progress, announce))
+
+
+def _request_id(headers: Mapping[str, str]) -> str | None:
+    given = headers.get("x-request-id")
+    if given is not None and not (given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_BYTES):
+        raise ApiError(400, f"x-request-id: expected at most {MAX_ID_BYTES} ASCII characters", param="x-request-id")
+    return given
 
 
 def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float], default: float) -> float:

@@ -16,6 +16,7 @@ from engine.responses import Progress, PromptTokensDetails, Usage
 from engine.scheduling.request import RequestOutput
 from engine.server.answers import Answer, ChatAnswer, CompletionAnswer
 from engine.server.errors import ApiError, as_api_error, error_body
+from engine.server.finished import FinishedRequests, Tally
 from engine.server.generation import Generation, Submission
 from engine.server.grammars import Grammars
 from engine.server.loop import EngineLoop
@@ -35,12 +36,13 @@ OFFLOAD_BYTES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. `internal`: proved to be the gateway; the rest is its word, or nothing."""
+    """Who asks. `internal`: proved to be the gateway; the rest is its word, or nothing. request_id: to count it by."""
 
     internal: bool = False
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    request_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class GenerationRoutes:
     max_model_len: int
     eos_token_ids: frozenset[int]
     tool_format: ToolFormat | None
+    finished: FinishedRequests
 
     async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         raw = await request.read()
@@ -114,6 +117,8 @@ class GenerationRoutes:
         ]
         with self.loop.submit(asked.request_id, submissions) as generation:
             run = _Run(self, asked, generation, caller.internal)
+            if caller.request_id is not None:
+                run.keep_tally(self.finished.open(caller.request_id, run.prompt_tokens))
             if body.stream:
                 return await run.stream(request, asked.answer)
             return await run.whole(asked.answer)
@@ -166,7 +171,9 @@ class _Run:
         self._body = body
         self._internal = internal
         self._choices = body.n or 1
-        self._prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self.prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self._tally: Tally | None = None
+        self._reason = "abort"
         include_stop = bool(body.include_stop_str_in_output)
         # With ignore_eos the end token stops nothing, so the engine never ends with it.
         stop_ids = routes.eos_token_ids | frozenset(body.stop_token_ids or ())
@@ -185,6 +192,24 @@ class _Run:
             )
             for index in range(len(prompts) * self._choices)
         ]
+
+    def keep_tally(self, tally: Tally) -> None:
+        """Counts there as it goes on, and what was generated in the end, whoever still wanted it."""
+        self._tally = tally
+        self._generation.on_gone = self._end_tally
+
+    def _end_tally(self) -> None:
+        assert self._tally is not None
+        done = self._progress()
+        generated = self._generation.num_generated
+        completion = sum(s.num_tokens if s.finished else generated[s.index] for s in self._sequences)
+        reason = "error" if self._generation.failed else "abort"
+        if self._reason == "error" or all(sequence.finished for sequence in self._sequences):
+            reason = self._reason
+        # What was refused before its first token has cost nothing.
+        prompt = 0 if reason == "error" and not completion else done.prompt_tokens
+        self._tally.count(prompt, completion, done.cached_tokens)
+        self._tally.end(reason)
 
     async def whole(self, answer: Answer[Any]) -> web.Response:
         total = [Delta(sequence.index) for sequence in self._sequences]
@@ -259,6 +284,7 @@ class _Run:
                 if sequence.finished:
                     continue
                 delta = sequence.take(news)
+                self._reason = delta.finish_reason or self._reason
                 if delta.error_param is not None:
                     raise BadRequest(delta.error_param, delta.error or "")
                 if delta.error is not None:
@@ -273,6 +299,9 @@ class _Run:
                     self._generation.stop(index)
                 deltas.append(delta)
             if deltas:
+                if self._tally is not None:
+                    done = self._progress()
+                    self._tally.count(done.prompt_tokens, done.completion_tokens, done.cached_tokens)
                 yield deltas
 
     def _progress(self) -> Progress:
@@ -281,7 +310,7 @@ class _Run:
         for start in range(0, len(self._sequences), self._choices):
             group = self._sequences[start : start + self._choices]
             cached += min((s.num_cached_tokens for s in group if s.num_prompt_tokens), default=0)
-        return Progress(sum(s.num_tokens for s in self._sequences), self._prompt_tokens, cached)
+        return Progress(sum(s.num_tokens for s in self._sequences), self.prompt_tokens, cached)
 
     def _progress_if_internal(self) -> Progress | msgspec.UnsetType:
         return self._progress() if self._internal else UNSET

@@ -1,6 +1,7 @@
 """What one HTTP request has in the engine: the sequences it asked for and the news of them, on the event loop."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,13 +35,25 @@ class Releases(Protocol):
     def release(self, request_id: str) -> None: ...
 
 
+def _nothing() -> None:
+    pass
+
+
 class Generation:
-    """The sequences of one HTTP request. Use as a context manager: leaving it aborts what is still running."""
+    """The sequences of one HTTP request. Use as a context manager: leaving it aborts what is still running.
+
+    num_generated: of each sequence, all tokens that the engine chose, also after nobody wanted them any more.
+    on_gone: called once the engine has let go of all sequences and this was left; the counts are final then.
+    """
 
     def __init__(self, loop: Releases, ids: list[str]) -> None:
         self._loop = loop
         self._ids = ids
         self._live = dict.fromkeys(ids)
+        self._in_engine = set(ids)
+        self._left = False
+        self.num_generated = [0] * len(ids)
+        self.on_gone: Callable[[], None] = _nothing
         self._news: list[tuple[int, RequestOutput]] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -58,30 +71,43 @@ class Generation:
         news, self._news = self._news, []
         return news
 
+    @property
+    def failed(self) -> bool:
+        """Whether the engine refused a sequence, or failed."""
+        return self._error is not None
+
     def stop(self, index: int) -> None:
         """Ends one sequence: its request is gone from the engine before the next step."""
         request_id = self._ids[index]
         if request_id in self._live:
-            self.forget(request_id)
+            del self._live[request_id]
             self._loop.abort(request_id)
 
     def __enter__(self) -> "Generation":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for request_id in list(self._live):
-            self.forget(request_id)
+        for request_id in self._live:
             self._loop.abort(request_id)
-
-    def forget(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
-        self._loop.release(request_id)
+        self._live.clear()
+        self._left = True
+        if not self._in_engine:
+            self.on_gone()
 
     def deliver(self, index: int, output: RequestOutput) -> None:
+        self.num_generated[index] = output.num_output_tokens
+        if output.request_id in self._live:
+            self._news.append((index, output))
+            self._wake()
         if output.finish_reason is not None:
-            self.forget(output.request_id)
-        self._news.append((index, output))
-        self._wake()
+            self._loop.release(output.request_id)
+
+    def released(self, request_id: str) -> None:
+        """The engine has let go of it: nothing more is delivered."""
+        self._live.pop(request_id, None)
+        self._in_engine.discard(request_id)
+        if self._left and not self._in_engine:
+            self.on_gone()
 
     def fail(self, error: Exception) -> None:
         if self._error is None:

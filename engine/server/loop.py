@@ -101,13 +101,24 @@ class EngineLoop:
         return generation
 
     def abort(self, request_id: str) -> None:
-        self._push(lambda: self._engine.abort(request_id))
+        """Ends a request before the next step. Until it is released it may still get a step's outputs."""
+        if self.failure is not None:
+            self.release(request_id)
+            return
+
+        def abort() -> None:
+            self._engine.abort(request_id)
+            self._to_event_loop(self.release, request_id)
+
+        self._push(abort)
 
     def release(self, request_id: str) -> None:
-        """No more outputs of this request are wanted."""
-        self._routes.pop(request_id, None)
+        """The engine has nothing of this request any more."""
+        route = self._routes.pop(request_id, None)
         if not self._routes:
             self._empty.set()
+        if route is not None:
+            route[0].released(request_id)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Runs a function in the engine's thread, between two steps."""
@@ -228,13 +239,15 @@ class EngineLoop:
     def _refuse(self, request_id: str, error: Exception) -> None:
         route = self._routes.get(request_id)
         if route is not None:
-            route[0].forget(request_id)
             route[0].fail(error)
+            self.release(request_id)
 
     def _fail(self, reason: str) -> None:
         self.failure = reason
         for generation in {id(g): g for g, _ in self._routes.values()}.values():
             generation.fail(EngineUnavailable(reason))
+        for request_id in list(self._routes):
+            self.release(request_id)
         self._fail_calls(reason)
 
     def _fail_calls(self, reason: str) -> None:

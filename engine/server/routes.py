@@ -10,6 +10,7 @@ from aiohttp import web
 from engine.conversation import tools_as_template_input
 from engine.engine import Engine, EngineState
 from engine.protocol import (
+    BadRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
     TokenizeRequest,
@@ -20,9 +21,11 @@ from engine.responses import (
     AdapterLoaded,
     DetokenizeResponse,
     EngineStateResponse,
+    FinishedRequestList,
     ModelList,
     TokenizeResponse,
 )
+from engine.server.finished import FinishedRequests
 from engine.server.generate import offload
 from engine.server.generation import EngineUnavailable
 from engine.server.loop import EngineLoop
@@ -32,6 +35,8 @@ from engine.tokenizer import Tokenizer
 
 # A scrape does not wait for a long step; the gauges then keep their last reading.
 SCRAPE_WAIT_S = 1.0
+# Of one question after finished requests.
+MAX_IDS, MAX_WAIT_S = 1000, 10.0
 
 
 def json_response(body: msgspec.Struct, status: int = 200) -> web.Response:
@@ -47,6 +52,7 @@ class EngineRoutes:
     loop: EngineLoop
     models: ModelRegistry
     metrics: Metrics
+    finished: FinishedRequests
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     async def list_models(self, _: web.Request) -> web.Response:
@@ -112,8 +118,26 @@ class EngineRoutes:
                 generated_tokens=state.num_generated_tokens,
                 prefix_hit_tokens=state.prefix_hit_tokens,
                 prefix_query_tokens=state.prefix_query_tokens,
+                ended_requests=self.finished.num_ended,
+                ended_prompt_tokens=self.finished.prompt_tokens,
+                ended_completion_tokens=self.finished.completion_tokens,
             )
         )
+
+    async def finished_requests(self, request: web.Request) -> web.Response:
+        """Those of `?ids=` that are known, once they have ended or `?wait=` seconds are over."""
+        ids = [id_ for id_ in request.query.get("ids", "").split(",") if id_]
+        if not 0 < len(ids) <= MAX_IDS:
+            raise BadRequest("ids", f"ids: expected 1 to {MAX_IDS} request ids, comma separated, got {len(ids)}")
+        try:
+            wait = float(request.query.get("wait", "0"))
+        except ValueError:
+            wait = -1.0
+        if not 0 <= wait <= MAX_WAIT_S:
+            raise BadRequest("wait", f"wait: expected a number of seconds from 0 to {MAX_WAIT_S:g}")
+        if wait:
+            await self.finished.wait(ids, wait)
+        return json_response(FinishedRequestList([found for id_ in ids if (found := self.finished.get(id_))]))
 
     async def update_gauges(self) -> None:
         try:

@@ -60,6 +60,7 @@ class Module(click.ParamType):
 @click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True, help="Reuse KV.")
 @click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=True, show_default=True, help="Split.")
 @click.option("--prefill-stretch", default=1.8, show_default=True, help="Most that prompts may stretch others' steps.")
+@click.option("--async-scheduling/--no-async-scheduling", default=None, help="Plan ahead; default: on a GPU.")
 @click.option("--max-lora-rank", default=64, show_default=True, help="Largest rank of an adapter.")
 @click.option("--adapter-store", help="Folder of adapters by digest, for `sha256:...` models.")
 @click.option("--adapter-memory", type=Bytes(), help="Device memory for adapters; default: from the device.")
@@ -68,6 +69,7 @@ class Module(click.ParamType):
 @click.option(
     "--max-waiting", default=1024, show_default=True, type=click.IntRange(0), help="Longest queue; 503 past it."
 )
+@click.option("--finished-file", type=click.Path(path_type=Path), help="What requests have cost, kept over restarts.")
 @click.option("--tool-call-parser", type=click.Choice(["hermes", "llama3_json"]), help="Default: as the template says.")
 @click.option("--seed", default=0, show_default=True, help="Of requests that bring none.")
 @click.option(
@@ -105,6 +107,7 @@ def engine(**flags: Any) -> None:
             raise click.UsageError(f"--gateway with --host {host} needs --advertise-url as well")
         drain_s = flags.pop("drain_seconds")
         max_waiting, tool_call_parser = flags.pop("max_waiting"), flags.pop("tool_call_parser")
+        finished_file = flags.pop("finished_file")
         name = flags["served_model_name"] or Path(flags["model"]).name.removesuffix(".gguf")
         flags["model"] = str(ensure_model(flags["model"], flags.pop("download_dir")))
         config = EngineConfig(**flags | {"served_model_name": name})
@@ -121,6 +124,7 @@ def engine(**flags: Any) -> None:
                 lora_modules={lora_name: str(path) for lora_name, path in modules.items()},
                 max_waiting=max_waiting,
                 tool_call_parser=tool_call_parser,
+                finished_file=finished_file,
                 drain_s=drain_s,
                 gateways=gateways,
                 advertise_url=advertise_url,
