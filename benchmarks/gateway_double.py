@@ -1,6 +1,7 @@
 """A double of an engine for measuring the gateway: the wire of ours, tokens out of nothing, at almost no cost.
 
-It answers a whole completion after `--answer-ms`, or streams `max_tokens` events `--event-ms` apart. Each event carries
+It answers a whole completion after 0.5 to 1.5 times `--answer-ms` (alike ones would come and go in step) and says in it
+how long that was, or streams `max_tokens` events `--event-ms` apart. Each event carries
 the moment it was made (CLOCK_MONOTONIC in microseconds, one clock for all processes of a machine), so that whoever
 reads it knows how long it was on its way. Prints its port once it listens.
 """
@@ -8,6 +9,7 @@ reads it knows how long it was on its way. Prints its port once it listens.
 import argparse
 import asyncio
 import json
+import random
 import time
 
 PROMPT_TOKENS = 50
@@ -78,11 +80,16 @@ class Connection(asyncio.Protocol):
             return
         message = {"role": "assistant", "content": "word " * tokens}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        answer = whole(json.dumps({**envelope, "choices": [choice], "usage": usage(tokens)}).encode())
+        answer = {**envelope, "choices": [choice], "usage": usage(tokens)}
         if self.answer_seconds:
-            self.timer = self.loop.call_later(self.answer_seconds, self.transport.write, answer)
+            seconds = self.answer_seconds * random.uniform(0.5, 1.5)
+            self.timer = self.loop.call_later(seconds, self.answer, answer, now_us())
         else:
-            self.transport.write(answer)
+            self.answer(answer, now_us())
+
+    def answer(self, answer: dict[str, object], asked_us: int) -> None:
+        taken = f"engine_us={now_us() - asked_us} "
+        self.transport.write(whole(json.dumps({**answer, "system_fingerprint": taken}).encode()))
 
     def event(self, envelope: dict[str, object], made: int, tokens: int) -> None:
         choice = {"index": 0, "delta": {"content": f" made_us={now_us()} "}, "finish_reason": None}

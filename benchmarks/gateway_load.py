@@ -1,6 +1,7 @@
 """Load for measuring the gateway: as many connections as asked, each one request after the other, little work each.
 
-Prints one JSON line: of whole answers the latency of each request, of streams how long each event was on its way and
+Prints one JSON line: of whole answers the latency and what of it was not the engine's own time, of streams how long each
+event was on its way and
 how much longer the gap before it was at the reader than at the engine; all in milliseconds.
 """
 
@@ -12,6 +13,7 @@ import time
 from urllib.parse import urlsplit
 
 MADE = re.compile(rb"made_us=(\d+) ")
+TAKEN = re.compile(rb"engine_us=(\d+) ")
 LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
@@ -42,7 +44,10 @@ class Connection(asyncio.Protocol):
         self.buffer += data
         end = self.buffer.find(b"\r\n\r\n")
         if end >= 0 and (length := LENGTH.search(self.buffer)) and len(self.buffer) >= end + 4 + int(length[1]):
-            self.load.latencies.append((time.perf_counter() - self.started) * 1000)
+            latency = (time.perf_counter() - self.started) * 1000
+            self.load.latencies.append(latency)
+            if taken := TAKEN.search(self.buffer):
+                self.load.added.append(latency - int(taken[1]) / 1000)
             self.finish(self.buffer.startswith(b"HTTP/1.1 200"))
 
     def observe_events(self, data: bytes) -> None:
@@ -74,6 +79,7 @@ class Load:
     def __init__(self, url: str, keys: list[str], models: list[str], total: int, connections: int, body: dict) -> None:
         self.left, self.open, self.stream, self.done = total, connections, bool(body.get("stream")), 0
         self.latencies: list[float] = []
+        self.added: list[float] = []
         self.transits: list[float] = []
         self.added_gaps: list[float] = []
         self.failures: list[str] = []
@@ -94,7 +100,12 @@ class Load:
             await loop.create_connection(lambda request=request: Connection(self, request), *self.address)
         await self.ended
         seconds = time.perf_counter() - started
-        measured = {"latency": self.latencies, "transit": self.transits, "added_gap": self.added_gaps}
+        measured = {
+            "latency": self.latencies,
+            "added": self.added,
+            "transit": self.transits,
+            "added_gap": self.added_gaps,
+        }
         return {
             "requests": self.done,
             "seconds": seconds,
