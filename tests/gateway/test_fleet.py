@@ -1,12 +1,14 @@
 """Engines that come and go: health, announcements, and requests that find another."""
 
 import asyncio
+import itertools
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from tests.gateway.running import BASE_MODEL, Gateway, running, settings, until
-from tests.gateway.upstream import Upstream
+from tests.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from tests.gateway.upstream import TOKEN, Upstream
 
 
 async def test_residency_is_read_and_followed(tmp_path: Path, model_dir: Path, redis_url: str):
@@ -86,11 +88,83 @@ async def test_without_an_engine(gateway: Gateway, upstream: Upstream):
 
 async def test_own_requests_are_counted_while_they_run(gateway: Gateway):
     acme = await gateway.tenant("acme")
-    running_one = asyncio.ensure_future(acme.complete(x_engine={"tokens": 2, "delay": 0.2}))
+    running_one = asyncio.ensure_future(acme.complete(x_engine={"tokens": 2, "delay": 60}))
 
-    async def in_flight() -> int:
-        return (await gateway.admin.get("/admin/api/engines")).json["data"][0]["in_flight"]
+    async def in_flight(number: int) -> bool:
+        return (await gateway.admin.get("/admin/api/engines")).json["data"][0]["in_flight"] == number
 
-    await until(in_flight)
-    await running_one
-    assert await in_flight() == 0
+    await until(lambda: in_flight(1))
+    running_one.cancel()
+    await until(lambda: in_flight(0))
+
+
+@pytest.fixture
+async def pair(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterator[tuple[Gateway, Upstream, Upstream]]:
+    async with (
+        Upstream().serving() as one,
+        Upstream().serving() as two,
+        running(settings(tmp_path, model_dir, [one.url, two.url], redis_url)) as gateway,
+    ):
+        yield gateway, one, two
+
+
+async def ask_of_both(acme: Client, one: Upstream, two: Upstream, asked: int) -> None:
+    """Requests of ever new conversations until each engine has had `asked`; every one must be answered."""
+    numbers = itertools.count()
+
+    async def enough() -> bool:
+        got = await acme.complete(prompt=f"{next(numbers)}")
+        assert got.status == 200, got.body
+        return min(len(one.requests), len(two.requests)) >= asked
+
+    await until(enough, 60.0)
+
+
+@pytest.mark.parametrize("refuses", [None, (503, "engine_unavailable"), (503, "engine_overloaded")])
+async def test_what_an_engine_does_not_begin_another_does(
+    pair: tuple[Gateway, Upstream, Upstream], refuses: tuple[int, str] | None
+):
+    gateway, one, two = pair
+    acme = await gateway.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
+    one.refuses = refuses
+    await ask_of_both(acme, one, two, 1)
+    ids = {headers["x-request-id"] for headers, _ in one.requests}
+    assert ids <= {headers["x-request-id"] for headers, _ in two.requests}
+    one.refuses = False
+    await ask_of_both(acme, one, two, len(one.requests) + 1)
+
+
+async def test_if_none_begins_the_last_ones_reason_is_told(pair: tuple[Gateway, Upstream, Upstream]):
+    gateway, one, two = pair
+    acme = await gateway.tenant("acme")
+    one.refuses = two.refuses = (503, "engine_overloaded")
+    got = await acme.complete()
+    assert (got.status, got.error["code"]) == (503, "engine_overloaded")
+    assert got.headers["Retry-After"] == "7"
+    assert len(one.requests) == len(two.requests) == 1
+
+
+async def test_an_engine_that_announces_itself_is_used_until_it_takes_it_back(
+    tmp_path: Path, model_dir: Path, redis_url: str
+):
+    headers = {"x-loraplex-internal-token": TOKEN}
+    announced = running(settings(tmp_path, model_dir, ["announced"], redis_url))
+    async with Upstream().serving() as engine, announced as gateway:
+        acme = await gateway.tenant("acme")
+        path, body = "/internal/engines", {"url": engine.url}
+        assert (await gateway.nobody.post(path, body)).error["code"] == "invalid_internal_token"
+        assert (await acme.post(path, body)).status == 401
+        refused = await gateway.nobody.post(path, {"url": "dns://x:1"}, headers=headers)
+        assert (refused.status, refused.error["param"]) == (400, "url")
+        assert (await gateway.nobody.post(path, body, headers=headers)).status == 204
+        await until(lambda: up(gateway, 1))
+        assert (await acme.complete()).status == 200
+        assert (await gateway.nobody.call("DELETE", path, json=body, headers=headers)).status == 204
+        await until(lambda: up(gateway, 0))
+        assert (await acme.complete()).error["code"] == "no_engine"
+
+
+async def test_announcements_are_taken_only_where_they_are_asked_for(gateway: Gateway):
+    headers = {"x-loraplex-internal-token": TOKEN}
+    got = await gateway.nobody.post("/internal/engines", {"url": "http://x:1"}, headers=headers)
+    assert (got.status, got.error["code"]) == (404, "not_found")

@@ -184,3 +184,24 @@ async def running_is(vllm: VllmDouble, number: int) -> bool:
 async def waiting_is(gateway: Gateway, number: int) -> bool:
     page = (await gateway.admin.get("/metrics")).body.decode()
     return f"loraplex_gateway_queue_waiting {float(number)}" in page
+
+
+async def test_the_lowest_priority_is_refused_first_when_the_queue_is_full(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    pair = served(tmp_path, model_dir, redis_url, migrated, "?requests=1", queue_length=1, queue_seconds=1000)
+    async with pair as (gateway, vllm):
+        low, high = await gateway.tenant("low", priority=9), await gateway.tenant("high", priority=0)
+        vllm.hold.clear()
+        first = asyncio.create_task(low.complete(max_tokens=2))
+        await until(lambda: running_is(vllm, 1))
+        second = asyncio.create_task(low.complete(max_tokens=2))
+        await until(lambda: waiting_is(gateway, 1))
+        third = asyncio.create_task(high.complete(max_tokens=2))
+        shed = await second
+        assert (shed.status, shed.error["code"]) == (429, "server_overloaded")
+        assert int(shed.headers["Retry-After"]) >= 1
+        late = await low.complete(max_tokens=2)
+        assert late.status == 429
+        vllm.hold.set()
+        assert [(await task).status for task in (first, third)] == [200, 200]

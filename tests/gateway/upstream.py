@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -27,6 +27,8 @@ class Upstream:
         self.healthy = True
         self.resident: list[str] = []
         self.model = "base"
+        # Instead of any answer to a request: a status and an error's code, or None to cut the connection.
+        self.refuses: tuple[int, str] | Literal[False] | None = False
         # An engine that doesn't speak our extension, as vLLM.
         self.says_progress = True
 
@@ -60,6 +62,14 @@ class Upstream:
         body = await request.json()
         self.requests.append(({k.lower(): v for k, v in request.headers.items()}, body))
         how = body.get("x_engine", {})
+        if self.refuses is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if self.refuses:
+            status, code = self.refuses
+            detail = {"message": "not now", "type": "server_error", "param": None, "code": code}
+            return web.json_response({"error": detail}, status=status, headers={"Retry-After": "7"})
         if "status" in how:
             detail = {"message": f"no: {body['model']}", "type": "t", "param": "prompt", "code": "c"}
             return web.json_response({"error": detail}, status=how["status"])
