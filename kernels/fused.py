@@ -194,7 +194,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     tl.store(out + (row * WIDTH)[:, None] + column[None, :], h.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("positions", "slot_mapping"))
 def _rope_and_write_kv(  # type: ignore[no-untyped-def]
     qkv,
     positions,

@@ -256,7 +256,11 @@ def _walk(  # type: ignore[no-untyped-def]
 
 
 # Lengths that change from step to step must not make new variants: each would be a compilation in the request path.
-@triton.jit(do_not_specialize=("num_tiles", "table_stride", "num_splits"))
+# Nor may the place of a step's tables in the buffer that brought them.
+_TABLES = ("block_tables", "query_start", "context_lens")
+
+
+@triton.jit(do_not_specialize=("num_tiles", "table_stride", "num_splits"), do_not_specialize_on_alignment=_TABLES)
 def _attend(  # type: ignore[no-untyped-def]
     q,
     k_cache,
@@ -350,7 +354,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 tl.store(lse + part, m + tl.log2(total), mask=live)
 
 
-@triton.jit(do_not_specialize=("num_splits",))
+@triton.jit(do_not_specialize=("num_splits",), do_not_specialize_on_alignment=_TABLES[1:])
 def _combine(  # type: ignore[no-untyped-def]
     out,
     partial,

@@ -202,3 +202,57 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """gate_up `[T, 2 * intermediate]` -> `silu(gate) * up`, `[T, intermediate]`."""
     gate, up = gate_up.chunk(2, -1)
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """One token a row of logits `[B, vocab]` fp32; returns `[B]` int64. Parameters `[B]`.
+
+    temperature fp32: 0 takes the likeliest, the first of equals. Otherwise tokens are left out, in this order: top_k
+    int32 (0: off), those smaller than the k-th largest; top_p fp32, those whose strictly likelier ones among the rest
+    make up top_p already; min_p fp32, those less likely than min_p times the likeliest. Of what is left, in the order
+    of the vocabulary, the first is taken whose cumulated probability exceeds `uniforms(seeds, positions)`.
+    """
+    tokens = logits.argmax(-1)
+    drawn = uniforms(seeds, positions)
+    for i in (temperature > 0).nonzero().flatten().tolist():
+        x = logits[i].double() / temperature[i].double()
+        weight = (x - x.max()).exp()
+        if 0 < top_k[i] < len(x):
+            weight[x < x.topk(int(top_k[i])).values[-1]] = 0
+        if top_p[i] < 1:
+            values, which = x.unique(return_inverse=True)
+            mass = torch.zeros_like(values).index_add_(0, which, weight)
+            likelier = mass.flip(0).cumsum(0).flip(0) - mass
+            weight[likelier[which] >= top_p[i].double() * mass.sum()] = 0
+        weight[weight < min_p[i]] = 0
+        reached = weight.cumsum(0) > drawn[i] * weight.sum()
+        tokens[i] = (reached & (weight > 0)).int().argmax()
+    return tokens
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """A number in [0, 1) from each (seed, position), `[B]` int64 each; returns fp64.
+
+    splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014), twice. Needs no state, so
+    a draw depends neither on what was drawn before nor on the batch.
+    """
+    z = _mix(seeds) + positions * -0x61C8864680B583EB
+    return _unsigned_shift(_mix(z), 11).double() * 2.0**-53
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _unsigned_shift(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ _unsigned_shift(z, 27)) * -0x6B2FB644ECCEEE15
+    return z ^ _unsigned_shift(z, 31)
+
+
+def _unsigned_shift(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -213,7 +213,10 @@ def spread(counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     return owner, item - (ends - counts)[owner], ends[-1]
 
 
-@triton.jit(do_not_specialize=("num_tokens", "num_slots", "chunk_stride", "max_tiles"))
+@triton.jit(
+    do_not_specialize=("num_tokens", "num_slots", "chunk_stride", "max_tiles"),
+    do_not_specialize_on_alignment=("adapter_index",),
+)
 def _route(  # type: ignore[no-untyped-def]
     adapter_index,
     ranks,

@@ -18,9 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels import fused, paged_attention, segmented_lora
+from kernels import fused, paged_attention, sampling, segmented_lora, segments
 from kernels.reference import LoraGroup, LoraRouting
-from kernels.segments import build_segments
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -68,6 +67,12 @@ def compile_only(self, *args, grid, warmup=False, **kwargs):
     return kernel
 
 
+def anywhere(tensor: torch.Tensor) -> torch.Tensor:
+    """The same off the grid of 16 bytes, as a part of a packed buffer may lie; on it at first."""
+    odd = step["label"] != "first"
+    return torch.cat((tensor.flatten()[:1], tensor.flatten()))[odd:][: tensor.numel()].view(tensor.shape)
+
+
 def lora(num_tokens: int, in_features: int, offsets: tuple[int, ...], **options) -> None:
     slices = len(offsets) - 1
     group = LoraGroup(
@@ -76,20 +81,20 @@ def lora(num_tokens: int, in_features: int, offsets: tuple[int, ...], **options)
         torch.ones(3, slices),
         offsets,
     )
-    index = torch.zeros(num_tokens, dtype=torch.int32)
+    index = anywhere(torch.zeros(num_tokens, dtype=torch.int32))
     routing = LoraRouting(index, torch.zeros(3, 8, dtype=torch.int32), torch.tensor([8, 16, 64], dtype=torch.int32))
-    x = torch.zeros(num_tokens, in_features, dtype=torch.bfloat16)
-    y = torch.zeros(num_tokens, offsets[-1], dtype=torch.bfloat16)
-    segmented_lora.segmented_lora(y, x, group, build_segments(routing, 8, **options))
+    x = torch.empty(num_tokens, in_features, dtype=torch.bfloat16)
+    y = torch.empty(num_tokens, offsets[-1], dtype=torch.bfloat16)
+    segmented_lora.segmented_lora(y, x, group, segments.build_segments(routing, 8, **options))
 
 
 def attend(query_lens: list[int], context_len: int, cache_dtype: torch.dtype = torch.bfloat16) -> None:
     """Llama-3.1-8B's heads."""
-    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
-    q = torch.zeros(sum(query_lens), 32, 128, dtype=torch.bfloat16)
+    starts = anywhere(torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32))
+    q = torch.empty(sum(query_lens), 32, 128, dtype=torch.bfloat16)
     cache, scales = cache_of(cache_dtype)
-    tables = torch.zeros(len(query_lens), context_len // 16 + 1, dtype=torch.int32)
-    contexts = torch.full((len(query_lens),), context_len, dtype=torch.int32)
+    tables = anywhere(torch.zeros(len(query_lens), context_len // 16 + 1, dtype=torch.int32))
+    contexts = anywhere(torch.full((len(query_lens),), context_len, dtype=torch.int32))
     paged_attention.paged_attention(q, cache, cache, tables, starts, contexts, 0.09, k_scales=scales, v_scales=scales)
 
 
@@ -98,32 +103,55 @@ def cache_of(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def elementwise(num_tokens: int) -> None:
-    x = torch.zeros(num_tokens, 4096, dtype=torch.bfloat16)
-    qkv = torch.zeros(num_tokens, 6144, dtype=torch.bfloat16)
-    index = torch.zeros(num_tokens, dtype=torch.int64)
+    x = torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
+    qkv = torch.empty(num_tokens, 6144, dtype=torch.bfloat16)
+    index = anywhere(torch.zeros(num_tokens, dtype=torch.int64))
     fused.rms_norm(x, x[0], 1e-5)
     fused.rms_norm(qkv[:, :4096].view(num_tokens, 32, 128), x[0, :128], 1e-6)
-    fused.add_rms_norm(x, x.clone(), x[0], 1e-5)
+    fused.add_rms_norm(x, x, x[0], 1e-5)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
         cache, scales = cache_of(dtype)
         fused.rope_and_write_kv(qkv, index, torch.zeros(9, 128), cache, cache, index, scales, scales)
-    fused.silu_and_mul(torch.zeros(num_tokens, 2 * 14336, dtype=torch.bfloat16))
+    fused.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=torch.bfloat16))
+
+
+def draw(num_rows: int) -> None:
+    """Llama-3.1-8B's vocabulary."""
+    zeros = anywhere(torch.zeros(num_rows))
+    sampling.sample(
+        torch.zeros(num_rows, 128256),
+        zeros,
+        anywhere(zeros.int()),
+        zeros,
+        zeros,
+        anywhere(zeros.long()),
+        anywhere(zeros.long()),
+    )
 
 
 def main() -> None:
     triton.runtime.driver.set_active(H200())
     JITFunction.run = compile_only
     segmented_lora._num_sms = paged_attention._num_sms = lambda device: 132
-    for step["label"], lengths in (("first", (64, 512)), ("other lengths", (37, 701))):
-        lora(lengths[0], 4096, (0, 4096, 5120, 6144))
-        lora(lengths[1], 4096, (0, 4096, 5120, 6144), num_adapters=2)
-        attend([1] * lengths[0], 700 + lengths[0])
-        attend([lengths[1], 1, 5], 800 + lengths[1])
-        attend([1] * (lengths[0] // 30), 8192)
-        for dtype in (torch.float8_e4m3fn, torch.int8):
-            attend([1] * lengths[0], 700 + lengths[0], dtype)
-            attend([lengths[1], 1, 5], 800 + lengths[1], dtype)
-        elementwise(lengths[0])
+    step["label"] = "first"
+    run(64, 512)
+    step["label"] = "other lengths"
+    for n in range(1, 51):
+        run(2 * n, 480 + 37 * n)
+
+
+def run(decodes: int, prompt: int) -> None:
+    """A decode step of some requests, and one that has a prompt in it."""
+    offsets = (0, 4096, 5120, 6144)
+    lora(decodes, 4096, offsets, plan=segments.DECODE)
+    lora(prompt, 4096, offsets, num_adapters=2)
+    lora(prompt, 4096, offsets, single_adapter=True)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
+        attend([1] * decodes, 700 + decodes, dtype)
+        attend([prompt, 1, 5], 800 + prompt, dtype)
+    attend([1] * (1 + decodes // 50), 8192)
+    elementwise(decodes)
+    draw(decodes)
 
 
 if __name__ == "__main__":
