@@ -86,9 +86,14 @@ def describe_engine(engine: EngineRecord) -> dict[str, Any]:
     return {
         "object": "engine",
         "url": engine.url,
+        "kind": engine.address.kind,
         "healthy": engine.healthy,
+        "available": engine.available,
+        "draining": engine.draining,
         "problem": engine.problem,
         "in_flight": engine.in_flight,
+        "load": engine.load,
+        "limit": engine.limit,
         "resident": sorted(engine.resident),
         "state": engine.state,
     }

@@ -165,10 +165,10 @@ class Registry:
         await self._find()
         await asyncio.gather(*(self._ask(engine) for engine in self._engines.values()))
 
-    async def watch(self, each_time: Callable[[], None]) -> None:
+    async def watch(self, changed: Callable[[], None]) -> None:
         """Polls for ever, each engine at its own pace: one that is slow to answer holds up no other. Run it as a task.
 
-        each_time: called once a second, for whoever waits for what may have changed.
+        changed: called whenever an engine has been asked, for whoever waits for room.
         """
         try:
             while True:
@@ -176,15 +176,15 @@ class Registry:
                 for url, engine in self._engines.items():
                     if url not in self._asking:
                         task = self._asking[url] = asyncio.create_task(self._ask(engine))
-                        task.add_done_callback(partial(self._asked, url))
-                each_time()
+                        task.add_done_callback(partial(self._asked, url, changed))
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             for task in self._asking.values():
                 task.cancel()
 
-    def _asked(self, url: str, task: "asyncio.Task[None]") -> None:
+    def _asked(self, url: str, changed: Callable[[], None], task: "asyncio.Task[None]") -> None:
         self._asking.pop(url, None)
+        changed()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("engine %s could not be asked for its state", url, exc_info=error)
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from weakref import WeakKeyDictionary
 
 import msgspec
-from aiohttp import ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from adapters.store import Store
 from gateway.errors import UpstreamFailed
@@ -44,6 +44,8 @@ class VllmAdapters:
             engine.resident -= {digest}
         if digest in loaded.names or digest in engine.resident:
             loaded.use(digest)
+            # More than there is room for, if all were in use when the last was loaded.
+            await self._unload_surplus(engine, loaded)
             return
         load = loaded.loads.get(digest)
         if load is None:
@@ -67,6 +69,8 @@ class VllmAdapters:
         await self._unload_surplus(engine, loaded)
 
     async def _unload_surplus(self, engine: EngineRecord, loaded: "_Loaded") -> None:
+        if len(loaded.names.keys() | engine.resident) <= engine.address.adapters:
+            return
         for digest in engine.resident - loaded.names.keys():
             # Loaded before this gateway was started, or by another: the first to go.
             loaded.names[digest] = None
@@ -76,7 +80,10 @@ class VllmAdapters:
         for digest in idle[: max(0, surplus)]:
             loaded.names.pop(digest)
             engine.resident -= {digest}
-            status, message = await self._post(engine, "unload", {"lora_name": name(digest)})
+            try:
+                status, message = await self._post(engine, "unload", {"lora_name": name(digest)})
+            except (ClientError, OSError, TimeoutError) as error:
+                status, message = 0, type(error).__name__
             if status not in (200, 404):
                 log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, message)
 

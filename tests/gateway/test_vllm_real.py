@@ -102,7 +102,7 @@ async def test_adapters_by_name_through_a_real_vllm(tmp_path: Path, redis_url: s
             streamed = await ask(acme, "json", stream=True, stream_options={"include_usage": True})
             pieces = [choice["delta"].get("content") or "" for e in streamed.events[:-1] for choice in e["choices"]]
             assert "".join(pieces) == said[1]
-            assert streamed.events[-2]["usage"] == answers[1].json["usage"]
+            assert streamed.events[-2]["usage"].items() <= answers[1].json["usage"].items()
             # What it refuses is told as ours would be.
             got = await acme.chat(messages=QUESTION, temperature=-1)
             assert got.status == 400
