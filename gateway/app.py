@@ -16,19 +16,24 @@ from adapters.store import open_store
 from engine.tokenizer import Tokenizer, TokenizerError
 from gateway.access import add_request_id, hide_server, observe
 from gateway.admission.auth import TRUST_SECONDS, Authenticator
+from gateway.admission.fallback import parse_fallback
 from gateway.admission.overload import Gate
-from gateway.admission.quota import Quota, connect
+from gateway.admission.quota import Quota
+from gateway.admission.store import connect
 from gateway.admission.throttle import FailedLogins
+from gateway.api.abandoned import Abandoned
 from gateway.api.accounting import Accounting
 from gateway.api.adapters import AdapterIntake, Adapters
 from gateway.api.admin import Admin
 from gateway.api.admin_keys import AdminKeys
+from gateway.api.admin_prices import AdminPrices
 from gateway.api.admin_tenants import AdminTenants
 from gateway.api.bodies import BODY_TIMEOUT
 from gateway.api.completions import Completions
 from gateway.api.dashboard import Dashboard
 from gateway.api.engines import Engines
 from gateway.api.health import Health, MetricsPage
+from gateway.api.idempotency import Idempotency
 from gateway.api.prompts import PromptReader
 from gateway.api.usage import Usage
 from gateway.errors import error_boundary
@@ -36,6 +41,7 @@ from gateway.fleet.addresses import ANNOUNCED
 from gateway.fleet.client import EngineClient, new_session
 from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
+from gateway.fleet.finished import FinishedClient
 from gateway.fleet.probe import Probe
 from gateway.fleet.registry import Registry
 from gateway.fleet.vllm import VllmAdapters
@@ -45,6 +51,7 @@ from gateway.records.database import Database
 from gateway.records.journal import Journal, journal_folder
 from gateway.records.keys import Keys
 from gateway.records.ledger import Ledger
+from gateway.records.prices import PriceList, Prices
 from gateway.records.tenants import Tenants
 from gateway.records.usage_report import UsageReport
 from gateway.records.usage_stream import UsageStream
@@ -84,7 +91,11 @@ async def make_app(settings: Settings) -> web.Application:
     journal = Journal(journal_folder(settings.journal_dir.expanduser(), settings.database_url), settings.journal_bytes)
     stream = UsageStream(redis, settings.redis_timeout)
     ledger = Ledger(UsageWriter(database), stream, journal, settings.ledger_queue)
-    quota = Quota(redis, settings.redis_timeout, settings.lease_seconds)
+    fallback = parse_fallback(settings.quota_fallback)
+    quota = Quota(redis, settings.redis_timeout, settings.lease_seconds, fallback, metrics.admitted_without_redis)
+    prices = Prices(database)
+    price_list = PriceList(prices, settings.base_model)
+    idempotency = Idempotency(redis, settings.redis_timeout)
     session = new_session(settings.engine_timeout)
     token = settings.internal_token
     announcements = Announcements(redis, settings.redis_timeout) if ANNOUNCED in settings.engines else None
@@ -93,8 +104,16 @@ async def make_app(settings: Settings) -> web.Application:
     gate = Gate(lambda: registry.capacity, settings.queue_length, settings.queue_seconds)
     client = EngineClient(session, token, VllmAdapters(session, token, store))
     fleet = Fleet(registry, client, gate, settings.engine_timeout)
-    accounting = Accounting(quota, ledger, metrics)
+    finished = FinishedClient(session, token)
+    accounting = Accounting(quota, ledger, metrics, finished)
+
+    def our_engines() -> list[str]:
+        return [engine.url for engine in registry.engines if engine.address.kind == "loraplex"]
+
+    sweep_seconds = settings.lease_seconds / 3
+    abandoned = Abandoned(quota, stream, ledger, metrics, finished, our_engines, sweep_seconds)
     metrics.watch(registry, ledger, gate)
+    metrics.watch_quota(lambda: not quota.away)
 
     async def connections(_: web.Application) -> AsyncIterator[None]:
         yield
@@ -115,6 +134,12 @@ async def make_app(settings: Settings) -> web.Application:
     async def leases(_: web.Application) -> AsyncIterator[None]:
         async with _running(quota.keep_leases()):
             yield
+        await quota.close()
+
+    async def costs(_: web.Application) -> AsyncIterator[None]:
+        await price_list.refresh()
+        async with _running(price_list.watch()):
+            yield
 
     async def engines(_: web.Application) -> AsyncIterator[None]:
         await registry.poll()
@@ -122,7 +147,7 @@ async def make_app(settings: Settings) -> web.Application:
             yield
 
     async def usage(_: web.Application) -> AsyncIterator[None]:
-        async with _running(ledger.run()):
+        async with _running(ledger.run()), _running(abandoned.run()):
             yield
         try:
             async with asyncio.timeout(FLUSH_SECONDS):
@@ -136,11 +161,11 @@ async def make_app(settings: Settings) -> web.Application:
 
     # A request meets these from the outside in.
     wrong_keys = FailedLogins(metrics, settings.proxy_networks).middleware()
-    middlewares = [observe(metrics), error_boundary, wrong_keys]
+    middlewares = [observe(metrics), error_boundary, wrong_keys, idempotency.for_admin_calls(auth)]
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
     app.on_response_prepare.extend([add_request_id, hide_server])
     # Ended in reverse: requests' accounts first, then what they are written to.
-    app.cleanup_ctx.extend([connections, schema, access, leases, engines, usage, accounts])
+    app.cleanup_ctx.extend([connections, schema, access, costs, leases, engines, usage, accounts])
     app[BODY_TIMEOUT] = settings.body_timeout
     app[METRICS], app[DATABASE], app[QUOTA], app[REGISTRY], app[LEDGER] = metrics, database, quota, registry, ledger
 
@@ -150,6 +175,7 @@ async def make_app(settings: Settings) -> web.Application:
         catalog=catalog,
         prompts=prompts,
         quota=quota,
+        prices=price_list,
         fleet=fleet,
         accounting=accounting,
         metrics=metrics,
@@ -157,7 +183,9 @@ async def make_app(settings: Settings) -> web.Application:
         client_timeout=settings.client_timeout,
         request_timeout=settings.request_timeout,
     )
-    intake = AdapterIntake(catalog=catalog, store=store, base=base, max_bytes=settings.max_upload_bytes)
+    intake = AdapterIntake(
+        catalog=catalog, store=store, base=base, max_bytes=settings.max_upload_bytes, idempotency=idempotency
+    )
     own = Adapters(auth=auth, catalog=catalog, intake=intake)
     admin = Admin(auth=auth, tenants=tenants, catalog=catalog, intake=intake, report=report, registry=registry)
     dashboard = Dashboard(auth=auth, tenants=tenants, catalog=catalog, report=report, registry=registry)
@@ -175,6 +203,7 @@ async def make_app(settings: Settings) -> web.Application:
             web.get("/v1/usage", Usage(auth=auth, report=report).get),
             *admin.routes(),
             *Engines(announcements, token).routes(),
+            *AdminPrices(auth=auth, prices=prices, known=price_list).routes(),
             *AdminTenants(auth=auth, tenants=tenants).routes(),
             *AdminKeys(auth=auth, tenants=tenants, keys=keys).routes(),
             web.get("/admin/", dashboard.page),

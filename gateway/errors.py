@@ -97,12 +97,12 @@ class TooLarge(GatewayError):
 
 
 class RateLimited(GatewayError):
-    """`kind` says which limit: "requests", "tokens" or "concurrency"."""
+    """`kind` says which limit: "requests", "tokens", "concurrency" or "budget"."""
 
     status, code = 429, "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, limit: str, headers: Mapping[str, str]) -> None:
-        super().__init__(message, headers=headers)
+    def __init__(self, message: str, *, limit: str, code: str | None = None, headers: Mapping[str, str]) -> None:
+        super().__init__(message, code=code, headers=headers)
         self.kind = limit
 
 

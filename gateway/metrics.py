@@ -1,5 +1,7 @@
 """What the gateway tells Prometheus. Its own registry: no global state, one per application."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -55,8 +57,18 @@ class Metrics:
         )
         self._refusals = Counter(
             "loraplex_gateway_quota_refusals",
-            "Requests refused for a limit: requests, tokens or concurrency.",
+            "Requests refused for a limit: requests, tokens, concurrency or budget.",
             ["tenant", "limit"],
+            registry=self.registry,
+        )
+        self._without_redis = Counter(
+            "loraplex_gateway_quota_fallbacks",
+            "Requests admitted while Redis was away, by how: open or local.",
+            ["mode"],
+            registry=self.registry,
+        )
+        self._quota_up = Gauge(
+            "loraplex_gateway_quota_up", "1 if Redis answers, 0 while limits are as configured without.",
             registry=self.registry,
         )
         self._failed_logins = Counter(
@@ -108,8 +120,15 @@ class Metrics:
     def refused(self, tenant: str, limit: str) -> None:
         self._refusals.labels(tenant, limit).inc()
 
+    def admitted_without_redis(self, mode: str) -> None:
+        """mode: "open" or "local"."""
+        self._without_redis.labels(mode).inc()
+
     def login_failed(self) -> None:
         self._failed_logins.inc()
+
+    def watch_quota(self, up: Callable[[], bool]) -> None:
+        self._quota_up.set_function(up)
 
     def watch(self, registry: Registry, ledger: Ledger, gate: Gate) -> None:
         """Reads these when asked for the metrics, not before."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
+from gateway.admission.fallback import parse_fallback
 from gateway.fleet.addresses import ANNOUNCED, Address, parse_address
 
 Network = IPv4Network | IPv6Network
@@ -61,6 +62,8 @@ class Settings:
     redis_timeout: float = 1.0
     # A request that its gateway no longer keeps alive frees its concurrency slot after this long.
     lease_seconds: float = 30.0
+    # What holds while Redis is away: closed, open or local, for all limits or by class (`requests=local`).
+    quota_fallback: tuple[str, ...] = ("closed",)
     # No byte from the engine for this long ends the request.
     engine_timeout: float = 300.0
     # Requests that wait here while every engine is full, and seconds that one waits at most; beyond either, 429.
@@ -101,6 +104,10 @@ class Settings:
         except ValueError as error:
             raise SettingsError(env_name("trusted_proxies"), f"expected networks like 10.0.0.0/8: {error}") from error
         _check_url("redis_url", self.redis_url, {"redis", "rediss", "unix"})
+        try:
+            parse_fallback(self.quota_fallback)
+        except ValueError as error:
+            raise SettingsError(env_name("quota_fallback"), str(error)) from error
         _check_url("database_url", self.database_url, {"sqlite", "postgresql", "postgres"})
         if not self.base_model:
             raise SettingsError(env_name("base_model"), "expected the served name of the base model")

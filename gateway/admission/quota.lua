@@ -1,105 +1,329 @@
--- One tenant's limits, checked and taken all or nothing, on the server's own clock.
+-- One tenant's limits, its keys' and its models': checked and taken all or nothing, on the server's own clock.
 --
--- Requests and tokens are GCRA (the leaky bucket as a meter, ITU-T I.371, annex A): of each limit only the
--- "theoretical arrival time" is kept, the moment at which the tenant will have paid off all it took. One unit costs
--- T = 60 s / limit, and a take is allowed while the debt stays within 60 s. So a rested tenant may take its whole limit
--- at once and gets one unit back every T; in any t seconds never more than limit * (1 + t / 60), and no window edge.
+-- Rates are GCRA (the leaky bucket as a meter, ITU-T I.371, annex A). Of each only the debt is kept: how long it takes
+-- until all that was taken is paid off. One unit costs T = window / limit, and a take is allowed while the debt stays
+-- within the window. So who has rested may take the whole limit at once and gets one unit back every T; in any t
+-- seconds never more than limit * (1 + t / window), and there is no window edge.
 --
--- KEYS: requests' time, tokens' time (microseconds), leases (sorted set: request id -> expiry, ms)
+-- KEYS: state (hash: a limit's field -> its state), leases (sorted set: request id -> when the lease ends, ms; negative
+--   once that is past and what counts requests at once has been given back), held (hash: request id -> what it took,
+--   id .. PROGRESS -> how far it is), usage (stream)
 -- ARGV[1] is the call:
---   acquire, id, requests per minute, tokens per minute, max concurrent, tokens, lease ms
---     -> {allowed 0|1, requests' wait, tokens' wait, concurrency's wait,
---         requests remaining, requests' debt, tokens remaining, tokens' debt}          (waits and debts in ms)
---   settle, id, requests per minute, tokens per minute, tokens taken, tokens used, requests used (0|1)
---     -> 1, or 0 if this id holds no lease (any more)
---   extend, lease ms, id...                                    -> how many of the ids still hold their lease
+--   acquire, id, lease ms, prompt, completion, step, input price, output price, note, then of each limit: field, limit
+--     A request for `prompt` and at most `completion` tokens, of which it is granted a multiple of `step` or refused.
+--     -> {1 allowed or 0, completion tokens granted, then of each limit: remaining, wait, reset}         (the last two in ms)
+--   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none
+--     -> the event's id in the stream (the request's own without an event); nothing if the id holds no lease (any more),
+--        and then nothing was done
+--   extend, lease ms, then of each request: id, progress or ''     -> the ids that hold no lease (any more)
+--   expired, at most                              -> of each lease that has ended: id, tokens taken, note, progress or ''
+--
+-- A field ends with its limit's kind: r requests a minute, t tokens a minute, d tokens a day, c requests at once, o tokens at once, b micro-units of
+-- money a calendar month (UTC). Prices are micro-units per million tokens; with at most 10^9 of them and 4 * 10^6 tokens
+-- all products are exact.
 
-local WINDOW = 60000000
--- Sums of T's fractions may miss the window by less than this (microseconds).
-local SLACK = 1
+local STATE, LEASES, HELD, USAGE = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local PROGRESS = ':progress'
+local WINDOW = {r = 60000000, t = 60000000, d = 86400000000}
+-- The longest that anything here is good for is a month; what nobody touches for longer goes by itself.
+local KEEP_MS = 35 * 86400000
+-- Nobody knows when a running request ends; a second is how long it is worth waiting before asking again.
+local GAUGE_WAIT_MS = 1000
+-- Leases that one call ends, and fields it looks at for what is paid off.
+local SWEEP, SAMPLE = 100, 10
+
+local NOTHING = struct.pack('dd', 0, 0)
+
+local floor, ceil, max, min = math.floor, math.ceil, math.max, math.min
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
-local now_ms = math.floor(now / 1000)
+local now_ms = floor(now / 1000)
 
-local function debt(key)
-  local paid_off = tonumber(redis.call('GET', key) or '0')
-  return math.max(0, paid_off - now)
+-- The calendar month as a number, and the ms until the next. Hinnant's civil_from_days: years begin in March.
+local month, month_left_ms
+local function calendar()
+  local days = floor(clock[1] / 86400)
+  local era = floor((days + 719468) / 146097)
+  local day = days + 719468 - era * 146097
+  local year = floor((day - floor(day / 1460) + floor(day / 36524) - floor(day / 146096)) / 365)
+  day = day - (365 * year + floor(year / 4) - floor(year / 100))
+  local of_year = floor((5 * day + 2) / 153)
+  local next_month = floor((153 * (of_year + 1) + 2) / 5)
+  if of_year == 11 then
+    -- February belongs to the year that begins with it in January.
+    local civil = year + era * 400 + 1
+    local leap = civil % 4 == 0 and (civil % 100 ~= 0 or civil % 400 == 0)
+    next_month = leap and 366 or 365
+  end
+  month = (year + era * 400) * 12 + of_year
+  month_left_ms = (days + next_month - day) * 86400000 - now_ms
 end
 
-local function owe(key, amount)
-  if amount > 0 then
-    -- %.3f: tostring would round to 14 digits, which is less than the clock has.
-    redis.call('SET', key, string.format('%.3f', now + amount), 'PX', math.ceil(amount / 1000) + 1000)
-  else
-    redis.call('DEL', key)
+-- State: of a rate {when, debt in microseconds then}, of a budget {month, spent in it}, as two doubles: exact, unlike
+-- decimals. Of what is taken at once a decimal integer.
+local function debt_of(state)
+  if not state then
+    return 0
+  end
+  local at, debt = struct.unpack('dd', state)
+  return max(0, debt - max(0, now - at))
+end
+
+local function spent_of(state)
+  if not state then
+    return 0
+  end
+  local of_month, spent = struct.unpack('dd', state)
+  return of_month == month and spent or 0
+end
+
+local function cost_of(tokens_in, tokens_out, price_in, price_out)
+  return ceil((tokens_in * price_in + tokens_out * price_out) / 1000000)
+end
+
+local function kind_of(field)
+  return string.sub(field, -1)
+end
+
+-- What a request takes of a limit.
+local function amount_of(kind, tokens, cost)
+  if kind == 'r' or kind == 'c' then
+    return 1
+  end
+  return kind == 'b' and cost or tokens
+end
+
+-- Adds `sign` times what a lease holds of what is limited at once.
+local function hold(record, sign)
+  for i = 1, #record.limits, 2 do
+    local field = record.limits[i]
+    local kind = kind_of(field)
+    if kind == 'c' or kind == 'o' then
+      local left = redis.call('HINCRBY', STATE, field, sign * amount_of(kind, record.tokens, 0))
+      if left <= 0 then
+        redis.call('HDEL', STATE, field)
+      end
+    end
   end
 end
 
-local function milliseconds(amount)
-  return math.max(0, math.ceil(amount / 1000))
+local function record_of(id)
+  local packed = redis.call('HGET', HELD, id)
+  return packed and cmsgpack.unpack(packed)
 end
 
-local function acquire(id, requests_limit, tokens_limit, max_concurrent, tokens, lease_ms)
-  local request_cost, token_cost = WINDOW / requests_limit, WINDOW / tokens_limit
-  local requests_debt, tokens_debt = debt(KEYS[1]), debt(KEYS[2])
-  redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now_ms)
-  -- A call that is sent again because its answer was lost has been paid for.
-  local again = redis.call('ZSCORE', KEYS[3], id)
+-- Ends leases whose time is past: their slots are free, the rest waits for somebody to settle it.
+local function sweep()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, 1, now_ms, 'LIMIT', 0, SWEEP)) do
+    local record = record_of(id)
+    if record then
+      hold(record, -1)
+      redis.call('ZADD', LEASES, -now_ms, id)
+    else
+      redis.call('ZREM', LEASES, id)
+    end
+  end
+end
 
-  local requests_wait, tokens_wait, lease_wait = 0, 0, 0
-  if not again then
-    requests_wait = milliseconds(requests_debt + request_cost - WINDOW - SLACK)
-    tokens_wait = milliseconds(tokens_debt + tokens * token_cost - WINDOW - SLACK)
-    if redis.call('ZCARD', KEYS[3]) >= max_concurrent then
-      -- Nobody knows when a running request ends; a second is how long it is worth waiting before asking again.
-      lease_wait = 1000
+local function acquire(id, lease_ms, prompt, completion, step, price_in, price_out, note)
+  sweep()
+  local first = 10
+  local count = (#ARGV - first + 1) / 2
+  local fields, kinds, limits = {}, {}, {}
+  for i = 1, count do
+    local at = first + (i - 1) * 2
+    fields[i], kinds[i], limits[i] = ARGV[at], kind_of(ARGV[at]), tonumber(ARGV[at + 1])
+    if kinds[i] == 'b' and not month then
+      calendar()
     end
   end
 
-  local allowed = requests_wait == 0 and tokens_wait == 0 and lease_wait == 0
-  if allowed and not again then
-    requests_debt = requests_debt + request_cost
-    tokens_debt = tokens_debt + tokens * token_cost
-    owe(KEYS[1], requests_debt)
-    owe(KEYS[2], tokens_debt)
-    redis.call('ZADD', KEYS[3], now_ms + lease_ms, id)
-    redis.call('PEXPIRE', KEYS[3], lease_ms * 2)
+  -- What is used of each limit, in its own unit, and how many tokens of completion that leaves.
+  local states = count > 0 and redis.call('HMGET', STATE, unpack(fields)) or {}
+  local used, room = {}, {}
+  local granted = completion
+  for i = 1, count do
+    local kind, limit = kinds[i], limits[i]
+    if WINDOW[kind] then
+      used[i] = debt_of(states[i])
+      local unit = WINDOW[kind] / limit
+      -- Sums of T's fractions may miss the window by less than a thousandth of a unit.
+      room[i] = max(0, floor((WINDOW[kind] - used[i]) / unit + 0.001))
+    else
+      used[i] = kind == 'b' and spent_of(states[i]) or tonumber(states[i] or 0)
+      room[i] = max(0, limit - used[i])
+    end
+    if kind == 'b' then
+      if price_out > 0 then
+        -- Never more than the largest cost there is, so that the product is exact.
+        granted = min(granted, floor((min(room[i], 8000000000) * 1000000 - prompt * price_in) / price_out))
+      end
+    elseif kind ~= 'r' and kind ~= 'c' then
+      granted = min(granted, room[i] - prompt)
+    end
   end
-  return {
-    allowed and 1 or 0, requests_wait, tokens_wait, lease_wait,
-    math.max(0, math.floor((WINDOW - requests_debt + SLACK) / request_cost)), milliseconds(requests_debt),
-    math.max(0, math.floor((WINDOW - tokens_debt + SLACK) / token_cost)), milliseconds(tokens_debt),
-  }
+
+  -- A call that is sent again because its answer was lost has been paid for.
+  local again = record_of(id)
+  if again then
+    granted = again.completion
+  else
+    local least = min(step, completion)
+    granted = granted < completion and max(least, floor(granted / step) * step) or completion
+  end
+  local tokens, cost = prompt + granted, cost_of(prompt, granted, price_in, price_out)
+
+  local waits, allowed = {}, true
+  for i = 1, count do
+    local kind = kinds[i]
+    local excess = amount_of(kind, tokens, cost) - room[i]
+    waits[i] = 0
+    if excess > 0 and not again then
+      allowed = false
+      if WINDOW[kind] then
+        local unit = WINDOW[kind] / limits[i]
+        waits[i] = max(1, ceil((used[i] + (amount_of(kind, tokens, cost) - 0.001) * unit - WINDOW[kind]) / 1000))
+      else
+        waits[i] = kind == 'b' and month_left_ms or GAUGE_WAIT_MS
+      end
+    end
+  end
+
+  if allowed and not again then
+    local record = {tokens = tokens, completion = granted, cost = cost, month = month, note = note, limits = {}}
+    local writes = {}
+    for i = 1, count do
+      local kind = kinds[i]
+      local amount = amount_of(kind, tokens, cost)
+      room[i] = room[i] - amount
+      local state
+      if WINDOW[kind] then
+        used[i] = used[i] + amount * (WINDOW[kind] / limits[i])
+        state = struct.pack('dd', now, used[i])
+      elseif kind == 'b' then
+        state = struct.pack('dd', month, used[i] + amount)
+      else
+        state = used[i] + amount
+      end
+      writes[2 * i - 1], writes[2 * i] = fields[i], state
+      record.limits[2 * i - 1], record.limits[2 * i] = fields[i], limits[i]
+    end
+    if count > 0 then
+      redis.call('HSET', STATE, unpack(writes))
+      redis.call('PEXPIRE', STATE, KEEP_MS)
+    end
+    redis.call('HSET', HELD, id, cmsgpack.pack(record))
+    redis.call('PEXPIRE', HELD, KEEP_MS)
+    redis.call('ZADD', LEASES, now_ms + lease_ms, id)
+    redis.call('PEXPIRE', LEASES, KEEP_MS)
+  end
+
+  local reply = {allowed and 1 or 0, granted}
+  for i = 1, count do
+    local reset = 0
+    if WINDOW[kinds[i]] then
+      reset = ceil(used[i] / 1000)
+    elseif kinds[i] == 'b' then
+      reset = month_left_ms
+    end
+    local at = 3 * i
+    reply[at], reply[at + 1], reply[at + 2] = room[i], waits[i], reset
+  end
+  return reply
 end
 
-local function settle(id, requests_limit, tokens_limit, taken, used, requests_used)
-  if redis.call('ZREM', KEYS[3], id) == 0 then
-    return 0
+local function settle(id, tokens, cost, requests, event)
+  local record = record_of(id)
+  if not record then
+    return false
   end
-  owe(KEYS[1], debt(KEYS[1]) + (requests_used - 1) * WINDOW / requests_limit)
-  owe(KEYS[2], debt(KEYS[2]) + (used - taken) * WINDOW / tokens_limit)
-  return 1
+  local lease = redis.call('ZSCORE', LEASES, id)
+  redis.call('HDEL', HELD, id, id .. PROGRESS)
+  redis.call('ZREM', LEASES, id)
+  if lease and tonumber(lease) > 0 then
+    hold(record, -1)
+  end
+  for i = 1, #record.limits, 2 do
+    local field, limit = record.limits[i], record.limits[i + 1]
+    local kind = kind_of(field)
+    if WINDOW[kind] then
+      local more = kind == 'r' and requests - 1 or tokens - record.tokens
+      if more ~= 0 then
+        local debt = debt_of(redis.call('HGET', STATE, field)) + more * (WINDOW[kind] / limit)
+        redis.call('HSET', STATE, field, struct.pack('dd', now, max(0, debt)))
+      end
+    elseif kind == 'b' and cost ~= record.cost then
+      -- What was begun last month was last month's.
+      local state = redis.call('HGET', STATE, field)
+      local of_month, spent = struct.unpack('dd', state or NOTHING)
+      if of_month == record.month then
+        redis.call('HSET', STATE, field, struct.pack('dd', of_month, max(0, spent + cost - record.cost)))
+      end
+    end
+  end
+  return event == '' and id or redis.call('XADD', USAGE, '*', 'event', event)
 end
 
 local function extend(lease_ms)
-  local held = 0
-  for i = 3, #ARGV do
-    if redis.call('ZSCORE', KEYS[3], ARGV[i]) then
-      redis.call('ZADD', KEYS[3], 'XX', now_ms + lease_ms, ARGV[i])
-      held = held + 1
+  local lost = {}
+  for i = 3, #ARGV, 2 do
+    local id, progress = ARGV[i], ARGV[i + 1]
+    local lease = redis.call('ZSCORE', LEASES, id)
+    if lease then
+      if tonumber(lease) < 0 then
+        -- Given up too early: its gateway was away, not dead.
+        hold(record_of(id), 1)
+      end
+      redis.call('ZADD', LEASES, now_ms + lease_ms, id)
+      if progress ~= '' then
+        redis.call('HSET', HELD, id .. PROGRESS, progress)
+      end
+    else
+      lost[#lost + 1] = id
     end
   end
-  redis.call('PEXPIRE', KEYS[3], lease_ms * 2)
-  return held
+  return lost
+end
+
+-- Forgets what some limits would say of themselves by default; a key or a model that is gone leaves no more than that.
+local function forget_some()
+  local sample = redis.call('HRANDFIELD', STATE, SAMPLE, 'WITHVALUES')
+  calendar()
+  for i = 1, #sample, 2 do
+    local field, state = sample[i], sample[i + 1]
+    local kind = kind_of(field)
+    if WINDOW[kind] and debt_of(state) == 0 or kind == 'b' and struct.unpack('d', state) < month then
+      redis.call('HDEL', STATE, field)
+    end
+  end
+end
+
+local function expired(at_most)
+  sweep()
+  forget_some()
+  local found = {}
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', 0, 'LIMIT', 0, at_most)) do
+    local record = record_of(id)
+    local progress = redis.call('HGET', HELD, id .. PROGRESS) or ''
+    if record then
+      found[#found + 1] = {id, record.tokens, record.note, progress}
+    else
+      redis.call('ZREM', LEASES, id)
+    end
+  end
+  return found
 end
 
 local call = ARGV[1]
 if call == 'acquire' then
-  return acquire(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]))
+  return acquire(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]),
+    tonumber(ARGV[8]), ARGV[9])
 elseif call == 'settle' then
-  return settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]))
+  return settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
 elseif call == 'extend' then
   return extend(tonumber(ARGV[2]))
+elseif call == 'expired' then
+  return expired(tonumber(ARGV[2]))
 end
 return redis.error_reply('unknown call ' .. tostring(call))

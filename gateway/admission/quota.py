@@ -1,189 +1,338 @@
-"""Each tenant's requests, tokens and concurrency, taken by one atomic Redis script and settled with what was used.
+"""What each tenant, key and model may use: taken by one atomic Redis script, settled with what was really used.
 
-Fails closed: without Redis nothing is admitted (Unavailable). Settling late or never errs against the tenant by at most
-its reservation, which the bucket pays back within a minute; a lease that nobody extends expires.
+A reservation is a lease. Its gateway extends it while the request runs and settles it at the end; what a gateway that
+died held is listed by `expired`, with all that another one needs to settle it. Without Redis it is as the operator
+chose, by class of limit: see `fallback.py`.
 """
 
 import asyncio
 import logging
-import math
-from collections.abc import Awaitable
-from importlib import resources
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
 
-from gateway.errors import BadRequest, RateLimited, Unavailable
-from gateway.records.tenants import Tenant
+from gateway.admission.auth import TenantPrincipal
+from gateway.admission.fallback import Mode, parse_fallback
+from gateway.admission.limits import CLASSES, Limit, limits_of
+from gateway.admission.local import LocalLimits
+from gateway.admission.presence import Presence
+from gateway.admission.refusals import States, check_possible, rate_headers, refusal
+from gateway.admission.store import Client, Store, unavailable
+from gateway.errors import Unavailable
+from gateway.records.prices import FREE, Price
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 64
-SETTLE_TRIES = 4
-SETTLE_PAUSE_SECONDS = 0.5
-# Stands for "not limited" in the script.
-UNLIMITED = 10**12
+# The ids of tenants that may have leases or usage events.
+TENANTS = "loraplex:usage:tenants"
+CLOSED = parse_fallback(())
+SETTLE_TRIES = 2
+PRESENCE_SECONDS = 2.0
+# Leases that one call extends or lists.
+PAGE = 200
+# Budgets whose remains are remembered for when Redis is away.
+KNOWN_BUDGETS = 10_000
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request took. tokens: prompt and the most it may generate. headers: OpenAI's `x-ratelimit-*`."""
+    """What one request took.
+
+    tokens: prompt and the most it may generate, over all its choices. max_tokens: of one choice; fewer than asked for
+    if the tenant has its answers shortened. headers: OpenAI's `x-ratelimit-*`; if shortened, `x-loraplex-max-tokens`.
+    """
 
     request_id: str
-    tenant: Tenant
+    tenant_id: str
     tokens: int
+    max_tokens: int
     headers: dict[str, str]
 
 
-def connect(url: str, timeout: float) -> Redis:
-    """A client whose every call ends within about `timeout` seconds. Connects on first use."""
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=MAX_CONNECTIONS,
-        timeout=timeout,
-        socket_timeout=timeout,
-        socket_connect_timeout=timeout,
-        # One more try, at once, for the pooled connection that a restarted server has closed. `acquire` is safe to
-        # send twice, `settle` too.
-        retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
-    )
-    return Redis.from_pool(pool)
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """How far a request is: where it runs, and the counts so far."""
+
+    engine_url: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway held that is gone. lease: as given to `acquire`. progress: the last it told; None: it had not
+    begun."""
+
+    reservation: Reservation
+    lease: dict[str, Any]
+    progress: Progress | None
 
 
 class Quota:
-    """Raises RateLimited (429), BadRequest for what can never pass, Unavailable when Redis is away."""
+    """Raises RateLimited (429), BadRequest for what can never pass, Unavailable without Redis where that is closed."""
 
-    def __init__(self, redis: Redis, timeout: float, lease_seconds: float) -> None:
+    def __init__(
+        self,
+        redis: Client,
+        timeout: float,
+        lease_seconds: float,
+        fallback: Mapping[str, Mode] = CLOSED,
+        admitted_without: Callable[[str], None] = lambda mode: None,
+    ) -> None:
+        """admitted_without: called with "open" or "local" for each request that is admitted without Redis."""
         self._redis = redis
-        self._timeout = timeout
+        self._store = Store(redis, timeout)
         self._lease_ms = int(lease_seconds * 1000)
-        source = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")
-        self._script = redis.register_script(source)
-        # What this process holds and must keep alive, by tenant.
-        self._held: dict[str, set[str]] = {}
+        self._fallback = fallback
+        self._admitted_without = admitted_without
+        self._presence = Presence(redis)
+        self._local = LocalLimits()
+        # What this process holds and must keep alive: tenant -> request -> how far it is, as it was last told.
+        self._held: dict[str, dict[str, Progress | None]] = {}
+        # What may have been taken for a request that is gone: given back when Redis answers.
+        self._unwanted: dict[str, set[str]] = {}
+        self._has_unwanted = asyncio.Event()
+        self._registered: set[str] = set()
+        self._budgets: OrderedDict[str, int] = OrderedDict()
 
-    async def acquire(self, tenant: Tenant, request_id: str, tokens: int) -> Reservation:
-        """Takes one request, `tokens` tokens and one concurrent slot, or nothing at all."""
-        limits = tenant.limits
-        if limits.tokens_per_minute is not None and tokens > limits.tokens_per_minute:
-            raise BadRequest(
-                f"This request needs {tokens} tokens (prompt and max_tokens), more than the whole limit of "
-                f"{limits.tokens_per_minute} tokens per minute; it can never be admitted. Reduce either.",
-                param="max_tokens",
-                code="request_exceeds_tokens_per_minute",
-            )
-        arguments = [
-            limits.requests_per_minute or UNLIMITED,
-            limits.tokens_per_minute or UNLIMITED,
-            limits.max_concurrent or UNLIMITED,
-            tokens,
-            self._lease_ms,
-        ]
-        reply = await self._call(tenant.id, "acquire", request_id, *arguments)
-        allowed, requests_wait, tokens_wait, lease_wait, *state = reply
-        headers = _headers(tenant, *state)
-        if not allowed:
-            waits = {"requests": requests_wait, "tokens": tokens_wait, "concurrency": lease_wait}
-            raise _refusal(tenant, waits, headers)
-        self._held.setdefault(tenant.id, set()).add(request_id)
-        return Reservation(request_id=request_id, tenant=tenant, tokens=tokens, headers=headers)
+    @property
+    def away(self) -> bool:
+        """Whether Redis does not answer."""
+        return self._store.away
 
-    async def settle(self, reservation: Reservation, used: int, *, counts: bool = True) -> None:
-        """Gives back what was not used and frees the slot, once however often it is called.
+    async def acquire(
+        self,
+        principal: TenantPrincipal,
+        model: str,
+        request_id: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        *,
+        choices: int = 1,
+        price: Price = FREE,
+        lease: Mapping[str, Any] | None = None,
+    ) -> Reservation:
+        """Takes of every limit of the tenant, the key and the model, or of none.
 
-        used: tokens. counts: False gives the request itself back as well.
-
-        Raises Unavailable after SETTLE_TRIES tries.
+        model: the tenant's own name. prompt_tokens: of all prompts together. max_tokens: for each of `choices` answers.
+        lease: what another gateway would need to settle this request.
         """
-        tenant = reservation.tenant
-        held = self._held.get(tenant.id, set())
-        held.discard(reservation.request_id)
-        if not held:
-            self._held.pop(tenant.id, None)
-        limits = tenant.limits
-        arguments = (
-            reservation.request_id,
-            limits.requests_per_minute or UNLIMITED,
-            limits.tokens_per_minute or UNLIMITED,
-            reservation.tokens,
-            used,
-            int(counts),
-        )
+        tenant = principal.tenant
+        limits = limits_of(principal, model)
+        completion = max_tokens * choices
+        step = choices if tenant.on_token_limit == "shorten" else max(1, completion)
+        least = min(step, completion)
+        check_possible(limits, prompt_tokens, least, price)
+        request = (prompt_tokens, completion, step, price.highest_input, price.output)
+        arguments = [item for limit in limits for item in (limit.field, limit.value)]
+        note = msgspec.json.encode(lease or {})
+        sent = not self._store.away
+        try:
+            if tenant.id not in self._registered:
+                await self._register({tenant.id})
+            reply = await self._store.script(
+                tenant.id, "acquire", request_id, self._lease_ms, *request, note, *arguments
+            )
+        except Unavailable:
+            if sent:
+                self._give_back(tenant.id, request_id)
+            return self._acquire_without(tenant.id, limits, request_id, prompt_tokens, max_tokens, choices, step, price)
+        except asyncio.CancelledError:
+            # The client left; the script may have run.
+            self._give_back(tenant.id, request_id)
+            raise
+        allowed, granted, *flat = reply
+        states = [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
+        self._remember_budgets(tenant.id, limits, states)
+        headers = rate_headers(limits, states)
+        if not allowed:
+            raise refusal(limits, states, prompt_tokens + least, price.highest_cost(prompt_tokens, least), headers)
+        self._held.setdefault(tenant.id, {})[request_id] = None
+        return _reservation(request_id, tenant.id, prompt_tokens, max_tokens, choices, granted, headers)
+
+    def progress(self, reservation: Reservation, engine_url: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """Remembers how far a request is; Redis is told with the lease's next extension."""
+        held = self._held.get(reservation.tenant_id)
+        if held is not None and reservation.request_id in held:
+            held[reservation.request_id] = Progress(engine_url, prompt_tokens, completion_tokens)
+
+    async def settle(
+        self, reservation: Reservation, *, tokens: int, cost: int, event: bytes, counts: bool = True
+    ) -> bytes | None:
+        """Frees what was held, corrects every limit to what was used, and adds `event` to the tenant's stream, in one
+        step and once however often it is called.
+
+        tokens: prompt and completion. cost: in micro-units. counts: False gives the request itself back as well.
+
+        Returns the event's id in the stream. None: Redis holds no lease of this id, because it was settled before, was
+        admitted without Redis, or Redis has lost it; nothing was added, and the event is the caller's to keep.
+        Raises Unavailable; then, too.
+        """
+        tenant_id, request_id = reservation.tenant_id, reservation.request_id
+        self._let_go(tenant_id, request_id)
+        self._local.settle(tenant_id, request_id, tokens, cost, counts=counts)
+        arguments = ("settle", request_id, tokens, cost, int(counts), event)
         for left in reversed(range(SETTLE_TRIES)):
             try:
-                await self._call(tenant.id, "settle", *arguments)
-                return
+                return await self._store.script(tenant_id, *arguments)
             except Unavailable:
-                if left == 0:
+                if left == 0 or self._store.away:
                     raise
-                await asyncio.sleep(SETTLE_PAUSE_SECONDS)
+        raise AssertionError("unreachable")
+
+    async def expired(self, tenant_id: str) -> list[ExpiredLease]:
+        """Leases that nobody extended any more, some at a time, until they are settled. Raises Unavailable."""
+        found = []
+        for request_id, tokens, note, progress in await self._store.script(tenant_id, "expired", PAGE):
+            reservation = Reservation(
+                request_id=request_id.decode(), tenant_id=tenant_id, tokens=tokens, max_tokens=0, headers={}
+            )
+            told = msgspec.json.decode(progress, type=Progress) if progress else None
+            found.append(ExpiredLease(reservation=reservation, lease=msgspec.json.decode(note), progress=told))
+        return found
 
     async def keep_leases(self) -> None:
-        """Extends what this process holds, for ever. Run it as a task."""
-        while True:
-            await asyncio.sleep(self._lease_ms / 3000)
-            for tenant_id, ids in list(self._held.items()):
-                try:
-                    await self._call(tenant_id, "extend", self._lease_ms, *list(ids))
-                except Unavailable:
-                    # The requests go on; if Redis stays away their slots expire, and no new ones are given out.
-                    log.warning("leases of %d running requests could not be extended", len(ids))
+        """Extends what this process holds, gives back what nobody wants, and says that this gateway lives, for ever.
+
+        Run it as a task.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_extending())
+            group.create_task(self._keep_giving_back())
+            group.create_task(self._keep_present())
 
     async def ping(self) -> None:
         """Raises Unavailable if Redis does not answer in time."""
-        await self._within_deadline(self._redis.ping())
+        await self._store.ping()
 
-    async def _call(self, tenant_id: str, *arguments: Any) -> Any:
-        # The hash tag keeps a tenant's keys on one shard of a cluster, where one script may see them all.
-        keys = [f"loraplex:{{{tenant_id}}}:{part}" for part in ("requests", "tokens", "leases")]
-        return await self._within_deadline(self._script(keys=keys, args=arguments))
-
-    async def _within_deadline(self, call: Awaitable[Any]) -> Any:
+    async def close(self) -> None:
+        """Leaves the gateways that live."""
         try:
-            async with asyncio.timeout(self._timeout):
-                return await call
-        except (RedisError, OSError, TimeoutError) as error:
-            log.warning("redis: %s", type(error).__name__)
-            raise Unavailable("The quota store is unavailable; try again shortly.", code="quota_unavailable") from error
+            await self._store.call(self._presence.leave)
+        except Unavailable:
+            log.info("redis is away; this gateway is missed by it in a few seconds")
+        await self._store.close()
+
+    def _acquire_without(
+        self,
+        tenant_id: str,
+        limits: Sequence[Limit],
+        request_id: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        choices: int,
+        step: int,
+        price: Price,
+    ) -> Reservation:
+        modes = {self._fallback[CLASSES[limit.kind]] for limit in limits} or {self._fallback["requests"]}
+        if "closed" in modes:
+            raise unavailable()
+        shares = [
+            Limit(limit.field, limit.owner, limit.kind, self._share(tenant_id, limit))
+            for limit in limits
+            if self._fallback[CLASSES[limit.kind]] == "local"
+        ]
+        least = min(step, max_tokens * choices)
+        answer = self._local.acquire(tenant_id, request_id, shares, prompt_tokens, max_tokens * choices, step, price)
+        headers = rate_headers(shares, answer.states)
+        if not answer.allowed:
+            cost = price.highest_cost(prompt_tokens, least)
+            raise refusal(shares, answer.states, prompt_tokens + least, cost, headers)
+        self._admitted_without("local" if shares else "open")
+        return _reservation(request_id, tenant_id, prompt_tokens, max_tokens, choices, answer.granted, headers)
+
+    def _share(self, tenant_id: str, limit: Limit) -> int:
+        """This gateway's part of a limit; of a budget, of what was left of it when Redis last said."""
+        whole = self._budgets.get(tenant_id + limit.field, 0) if limit.kind == "b" else limit.value
+        return max(1, whole // self._presence.count)
+
+    def _remember_budgets(self, tenant_id: str, limits: Sequence[Limit], states: States) -> None:
+        for limit, state in zip(limits, states, strict=True):
+            if limit.kind == "b":
+                key = tenant_id + limit.field
+                self._budgets[key] = state[0]
+                self._budgets.move_to_end(key)
+                if len(self._budgets) > KNOWN_BUDGETS:
+                    self._budgets.popitem(last=False)
+
+    def _let_go(self, tenant_id: str, request_id: str) -> None:
+        held = self._held.get(tenant_id)
+        if held is not None:
+            held.pop(request_id, None)
+            if not held:
+                del self._held[tenant_id]
+
+    def _give_back(self, tenant_id: str, request_id: str) -> None:
+        self._unwanted.setdefault(tenant_id, set()).add(request_id)
+        self._has_unwanted.set()
+
+    async def _register(self, tenant_ids: set[str]) -> None:
+        """So that whoever settles for dead gateways finds these tenants, whatever becomes of this process."""
+        await self._store.call(lambda: self._redis.execute_command("SADD", TENANTS, *tenant_ids))
+        self._registered |= tenant_ids
+
+    async def _keep_extending(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_ms / 3000)
+            try:
+                if self._held:
+                    # Again and again: Redis may have come back without what it knew.
+                    await self._register(set(self._held))
+                for tenant_id in list(self._held):
+                    await self._extend(tenant_id)
+            except Unavailable:
+                # The requests go on; if Redis stays away their leases end, and are revived when it is back.
+                log.warning("leases of running requests could not be extended")
+
+    async def _extend(self, tenant_id: str) -> None:
+        held = list(self._held.get(tenant_id, {}).items())
+        for start in range(0, len(held), PAGE):
+            pairs = [
+                item
+                for request_id, progress in held[start : start + PAGE]
+                for item in (request_id, b"" if progress is None else msgspec.json.encode(progress))
+            ]
+            lost = await self._store.script(tenant_id, "extend", self._lease_ms, *pairs)
+            for request_id in lost:
+                # Redis was emptied, or this one has just ended.
+                self._let_go(tenant_id, request_id.decode())
+
+    async def _keep_giving_back(self) -> None:
+        while True:
+            await self._has_unwanted.wait()
+            self._has_unwanted.clear()
+            try:
+                for tenant_id in list(self._unwanted):
+                    for request_id in list(self._unwanted[tenant_id]):
+                        await self._store.script(tenant_id, "settle", request_id, 0, 0, 0, b"")
+                        self._unwanted[tenant_id].discard(request_id)
+                    if not self._unwanted[tenant_id]:
+                        del self._unwanted[tenant_id]
+            except Unavailable:
+                self._has_unwanted.set()
+                await asyncio.sleep(PRESENCE_SECONDS)
+
+    async def _keep_present(self) -> None:
+        while True:
+            try:
+                await self._store.call(self._presence.stay)
+            except Unavailable:
+                log.debug("redis is away; %d gateways live as far as is known", self._presence.count)
+            await asyncio.sleep(PRESENCE_SECONDS)
 
 
-def _refusal(tenant: Tenant, waits: dict[str, int], headers: dict[str, str]) -> RateLimited:
-    """waits: milliseconds by limit, 0 where that limit would have let the request through."""
-    limit = max(waits, key=lambda name: waits[name])
-    allowance = {
-        "requests": f"{tenant.limits.requests_per_minute} requests per minute",
-        "tokens": f"{tenant.limits.tokens_per_minute} tokens per minute",
-        "concurrency": f"{tenant.limits.max_concurrent} concurrent requests",
-    }[limit]
-    seconds = math.ceil(waits[limit] / 1000)
-    return RateLimited(
-        f"Rate limit reached: {allowance}. Try again in {seconds} s.",
-        limit=limit,
-        headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(waits[limit])},
+def _reservation(
+    request_id: str,
+    tenant_id: str,
+    prompt_tokens: int,
+    max_tokens: int,
+    choices: int,
+    granted: int,
+    headers: dict[str, str],
+) -> Reservation:
+    """granted: completion tokens of all choices together."""
+    each = granted // choices
+    if each < max_tokens:
+        headers = {**headers, "x-loraplex-max-tokens": str(each)}
+    return Reservation(
+        request_id=request_id, tenant_id=tenant_id, tokens=prompt_tokens + granted, max_tokens=each, headers=headers
     )
-
-
-def _headers(
-    tenant: Tenant, requests_left: int, requests_reset: int, tokens_left: int, tokens_reset: int
-) -> dict[str, str]:
-    return {
-        "x-ratelimit-limit-requests": str(tenant.limits.requests_per_minute),
-        "x-ratelimit-limit-tokens": str(tenant.limits.tokens_per_minute),
-        "x-ratelimit-remaining-requests": str(requests_left),
-        "x-ratelimit-remaining-tokens": str(tokens_left),
-        "x-ratelimit-reset-requests": format_duration(requests_reset),
-        "x-ratelimit-reset-tokens": format_duration(tokens_reset),
-    }
-
-
-def format_duration(milliseconds: int) -> str:
-    """As OpenAI's headers write it: `6m0s`, `1.2s`, `12ms`."""
-    if milliseconds < 1000:
-        return f"{milliseconds}ms"
-    minutes, rest = divmod(milliseconds, 60_000)
-    seconds = f"{rest / 1000:.3f}".rstrip("0").rstrip(".")
-    return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"

@@ -3,25 +3,30 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+from engine.responses import FinishedRequest
 from gateway.admission.auth import TenantPrincipal
 from gateway.admission.quota import Quota, Reservation
 from gateway.errors import Unavailable
+from gateway.fleet.finished import FinishedClient
 from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
 from gateway.records.catalog import Model
 from gateway.records.ledger import Ledger
-from gateway.records.usage import UsageRow
+from gateway.records.prices import Price
+from gateway.records.usage import UsageRow, encode
 
 log = logging.getLogger(__name__)
 
 # How long the end of an answer may wait for its settlement, so that a client that asks again at once finds its slot
 # free. A slower settlement goes on behind the answer.
 SETTLE_PATIENCE_SECONDS = 1.0
+# How long an engine that was left gets to say what it generated; it stops within a step. Else what we heard counts.
+OUTCOME_PATIENCE_SECONDS = 10.0
 
 
 class ClientGone(Exception):
@@ -32,14 +37,23 @@ class Account:
     """One request's costs so far. Token counts are the engine's where it says them."""
 
     def __init__(
-        self, principal: TenantPrincipal, reservation: Reservation, endpoint: str, model: Model, arrived: float
+        self,
+        principal: TenantPrincipal,
+        reservation: Reservation,
+        endpoint: str,
+        model: Model,
+        price: Price,
+        arrived: float,
     ) -> None:
         self.principal = principal
         self.reservation = reservation
         self.endpoint = endpoint
         self.model = model
+        self.price = price
         self.created_at = datetime.now(UTC)
         self.engine: str | None = None
+        # Whether the engine can be asked what it did: ours can.
+        self.engine_remembers = False
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -48,12 +62,14 @@ class Account:
         # Against the limit of requests.
         self.counts = True
         self.settlement: asyncio.Task[None] | None = None
+        self.tell: Callable[[Reservation, str, int, int], None] | None = None
         self.arrived = arrived
         self._first_token: float | None = None
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """The engine has the prompt; from here on it costs, whoever leaves."""
         self.engine, self.prompt_tokens = engine.url, prompt_tokens
+        self.engine_remembers = engine.address.kind == "loraplex"
 
     def refused(self, *, counts: bool = True) -> None:
         """The engine did nothing with it. counts: whether it still is one of the tenant's requests."""
@@ -80,11 +96,19 @@ class Account:
         else:
             # An engine that doesn't say how far it is (vLLM): until its last event, a piece of text is one token.
             self.completion_tokens += sum(_has_text(choice) for choice in choices)
+        if self.tell is not None and self.engine is not None:
+            self.tell(self.reservation, self.engine, self.prompt_tokens, self.completion_tokens)
         for choice in choices:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
-    def row(self) -> UsageRow:
-        ended = time.monotonic()
+    def correct(self, outcome: FinishedRequest) -> None:
+        """The engine's last word, where its answer was not heard to its end."""
+        self.prompt_tokens, self.completion_tokens = outcome.prompt_tokens, outcome.completion_tokens
+        self.cached_tokens = outcome.cached_tokens
+        self.finish_reason = self.finish_reason or outcome.finish_reason
+
+    def row(self, ended: float) -> UsageRow:
+        """ended: on the clock of `arrived`."""
         first = self._first_token
         return UsageRow(
             request_id=self.reservation.request_id,
@@ -98,6 +122,7 @@ class Account:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             cached_tokens=self.cached_tokens,
+            cost=self.price.cost(self.prompt_tokens, self.completion_tokens, self.cached_tokens),
             latency_ms=round((ended - self.arrived) * 1000),
             ttft_ms=None if first is None else round((first - self.arrived) * 1000),
             status=self.status,
@@ -111,11 +136,25 @@ class Account:
         self.cached_tokens = _int(cached, self.cached_tokens)
 
 
+def lease_note(principal: TenantPrincipal, endpoint: str, model: Model, price: Price) -> dict[str, Any]:
+    """What settles a request whose gateway died, beside its progress: the usage row's fields that do not change."""
+    return {
+        "tenant": principal.tenant.name,
+        "key_id": principal.key_id,
+        "endpoint": endpoint,
+        "model": model.name,
+        "adapter_digest": model.digest,
+        "created_at": datetime.now(UTC),
+        "price": price,
+    }
+
+
 class Accounting:
     """Opens accounts and closes them in the background, where no cancelled handler can stop it."""
 
-    def __init__(self, quota: Quota, ledger: Ledger, metrics: Metrics) -> None:
+    def __init__(self, quota: Quota, ledger: Ledger, metrics: Metrics, finished: FinishedClient) -> None:
         self._quota = quota
+        self._finished = finished
         self._ledger = ledger
         self._metrics = metrics
         self._closing: set[asyncio.Task[None]] = set()
@@ -127,7 +166,8 @@ class Accounting:
 
     @contextmanager
     def open(self, account: Account) -> Iterator[Account]:
-        """Closes the account on the way out, whatever happened inside."""
+        """Closes the account on the way out, whatever happened inside. Redis is told how far it is, now and then."""
+        account.tell = self._quota.progress
         try:
             yield account
         except (asyncio.CancelledError, ClientGone):
@@ -159,14 +199,26 @@ class Accounting:
                 await asyncio.wait(late)
 
     async def _close(self, account: Account) -> None:
-        row = account.row()
+        ended = time.monotonic()
+        if account.status != "ok" and account.engine is not None and account.engine_remembers:
+            request_id = account.reservation.request_id
+            outcome = await self._finished.outcome(account.engine, request_id, OUTCOME_PATIENCE_SECONDS)
+            if outcome is not None:
+                account.correct(outcome)
+        row = account.row(ended)
         self._metrics.finished(row)
-        await self._ledger.keep(row)
+        used = row.prompt_tokens + row.completion_tokens
+        entry_id = None
         try:
-            used = row.prompt_tokens + row.completion_tokens
-            await self._quota.settle(account.reservation, used, counts=account.counts)
+            entry_id = await self._quota.settle(
+                account.reservation, tokens=used, cost=row.cost, event=encode(row), counts=account.counts
+            )
         except Unavailable:
-            log.error("request %s could not be settled; its reservation runs out by itself", row.request_id)
+            log.error("request %s is settled later, when its lease has run out", row.request_id)
+        if entry_id is None:
+            await self._ledger.keep(row)
+        else:
+            self._ledger.settled(entry_id, row)
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from aiohttp import ClientError, ClientResponse, web
 
 from gateway.admission.auth import Authenticator
 from gateway.admission.quota import Quota
-from gateway.api.accounting import Account, Accounting, ClientGone
+from gateway.api.accounting import Account, Accounting, ClientGone, lease_note
 from gateway.api.bodies import json_response, read_raw
 from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
 from gateway.errors import REQUEST_ID, BadRequest, ModelNotFound, OutOfTime, RateLimited, error_body, translate
@@ -20,6 +20,7 @@ from gateway.fleet.client import Call, EngineRefused, read_events, read_json
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
 from gateway.records.catalog import Adapter, Catalog, Model
+from gateway.records.prices import PriceList
 from gateway.records.tenants import Tenant
 
 STREAM_HEADERS = {
@@ -42,6 +43,7 @@ class Completions:
         catalog: Catalog,
         prompts: PromptReader,
         quota: Quota,
+        prices: PriceList,
         fleet: Fleet,
         accounting: Accounting,
         metrics: Metrics,
@@ -53,6 +55,7 @@ class Completions:
         self._catalog = catalog
         self._prompts = prompts
         self._quota = quota
+        self._prices = prices
         self._fleet = fleet
         self._accounting = accounting
         self._metrics = metrics
@@ -77,12 +80,24 @@ class Completions:
         model = await self._catalog.resolve(tenant, parsed.model)
         asked = await self._prompts.measure(parsed, raw)
         self._accounting.check_room()
+        price = self._prices.price(tenant.name, model.name)
         try:
-            reservation = await self._quota.acquire(tenant, request[REQUEST_ID], asked.reserved_tokens)
+            reservation = await self._quota.acquire(
+                principal,
+                model.name,
+                request[REQUEST_ID],
+                asked.prompt_tokens,
+                asked.max_tokens,
+                choices=asked.choices,
+                price=price,
+                lease=lease_note(principal, endpoint.name, model, price),
+            )
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)
             raise
-        account = Account(principal, reservation, endpoint.name, model, arrived)
+        if reservation.max_tokens < asked.max_tokens:
+            asked.shorten(reservation.max_tokens)
+        account = Account(principal, reservation, endpoint.name, model, price, arrived)
         with self._accounting.open(account):
             return await self._forward(request, endpoint, asked, model, account)
 
@@ -150,6 +165,8 @@ class Completions:
                 raise
             except Exception as error:  # noqa: BLE001  (the status line is out: errors travel as an event)
                 failure = translate(error, request[REQUEST_ID])
+                # The engine stops, and can then be asked what it did.
+                upstream.close()
                 await self._accounting.close_and_wait(account, "error")
                 await self._send(response, error_body(failure.message, failure.kind, failure.param, failure.code))
         except ClientGone:

@@ -35,14 +35,22 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to send and what it may cost.
 
     body: the client's own, with the fields the gateway decides set. prompt_tokens: of all prompts together.
-    reserved_tokens: prompt_tokens and the most that may be generated over all prompts and choices.
+    max_tokens: the most that may be generated for each of `choices`, which are those of all prompts.
     """
 
     body: dict[str, Any]
     stream: bool
     include_usage: bool
     prompt_tokens: int
-    reserved_tokens: int
+    max_tokens: int
+    choices: int
+    max_tokens_field: str
+
+    def shorten(self, max_tokens: int) -> None:
+        """Lets it generate no more than `max_tokens`, fewer than were asked for."""
+        self.body[self.max_tokens_field] = max_tokens
+        if self.body.get("min_tokens"):
+            self.body["min_tokens"] = min(self.body["min_tokens"], max_tokens)
 
 
 class PromptReader:
@@ -95,7 +103,9 @@ class PromptReader:
             stream=bool(request.stream),
             include_usage=request.include_usage,
             prompt_tokens=prompt_tokens,
-            reserved_tokens=prompt_tokens + max_tokens * len(lengths) * (request.n or 1),
+            max_tokens=max_tokens,
+            choices=len(lengths) * (request.n or 1),
+            max_tokens_field=request.max_new_tokens_field,
         )
 
     def _lengths(self, request: AnyRequest) -> list[int]:

@@ -95,6 +95,17 @@ api_keys = Table(
     Column("last_used_at", UtcDateTime, nullable=True),
 )
 
+# See gateway.records.prices: micro-units of the deployment's currency per million tokens.
+prices = Table(
+    "prices",
+    metadata,
+    Column("model", String(256), primary_key=True),
+    Column("input", BigInteger, nullable=False),
+    Column("cached", BigInteger, nullable=False),
+    Column("output", BigInteger, nullable=False),
+    Column("updated_at", UtcDateTime, nullable=False),
+)
+
 # One row: how often a tenant or a key has changed; see gateway.records.changes.
 access_changes = Table(
     "access_changes",

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import RedisError
 
 from gateway.errors import Unavailable
@@ -25,7 +26,7 @@ def stream_key(tenant_id: str) -> str:
 class UsageStream:
     """Every method raises Unavailable when Redis is away."""
 
-    def __init__(self, redis: Redis, timeout: float) -> None:
+    def __init__(self, redis: Redis | RedisCluster, timeout: float) -> None:
         self._redis = redis
         self._timeout = timeout
 

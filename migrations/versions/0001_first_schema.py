@@ -56,6 +56,15 @@ def upgrade() -> None:
         ),
     )
     op.create_index("ix_api_keys_tenant_id", "api_keys", ["tenant_id"])
+    op.create_table(
+        "prices",
+        sa.Column("model", sa.String(256), nullable=False),
+        sa.Column("input", sa.BigInteger(), nullable=False),
+        sa.Column("cached", sa.BigInteger(), nullable=False),
+        sa.Column("output", sa.BigInteger(), nullable=False),
+        sa.Column("updated_at", MOMENT, nullable=False),
+        sa.PrimaryKeyConstraint("model", name="pk_prices"),
+    )
     access_changes = op.create_table(
         "access_changes",
         sa.Column("id", sa.Integer(), nullable=False, autoincrement=False),
@@ -162,6 +171,7 @@ def downgrade() -> None:
         "adapter_versions",
         "adapters",
         "access_changes",
+        "prices",
         "api_keys",
         "tenants",
     ):

@@ -226,7 +226,7 @@ async def test_prompts_and_choices_multiply(gateway: Gateway):
     assert (await enough.complete(prompt=["Hi", "Ho"], n=3, max_tokens=10)).status == 200
     short = await gateway.tenant("short", tokens_per_minute=63)
     got = await short.complete(prompt=["Hi", "Ho"], n=3, max_tokens=10)
-    assert (got.status, got.error["code"]) == (400, "request_exceeds_tokens_per_minute")
+    assert (got.status, got.error["code"]) == (400, "request_exceeds_limit")
     assert got.error["param"] == "max_tokens"
 
 

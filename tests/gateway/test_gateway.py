@@ -84,9 +84,13 @@ async def test_redis_dies_and_comes_back(tmp_path: Path, model_dir: Path, upstre
 
         again = ValkeyServer(port=port, data_dir=tmp_path / "valkey")
         again.start()
-        assert (await acme.complete()).status == 200
+        await until(lambda: served(acme))
         assert (await gateway.nobody.get("/readyz")).status == 200
         again.stop()
+
+
+async def served(client: Client) -> bool:
+    return (await client.complete()).status == 200
 
 
 async def requests(upstream: Upstream, count: int) -> bool:
@@ -185,8 +189,16 @@ async def test_the_status_page(gateway: Gateway):
     page = got.body.decode()
     assert got.status == 200
     assert "script" not in page
-    for shown in ("acme", BASE_MODEL, "up</td>", "stop"):
+    for shown in ("acme", BASE_MODEL, "up</td>", "stop", 'http-equiv="refresh"', "<b>day</b>"):
         assert shown in page
+    assert "suspended" not in page
+    changes = {"suspended": True, "requests_per_minute": None, "budget_per_month": 12_500_000}
+    await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json=changes)
+    page = (await gateway.nobody.get("/admin/?period=all", headers=basic(ADMIN_KEY))).body.decode()
+    for shown in ("suspended", "<b>all</b>", ">12.50<", ">–<"):
+        assert shown in page
+    wrong = await gateway.nobody.get("/admin/?period=century", headers=basic(ADMIN_KEY))
+    assert (wrong.status, wrong.error["param"]) == (400, "period")
     assert "default-src 'none'" in got.headers["Content-Security-Policy"]
     assert (await gateway.nobody.get("/admin/static/style.css")).status == 200
 

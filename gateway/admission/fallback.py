@@ -1,0 +1,27 @@
+"""What holds while Redis is away, by class of limit: nothing is admitted, anything is, or this gateway's own share."""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, cast, get_args
+
+Mode = Literal["closed", "open", "local"]
+
+MODES = get_args(Mode)
+# Of limits, as gateway.admission.limits.CLASSES names them.
+LIMIT_CLASSES = ("requests", "tokens", "concurrency", "budget")
+
+
+def parse_fallback(items: Iterable[str]) -> Mapping[str, Mode]:
+    """`open` for all classes, `tokens=local` for one; later items win over earlier ones, and without any it is closed.
+
+    Raises ValueError.
+    """
+    found: dict[str, Mode] = dict.fromkeys(LIMIT_CLASSES, "closed")
+    for item in items:
+        name, separator, mode = item.rpartition("=")
+        if mode not in MODES or (separator and name not in LIMIT_CLASSES):
+            raise ValueError(
+                f"expected {', '.join(MODES)}, or CLASS=MODE with a class of {', '.join(LIMIT_CLASSES)}; got {item!r}"
+            )
+        for limit_class in (name,) if separator else LIMIT_CLASSES:
+            found[limit_class] = cast(Mode, mode)
+    return found

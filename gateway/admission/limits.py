@@ -1,0 +1,62 @@
+"""Which limits hold for a request, and what it would take of each: a tenant's own, its key's, its model's."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from gateway.admission.auth import TenantPrincipal
+from gateway.records.tenants import Limits
+
+# A limit's name -> how the script (quota.lua) and `local.py` know its kind.
+KINDS = {
+    "requests_per_minute": "r",
+    "tokens_per_minute": "t",
+    "tokens_per_day": "d",
+    "max_concurrent": "c",
+    "max_concurrent_tokens": "o",
+    "budget_per_month": "b",
+}
+NAMES = {kind: name for name, kind in KINDS.items()}
+# What a refusal's `type` says, and what `LORAPLEX_QUOTA_FALLBACK` distinguishes.
+CLASSES = {"r": "requests", "t": "tokens", "d": "tokens", "c": "concurrency", "o": "concurrency", "b": "budget"}
+
+
+class Limit(msgspec.Struct, frozen=True, gc=False):
+    """field: unique within the tenant, ends with the kind. owner: "tenant", "key" or "model"."""
+
+    field: str
+    owner: str
+    kind: str
+    value: int
+
+    @property
+    def name(self) -> str:
+        return NAMES[self.kind]
+
+    def amount(self, tokens: int, cost: int) -> int:
+        """What a request of so many tokens, at that cost, takes of it."""
+        if self.kind in "rc":
+            return 1
+        return cost if self.kind == "b" else tokens
+
+
+NO_LIMITS = Limits()
+
+
+def limits_of(principal: TenantPrincipal, model: str) -> tuple[Limit, ...]:
+    """Those that are set. model: the tenant's own name."""
+    tenant = principal.tenant
+    found = [*_set(tenant.limits, "tenant", "tenant")]
+    if principal.key_limits != NO_LIMITS:
+        found += _set(principal.key_limits, "key", f"key:{principal.key_id}")
+    of_model = tenant.model_limits.get(model)
+    if of_model is not None:
+        found += _set(of_model, "model", f"model:{model}")
+    return tuple(found)
+
+
+def _set(limits: Limits, owner: str, prefix: str) -> Iterator[Limit]:
+    for name, kind in KINDS.items():
+        value = getattr(limits, name)
+        if value is not None:
+            yield Limit(f"{prefix}:{kind}", owner, kind, value)

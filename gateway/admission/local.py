@@ -1,0 +1,180 @@
+"""One process's limits in memory, for as long as Redis is away: the arithmetic of quota.lua, step by step the same.
+
+A test drives both through the same requests and compares every answer.
+"""
+
+import calendar
+import math
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import msgspec
+
+from gateway.admission.limits import Limit
+from gateway.records.prices import Price
+
+# Microseconds, by kind.
+WINDOW = {"r": 60_000_000, "t": 60_000_000, "d": 86_400_000_000}
+GAUGE_WAIT_MS = 1000
+# Beyond these the ones that are paid off are forgotten.
+MAX_STATES = 100_000
+
+
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """states: remaining, wait (ms) and reset (ms) of each limit, in the limits' order."""
+
+    allowed: bool
+    granted: int
+    states: list[tuple[int, int, int]]
+
+
+class _Lease(msgspec.Struct):
+    tokens: int
+    completion: int
+    cost: int
+    month: int
+    limits: Sequence[Limit]
+
+
+class LocalLimits:
+    """now: microseconds of the time since 1970."""
+
+    def __init__(self) -> None:
+        # Of a rate (when, debt then), of a budget (month, spent in it), of what is taken at once (amount, 0).
+        self._states: dict[str, tuple[float, float]] = {}
+        self._leases: dict[str, _Lease] = {}
+
+    def acquire(
+        self,
+        scope: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        prompt: int,
+        completion: int,
+        step: int,
+        price: Price,
+        now: int | None = None,
+    ) -> Answer:
+        """As the script's `acquire`. scope: the tenant's id."""
+        now = _now() if now is None else now
+        month, month_left_ms = _month(now)
+        used: list[float] = []
+        room: list[int] = []
+        granted = completion
+        for limit in limits:
+            kind, state = limit.kind, self._states.get(scope + limit.field)
+            if kind in WINDOW:
+                used.append(_debt(state, now))
+                unit = WINDOW[kind] / limit.value
+                room.append(max(0, math.floor((WINDOW[kind] - used[-1]) / unit + 0.001)))
+            else:
+                used.append(_spent(state, month) if kind == "b" else state[0] if state else 0)
+                room.append(max(0, limit.value - int(used[-1])))
+            if kind == "b":
+                if price.output > 0:
+                    money = min(room[-1], 8_000_000_000) * 1_000_000 - prompt * price.highest_input
+                    granted = min(granted, money // price.output)
+            elif kind not in "rc":
+                granted = min(granted, room[-1] - prompt)
+
+        again = self._leases.get(scope + request_id)
+        if again is not None:
+            granted = again.completion
+        elif granted < completion:
+            granted = max(min(step, completion), granted // step * step)
+        tokens = prompt + granted
+        cost = -(-(prompt * price.highest_input + granted * price.output) // 1_000_000)
+
+        waits = []
+        for i, limit in enumerate(limits):
+            amount = limit.amount(tokens, cost)
+            if amount <= room[i] or again is not None:
+                waits.append(0)
+            elif limit.kind in WINDOW:
+                window = WINDOW[limit.kind]
+                excess = used[i] + (amount - 0.001) * (window / limit.value) - window
+                waits.append(max(1, math.ceil(excess / 1000)))
+            else:
+                waits.append(month_left_ms if limit.kind == "b" else GAUGE_WAIT_MS)
+
+        allowed = not any(waits)
+        if allowed and again is None:
+            for i, limit in enumerate(limits):
+                amount = limit.amount(tokens, cost)
+                room[i] -= amount
+                if limit.kind in WINDOW:
+                    used[i] += amount * (WINDOW[limit.kind] / limit.value)
+                    state = (now, used[i])
+                elif limit.kind == "b":
+                    state = (month, used[i] + amount)
+                else:
+                    state = (used[i] + amount, 0)
+                self._states[scope + limit.field] = state
+            self._leases[scope + request_id] = _Lease(tokens, granted, cost, month, limits)
+            if len(self._states) > MAX_STATES:
+                self._forget(now, month)
+
+        states = []
+        for i, limit in enumerate(limits):
+            reset = month_left_ms if limit.kind == "b" else 0
+            if limit.kind in WINDOW:
+                reset = math.ceil(used[i] / 1000)
+            states.append((room[i], waits[i], reset))
+        return Answer(allowed, granted, states)
+
+    def settle(
+        self, scope: str, request_id: str, tokens: int, cost: int, *, counts: bool, now: int | None = None
+    ) -> bool:
+        """As the script's `settle`; False if the request holds nothing (any more)."""
+        lease = self._leases.pop(scope + request_id, None)
+        if lease is None:
+            return False
+        now = _now() if now is None else now
+        for limit in lease.limits:
+            field, kind = scope + limit.field, limit.kind
+            state = self._states.get(field)
+            if kind in WINDOW:
+                more = int(counts) - 1 if kind == "r" else tokens - lease.tokens
+                if more:
+                    debt = _debt(state, now) + more * (WINDOW[kind] / limit.value)
+                    self._states[field] = (now, max(0, debt))
+            elif kind == "b":
+                if state is not None and state[0] == lease.month:
+                    self._states[field] = (lease.month, max(0, state[1] + cost - lease.cost))
+            elif state is not None:
+                left = state[0] - limit.amount(lease.tokens, 0)
+                if left > 0:
+                    self._states[field] = (left, 0)
+                else:
+                    del self._states[field]
+        return True
+
+    def _forget(self, now: int, month: int) -> None:
+        for field, state in list(self._states.items()):
+            kind = field[-1]
+            if (kind in WINDOW and _debt(state, now) == 0) or (kind == "b" and state[0] < month):
+                del self._states[field]
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
+
+
+def _debt(state: tuple[float, float] | None, now: int) -> float:
+    if state is None:
+        return 0
+    at, debt = state
+    return max(0, debt - max(0, now - at))
+
+
+def _spent(state: tuple[float, float] | None, month: int) -> float:
+    return state[1] if state is not None and state[0] == month else 0
+
+
+def _month(now: int) -> tuple[int, int]:
+    """The calendar month, as a number, and the milliseconds until the next."""
+    today = datetime.fromtimestamp(now // 1_000_000, UTC)
+    days = calendar.monthrange(today.year, today.month)[1]
+    next_month = datetime(today.year, today.month, 1, tzinfo=UTC).timestamp() + days * 86400
+    return today.year * 12 + today.month, int(next_month) * 1000 - now // 1000

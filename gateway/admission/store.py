@@ -1,0 +1,137 @@
+"""Redis as admission needs it: one script, a hard deadline on every call, and no waiting for a server that is away."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError
+
+from gateway.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+Client = Redis | RedisCluster
+
+CLUSTER = "redis+cluster"
+MAX_CONNECTIONS = 64
+# Calls in a row that fail before the server is taken to be away, and how often it is then asked whether it is back.
+FAILURES = 2
+PROBE_SECONDS = 0.2
+
+
+def connect(url: str, timeout: float) -> Client:
+    """A client whose every call ends within about `timeout` seconds. Connects on first use.
+
+    `redis+cluster://host:port` (and `rediss+cluster`) names any node of a cluster.
+    """
+    # One more try, at once, for the pooled connection that a restarted server has closed. The script's calls are all
+    # safe to send twice.
+    retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
+    scheme, _, rest = url.partition("://")
+    if scheme.endswith("+cluster"):
+        return RedisCluster.from_url(
+            f"{scheme.removesuffix('+cluster')}://{rest}",
+            max_connections=MAX_CONNECTIONS,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
+            retry=Retry(NoBackoff(), 3),
+        )
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=timeout,
+        socket_timeout=timeout,
+        socket_connect_timeout=timeout,
+        retry=retry,
+    )
+    return Redis.from_pool(pool)
+
+
+class Store:
+    """away: the server did not answer lately; calls raise Unavailable at once until it answers a ping."""
+
+    def __init__(self, redis: Client, timeout: float) -> None:
+        self._redis = redis
+        self._timeout = timeout
+        self._source = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")
+        self._digest = hashlib.sha1(self._source.encode()).hexdigest()
+        self._failures = 0
+        self._probe: asyncio.Task[None] | None = None
+        self.away = False
+
+    async def script(self, tenant_id: str, *arguments: Any) -> Any:
+        """One call of the quota's script on one tenant's keys. Raises Unavailable."""
+        # The hash tag keeps a tenant's keys on one shard of a cluster, where one script may see them all.
+        tag = f"loraplex:{{{tenant_id}}}:"
+        keys = (tag + "quota", tag + "leases", tag + "held", tag + "usage")
+        return await self.call(lambda: self._evaluate(*keys, *arguments))
+
+    async def _evaluate(self, *keys_and_arguments: Any) -> Any:
+        try:
+            return await self._redis.execute_command("EVALSHA", self._digest, 4, *keys_and_arguments)
+        except NoScriptError:
+            # The server was restarted, or is another one. EVAL leaves the script there.
+            return await self._redis.execute_command("EVAL", self._source, 4, *keys_and_arguments)
+
+    async def call(self, command: Callable[[], Awaitable[Any]]) -> Any:
+        """Any command, within the deadline: connecting, resolving names and waiting for a connection counted in.
+
+        Raises Unavailable.
+        """
+        if self.away:
+            raise unavailable()
+        try:
+            async with asyncio.timeout(self._timeout):
+                answer = await command()
+        except (RedisError, OSError, TimeoutError) as error:
+            self._failed(error)
+            raise unavailable() from error
+        self._failures = 0
+        return answer
+
+    async def ping(self) -> None:
+        """Raises Unavailable. Also asked of a server that is away."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._redis.ping()
+        except (RedisError, OSError, TimeoutError) as error:
+            raise unavailable() from error
+
+    async def close(self) -> None:
+        """Ends the probing; the client is its owner's to close."""
+        if self._probe is not None:
+            self._probe.cancel()
+            await asyncio.wait({self._probe})
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures >= FAILURES and not self.away:
+            self.away = True
+            log.error("redis is away (%s): admission falls back", type(error).__name__)
+            self._probe = asyncio.create_task(self._wait_until_back())
+        elif not self.away:
+            log.warning("redis: %s", type(error).__name__)
+
+    async def _wait_until_back(self) -> None:
+        while True:
+            await asyncio.sleep(PROBE_SECONDS)
+            try:
+                await self.ping()
+            except Unavailable:
+                continue
+            self._failures = 0
+            self.away = False
+            log.warning("redis is back")
+            return
+
+
+def unavailable() -> Unavailable:
+    return Unavailable("The quota store is unavailable; try again shortly.", code="quota_unavailable")

@@ -1,0 +1,69 @@
+"""`/admin/api/prices`: what tokens cost, by model."""
+
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from gateway.admission.auth import Authenticator
+from gateway.api.bodies import json_response, read_body
+from gateway.records.prices import Price, PricedModel, PriceList, Prices
+
+# A thousand currency units per million tokens; the quota's script reckons exactly up to here.
+MicroUnits = Annotated[int, Meta(ge=0, le=10**9)]
+
+
+class NewPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Micro-units per million tokens. cached: as `input` if not given."""
+
+    input: MicroUnits
+    output: MicroUnits
+    cached: MicroUnits | None = None
+
+
+class AdminPrices:
+    """A change holds here at once, on every other gateway within a second."""
+
+    def __init__(self, *, auth: Authenticator, prices: Prices, known: PriceList) -> None:
+        self._auth = auth
+        self._prices = prices
+        self._known = known
+
+    def routes(self) -> list[web.RouteDef]:
+        model = "/admin/api/prices/{model:.+}"
+        return [
+            web.get("/admin/api/prices", self.list),
+            web.put(model, self.put),
+            web.delete(model, self.delete),
+        ]
+
+    async def list(self, request: web.Request) -> web.Response:
+        await self._auth.admin(request.headers.get("Authorization"))
+        entries = await self._prices.list()
+        return json_response({"object": "list", "data": [_describe(entry) for entry in entries]})
+
+    async def put(self, request: web.Request) -> web.Response:
+        actor = await self._auth.admin(request.headers.get("Authorization"))
+        given = await read_body(request, NewPrice)
+        cached = given.input if given.cached is None else given.cached
+        price = Price(input=given.input, cached=cached, output=given.output)
+        entry = await self._prices.put(request.match_info["model"], price, actor)
+        await self._known.refresh()
+        return json_response(_describe(entry))
+
+    async def delete(self, request: web.Request) -> web.Response:
+        actor = await self._auth.admin(request.headers.get("Authorization"))
+        model = request.match_info["model"]
+        await self._prices.delete(model, actor)
+        await self._known.refresh()
+        return json_response({"object": "price", "model": model, "deleted": True})
+
+
+def _describe(entry: PricedModel) -> dict[str, Any]:
+    return {
+        "object": "price",
+        "model": entry.model,
+        **msgspec.structs.asdict(entry.price),
+        "updated_at": entry.updated_at,
+    }

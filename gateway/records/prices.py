@@ -1,0 +1,129 @@
+"""What tokens cost, by model: an operator's prices, and the one that holds for a request.
+
+Every gateway keeps them all in memory and asks for changes once a second, so that no request waits for SQL.
+"""
+
+import asyncio
+import re
+from datetime import UTC, datetime
+
+import msgspec
+from sqlalchemy import Row, delete, insert, select, update
+
+from gateway.errors import BadRequest, RecordNotFound, Unavailable
+from gateway.records.audit import record_change
+from gateway.records.database import Database
+from gateway.records.tables import prices
+
+# A base model's name, an adapter's as "tenant/name", or all as "*".
+MODEL = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,255}")
+EVERYTHING = "*"
+# As long as another gateway may still reckon with an old price.
+REFRESH_SECONDS = 0.9
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """Micro-units of the deployment's currency per million tokens. cached: of prompt tokens that need no computing."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+
+    def cost(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> int:
+        """In micro-units, rounded up once. cached_tokens: how many of the prompt's."""
+        computed = prompt_tokens - cached_tokens
+        return -(-(computed * self.input + cached_tokens * self.cached + completion_tokens * self.output) // 1_000_000)
+
+    def highest_cost(self, prompt_tokens: int, completion_tokens: int) -> int:
+        """Before it is known how much of the prompt is cached."""
+        return -(-(prompt_tokens * self.highest_input + completion_tokens * self.output) // 1_000_000)
+
+    @property
+    def highest_input(self) -> int:
+        """Of a prompt token, before it is known which are cached."""
+        return max(self.input, self.cached)
+
+
+FREE = Price()
+
+
+class PricedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A price as stored."""
+
+    model: str
+    price: Price
+    updated_at: datetime
+
+
+class Prices:
+    """The stored prices; raises RecordNotFound, BadRequest (param "model") and Unavailable."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list(self) -> list[PricedModel]:
+        async with self._database.read() as connection:
+            rows = (await connection.execute(select(prices).order_by(prices.c.model))).all()
+        return [_read(row) for row in rows]
+
+    async def put(self, model: str, price: Price, actor: str) -> PricedModel:
+        if not MODEL.fullmatch(model):
+            raise BadRequest(
+                "Expected the base model's name, an adapter as 'tenant/name', or '*'; 1 to 256 characters.",
+                param="model",
+            )
+        entry = PricedModel(model=model, price=price, updated_at=datetime.now(UTC))
+        values = {**msgspec.structs.asdict(price), "updated_at": entry.updated_at}
+        async with self._database.write() as connection:
+            changed = await connection.execute(update(prices).where(prices.c.model == model).values(**values))
+            if changed.rowcount == 0:
+                await connection.execute(insert(prices).values(model=model, **values))
+            await record_change(connection, actor, "price.put", model, msgspec.structs.asdict(price))
+        return entry
+
+    async def delete(self, model: str, actor: str) -> None:
+        # No database takes a NUL in a text.
+        if not MODEL.fullmatch(model):
+            raise RecordNotFound("There is no price of this model.", param="model")
+        async with self._database.write() as connection:
+            if (await connection.execute(delete(prices).where(prices.c.model == model))).rowcount == 0:
+                raise RecordNotFound("There is no price of this model.", param="model")
+            await record_change(connection, actor, "price.delete", model)
+
+
+class PriceList:
+    """All prices in memory. An adapter without its own costs what its base model does; without that, what "*" says;
+    without any, nothing."""
+
+    def __init__(self, prices: Prices, base_model: str) -> None:
+        self._prices = prices
+        self._base_model = base_model
+        self._known: dict[str, Price] = {}
+
+    def price(self, tenant: str, model: str) -> Price:
+        """tenant: its name. model: the tenant's own name."""
+        known = self._known
+        found = None if model == self._base_model else known.get(f"{tenant}/{model}")
+        return found or known.get(self._base_model) or known.get(EVERYTHING, FREE)
+
+    async def refresh(self) -> None:
+        """Raises Unavailable; what was known then holds on."""
+        self._known = {entry.model: entry.price for entry in await self._prices.list()}
+
+    async def watch(self) -> None:
+        """Refreshes for ever. Run it as a task."""
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            try:
+                await self.refresh()
+            except Unavailable:
+                # Said by the database's own log; prices that changed meanwhile hold once it is back.
+                continue
+
+
+def _read(row: Row) -> PricedModel:
+    return PricedModel(
+        model=row.model,
+        price=Price(input=row.input, cached=row.cached, output=row.output),
+        updated_at=row.updated_at,
+    )

@@ -1,0 +1,33 @@
+"""Who asks, with any limits, for tests that need no database."""
+
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from gateway.admission.auth import TenantPrincipal
+from gateway.records.tenants import Limits, Tenant
+
+
+def principal(
+    *,
+    tenant: Mapping[str, int] | None = None,
+    key: Mapping[str, int] | None = None,
+    model: Mapping[str, int] | None = None,
+    tenant_id: str | None = None,
+    key_id: str = "0123456789abcdef",
+    **fields: Any,
+) -> TenantPrincipal:
+    """tenant, key, model: what each is limited to; of the model "base". fields: other fields of the tenant."""
+    return TenantPrincipal(
+        key_id=key_id,
+        key_limits=Limits(**key or {}),
+        tenant=Tenant(
+            id=tenant_id or uuid.uuid4().hex,
+            name="t",
+            limits=Limits(**tenant or {}),
+            model_limits={"base": Limits(**model)} if model else {},
+            created_at=datetime.now(UTC),
+            **fields,
+        ),
+    )
