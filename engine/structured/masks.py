@@ -1,16 +1,18 @@
-"""Grammars' masks on logits: all constrained rows of a step."""
+"""Grammars' masks on logits: all constrained rows of a step. Without a grammar, llguidance need not be installed."""
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.structured.compiler import Matcher
+if TYPE_CHECKING:
+    from engine.structured.compiler import Matcher
 
 
-def constrain(logits: Tensor, matchers: Sequence[Matcher | None]) -> None:
+def constrain(logits: Tensor, matchers: "Sequence[Matcher | None]") -> None:
     """logits `[n, vocab]` fp32, in place: -inf for each token that row i's matcher forbids; rows of None untouched."""
     rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
     if not rows:
