@@ -9,6 +9,7 @@ from adapters.manifest import BaseShape
 from adapters.store import Store
 from gateway.admission.auth import Authenticator
 from gateway.api.bodies import json_response
+from gateway.api.idempotency import Idempotency
 from gateway.api.upload import receive
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.tenants import Tenant
@@ -20,11 +21,14 @@ MAX_UPLOADS = 4
 class AdapterIntake:
     """Takes uploads in: form, checks, store, catalog. Used for a tenant by itself and by an admin on its behalf."""
 
-    def __init__(self, *, catalog: Catalog, store: Store, base: BaseShape, max_bytes: int) -> None:
+    def __init__(
+        self, *, catalog: Catalog, store: Store, base: BaseShape, max_bytes: int, idempotency: Idempotency
+    ) -> None:
         self._catalog = catalog
         self._store = store
         self._base = base
         self._max_bytes = max_bytes
+        self._idempotency = idempotency
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)
 
     async def push(self, request: web.Request, tenant: Tenant, actor: str) -> web.Response:
@@ -35,15 +39,20 @@ class AdapterIntake:
         async with self._uploads, receive(request, self._max_bytes) as upload:
             self._catalog.check_name(upload.name)
             checkpoint = await asyncio.to_thread(self._store.put, upload.folder, self._base)
+            name = upload.name
+
+        async def add_version() -> web.Response:
             adapter = await self._catalog.add_version(
                 tenant,
-                upload.name,
+                name,
                 digest=checkpoint.digest,
                 rank=checkpoint.rank,
                 num_bytes=checkpoint.num_bytes,
                 actor=actor,
             )
-        return json_response(describe(adapter), status=201)
+            return json_response(describe(adapter), status=201)
+
+        return await self._idempotency.once(request, actor, f"{name} {checkpoint.digest}".encode(), add_version)
 
     async def list(self, tenant: Tenant) -> web.Response:
         adapters = await self._catalog.list(tenant)

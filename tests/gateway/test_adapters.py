@@ -50,13 +50,15 @@ def tarred(content: dict[str, bytes], mode: str = "w", links: dict[str, str] | N
     return buffer.getvalue()
 
 
-async def push(client: Client, name: str | None, parts: dict[str, bytes], path: str = "/v1/adapters") -> Answer:
+async def push(
+    client: Client, name: str | None, parts: dict[str, bytes], path: str = "/v1/adapters", **options: Any
+) -> Answer:
     form = aiohttp.FormData()
     for field, content in parts.items():
         form.add_field(field, content, filename=field)
     if name is not None:
         form.add_field("name", name)
-    return await client.call("POST", path, data=form)
+    return await client.call("POST", path, data=form, **options)
 
 
 @pytest.fixture

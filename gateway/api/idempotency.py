@@ -1,0 +1,145 @@
+"""`Idempotency-Key`: a POST that is sent again, because its answer was lost, is answered again and not done again.
+
+Kept in Redis for a day, for each key of the caller's by itself. Only what succeeded is kept: what failed may be tried
+again. Once begun, the work goes on to its end though its caller leaves.
+"""
+
+import asyncio
+import hashlib
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+from redis.exceptions import RedisError
+
+from gateway.admission.auth import Authenticator
+from gateway.api.bodies import read_raw
+from gateway.errors import BadRequest, GatewayError, Handler, Unavailable
+
+log = logging.getLogger(__name__)
+
+HEADER = "Idempotency-Key"
+REPLAYED = "Idempotent-Replayed"
+KEEP_SECONDS = 24 * 3600
+# What was begun by a gateway that died may be tried again after this.
+RUNNING_SECONDS = 600
+# An API key is shown once, by the answer that makes it, and is nowhere stored in the clear: not here either.
+SECRET_FIELDS = ("key",)
+
+_KEY = re.compile(r"[\x20-\x7e]{1,255}")
+
+
+class InProgress(GatewayError):
+    status, kind, code = 409, "invalid_request_error", "idempotency_in_progress"
+
+
+class KeyReused(GatewayError):
+    status, kind, code = 422, "invalid_request_error", "idempotency_key_reused"
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """content: a digest of what was asked. status: 0 while it is being done."""
+
+    content: str
+    status: int = 0
+    body: str = ""
+
+
+class Idempotency:
+    """Raises BadRequest, InProgress, KeyReused; Unavailable without Redis, for requests with the header only."""
+
+    def __init__(self, redis: Any, timeout: float) -> None:
+        self._redis = redis
+        self._timeout = timeout
+        self._running: set[asyncio.Task[web.Response]] = set()
+
+    async def once(
+        self, request: web.Request, actor: str, content: bytes, do: Callable[[], Awaitable[web.Response]]
+    ) -> web.Response:
+        """`do`'s answer, or the one it gave before. actor: the id of the caller's key. content: what is asked for."""
+        given = request.headers.get(HEADER)
+        if given is None:
+            return await do()
+        if not _KEY.fullmatch(given):
+            raise BadRequest(f"Expected {HEADER} of 1 to 255 printable ASCII characters.", param=HEADER)
+        name = "loraplex:idempotency:" + _digest(actor, given)
+        asked = _digest(request.method, request.path, content.hex())
+        begun = _Entry(content=asked)
+        if await self._call(self._redis.set(name, msgspec.json.encode(begun), nx=True, ex=RUNNING_SECONDS)):
+            task = asyncio.create_task(self._do(name, asked, do))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            return await asyncio.shield(task)
+        stored = await self._call(self._redis.get(name))
+        entry = msgspec.json.decode(stored, type=_Entry) if stored else begun
+        if entry.content != asked:
+            raise KeyReused(f"This {HEADER} was used for another request.", param=HEADER)
+        if not entry.status:
+            raise InProgress("The same request is being done; ask again shortly.", headers={"Retry-After": "1"})
+        return _answer(entry)
+
+    def for_admin_calls(self, auth: Authenticator) -> Middleware:
+        """Covers the JSON calls of the admin API. Uploads, whose bodies are too large to be kept, call `once`."""
+
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            is_call = request.method == "POST" and request.path.startswith("/admin/api/")
+            if not is_call or HEADER not in request.headers or request.content_type.startswith("multipart/"):
+                return await handler(request)
+            actor = await auth.admin(request.headers.get("Authorization"))
+            content = await read_raw(request)
+
+            async def do() -> web.Response:
+                response = await handler(request)
+                assert isinstance(response, web.Response)
+                return response
+
+            return await self.once(request, actor, content, do)
+
+        return middleware
+
+    async def _do(self, name: str, asked: str, do: Callable[[], Awaitable[web.Response]]) -> web.Response:
+        try:
+            response = await do()
+        except BaseException:
+            await self._keep(self._redis.delete(name))
+            raise
+        entry = _Entry(content=asked, status=response.status, body=_without_secrets(bytes(response.body or b"")))
+        await self._keep(self._redis.set(name, msgspec.json.encode(entry), ex=KEEP_SECONDS))
+        return response
+
+    async def _keep(self, call: Awaitable[Any]) -> None:
+        """What was done stays done though it could not be noted: the same request meets "in progress" for a while."""
+        try:
+            await self._call(call)
+        except Unavailable:
+            log.warning("an answer could not be kept for its Idempotency-Key")
+
+    async def _call(self, call: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await call
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable(f"{HEADER} needs Redis, which is away; try again shortly.") from error
+
+
+def _answer(entry: _Entry) -> web.Response:
+    return web.Response(
+        text=entry.body, status=entry.status, content_type="application/json", headers={REPLAYED: "true"}
+    )
+
+
+def _without_secrets(body: bytes) -> str:
+    answer = msgspec.json.decode(body)
+    for field in SECRET_FIELDS:
+        if field in answer:
+            answer[field] = None
+    return msgspec.json.encode(answer).decode()
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
