@@ -23,6 +23,7 @@ class EngineConfig:
     model: a Hugging Face folder or a .gguf file. tokenizer: a folder whose tokenizer replaces the model's own.
 
     prefill_stretch: how many times longer a step of running streams may take for the prompts computed beside them.
+    async_scheduling: plan and launch a step before the tokens of the one before are read; None: on a GPU.
 
     Raises ConfigError for a value out of range.
     """
@@ -40,6 +41,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     prefill_stretch: float = 1.8
+    async_scheduling: bool | None = None
     adapter_memory: int | None = None
     max_lora_rank: int = 64
     seed: int = 0

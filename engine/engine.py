@@ -1,4 +1,8 @@
-"""The engine: one base model, many adapters in one batch. A step is schedule, run, commit.
+"""The engine: one base model, many adapters in one batch. A step is schedule, launch, commit, sample.
+
+With async scheduling the host works while the device computes: a step is planned and its forward pass launched before
+the tokens of the step before are read. These are read and committed while the pass runs, so that sampling knows every
+token before it, and what finished then is dropped from the step that already runs. The answers are the same.
 
 Knows no HTTP, no text and no threads but the adapter loaders'; every method is called from one thread.
 """
@@ -16,7 +20,7 @@ from adapters.manifest import BaseShape
 from engine.config import ConfigError, EngineConfig
 from engine.model.config import ModelConfig, parse_model_config, read_config
 from engine.model.llama import load_decoder
-from engine.model.runner import Runner
+from engine.model.runner import Runner, Sampling
 from engine.model.weights import Progress
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
@@ -27,6 +31,16 @@ from kernels.backend import pick_ops
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step whose tokens the host has not read. started: perf_counter when it was planned."""
+
+    sampling: Sampling
+    started: float
+    num_decodes: int
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +124,20 @@ class Engine:
             )
         except ValueError as error:
             raise ConfigError("adapter_memory", str(error)) from error
-        self.runner = Runner(decoder, self.adapters, num_blocks, config.block_size, self.dtype, self.device)
+        self.runner = Runner(
+            decoder,
+            self.adapters,
+            num_blocks,
+            config.block_size,
+            self.dtype,
+            self.device,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=model_len,
+        )
+        # On the CPU the step itself takes the cores: reading its tokens later would only delay them.
+        self._async = self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        self._in_flight: StepInFlight | None = None
+        self._last_commit = 0.0
         self._pacer = Pacer(config.prefill_stretch)
         self.scheduler = Scheduler(
             KVCache(num_blocks, config.block_size, config.enable_prefix_caching),
@@ -188,29 +215,47 @@ class Engine:
         self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests)
+        return bool(self.scheduler.requests) or self._in_flight is not None
 
     @property
     def is_waiting_for_adapters(self) -> bool:
         """True when a step can do nothing until a load ends: the loop may sleep a little."""
-        return not self.scheduler.running and self.adapters.is_loading
+        return not self.scheduler.running and self._in_flight is None and self.adapters.is_loading
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, run, commit. One output for each request that got a token or ended."""
+        """One output for each request that got a token or ended; with async scheduling, of the step before."""
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         outputs = [request.output([]) for request in self.scheduler.take_failed()]
-        if not plan:
-            return outputs
-        num_prompt_tokens = sum(n for r, n in plan.items() if not r.is_decoding)
-        num_decodes = sum(r.is_decoding for r in plan)
-        sampled = self.runner.run(plan)
-        moved = self.scheduler.commit(plan, sampled)
-        self._num_steps += 1
-        self._num_prompt_tokens += num_prompt_tokens
-        self._pacer.observe(time.perf_counter() - started, num_decodes, num_prompt_tokens)
+        launched = self.runner.forward(plan) if plan else None
+        outputs += self._commit()
+        if launched is not None:
+            num_prompt_tokens = sum(n for r, n in plan.items() if not r.is_decoding)
+            num_decodes = sum(r.is_decoding for r in plan)
+            self.scheduler.advance(plan)
+            sampling = self.runner.sample(launched)
+            for request in sampling.requests:
+                request.num_pending = 1
+            self._in_flight = StepInFlight(sampling, started, num_decodes, num_prompt_tokens)
+            self._num_steps += 1
+            self._num_prompt_tokens += num_prompt_tokens
+            if not self._async:
+                outputs += self._commit()
+        return outputs
+
+    def _commit(self) -> list[RequestOutput]:
+        """Reads the tokens of the step in flight, if there is one, and books them."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return []
+        sampled = step.sampling.wait()
+        moved = self.scheduler.commit(sampled)
         self._num_generated_tokens += len(moved)
-        outputs += [request.output([sampled[request]]) for request in moved]
+        outputs = [request.output([sampled[request]]) for request in moved]
+        now = time.perf_counter()
+        # It ran from when the one before had ended, if that was later than its own start.
+        self._pacer.observe(now - max(step.started, self._last_commit), step.num_decodes, step.num_prompt_tokens)
+        self._last_commit = now
         return outputs
 
     def adapter_ready(self, digest: str) -> bool:

@@ -1,18 +1,60 @@
-"""Runs a plan: batch, forward pass, next tokens. Owns the KV cache's tensors; knows no queues."""
+"""Runs plans: batch, forward pass, next tokens. Owns the KV cache's tensors; knows no queues.
 
+`forward` and `sample` launch and do not wait, so that on a GPU the host can plan and publish while the device computes:
+each seat's newest token stays in a table on the device, where the next forward pass finds it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from adapters.device_pool import AdapterPool
-from engine.model.batch import build_batch, logits_rows
+from engine.model.batch import Layout, Planner, PromptRows, make_batch
 from engine.model.llama import Decoder
-from engine.model.sampler import sample, token_logprobs
-from engine.scheduling.request import Request
+from engine.model.sampler import RowLogprobs, sample, token_logprobs
+from engine.model.transfer import Download, upload
+from engine.scheduling.request import Request, Status
 from kernels.backend import KvCache
 from kernels.memory import lazy_zeros
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A forward pass on its way. logits: `[L, vocab]` fp32, a row for each of the layout's `logits_rows`."""
+
+    layout: Layout
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A step's tokens on their way to the host."""
+
+    requests: list[Request]
+    tokens: Download | None
+    logprobs: list[tuple[list[Request | PromptRows], list[int], Download]]
+
+    def wait(self) -> dict[Request, int]:
+        """The next token of each request whose tokens were all computed; hands out logprobs on the way."""
+        for owners, top, download in self.logprobs:
+            for owner, entry in zip(owners, RowLogprobs(*download.wait()).entries(top), strict=True):
+                if isinstance(owner, Request):
+                    owner.logprobs.append(entry)
+                else:
+                    owner.request.prompt_logprobs.append(entry)
+        if self.tokens is None:
+            return {}
+        return dict(zip(self.requests, self.tokens.wait()[0].tolist(), strict=True))
+
+
 class Runner:
-    """num_blocks blocks of block_size tokens in every layer, in the decoder's dtype and on its device."""
+    """num_blocks blocks of block_size tokens in every layer, in the decoder's dtype and on its device.
+
+    A request may hold as many of them as max_model_len tokens need; max_num_seqs requests run at once.
+    """
 
     def __init__(
         self,
@@ -22,48 +64,61 @@ class Runner:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
     ) -> None:
         c = decoder.config
-        self.decoder, self.block_size, self.device = decoder, block_size, device
+        self.decoder, self.device = decoder, device
         shape = (num_blocks, c.num_kv_heads, block_size, c.head_dim)
         kv = [KvCache(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)) for _ in range(c.num_layers)]
         decoder.attach(kv, adapters)
+        self._planner = Planner(max_num_seqs, -(-max_model_len // block_size), block_size)
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     @torch.inference_mode()
-    def run(self, plan: dict[Request, int]) -> dict[Request, int]:
-        """Computes the plan's tokens; returns the next token of each request whose tokens are then all computed."""
-        batch = build_batch(plan, self.block_size, self.device)
-        logits = self.decoder.forward(batch)
-        last_rows: list[int] = []
-        finished: list[Request] = []
-        at = 0
-        for request, n in plan.items():
-            rows = len(logits_rows(request, n, 0))
-            if request.wants_prompt_logprobs:
-                self._take_prompt_logprobs(request, n, logits[at : at + rows])
-            at += rows
-            if request.num_computed + n == request.num_tokens:
-                last_rows.append(at - 1)
-                finished.append(request)
-        if not finished:
-            return {}
-        if len(last_rows) != len(logits):
-            logits = logits[last_rows]
-        wanted = [i for i, r in enumerate(finished) if r.params.logprobs is not None]
-        raw = logits[wanted].clone() if wanted else None  # as the model gave them, before penalties
-        tokens = sample(logits, finished)
-        if raw is not None:
-            chosen = [tokens[i] for i in wanted]
-            top = [finished[i].params.logprobs or 0 for i in wanted]
-            for i, entry in zip(wanted, token_logprobs(raw, chosen, top), strict=True):
-                finished[i].logprobs.append(entry)
-        return dict(zip(finished, tokens, strict=True))
+    def forward(self, plan: Mapping[Request, int]) -> Launched:
+        """Starts the computation of the plan's tokens."""
+        layout = self._planner.lay_out(plan)
+        return Launched(layout, self.decoder.forward(make_batch(layout, self._last_tokens)))
 
-    def _take_prompt_logprobs(self, request: Request, n: int, logits: torch.Tensor) -> None:
-        first = request.num_computed
+    @torch.inference_mode()
+    def sample(self, launched: Launched) -> Sampling:
+        """Starts the choice of the next tokens. Every earlier token of the requests must be known by now; those that
+        turned out to have ended are left out."""
+        layout, logits = launched.layout, launched.logits
+        logprobs = [self._prompt_logprobs(rows, logits) for rows in layout.prompt_rows]
+        live = [i for i, request in enumerate(layout.sampled) if request.status is Status.RUNNING]
+        requests = [layout.sampled[i] for i in live]
+        if not requests:
+            return Sampling([], None, [entry for entry in logprobs if entry is not None])
+        rows = [layout.sampled_rows[i] for i in live]
+        if len(rows) != len(logits):
+            [index] = upload(self.device, [np.array(rows)])
+            logits = logits[index]
+        wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
+        if wanted:
+            [index] = upload(self.device, [np.array(wanted)])
+            raw = logits[index]  # as the model gave them, before penalties
+        tokens = sample(logits, requests)
+        if wanted:
+            top = [requests[i].params.logprobs or 0 for i in wanted]
+            found = token_logprobs(raw, tokens[index], max(top))
+            logprobs.append(([requests[i] for i in wanted], top, Download(found.tensors)))
+        [seats] = upload(self.device, [np.array([request.seat for request in requests])])
+        self._last_tokens.index_copy_(0, seats, tokens)
+        return Sampling(requests, Download([tokens]), [entry for entry in logprobs if entry is not None])
+
+    def _prompt_logprobs(
+        self, rows: PromptRows, logits: Tensor
+    ) -> tuple[list[Request | PromptRows], list[int], Download] | None:
+        request, first = rows.request, rows.first
         if first == 0:
             request.prompt_logprobs = [None]  # nothing predicts the first token
-        following = request.token_ids[first + 1 : min(first + n + 1, request.num_prompt_tokens)]
-        if following:
-            top = [request.params.prompt_logprobs or 0] * len(following)
-            request.prompt_logprobs += token_logprobs(logits[: len(following)], following, top)
+        following = request.token_ids[first + 1 : min(first + rows.num_tokens + 1, request.num_prompt_tokens)]
+        if not following:
+            return None
+        [token_ids] = upload(self.device, [np.array(following)])
+        top = request.params.prompt_logprobs or 0
+        found = token_logprobs(logits[rows.row : rows.row + len(following)], token_ids, top)
+        return [rows] * len(following), [top] * len(following), Download(found.tensors)

@@ -1,52 +1,93 @@
-"""Next tokens from logits, vectorised over the batch. Rows are independent: a request's draw depends on its own seed
-and position only, never on what else is in the batch."""
+"""Next tokens from logits, vectorised over the batch, without waiting for the device. Rows are independent: a request's
+draw depends on its own seed and position only, never on what else is in the batch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.model.transfer import upload
 from engine.scheduling.request import Request, TokenLogprobs
 from engine.structured.masks import constrain
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """logits `[n, vocab]` fp32, edited in place; row i chooses `requests[i]`'s next token."""
+def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """logits `[n, vocab]` fp32, edited in place; row i chooses `requests[i]`'s next token. Returns `[n]` int64."""
     constrain(logits, [request.matcher for request in requests])
-    for row, request in enumerate(requests):
-        if request.params.edits_logits:
-            edit_logits(logits[row], request)
+    if any(request.params.edits_logits for request in requests):
+        edit_logits(logits, requests)
     tokens = logits.argmax(-1)
     # A row is drawn in the order of its own parameters, sorted or not, whatever the rows beside it ask for.
     for limited in (False, True):
         drawn = [i for i, r in enumerate(requests) if r.params.temperature > 0 and _is_limited(r) == limited]
         if drawn:
-            rows = logits if len(drawn) == len(logits) else logits[drawn]
-            tokens[drawn] = _draw(rows, [requests[i] for i in drawn], limited)
-    return tokens.tolist()
+            [rows] = upload(logits.device, [np.array(drawn)])
+            own = logits if len(drawn) == len(logits) else logits[rows]
+            tokens.index_copy_(0, rows, _draw(own, [requests[i] for i in drawn], limited))
+    return tokens
 
 
-def edit_logits(row: Tensor, request: Request) -> None:
-    """Penalties, bias and the ban on stopping early, in place on one row `[vocab]`."""
-    p = request.params
-    if p.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(request.token_ids)), device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-    if (p.presence_penalty or p.frequency_penalty) and request.num_output_tokens:
-        output = torch.tensor(request.token_ids[request.num_prompt_tokens :], device=row.device)
-        ids, counts = output.unique(return_counts=True)
-        row[ids] -= p.presence_penalty + p.frequency_penalty * counts
-    if p.logit_bias:
-        ids = torch.tensor(list(p.logit_bias), device=row.device)
-        row[ids] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
-    if request.num_output_tokens < p.min_tokens and request.stop_ids:
-        stops = torch.tensor(sorted(request.stop_ids), device=row.device)
-        banned = row.index_fill(0, stops, -torch.inf)
+def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
+    """Penalties, bias and the ban on stopping early, in place: one gather and scatter for all rows of each kind."""
+    scaled, lowered, banned = _Edits(), _Edits(), _Edits()
+    banned_by_grammar: list[tuple[int, list[int]]] = []
+    for row, request in enumerate(requests):
+        p = request.params
+        if p.repetition_penalty != 1.0:
+            scaled.add(row, np.unique(request.token_ids), p.repetition_penalty)
+        if (p.presence_penalty or p.frequency_penalty) and request.num_output_tokens:
+            used, counts = np.unique(request.token_ids[request.num_prompt_tokens :], return_counts=True)
+            lowered.add(row, used, p.presence_penalty + p.frequency_penalty * counts)
+        if request.num_output_tokens < p.min_tokens and request.stop_ids:
+            if request.matcher is None:
+                banned.add(row, sorted(request.stop_ids), 0.0)
+            else:
+                banned_by_grammar.append((row, sorted(request.stop_ids)))
+    biased = _Edits()
+    for row, request in enumerate(requests):
+        if request.params.logit_bias:
+            biased.add(row, list(request.params.logit_bias), list(request.params.logit_bias.values()))
+    device = logits.device
+    if scaled:
+        rows, ids, penalty = scaled.upload(device)
+        values = logits[rows, ids]
+        logits[rows, ids] = torch.where(values > 0, values / penalty, values * penalty)
+    if lowered:
+        rows, ids, penalty = lowered.upload(device)
+        logits[rows, ids] = logits[rows, ids] - penalty
+    if biased:
+        rows, ids, bias = biased.upload(device)
+        logits[rows, ids] = logits[rows, ids] + bias
+    if banned:
+        rows, ids, _ = banned.upload(device)
+        logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
+    for row, stop_ids in banned_by_grammar:
         # A grammar may leave nothing but its end; then the text ends short of its minimum.
-        if request.matcher is None or bool(banned.amax() > -torch.inf):
-            row.copy_(banned)
+        [ids] = upload(device, [np.array(stop_ids)])
+        rest = logits[row].index_fill(0, ids, -torch.inf)
+        logits[row] = torch.where(rest.amax() > -torch.inf, rest, logits[row])
+
+
+class _Edits:
+    """(row, token, value) triples of many rows. No (row, token) comes twice."""
+
+    def __init__(self) -> None:
+        self._rows: list[np.ndarray] = []
+        self._ids: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, row: int, ids: np.ndarray | list[int], values: np.ndarray | list[float] | float) -> None:
+        self._ids.append(np.asarray(ids, np.int64))
+        self._rows.append(np.full(len(ids), row))
+        self._values.append(np.broadcast_to(np.asarray(values, np.float32), len(ids)))
+
+    def upload(self, device: torch.device) -> list[Tensor]:
+        return upload(device, [np.concatenate(part) for part in (self._rows, self._ids, self._values)])
 
 
 def _is_limited(request: Request) -> bool:
@@ -54,38 +95,38 @@ def _is_limited(request: Request) -> bool:
 
 
 def _draw(logits: Tensor, requests: list[Request], limited: bool) -> Tensor:
-    """Inverse-CDF sampling with one uniform number a row, over the tokens that top-k, top-p and min-p leave."""
-    device = logits.device
-    column = [r.params for r in requests]
-    logits = logits / torch.tensor([p.temperature for p in column], device=device)[:, None]
+    """Inverse-CDF sampling with one uniform number a row, over the tokens that top-k, top-p and min-p leave. `[n]`."""
+    params, vocab = [r.params for r in requests], logits.shape[1]
+    column = [
+        np.array(values, np.float32)
+        for values in zip(*((p.temperature, p.top_p, p.min_p) for p in params), strict=True)
+    ]
+    top_k = np.array([min(p.top_k or vocab, vocab) for p in params])
+    uniform = uniforms([r.seed for r in requests], [r.num_output_tokens + 1 for r in requests])
+    temperature, top_p, min_p, k, target = (t[:, None] for t in upload(logits.device, [*column, top_k, uniform]))
+    logits = logits / temperature
     order = None
     if limited:
         # Top-k alone needs no full sort: the k largest, in order, are all that can be drawn.
-        vocab = logits.shape[1]
-        logits, order = logits.topk(max(min(p.top_k or vocab, vocab) for p in column))
+        logits, order = logits.topk(int(top_k.max()))
     probs = logits.softmax(-1)
     if limited:
-        k = torch.tensor([p.top_k or logits.shape[1] for p in column], device=device)[:, None]
-        probs = probs.masked_fill(torch.arange(probs.shape[1], device=device)[None] >= k, 0.0)
+        probs = probs.masked_fill(torch.arange(probs.shape[1], device=probs.device)[None] >= k, 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
         before = probs.cumsum(-1) - probs
-        top_p = torch.tensor([p.top_p for p in column], device=device)[:, None]
         probs = probs.masked_fill((before >= top_p) & (top_p < 1), 0.0)
-    if any(p.min_p for p in column):
-        least = torch.tensor([p.min_p for p in column], device=device)[:, None] * probs.amax(-1, keepdim=True)
-        probs = probs.masked_fill(probs < least, 0.0)
+    if any(p.min_p for p in params):
+        probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
     cdf = probs.double().cumsum(-1)
-    target = torch.from_numpy(uniforms(requests)).to(device)[:, None] * cdf[:, -1:]
-    chosen = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)
+    chosen = torch.searchsorted(cdf, target * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
     return (order.gather(1, chosen) if order is not None else chosen)[:, 0]
 
 
-def uniforms(requests: Sequence[Request]) -> np.ndarray:
-    """One number in [0, 1) a row from (seed, position): splitmix64 (Steele et al., OOPSLA 2014), as float64."""
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """One number in [0, 1) for each (seed, position): splitmix64 (Steele et al., OOPSLA 2014), as float64."""
     with np.errstate(over="ignore"):
-        state = np.array([r.seed & 0xFFFFFFFFFFFFFFFF for r in requests], np.uint64)
-        at = np.array([r.num_output_tokens + 1 for r in requests], np.uint64)
-        z = _mix(state) + at * np.uint64(0x9E3779B97F4A7C15)
+        state = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64)
+        z = _mix(state) + np.array(positions, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         return (_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -95,11 +136,29 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of each row's token and its `top[i]` likeliest. logits `[n, vocab]` fp32."""
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """`[n]` of each row's own token, and the likeliest `[n, most]`; on the device, then on the host."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+
+    def entries(self, top: Sequence[int]) -> list[TokenLogprobs]:
+        """Row i with its `top[i]` likeliest. Reads the tensors' values."""
+        rows = zip(*(t.tolist() for t in self.tensors), top, strict=True)
+        return [TokenLogprobs(t, lp, rank, ids[:n], values[:n]) for t, lp, rank, ids, values, n in rows]
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> RowLogprobs:
+    """Log-probabilities of each row's token and its `most` likeliest. logits `[n, vocab]` fp32, token_ids `[n]`."""
     logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
-    values, ids = logprobs.topk(max(1, *top))
-    rows = zip(token_ids, chosen[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), top, strict=True)
-    return [TokenLogprobs(t, lp, rank, i[:n], v[:n]) for t, lp, rank, i, v, n in rows]
+    chosen = logprobs.gather(1, token_ids[:, None])
+    values, ids = logprobs.topk(max(1, most))
+    return RowLogprobs(token_ids, chosen[:, 0], (logprobs > chosen).sum(-1) + 1, ids, values)

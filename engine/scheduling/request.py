@@ -89,13 +89,17 @@ class Status(Enum):
 
 
 class Request:
-    """One sequence. `token_ids` is prompt then output; `num_computed` of them have keys and values in `blocks`."""
+    """One sequence. `token_ids` is prompt then output; `num_computed` of them have keys and values in `blocks`.
+
+    num_pending: 1 while a step in flight is choosing a token that the host has not seen; it counts as a token already.
+    seat: the row of the runner's tables that is this request's while it runs, else -1.
+    """
 
     __slots__ = (
         "adapter", "adapter_slot", "arrival", "block_hashes", "blocks", "error", "error_param", "finish_reason",
-        "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_preemptions", "num_prompt_tokens",
-        "num_registered_blocks", "params", "priority", "prompt_logprobs", "request_id", "seed", "status",
-        "stop_ids", "tenant", "token_ids", "weight",
+        "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_pending", "num_preemptions",
+        "num_prompt_tokens", "num_registered_blocks", "params", "priority", "prompt_logprobs", "request_id", "seat",
+        "seed", "status", "stop_ids", "tenant", "token_ids", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -123,6 +127,7 @@ class Request:
         self.stop_ids = stop_ids
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_pending = 0
         self.num_computed = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
@@ -130,6 +135,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
         self.adapter_slot = -1
+        self.seat = -1
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
@@ -141,20 +147,21 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) + self.num_pending - self.num_prompt_tokens
 
     @property
     def num_to_compute(self) -> int:
         """Tokens whose keys and values are missing; 1 for a decode."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_output_tokens > 0 and self.num_to_compute == 1
+        num_tokens = len(self.token_ids) + self.num_pending
+        return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed == 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -177,6 +184,7 @@ class Request:
 
     def append(self, token_id: int) -> None:
         """Takes the sampled token and finishes on a stop token, at the grammar's end or at the limit."""
+        self.num_pending = 0
         self.token_ids.append(token_id)
         if self.matcher is not None and not self.matcher.advance(token_id):
             self.error_param = self.matcher.param

@@ -1,7 +1,10 @@
 """What runs in the next step: running streams, then prompt work, in progress or new, by fair share.
 
 Knows blocks, adapter slots and counters; knows no tensors and no text. A step spends at most `max_num_batched_tokens`
-tokens, cutting prompts into chunks where that is enabled.
+tokens, cutting prompts into chunks where that is enabled; else a prompt longer than that is a step's only one.
+
+The next step may be planned while one is in flight: its tokens count before they are known (`Request.num_pending`). A
+request that turns out to have ended meanwhile is in the plan for nothing, and what it computed there is dropped.
 """
 
 from adapters.device_pool import AdapterPool, Residency
@@ -38,6 +41,7 @@ class Scheduler:
         self._chunked = enable_chunked_prefill
         self._pacer = pacer if enable_chunked_prefill else None
         self._failed: list[Request] = []
+        self._free_seats = list(range(max_num_seqs - 1, -1, -1))
 
     @property
     def num_waiting(self) -> int:
@@ -57,17 +61,25 @@ class Scheduler:
         self._prefill(plan, budget)
         return plan
 
-    def commit(self, plan: Plan, sampled: dict[Request, int]) -> list[Request]:
-        """Books a step that ran: computed tokens, sampled ones, full blocks. Returns the requests that got a token."""
+    def advance(self, plan: Plan) -> None:
+        """Books a step that was launched: computed tokens, full blocks. The step before it must be committed."""
         for request, num_tokens in plan.items():
-            self.fair_share.charge(request, num_tokens)
-            request.num_computed += num_tokens
-            self.cache.register(request)
-        for request, token_id in sampled.items():
-            request.append(token_id)
+            if request.status is Status.RUNNING:  # else it ended while this step was on its way
+                self.fair_share.charge(request, num_tokens)
+                request.num_computed += num_tokens
+                self.cache.register(request)
+
+    def commit(self, sampled: dict[Request, int]) -> list[Request]:
+        """Takes a step's tokens. Returns the requests that got one: those that had not been ended meanwhile."""
+        moved = [request for request in sampled if request.status is not Status.FINISHED]
+        for request in moved:
+            is_waiting = request.status is Status.WAITING  # preempted while its token was on its way
+            request.append(sampled[request])
             if request.status is Status.FINISHED:
+                if is_waiting:
+                    self.fair_share.remove(request)
                 self._release(request)
-        return list(sampled)
+        return moved
 
     def abort(self, request_id: str) -> Request | None:
         """Finishes a request wherever it is; None if it is not here any more."""
@@ -92,6 +104,8 @@ class Scheduler:
                 break
             if request.status is not Status.RUNNING:
                 continue  # preempted for one before it
+            if request.num_output_tokens >= request.params.max_tokens:
+                continue  # its last token is in flight
             if self._grow_or_preempt(request, request.num_tokens, plan):
                 plan[request] = 1
                 budget -= 1
@@ -100,32 +114,32 @@ class Scheduler:
     def _prefill(self, plan: Plan, budget: int) -> None:
         """Prompt chunks: in progress and new ones alike go to the tenants served least, so that a tenant's long prompt
         delays another's short one by a step, not by its own length."""
-        may_drain, has_room = True, True
+        may_drain, has_room, most = True, True, budget
         in_progress = [r for r in self.running if not r.is_decoding]
         for request in self.fair_share.least_served_first(in_progress):
             if budget <= 0:
                 return
             if request.status is Status.WAITING:
-                if not has_room:
+                if not has_room or request.num_pending:
                     continue
                 if not self._adapter_ready(request, may_drain=may_drain):
                     may_drain = may_drain and request.status is Status.FINISHED
                     continue
-                has_room = self._admit(request, plan, budget)
+                has_room = self._admit(request, budget, is_first=budget == most)
                 if not has_room:
                     continue
             num_tokens = min(request.num_to_compute, budget) if self._chunked else request.num_to_compute
             plan[request] = num_tokens
             budget -= num_tokens
 
-    def _admit(self, request: Request, plan: Plan, budget: int) -> bool:
+    def _admit(self, request: Request, budget: int, *, is_first: bool) -> bool:
         """Starts a waiting request if there is a seat and room for its whole prompt; half of one would only be
-        preempted by another half."""
+        preempted by another half. is_first: no other prompt is in the step."""
         if len(self.running) >= self._max_num_seqs:
             return False
         prefix = self.cache.find_prefix(request)
         to_compute = request.num_tokens - len(prefix) * self.cache.block_size
-        if to_compute > budget and not self._chunked and plan:
+        if to_compute > budget and not self._chunked and not is_first:
             return False
         if not self.cache.can_allocate(request, request.num_tokens, prefix):
             return False
@@ -134,6 +148,7 @@ class Scheduler:
         self.cache.grow(request, request.num_tokens)
         if request.adapter is not None:
             request.adapter_slot = self.adapters.pin(request.adapter)
+        request.seat = self._free_seats.pop()
         self.running.append(request)
         return True
 
@@ -185,6 +200,8 @@ class Scheduler:
 
     def _leave_running(self, request: Request) -> None:
         self.running.remove(request)
+        self._free_seats.append(request.seat)
+        request.seat = -1
         self.cache.free(request)
         if request.adapter is not None:
             self.adapters.unpin(request.adapter)

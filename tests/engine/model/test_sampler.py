@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.sampler import sample, token_logprobs, uniforms
+from engine.model.sampler import sample as sample_on_device
+from engine.model.sampler import token_logprobs, uniforms
 from engine.scheduling.request import Request, SamplingParams
 
 
@@ -14,6 +15,10 @@ def request(seed: int = 0, prompt: list[int] | None = None, output: list[int] | 
     r = Request("r", prompt or [1], SamplingParams(max_tokens=1000, **params), seed=seed, stop_ids=frozenset({2}))
     r.token_ids += output or []
     return r
+
+
+def sample(logits: Tensor, requests: list[Request]) -> list[int]:
+    return sample_on_device(logits, requests).tolist()
 
 
 def draws(logits: Tensor, n: int = 4000, **params: Any) -> Tensor:
@@ -74,7 +79,7 @@ def test_the_same_seed_draws_the_same_and_another_draws_otherwise() -> None:
 
 
 def test_uniforms_are_uniform() -> None:
-    numbers = torch.from_numpy(uniforms([request(seed) for seed in range(20000)]))
+    numbers = torch.from_numpy(uniforms(range(20000), [1] * 20000))
     assert 0 <= float(numbers.min()) <= float(numbers.max()) < 1
     histogram = torch.histc(numbers, 10, 0, 1) / len(numbers)
     torch.testing.assert_close(histogram, torch.full((10,), 0.1, dtype=numbers.dtype), atol=0.01, rtol=0)
@@ -99,7 +104,7 @@ def test_min_tokens_bans_the_stop_token_until_then() -> None:
 
 
 def test_logprobs_name_the_token_its_rank_and_the_likeliest() -> None:
-    [entry] = token_logprobs(LOGITS[None], [3], [2])
+    [entry] = token_logprobs(LOGITS[None], torch.tensor([3]), 2).entries([2])
     assert entry.rank == 2
     assert entry.logprob == pytest.approx(float(LOGITS.log_softmax(-1)[3]))
     assert entry.top_ids == [1, 3]

@@ -36,7 +36,8 @@ def ask(scheduler: Scheduler, tenant: str, prompt: int, max_tokens: int = 4, sta
 def step(scheduler: Scheduler) -> dict[Request, int]:
     plan = scheduler.schedule()
     ready = {r: 1 for r, n in plan.items() if r.num_computed + n == r.num_tokens}
-    scheduler.commit(plan, ready)
+    scheduler.advance(plan)
+    scheduler.commit(ready)
     return plan
 
 

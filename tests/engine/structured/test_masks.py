@@ -43,7 +43,7 @@ class Vocabulary:
         generator = torch.Generator().manual_seed(seed)
         while live := [r for r in requests if r.status is not Status.FINISHED]:
             logits = torch.randn(len(live), self.width, generator=generator) * 3
-            for request, token in zip(live, sample(logits, live), strict=True):
+            for request, token in zip(live, sample(logits, live).tolist(), strict=True):
                 request.append(token)
         return [self.tokenizer.decode(r.token_ids[1:]) for r in requests]
 
@@ -120,10 +120,10 @@ def test_the_end_is_allowed_where_the_grammar_accepts_and_only_there(vocabulary:
     request = vocabulary.request("regex", "ab?", temperature=0.0)
     wants_the_end = torch.zeros(1, vocabulary.width)
     wants_the_end[0, end] = 9.0
-    [first] = sample(wants_the_end.clone(), [request])
+    [first] = sample(wants_the_end.clone(), [request]).tolist()
     assert vocabulary.tokenizer.token_bytes(first) in (b"a", b"ab")
     request.append(first)
-    assert sample(wants_the_end.clone(), [request]) == [end]
+    assert sample(wants_the_end.clone(), [request]).tolist() == [end]
     request.append(end)
     assert (request.status, request.finish_reason) == (Status.FINISHED, "stop")
 
@@ -162,7 +162,7 @@ def test_a_preempted_request_goes_on_where_it_was(vocabulary: Vocabulary) -> Non
     for row in logits:
         for r in (request, twin):
             if r.status is not Status.FINISHED:
-                r.append(sample(row[None].clone(), [r])[0])
+                r.append(int(sample(row[None].clone(), [r])[0]))
         if request.status is not Status.FINISHED:
             request.preempt()
             request.start(0)

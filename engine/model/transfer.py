@@ -1,0 +1,72 @@
+"""Between host and device without waiting: one copy each way for all that a step needs.
+
+On a GPU copies go through pinned memory of torch's caching allocator, which reuses a buffer only when its copy is done.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+
+
+def upload(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """The arrays on the device, in order. On the CPU the tensors share the arrays' memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    there = _pack(arrays, pinned=True).to(device, non_blocking=True)
+    return views(there, arrays)
+
+
+def refill(there: Tensor, arrays: Sequence[np.ndarray]) -> None:
+    """Overwrites `there`, as `packed` made it for arrays of the same shapes, by one copy."""
+    there.copy_(_pack(arrays, pinned=there.device.type == "cuda"), non_blocking=True)
+
+
+def packed(device: torch.device, arrays: Sequence[np.ndarray]) -> Tensor:
+    """The arrays side by side in one buffer of bytes on the device; `views` has them apart again."""
+    return _pack(arrays, pinned=False).to(device)
+
+
+def views(buffer: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """The parts of a packed buffer, shaped and typed as the arrays it was packed from."""
+    found, at = [], 0
+    for array in arrays:
+        part = buffer[at : at + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+        found.append(part.view(array.shape))
+        at += _aligned(array.nbytes)
+    return found
+
+
+def _pack(arrays: Sequence[np.ndarray], *, pinned: bool) -> Tensor:
+    buffer = torch.empty(sum(_aligned(a.nbytes) for a in arrays), dtype=torch.uint8, pin_memory=pinned)
+    to, at = buffer.numpy(), 0
+    for array in arrays:
+        to[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        at += _aligned(array.nbytes)
+    return buffer
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Download:
+    """Tensors on their way to the host. Nothing waits for them but the host, when it calls `wait`."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = list(tensors)
+        if any(t.device.type == "cuda" for t in tensors):
+            self._host = [
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors
+            ]
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

@@ -1,0 +1,192 @@
+"""Planning ahead changes nothing: the same requests, each step read before and after the next one is launched."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.host_cache import HostCache
+from adapters.manifest import BaseShape
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.scheduling.request import RequestOutput, SamplingParams
+from engine.structured.compiler import GrammarCompiler
+from engine.structured.spec import GrammarSpec
+from engine.tokenizer import Tokenizer
+from tests.engine.tiny import save_adapter, save_model
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
+
+# Every way to choose a token, and every way to end.
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"seed": 1},
+    {"seed": 2, "top_k": 7, "temperature": 1.5},
+    {"seed": 3, "top_p": 0.8, "min_p": 0.01},
+    {"seed": 4, "presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "temperature": 3.0},
+    {"seed": 5, "logit_bias": {7: 4.0, 9: -20.0}, "logprobs": 3},
+    {"temperature": 0.0, "prompt_logprobs": 2, "logprobs": 0},
+    {"seed": 6, "stop_token_ids": tuple(range(0, 380, 9)), "temperature": 2.0},
+    {"seed": 7, "stop_token_ids": tuple(range(0, 380, 3)), "temperature": 2.0, "min_tokens": 9},
+    {"seed": 8, "max_tokens": 1},
+    {},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder / "base", max_model_len=256)
+    for i in range(3):
+        save_adapter(folder / f"adapter-{i}", rank=3 + 2 * i, seed=i)
+    return folder
+
+
+Make = Callable[..., tuple[Engine, list[str]]]
+
+
+@pytest.fixture
+def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
+    """An engine and the digests of its three adapters."""
+
+    def make(**options: Any) -> tuple[Engine, list[str]]:
+        host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
+        request.addfinalizer(host.close)
+        options = {
+            "dtype": "float32", "device": "cpu", "max_lora_rank": 8, "adapter_memory": 4 << 20, "max_num_seqs": 6,
+            "kv_cache_memory": 64 * BLOCK_BYTES, "max_num_batched_tokens": 32, **options,
+        }  # fmt: skip
+        engine = Engine(EngineConfig(model=str(model / "base"), **options), host)
+        request.addfinalizer(engine.close)
+        return engine, [host.add_path(model / f"adapter-{i}") for i in range(3)]
+
+    return make
+
+
+def add(engine: Engine, digests: list[str], i: int, **more: Any) -> None:
+    params = {"max_tokens": 40, "ignore_eos": True, **PARAMS[i % len(PARAMS)], **more}
+    prompt = [3 + (7 * i + j) % 370 for j in range(1 + 11 * (i % 5))]
+    adapter = None if i % 4 == 3 else digests[i % 4]
+    engine.add_request(str(i), prompt, SamplingParams(**params), adapter=adapter, tenant=f"tenant-{i % 3}")
+
+
+def join(said: dict[str, list[RequestOutput]]) -> dict[str, Any]:
+    """Of each request: its tokens, its end and its logprobs, whichever steps brought them."""
+    return {
+        request_id: (
+            [token for o in outputs for token in o.token_ids],
+            outputs[-1].finish_reason,
+            outputs[-1].num_output_tokens,
+            [entry for o in outputs for entry in o.logprobs or []],
+            [entry for o in outputs for entry in o.prompt_logprobs or []],
+        )
+        for request_id, outputs in said.items()
+    }
+
+
+def run(engine: Engine, digests: list[str], n: int = 2 * len(PARAMS), **more: Any) -> dict[str, Any]:
+    said: dict[str, list[RequestOutput]] = {}
+    for i in range(n):
+        add(engine, digests, i, **more)
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            said.setdefault(output.request_id, []).append(output)
+    assert all_is_free(engine)
+    return dict(sorted(join(said).items()))
+
+
+def all_is_free(engine: Engine) -> bool:
+    state = engine.state()
+    free = state.num_free_blocks == state.num_blocks and state.num_running == state.num_waiting == 0
+    return free and all(engine.unload_adapter(digest) for digest in state.resident_adapters)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """Filled by the first test that needs it; every engine here answers the same."""
+    return {}
+
+
+def twin(expected: dict[str, Any], make_engine: Make) -> dict[str, Any]:
+    if not expected:
+        expected.update(run(*make_engine(async_scheduling=False)))
+    return expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_memory": 9 * BLOCK_BYTES, "max_model_len": 100},
+        {"adapter_memory": "one at a time"},
+        {"enable_chunked_prefill": False},
+        {"max_num_seqs": 2},
+    ],
+    ids=["plain", "preempted", "swapped", "unchunked", "two seats"],
+)
+def test_every_parameter_answers_as_without(
+    options: dict[str, Any], expected: dict[str, Any], make_engine: Make
+) -> None:
+    if "adapter_memory" in options:
+        pool = make_engine()[0].adapters
+        options = {"adapter_memory": pool.page_bytes * pool.max_pages}
+    engine, digests = make_engine(async_scheduling=True, **options)
+    assert run(engine, digests) == twin(expected, make_engine)
+    state = engine.state()
+    assert (state.num_preemptions > 0) == ("kv_cache_memory" in options)
+    assert (state.num_adapter_evictions > 3) == ("adapter_memory" in options)
+
+
+def test_an_abort_takes_effect_between_two_steps_and_touches_nobody_else(
+    expected: dict[str, Any], make_engine: Make
+) -> None:
+    engine, digests = make_engine(async_scheduling=True)
+    said: dict[str, list[RequestOutput]] = {}
+    aborted = {"1": 1, "4": 5, "8": 2, "12": 30}
+    for i in range(2 * len(PARAMS)):
+        add(engine, digests, i)
+    while engine.has_work():
+        for output in engine.step():
+            said.setdefault(output.request_id, []).append(output)
+            if output.num_output_tokens == aborted.get(output.request_id):
+                engine.abort(output.request_id)
+    assert all_is_free(engine)
+    whole, cut = twin(expected, make_engine), join(said)
+    for request_id, answer in cut.items():
+        if request_id in aborted:
+            assert answer[:2] == (whole[request_id][0][: aborted[request_id]], None)
+        else:
+            assert answer == whole[request_id]
+    assert cut.keys() == whole.keys()
+
+
+def test_an_id_may_be_used_again_while_its_last_token_is_in_flight(make_engine: Make) -> None:
+    engine, digests = make_engine(async_scheduling=True)
+    add(engine, digests, 0)
+    while not engine.step():
+        pass
+    engine.abort("0")
+    add(engine, digests, 0)
+    tokens: list[int] = []
+    while engine.has_work():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    plain, digests = make_engine(async_scheduling=False)
+    add(plain, digests, 0)
+    again: list[int] = []
+    while plain.has_work():
+        again += [token for output in plain.step() for token in output.token_ids]
+    assert tokens == again
+
+
+def test_grammars_follow_the_tokens_before_them(model: Path, make_engine: Make) -> None:
+    tokenizer = Tokenizer.from_dir(model / "base")
+    texts = []
+    for async_scheduling in (False, True):
+        engine, digests = make_engine(async_scheduling=async_scheduling)
+        compiler = GrammarCompiler(tokenizer.to_json, engine.model_config.vocab_size, engine.eos_token_ids)
+        grammar = compiler.compile(GrammarSpec("regex", "(ab|cd){3,9}z"))
+        texts.append(run(engine, digests, 8, grammar=grammar, ignore_eos=False, stop_token_ids=(), min_tokens=0, logit_bias={}))
+    assert texts[0] == texts[1]
