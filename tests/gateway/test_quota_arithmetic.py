@@ -1,0 +1,176 @@
+"""The quota's script under a clock that the test moves: against its twin in Python, step by step, and against what its
+answers promise."""
+
+import uuid
+from collections.abc import Iterator
+from fractions import Fraction
+from importlib import resources
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from gateway.admission.limits import KINDS, Limit
+from gateway.admission.local import WINDOW, LocalLimits
+from gateway.records.prices import Price
+
+SOURCE = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")
+CLOCK = "redis.call('TIME')"
+# 2026-02-27, 23:59:58: a month's end is near.
+START = 1_772_236_798_000_000
+MS, SECOND, DAY = 1000, 1_000_000, 86_400_000_000
+
+
+class Script:
+    """One tenant's quota; `now` is in microseconds."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        assert SOURCE.count(CLOCK) == 1
+        self._call = client.register_script(
+            SOURCE.replace(CLOCK, "{ARGV[#ARGV - 1], ARGV[#ARGV]}; ARGV[#ARGV] = nil; ARGV[#ARGV] = nil")
+        )
+        tag = f"loraplex:{{{uuid.uuid4().hex}}}:"
+        self._keys = [tag + part for part in ("quota", "leases", "held", "usage")]
+        self.now = START
+
+    def call(self, *arguments: Any) -> Any:
+        return self._call(keys=self._keys, args=[*arguments, self.now // SECOND, self.now % SECOND])
+
+    def acquire(
+        self, request_id: str, limits: list[Limit], prompt: int, completion: int, step: int, price: Price
+    ) -> tuple[bool, int, list[tuple[int, int, int]]]:
+        flat = [item for limit in limits for item in (limit.field, limit.value)]
+        allowed, granted, *rest = self.call(
+            "acquire", request_id, 10**9, prompt, completion, step, price.highest_input, price.output, "{}", *flat
+        )
+        return bool(allowed), granted, [(rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3)]
+
+    def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:
+        return self.call("settle", request_id, tokens, cost, int(counts), "{}") is not None
+
+
+@pytest.fixture(scope="module")
+def client(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+values = st.one_of(st.integers(1, 30), st.integers(1, 10_000), st.integers(10**6, 10**10))
+limit_sets = st.lists(
+    st.builds(
+        lambda owner, kind, value: Limit(f"{owner}:{kind}", owner, kind, value),
+        st.sampled_from(["tenant", "key", "model"]),
+        st.sampled_from(sorted(KINDS.values())),
+        values,
+    ),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda limit: limit.field,
+)
+prices = st.builds(
+    Price, input=st.integers(0, 10**7), cached=st.integers(0, 10**7), output=st.sampled_from([0, 1, 999_999, 10**9])
+)
+waits = st.one_of(st.integers(0, 3 * SECOND), st.integers(0, 2 * DAY))
+takes = st.tuples(
+    st.just("take"), waits, st.integers(0, 50), st.one_of(st.integers(0, 20), st.integers(0, 10**6)), st.booleans()
+)
+settles = st.tuples(st.just("settle"), waits, st.integers(0, 20), st.floats(0, 2), st.booleans())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(limits=limit_sets, price=prices, steps=st.lists(st.one_of(takes, settles), min_size=1, max_size=25))
+def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list[Limit], price: Price, steps: list):
+    script, twin = Script(client), LocalLimits()
+    held: list[tuple[str, int, int]] = []
+    for number, (action, wait, *rest) in enumerate(steps):
+        script.now += wait
+        if action == "take":
+            prompt, completion, shorten = rest
+            step = 1 if shorten else max(1, completion)
+            request_id = f"r{number}"
+            answer = twin.acquire("", request_id, limits, prompt, completion, step, price, script.now)
+            assert script.acquire(request_id, limits, prompt, completion, step, price) == (
+                answer.allowed,
+                answer.granted,
+                answer.states,
+            )
+            if answer.allowed:
+                assert min(step, completion) <= answer.granted <= completion
+                tokens = prompt + answer.granted
+                held.append((request_id, tokens, price.highest_cost(prompt, answer.granted)))
+        elif held:
+            index, part, counts = rest
+            request_id, tokens, cost = held[index % len(held)]
+            used, cost = int(tokens * part), int(cost * part)
+            settled = twin.settle("", request_id, used, cost, counts=counts, now=script.now)
+            assert script.settle(request_id, used, cost, counts) == settled
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    limits=limit_sets.map(lambda found: [limit for limit in found if limit.kind not in "co"]),
+    price=prices,
+    before=st.lists(st.tuples(st.integers(0, SECOND), st.integers(0, 30), st.integers(0, 1000)), max_size=15),
+    tokens=st.integers(1, 1000),
+)
+@example(limits=[Limit("tenant:t", "tenant", "t", 7)], price=Price(), before=[(0, 0, 7)], tokens=3)
+@example(limits=[Limit("key:d", "key", "d", 10**10)], price=Price(), before=[(0, 0, 10**10)], tokens=1)
+@example(limits=[Limit("tenant:b", "tenant", "b", 5)], price=Price(output=10**6), before=[(0, 0, 5)], tokens=1)
+def test_who_waits_as_long_as_told_is_served_and_who_waits_a_millisecond_less_is_not(
+    client: redis.Redis, limits: list[Limit], price: Price, before: list, tokens: int
+):
+    script = Script(client)
+    for number, (wait, prompt, completion) in enumerate(before):
+        script.now += wait
+        script.acquire(f"r{number}", limits, prompt, completion, max(1, completion), price)
+    if any(limit.amount(tokens, price.highest_cost(0, tokens)) > limit.value for limit in limits):
+        return  # refused for good, before any script is asked
+    allowed, _, states = script.acquire("asks", limits, 0, tokens, tokens, price)
+    wait = max((wait for _, wait, _ in states), default=0)
+    assert allowed == (wait == 0)
+    if not allowed:
+        script.now += (wait - 1) * MS
+        assert not script.acquire("too early", limits, 0, tokens, tokens, price)[0]
+        script.now += MS
+        assert script.acquire("in time", limits, 0, tokens, tokens, price)[0]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from("rtd"),
+    value=values,
+    steps=st.lists(st.tuples(st.integers(0, 20 * SECOND), st.integers(1, 10**6)), min_size=1, max_size=40),
+)
+def test_never_one_token_more_than_the_limit_and_what_came_back(
+    client: redis.Redis, kind: str, value: int, steps: list
+):
+    """By exact arithmetic; who takes all that is left each time finds no way round it."""
+    script, limit = Script(client), Limit(f"tenant:{kind}", "tenant", kind, value)
+    taken = 0
+    for number, (wait, tokens) in enumerate(steps):
+        script.now += wait
+        allowed, granted, _ = script.acquire(f"r{number}", [limit], 0, tokens, 1, Price())
+        if allowed:
+            taken += limit.amount(granted, 0)
+        elapsed = Fraction(script.now - START - steps[0][0], WINDOW[kind])
+        # The script's own slack for what doubles cannot say: a thousandth of a token.
+        assert taken <= value * (1 + elapsed) + Fraction(2, 1000)
+
+
+@pytest.mark.parametrize("before_it_ends", ["2026-02-28", "2028-02-29", "2026-12-31", "2026-04-30", "2100-02-28"])
+def test_a_budget_is_a_calendar_months(client: redis.Redis, before_it_ends: str):
+    from datetime import UTC, datetime
+
+    script = Script(client)
+    script.now = int(datetime.fromisoformat(before_it_ends).replace(tzinfo=UTC).timestamp()) * SECOND + DAY - SECOND
+    limits, price = [Limit("tenant:b", "tenant", "b", 100)], Price(output=10**6)
+    assert script.acquire("a", limits, 0, 100, 100, price) == (True, 100, [(0, 0, 1000)])
+    assert script.acquire("b", limits, 0, 1, 1, price) == (False, 1, [(0, 1000, 1000)])
+    script.now += SECOND
+    # A new month; what is settled of the last one's is not this one's.
+    assert script.acquire("c", limits, 0, 60, 60, price)[0]
+    assert script.settle("a", 10, 10, True)
+    allowed, _, [(remaining, _, _)] = script.acquire("d", limits, 0, 41, 41, price)
+    assert (allowed, remaining) == (False, 40)
