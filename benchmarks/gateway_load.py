@@ -1,8 +1,9 @@
 """Load for measuring the gateway: as many connections as asked, each one request after the other, little work each.
 
-Prints one JSON line: of whole answers the latency and what of it was not the engine's own time, of streams how long each
-event was on its way and
-how much longer the gap before it was at the reader than at the engine; all in milliseconds.
+Prints one JSON line: of whole answers the latency and what of it was not the engine's own time, of streams how long
+each event was on its way and how much longer the gap before it was at the reader than at the engine; all in
+milliseconds. The connections begin one after the other within START_SECONDS: at once, their first requests would
+measure each other.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import time
 from urllib.parse import urlsplit
 
 MADE = re.compile(rb"made_us=(\d+) ")
+START_SECONDS = 0.5
 TAKEN = re.compile(rb"engine_us=(\d+) ")
 LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
@@ -96,7 +98,9 @@ class Load:
         loop = asyncio.get_running_loop()
         self.ended = loop.create_future()
         started = time.perf_counter()
-        for request in self.requests:
+        connections = self.open
+        for index, request in enumerate(self.requests):
+            await asyncio.sleep(max(0.0, started + START_SECONDS * index / connections - time.perf_counter()))
             await loop.create_connection(lambda request=request: Connection(self, request), *self.address)
         await self.ended
         seconds = time.perf_counter() - started
