@@ -116,12 +116,11 @@ async def test_a_client_that_leaves_stops_the_engine_and_is_written_down(
 
     await until(lambda: _true(upstream.cancelled), seconds=1)
     used = await rows(tenant)
-    if stream:
-        assert 4 <= used["completion_tokens"] < 20
-        assert used["prompt_tokens"] == PROMPT_TOKENS
-    else:
-        # No token was said to be made; the prompt was.
-        assert (used["prompt_tokens"], used["completion_tokens"]) == (2, 0)
+    # What the engine says that it did, whoever heard of it.
+    [done] = upstream.finished.values()
+    assert done["completion_tokens"] < 100
+    assert used["completion_tokens"] == done["completion_tokens"]
+    assert used["prompt_tokens"] == PROMPT_TOKENS
     page = (await gateway.nobody.get("/admin/", headers=_basic())).body.decode()
     assert "cancelled" in page
     # The slot is free again, and what was reserved and not used is given back.

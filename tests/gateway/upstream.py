@@ -23,6 +23,8 @@ class Upstream:
         self.url = ""
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.cancelled = 0
+        # What each request has cost, by its id, as `GET /finished` says.
+        self.finished: dict[str, dict[str, Any]] = {}
         self.events = 0
         self.healthy = True
         self.resident: list[str] = []
@@ -31,6 +33,7 @@ class Upstream:
         self.refuses: tuple[int, str] | Literal[False] | None = False
         # An engine that doesn't speak our extension, as vLLM.
         self.says_progress = True
+        self.remembers = True
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator["Upstream"]:
@@ -39,6 +42,7 @@ class Upstream:
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/state", self._state)
+        app.router.add_get("/finished", self._finished)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         try:
@@ -55,6 +59,15 @@ class Upstream:
         assert request.headers["x-loraplex-internal-token"] == TOKEN
         state = {"generation": 1, "model": self.model, "adapters_resident": self.resident, "running": 0, "waiting": 0}
         return web.json_response(state)
+
+    async def _finished(self, request: web.Request) -> web.Response:
+        assert request.headers["x-loraplex-internal-token"] == TOKEN
+        known = [self.finished[i] for i in request.query["ids"].split(",") if i in self.finished]
+        for _ in range(round(100 * float(request.query["wait"]))):
+            if all(each["finish_reason"] is not None for each in known):
+                break
+            await asyncio.sleep(0.01)
+        return web.json_response({"object": "list", "data": known})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("x-loraplex-internal-token") != TOKEN:
@@ -73,20 +86,33 @@ class Upstream:
         if "status" in how:
             detail = {"message": f"no: {body['model']}", "type": "t", "param": "prompt", "code": "c"}
             return web.json_response({"error": detail}, status=how["status"])
+        mine = {"id": request.headers.get("x-request-id"), "finish_reason": None, "completion_tokens": 0}
+        mine |= {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
+        if self.remembers:
+            self.finished[mine["id"]] = mine
         try:
             if body.get("stream"):
-                return await self._stream(request, body, how)
-            await asyncio.sleep(how.get("delay", 0) * how.get("tokens", 2))
+                response = await self._stream(request, body, how, mine)
+                mine["finish_reason"] = "stop"
+                return response
+            for _ in range(min(how.get("tokens", 2), body["max_tokens"])):
+                await asyncio.sleep(how.get("delay", 0))
+                mine["completion_tokens"] += 1
+            mine["finish_reason"] = "stop"
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        finally:
+            mine["finish_reason"] = mine["finish_reason"] or "abort"
         tokens = min(how.get("tokens", 2), body["max_tokens"])
         choice = {"index": 0, "finish_reason": "stop"}
         chat = request.path.endswith("chat/completions")
         choice |= {"message": {"role": "assistant", "content": "a" * tokens}} if chat else {"text": "a" * tokens}
         return web.json_response({**self._envelope(body), "choices": [choice], "usage": usage(tokens)})
 
-    async def _stream(self, request: web.Request, body: dict[str, Any], how: dict[str, Any]) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], how: dict[str, Any], mine: dict[str, Any]
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         chat = request.path.endswith("chat/completions")
@@ -98,6 +124,7 @@ class Upstream:
             choice |= {"delta": {"content": "a" * step}} if chat else {"text": "a" * step}
             event = {**self._envelope(body), "choices": [choice], "usage": None}
             if self.says_progress:
+                mine["completion_tokens"] = made
                 counts = {"completion_tokens": made, "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
                 event["loraplex"] = counts
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")

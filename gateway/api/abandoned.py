@@ -1,0 +1,132 @@
+"""Requests whose gateway died: settled by any other one, by what their engine says that it generated for them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+
+import msgspec
+
+from engine.responses import FinishedRequest
+from gateway.admission.quota import ExpiredLease, Quota
+from gateway.errors import Unavailable
+from gateway.fleet.finished import FinishedClient
+from gateway.metrics import Metrics
+from gateway.records.ledger import Ledger
+from gateway.records.prices import Price
+from gateway.records.usage import UsageRow, encode
+from gateway.records.usage_stream import UsageStream
+
+log = logging.getLogger(__name__)
+
+# An engine that is away may come back and know: that is waited for so long. After it the last progress counts.
+ENGINE_PATIENCE_SECONDS = 60.0
+
+Answers = dict[str, dict[str, FinishedRequest] | None]
+"""By engine's URL: what it knows by request id; None where it could not be asked."""
+
+
+class Abandoned:
+    """engines: the URLs of our own engines that there are."""
+
+    def __init__(
+        self,
+        quota: Quota,
+        stream: UsageStream,
+        ledger: Ledger,
+        metrics: Metrics,
+        finished: FinishedClient,
+        engines: Callable[[], Iterable[str]],
+        every_seconds: float,
+    ) -> None:
+        self._quota = quota
+        self._stream = stream
+        self._ledger = ledger
+        self._metrics = metrics
+        self._finished = finished
+        self._engines = engines
+        self._every_seconds = every_seconds
+        # When each was first found here, for those that could not be settled yet (monotonic seconds).
+        self._found: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """For ever. Run it as a task."""
+        while True:
+            await asyncio.sleep(self._every_seconds)
+            try:
+                await self.settle_all()
+            except Unavailable as error:
+                log.warning("requests of gateways that died wait to be settled: %s", error)
+
+    async def settle_all(self) -> None:
+        """Once through all tenants. Raises Unavailable."""
+        seen: dict[str, float] = {}
+        for tenant_id in await self._stream.tenants():
+            leases = await self._quota.expired(tenant_id)
+            if not leases:
+                continue
+            answers = await self._ask(leases)
+            for lease in leases:
+                request_id = lease.reservation.request_id
+                seen[request_id] = self._found.get(request_id, time.monotonic())
+                patient = time.monotonic() - seen[request_id] < ENGINE_PATIENCE_SECONDS
+                outcome = find_outcome(lease, answers, patient=patient)
+                if outcome is not None:
+                    await self._settle(lease, outcome)
+        self._found = seen
+
+    async def _ask(self, leases: list[ExpiredLease]) -> Answers:
+        ids = [lease.reservation.request_id for lease in leases]
+        urls = {*self._engines(), *(lease.progress.engine_url for lease in leases if lease.progress is not None)}
+        answers = await asyncio.gather(*(self._finished.ask(url, ids) for url in urls))
+        return dict(zip(urls, answers, strict=True))
+
+    async def _settle(self, lease: ExpiredLease, outcome: FinishedRequest) -> None:
+        row = abandoned_row(lease, outcome)
+        used = row.prompt_tokens + row.completion_tokens
+        entry_id = await self._quota.settle(lease.reservation, tokens=used, cost=row.cost, event=encode(row))
+        if entry_id is not None:
+            log.warning("request %s of a gateway that died is settled: %d tokens", row.request_id, used)
+            self._metrics.finished(row)
+            self._ledger.settled(entry_id, row)
+
+
+def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> FinishedRequest | None:
+    """What the request has cost; None if that will be known better later: it runs, its gateway living after all, or
+    its engine is away and `patient`."""
+    request_id, progress = lease.reservation.request_id, lease.progress
+    known = [record for answer in answers.values() if answer and (record := answer.get(request_id)) is not None]
+    if any(record.finish_reason is None for record in known):
+        return None
+    if known:
+        # Tried on one engine and served by another: that one did the work.
+        return max(known, key=lambda record: record.completion_tokens)
+    may_know = answers.values() if progress is None else [answers.get(progress.engine_url)]
+    if patient and any(answer is None for answer in may_know):
+        return None
+    if progress is None:
+        return FinishedRequest(request_id, "abort", 0, 0, 0)
+    return FinishedRequest(request_id, "abort", progress.prompt_tokens, progress.completion_tokens, 0)
+
+
+def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
+    """lease.lease is `accounting.lease_note`'s."""
+    fields = dict(lease.lease)
+    price = msgspec.convert(fields.pop("price"), Price)
+    created_at = msgspec.convert(fields.pop("created_at"), datetime)
+    return UsageRow(
+        **fields,
+        request_id=lease.reservation.request_id,
+        tenant_id=lease.reservation.tenant_id,
+        engine=None if lease.progress is None else lease.progress.engine_url,
+        prompt_tokens=outcome.prompt_tokens,
+        completion_tokens=outcome.completion_tokens,
+        cached_tokens=outcome.cached_tokens,
+        cost=price.cost(outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens),
+        latency_ms=max(0, round((datetime.now(UTC) - created_at).total_seconds() * 1000)),
+        ttft_ms=None,
+        status="abandoned",
+        finish_reason=outcome.finish_reason,
+        created_at=created_at,
+    )

@@ -1,0 +1,64 @@
+"""Asking engines what requests have cost: for those whose answer this gateway did not see the end of."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import ClientError, ClientSession, ClientTimeout
+
+from engine.responses import FinishedRequest, FinishedRequestList
+
+log = logging.getLogger(__name__)
+
+# What an engine may hold an answer back until a request has ended, and how long one may take beyond that (seconds).
+WAIT_SECONDS = 2.0
+ANSWER_SECONDS = 3.0
+# Request ids in one question: they go into the URL.
+PAGE = 50
+
+
+class FinishedClient:
+    """Of our own engines; others do not know the question."""
+
+    def __init__(self, session: ClientSession, internal_token: str) -> None:
+        self._session = session
+        self._headers = {"x-loraplex-internal-token": internal_token}
+
+    async def ask(
+        self, engine_url: str, request_ids: Sequence[str], wait: float = 0.0
+    ) -> dict[str, FinishedRequest] | None:
+        """What the engine knows of them, once none runs or `wait` seconds are over. None: it could not be asked."""
+        found: dict[str, FinishedRequest] = {}
+        for start in range(0, len(request_ids), PAGE):
+            query = {"ids": ",".join(request_ids[start : start + PAGE]), "wait": str(wait)}
+            page = await self._get(engine_url, query, wait + ANSWER_SECONDS)
+            if page is None:
+                return None
+            found |= {each.id: each for each in page}
+        return found
+
+    async def _get(self, engine_url: str, query: dict[str, str], seconds: float) -> list[FinishedRequest] | None:
+        timeout = ClientTimeout(total=seconds)
+        try:
+            async with self._session.get(
+                f"{engine_url}/finished", params=query, headers=self._headers, timeout=timeout
+            ) as response:
+                if response.status == 404:
+                    return []
+                response.raise_for_status()
+                return msgspec.json.decode(await response.read(), type=FinishedRequestList).data
+        except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            log.warning("engine %s could not be asked what requests have cost: %s", engine_url, type(error).__name__)
+            return None
+
+    async def outcome(self, engine_url: str, request_id: str, seconds: float) -> FinishedRequest | None:
+        """What one request has cost in the end. None: the engine does not know, is away, or it runs for longer."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while (left := deadline - loop.time()) > 0:
+            found = await self.ask(engine_url, [request_id], min(left, WAIT_SECONDS))
+            record = None if found is None else found.get(request_id)
+            if record is None or record.finish_reason is not None:
+                return record
+        return None

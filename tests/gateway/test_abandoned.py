@@ -1,0 +1,106 @@
+"""Requests whose gateway died are settled by another: once, with what the engine says, or with what is known at last."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.responses import FinishedRequest
+from gateway.admission.auth import TenantPrincipal
+from gateway.admission.quota import ExpiredLease, Progress, Quota, Reservation
+from gateway.admission.store import connect
+from gateway.api.abandoned import abandoned_row, find_outcome
+from gateway.api.accounting import lease_note
+from gateway.records.catalog import Model
+from gateway.records.prices import FREE
+from gateway.records.tenants import Limits, Tenant
+from tests.gateway.running import Gateway, running, settings, until
+from tests.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, Upstream
+
+ENGINE, OTHER = "http://engine", "http://other"
+
+
+def lease(progress: Progress | None = None) -> ExpiredLease:
+    note = {
+        "tenant": "acme",
+        "key_id": "k",
+        "endpoint": "chat",
+        "model": "m",
+        "adapter_digest": None,
+        "created_at": "2026-01-01T12:00:00Z",
+        "price": {"input": 2_000_000, "cached": 1_000_000, "output": 3_000_000},
+    }
+    reservation = Reservation(request_id="r", tenant_id="t", tokens=100, max_tokens=0, headers={})
+    return ExpiredLease(reservation=reservation, lease=note, progress=progress)
+
+
+def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequest]:
+    return {"r": FinishedRequest("r", reason, 7, completion_tokens, 2)}
+
+
+@pytest.mark.parametrize(
+    "progress, answers, patient, expected",
+    [
+        # It is known what it has cost, at whichever engine.
+        (None, {ENGINE: record("stop", 5), OTHER: {}}, True, 5),
+        (Progress(ENGINE, 7, 3), {ENGINE: record("abort", 5), OTHER: None}, True, 5),
+        (None, {ENGINE: record("killed", 1), OTHER: record("stop", 5)}, True, 5),
+        # It runs: its gateway may live.
+        (None, {ENGINE: record(None, 5), OTHER: {}}, False, None),
+        # Who may know is away.
+        (None, {ENGINE: {}, OTHER: None}, True, None),
+        (Progress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, True, None),
+        # Who could know doesn't, or was waited for.
+        (Progress(ENGINE, 7, 3), {ENGINE: {}, OTHER: None}, True, 3),
+        (Progress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, False, 3),
+        (None, {ENGINE: {}, OTHER: {}}, True, 0),
+        (None, {ENGINE: None}, False, 0),
+        (None, {}, True, 0),
+    ],
+)
+def test_what_a_request_has_cost(progress: Progress | None, answers: Any, patient: bool, expected: int | None):
+    outcome = find_outcome(lease(progress), answers, patient=patient)
+    assert (outcome and outcome.completion_tokens) == expected
+
+
+def test_the_row_of_an_abandoned_request_has_its_price():
+    row = abandoned_row(lease(Progress(ENGINE, 7, 3)), record("abort", 5)["r"])
+    assert (row.tenant, row.tenant_id, row.request_id, row.engine) == ("acme", "t", "r", ENGINE)
+    assert (row.prompt_tokens, row.completion_tokens, row.cached_tokens) == (7, 5, 2)
+    assert row.cost == (7 - 2) * 2 + 2 * 1 + 5 * 3
+    assert (row.status, row.finish_reason) == ("abandoned", "abort")
+
+
+async def test_a_living_gateway_settles_what_a_dead_one_held(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
+):
+    """A lease that nobody extends, taken as by a gateway that then died; its engine has done the work."""
+    upstream.finished["orphan"] = {
+        "id": "orphan",
+        "finish_reason": "abort",
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": 9,
+        "cached_tokens": CACHED_TOKENS,
+    }
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url, lease_seconds=0.6)
+    async with running(of) as gateway:
+        heir = await gateway.tenant("heir", max_concurrent=1)
+        tenant_id = (await gateway.admin.get("/admin/api/tenants/heir")).json["id"]
+        async with connect(redis_url, 5.0) as redis:
+            dead = Quota(redis, 5.0, 0.6)
+            tenant = Tenant(id=tenant_id, name="heir", limits=Limits(max_concurrent=1), created_at=datetime.now(UTC))
+            principal = TenantPrincipal(key_id="k", tenant=tenant)
+            note = lease_note(principal, "completions", Model(name="base", digest=None), FREE)
+            await dead.acquire(principal, "base", "orphan", PROMPT_TOKENS, 20, lease=note)
+            await dead.close()
+        await until(lambda: has_used(gateway, 1), 60)
+        [used] = await heir.usage()
+        assert (used["prompt_tokens"], used["completion_tokens"], used["cached_tokens"]) == (11, 9, 3)
+        # Its place is free, and what it had taken is given back but for what was used.
+        assert (await heir.complete(x_engine={"tokens": 2})).status == 200
+
+
+async def has_used(gateway: Gateway, requests: int) -> bool:
+    total = (await gateway.admin.get("/admin/api/usage?tenant=heir")).json["total"]
+    return total["requests"] == requests
