@@ -32,17 +32,25 @@ KEEP_SECONDS = 4.0
 
 
 class EngineGone(Exception):
-    """The engine could not be reached, or left before it answered anything: another one may be tried."""
+    """The engine could not be reached, or left before it answered anything: another one may be tried.
+
+    had_it: the engine may have read the request, which may be why it left.
+    """
+
+    def __init__(self, had_it: bool) -> None:
+        super().__init__(had_it)
+        self.had_it = had_it
 
 
 class EngineRefused(Exception):
     """No engine began to answer. error: what the client is told. status: the last engine's own, None if it said
-    nothing."""
+    nothing. broken: it is the engine that failed, whatever the request was."""
 
-    def __init__(self, error: GatewayError, status: int | None = None) -> None:
+    def __init__(self, error: GatewayError, status: int | None = None, *, broken: bool = False) -> None:
         super().__init__(error.message)
         self.error = error
         self.status = status
+        self.broken = broken
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,9 +94,12 @@ class EngineClient:
             response = await post(engine, call)
         except (ClientConnectorError, ServerDisconnectedError, ConnectionError) as error:
             engine.mark_down(f"{type(error).__name__} at a request")
-            raise EngineGone from error
+            raise EngineGone(had_it=not isinstance(error, ClientConnectorError)) from error
         except (ClientError, OSError, TimeoutError) as error:
-            raise EngineRefused(UpstreamFailed(f"The engine did not answer ({type(error).__name__}).")) from error
+            # A stream begins with its first token. A whole answer may be long in coming and nothing be wrong.
+            broken = not isinstance(error, TimeoutError) or bool(call.body.get("stream"))
+            failure = UpstreamFailed(f"The engine did not answer ({type(error).__name__}).")
+            raise EngineRefused(failure, broken=broken) from error
         except UpstreamFailed as error:
             raise EngineRefused(error) from error
         try:

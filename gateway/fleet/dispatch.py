@@ -14,6 +14,9 @@ from gateway.fleet.client import Call, EngineClient, EngineGone, EngineRefused
 from gateway.fleet.registry import EngineRecord, Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 
+# Engines that may go away with a request in hand before it is given to no other: it may be the request that ends them.
+MAX_DEATHS = 2
+
 
 class Bill(Protocol):
     """Who pays, as far as an engine's choice has to do with it."""
@@ -55,6 +58,7 @@ class Fleet:
         prefix = prefix_key(call.tenant.id, digest, call.body)
         refusal: EngineRefused | None = None
         tried: set[EngineRecord] = set()
+        deaths = 0
         engine: EngineRecord | None = None
         try:
             async with asyncio.timeout(self._first_byte_seconds):
@@ -71,8 +75,11 @@ class Fleet:
                     bill.sent(engine, call.prompt_tokens)
                     try:
                         response = await held.enter_async_context(self._attempt(engine, call))
-                    except EngineGone:
+                    except EngineGone as error:
                         bill.refused()
+                        deaths += error.had_it
+                        if deaths == MAX_DEATHS:
+                            raise EngineRefused(UpstreamFailed("The engine left before it answered.")) from error
                     except EngineRefused as error:
                         bill.refused()
                         if not isinstance(error.error, Unavailable):
@@ -84,7 +91,7 @@ class Fleet:
                         self._conversations.served(prefix, engine)
                         return response
         except TimeoutError:
-            if engine is not None:
+            if engine is not None and call.body.get("stream"):
                 engine.breaker.failed()
             late = UpstreamFailed(f"No engine began to answer within {self._first_byte_seconds:g} s.")
             raise EngineRefused(late) from None
@@ -107,7 +114,10 @@ class Fleet:
             learn = engine.breaker.failed
             raise
         except EngineRefused as refusal:
-            learn = engine.breaker.failed if refusal.status is None else engine.breaker.succeeded
+            if refusal.broken:
+                learn = engine.breaker.failed
+            elif refusal.status is not None:
+                learn = engine.breaker.succeeded
             raise
         finally:
             learn()

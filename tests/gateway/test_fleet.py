@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,21 @@ async def test_if_none_begins_the_last_ones_reason_is_told(pair: tuple[Gateway, 
     assert (got.status, got.error["code"]) == (503, "engine_overloaded")
     assert got.headers["Retry-After"] == "7"
     assert len(one.requests) == len(two.requests) == 1
+
+
+async def test_a_request_that_engines_leave_over_is_not_given_to_one_after_the_other(
+    tmp_path: Path, model_dir: Path, redis_url: str
+):
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(Upstream().serving()) for _ in range(4)]
+        of = settings(tmp_path, model_dir, [engine.url for engine in engines], redis_url)
+        gateway = await stack.enter_async_context(running(of))
+        acme = await gateway.tenant("acme")
+        for engine in engines:
+            engine.refuses = None
+        got = await acme.complete()
+        assert (got.status, got.error["code"]) == (502, "engine_error")
+        assert sum(len(engine.requests) for engine in engines) == 2
 
 
 async def test_an_engine_that_announces_itself_is_used_until_it_takes_it_back(
