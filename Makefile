@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: demo test unit lint types bench clean
+.PHONY: demo test unit lint types bench gpu clean
 
 demo: $(STAMP)
 	$(BIN)/loraplex up --demo --port 8080 --data-dir .loraplex
@@ -25,6 +25,11 @@ types: $(STAMP)
 # Measures the stack that `make demo` runs in another terminal.
 bench: $(STAMP)
 	$(BIN)/loraplex bench --tenants .loraplex/demo.json --n 64 --c 16
+
+# Tests and measures kernels and engine on this machine's GPU in about 9 minutes, with the torch and triton of PYTHON.
+# `make gpu FLAGS=--dry-run` shows without a GPU that all of it runs.
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(FLAGS)
 
 # torch comes first and alone, so that no other package's requirement picks a build with CUDA.
 $(STAMP): pyproject.toml constraints.txt

@@ -90,16 +90,12 @@ def measure(work: Work) -> Row:
     )
 
 
-def table(title: str, rows: list[Row]) -> str:
-    """Markdown, ready for docs/perf.md."""
-    lines = [
-        f"### {title}",
-        "",
-        "| case | µs | of copy bandwidth | of matrix rate | added to, µs |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        matrix = f"{row.matrix_share:.0%}" if row.matrix_share else "-"
-        base = f"{row.baseline_microseconds:.1f}" if row.baseline_microseconds is not None else "-"
-        lines.append(f"| {row.name} | {row.microseconds:.1f} | {row.bandwidth_share:.0%} | {matrix} | {base} |")
-    return "\n".join(lines)
+def header(title: str) -> str:
+    """Of a table in Markdown."""
+    return f"\n### {title}\n\n| case | µs | of copy bandwidth | of matrix rate | added to, µs |\n|---|---|---|---|---|"
+
+
+def line(row: Row) -> str:
+    matrix = f"{row.matrix_share:.0%}" if row.matrix_share else "-"
+    base = f"{row.baseline_microseconds:.1f}" if row.baseline_microseconds is not None else "-"
+    return f"| {row.name} | {row.microseconds:.1f} | {row.bandwidth_share:.0%} | {matrix} | {base} |"

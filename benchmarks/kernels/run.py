@@ -9,10 +9,15 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-BENCHMARKS = ("segmented_lora", "paged_attention", "fused")
+if TYPE_CHECKING:
+    import torch
+
+BENCHMARKS = ("segmented_lora", "paged_attention", "fused", "sampling")
 
 
 def main() -> int:
@@ -34,37 +39,52 @@ def main() -> int:
         return 2
     if not has_gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-    modules = [importlib.import_module(f"benchmarks.kernels.bench_{name}") for name in options.only or BENCHMARKS]
+    names = options.only or BENCHMARKS
     if options.dry_run:
-        device = torch.device("cuda" if has_gpu else "cpu")
-        for module in modules:
-            module.dry_run(device, torch.bfloat16 if has_gpu else torch.float16)
-            where = "on the GPU" if has_gpu else "in the interpreter (no GPU here)"
-            print(f"{module.TITLE}: equal to the reference {where}; nothing was measured")
-        return 0
+        lines = check(names, torch.device("cuda" if has_gpu else "cpu"), torch.bfloat16 if has_gpu else torch.float16)
+    else:
+        lines = measure_all(names, options.quick, options.json)
+    for line in lines:
+        print(line, flush=True)
+    return 0
 
-    from benchmarks.kernels.measure import bandwidth, matrix_rate, measure, table
 
-    report = {
+def check(names: Sequence[str], device: "torch.device", dtype: "torch.dtype") -> Iterator[str]:
+    """Each kernel on a small shape against the reference. Raises AssertionError where they differ."""
+    for name in names:
+        module = importlib.import_module(f"benchmarks.kernels.bench_{name}")
+        module.dry_run(device, dtype)
+        where = "on the GPU" if device.type == "cuda" else "in the interpreter (no GPU here)"
+        yield f"{module.TITLE}: equal to the reference {where}; nothing was measured"
+
+
+def measure_all(names: Sequence[str], quick: bool = False, json_file: Path | None = None) -> Iterator[str]:
+    """Tables as they are measured; `json_file` gets the figures at the end."""
+    import torch
+
+    from benchmarks.kernels.measure import bandwidth, header, line, matrix_rate, measure
+
+    report: dict[str, object] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": importlib.import_module("triton").__version__,
         "bandwidth": bandwidth(),
         "matrix_rate": matrix_rate(),
     }
-    print(f"{report['device']}, torch {report['torch']}, triton {report['triton']}")
-    print(f"copy {bandwidth() / 1e12:.2f} TB/s, bf16 matrix product {matrix_rate() / 1e12:.0f} TFLOP/s\n")
-    for module in modules:
+    yield f"{report['device']}, torch {report['torch']}, triton {report['triton']}"
+    yield f"copy {bandwidth() / 1e12:.2f} TB/s, bf16 matrix product {matrix_rate() / 1e12:.0f} TFLOP/s"
+    for name in names:
+        module = importlib.import_module(f"benchmarks.kernels.bench_{name}")
         rows = []
-        for work in module.works(options.quick):
+        yield header(module.TITLE)
+        for work in module.works(quick):
             rows.append(measure(work))
+            yield line(rows[-1])
             del work
             torch.cuda.empty_cache()
-        print(table(module.TITLE, rows) + "\n", flush=True)
         report[module.TITLE] = [asdict(row) for row in rows]
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
-    return 0
+    if json_file:
+        json_file.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

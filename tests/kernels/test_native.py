@@ -114,6 +114,32 @@ def test_attention_over_pages(
     assert torch.equal(out, ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 700])
+def test_attention_over_long_contexts(ops: Ops, dtype: torch.dtype, window: int) -> None:
+    """Long enough that keys are cut into spans; a row's answer does not depend on how the work was cut."""
+    heads, kv_heads, dim, counts, lengths = 6, 2, 64, [1, 40, 1], [1600, 1100, 30]
+    batch = make_batch(counts, lengths, 16)
+    num_blocks = int(batch.block_tables.max()) + 1
+    cos_sin = torch.cat((torch.ones(1600, dim // 2), torch.zeros(1600, dim // 2)), -1)
+    cache = KvCache(*(torch.zeros(num_blocks, kv_heads, 16, dim, dtype=dtype) for _ in range(2)))
+    expected_cache = [torch.zeros_like(cache.k), torch.zeros_like(cache.v)]
+    everything = make_batch(lengths, lengths, 16)
+    qkv = normal(everything.num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    all_q = ops.rope_and_write_kv(qkv.clone(), cos_sin, cache, ops.plan(everything, None))
+    reference.rope_and_write_kv(qkv, everything.positions, cos_sin, *expected_cache, everything.slot_mapping)
+    wanted = torch.cat([torch.arange(e - c, e) for c, e in zip(counts, itertools.accumulate(lengths), strict=True)])
+    q = all_q[wanted].contiguous()
+    out = ops.paged_attention(q, cache, ops.plan(batch, None), dim**-0.5, window)
+    expected = reference.paged_attention(
+        q, *expected_cache, batch.block_tables, batch.query_start, batch.context_lens, dim**-0.5, window
+    )
+    torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
+    if isinstance(ops, native.NativeOps):
+        together = ops.paged_attention(all_q, cache, ops.plan(everything, None), dim**-0.5, window)
+        assert torch.equal(together[wanted], out)
+
+
 RANKS = [1, 4, 8, 16, 33, 64, 256]
 POPULARITY = {
     "distinct": list(range(7)),

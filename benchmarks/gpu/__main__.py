@@ -1,0 +1,113 @@
+"""`python -m benchmarks.gpu`: every figure of the kernels and of decode on this machine's card, in one report.
+
+Each section is a process of its own with a budget of seconds, so that one that fails, hangs or breaks the CUDA context
+costs only its own figures; what it had printed is kept. `--section NAME` runs one here. `--dry-run` runs the same
+program on toy shapes without a card, its kernels in Triton's interpreter; those figures say nothing.
+"""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """seconds: what it may take. function: of `module`; takes a Machine and yields Markdown as it is measured."""
+
+    title: str
+    seconds: int
+    module: str
+    function: str
+
+
+# What is judged first comes first, should the time run out. Together 540 s.
+SECTIONS = {
+    "tests": Section("The kernels' tests, compiled", 150, "each_kernel", "tests"),
+    "decode": Section("Decode at Llama-3.1-8B's shapes", 60, "decode", "base"),
+    "lora": Section("Decode with adapters", 75, "decode", "lora"),
+    "answers": Section("The engine's answers beside transformers and peft", 60, "whole_engine", "same_answers"),
+    "engine": Section("The engine's speed beside transformers and peft", 120, "whole_engine", "speed"),
+    "kernels": Section("Each kernel", 75, "each_kernel", "figures"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument(
+        "--section", choices=SECTIONS, action="append", help="only this one, in this process; repeatable"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="toy shapes without a card")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the report; default: docs/perf/DATE-gpu.md")
+    options = parser.parse_args()
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    else:
+        import torch
+
+        if not torch.cuda.is_available():
+            print("No GPU here: nothing was measured. `--dry-run` shows that the program runs.", file=sys.stderr)
+            return 2
+    if options.dry_run or options.section:
+        return run_here(options.section or list(SECTIONS), options.dry_run)
+    return report(options.out or Path("docs/perf") / f"{date.today()}-gpu.md")
+
+
+def run_here(names: list[str], is_dry: bool) -> int:
+    """0 if all sections came to their end; an error ends its own section only."""
+    from benchmarks.gpu.machine import Machine, dry_machine
+
+    machine = dry_machine() if is_dry else Machine()
+    failed = 0
+    for name in names:
+        section = SECTIONS[name]
+        print(f"## {section.title}\n", flush=True)
+        started = time.perf_counter()
+        try:
+            lines = getattr(importlib.import_module(f"benchmarks.gpu.{section.module}"), section.function)
+            for line in lines(machine):
+                print(line, flush=True)
+        except Exception as error:  # noqa: BLE001
+            # The error stands in the report where the figures would.
+            failed += 1
+            print(f"\nFAILED: {type(error).__name__}: {str(error)[:2000]}", flush=True)
+        print(f"\n{time.perf_counter() - started:.0f} s\n", flush=True)
+    return 1 if failed else 0
+
+
+def report(out: Path) -> int:
+    """Runs every section in a process of its own and writes the report after each."""
+    from benchmarks.gpu.machine import Machine
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    text = (
+        f"# On a GPU\n\n{date.today()}, {Machine().describe()}, commit {commit.stdout.strip() or 'unknown'}, "
+        "`make gpu`.\nDevice times are medians of replayed CUDA graphs.\n\n"
+    )
+    print(text, flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for name, section in SECTIONS.items():
+        command = [sys.executable, "-m", "benchmarks.gpu", "--section", name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                printed, _ = process.communicate(timeout=section.seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                printed, _ = process.communicate()
+                printed += f"\nCut off after {section.seconds} s.\n\n"
+        failed += process.returncode != 0
+        print(printed, flush=True)
+        text += printed
+        out.write_text(text)
+    print(f"written to {out}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""One decode step of the whole model in a CUDA graph: against the memory's floor, and with adapters beside the base."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.machine import Machine
+from engine.model.config import ModelConfig, parse_model_config
+from engine.model.llama import Decoder
+from kernels.backend import EmbeddingLora, HeadLora, KvCache
+from kernels.batch import Batch
+from kernels.reference import LoraGroup
+from kernels.triton_ops import TritonOps
+
+BLOCK_SIZE, PAGE_RANK = 16, 8
+MIXED_RANKS = (8, 16, 32, 64, 128)
+
+
+class RandomWeights:
+    """Stands in for a checkpoint: matrices scaled so that activations neither grow nor fade, norms and biases of 1."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        return torch.randn(shape, dtype=self._dtype, device=self._device).mul_(shape[-1] ** -0.5)
+
+    def fused(self, parts: list[tuple[str, int]], *columns: int) -> Tensor:
+        return self.get(parts[0][0], sum(rows for _, rows in parts), *columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """`kernels.backend.LoraTables` with random pages."""
+
+    groups: list[dict[str, LoraGroup]]
+    page_table: Tensor
+    ranks: Tensor
+    embeddings: dict[int, EmbeddingLora]
+    heads: dict[int, HeadLora]
+    page_rank: int = PAGE_RANK
+
+
+def groups_of(c: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Input width and column bounds of each group of projections."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    return {
+        "qkv": (c.hidden_size, (0, q, q + kv, q + 2 * kv)),
+        "o": (q, (0, c.hidden_size)),
+        "gate_up": (c.hidden_size, (0, c.intermediate_size, 2 * c.intermediate_size)),
+        "down": (c.intermediate_size, (0, c.hidden_size)),
+    }
+
+
+def elements_per_rank(c: ModelConfig) -> int:
+    """Of A and B of all projections of all layers, for one row of rank."""
+    widths = groups_of(c).values()
+    return c.num_layers * sum(width * (len(bounds) - 1) + bounds[-1] for width, bounds in widths)
+
+
+def make_tables(c: ModelConfig, ranks: list[int], machine: Machine) -> Tables:
+    pages_of = [-(-rank // PAGE_RANK) for rank in ranks]
+    free = torch.randperm(sum(pages_of), generator=torch.Generator().manual_seed(0)).tolist()
+    page_table = torch.full((len(ranks), max(pages_of)), -1, dtype=torch.int32)
+    for slot, count in enumerate(pages_of):
+        for j in range(count):
+            page_table[slot, j] = free.pop()
+
+    def pages(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=machine.dtype, device=machine.device).mul_(0.01)
+
+    def group(width: int, bounds: tuple[int, ...]) -> LoraGroup:
+        slices = len(bounds) - 1
+        scales = torch.ones(len(ranks), slices, device=machine.device)
+        a_pages = pages(sum(pages_of), slices, PAGE_RANK, width)
+        return LoraGroup(a_pages, pages(sum(pages_of), PAGE_RANK, bounds[-1]), scales, bounds)
+
+    layers = [{name: group(*shape) for name, shape in groups_of(c).items()} for _ in range(c.num_layers)]
+    rank_table = torch.tensor(ranks, dtype=torch.int32, device=machine.device)
+    return Tables(layers, page_table.to(machine.device), rank_table, {}, {})
+
+
+class DecodeStep:
+    """The decoder with caches for the largest batch; `batch(n)` is a step of n requests at the machine's context."""
+
+    def __init__(self, machine: Machine, max_batch: int) -> None:
+        self.machine = machine
+        self.config = parse_model_config(machine.model)
+        weights = RandomWeights(machine.dtype, machine.device)
+        self.decoder = Decoder(self.config, TritonOps(), weights, machine.context + 1)  # type: ignore[arg-type]
+        self._blocks_each = -(-(machine.context + 1) // BLOCK_SIZE)
+        c = self.config
+        self._shape = (max_batch * self._blocks_each, c.num_kv_heads, BLOCK_SIZE, c.head_dim)
+        self.use_caches(machine.dtype)
+
+    def use_caches(self, dtype: torch.dtype) -> None:
+        def cache() -> KvCache:
+            if dtype == self.machine.dtype:
+                return KvCache(self._random(), self._random())
+            k, v = (self._random().mul_(40).to(dtype) for _ in "kv")
+            scales = torch.full(self._shape[:3], 1 / 40, device=self.machine.device)
+            return KvCache(k, v, scales, scales.clone())
+
+        self._kv = [cache() for _ in range(self.config.num_layers)]
+        self.use_adapters(None)
+
+    def use_adapters(self, tables: Tables | None) -> None:
+        self.decoder.attach(self._kv, tables)  # type: ignore[arg-type]
+
+    def batch(self, size: int, num_adapters: int = 0) -> Batch:
+        machine, device = self.machine, self.machine.device
+        order = torch.randperm(self._shape[0], generator=torch.Generator().manual_seed(1)).int()
+        tables = order[: size * self._blocks_each].view(size, self._blocks_each)
+        position = machine.context
+        slots = tables[:, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE
+        row = torch.arange(size)
+        adapters = row % num_adapters if num_adapters else row * 0 - 1
+        return Batch(
+            token_ids=(row % self.config.vocab_size).to(device),
+            positions=torch.full((size,), position, device=device),
+            slot_mapping=slots.to(device),
+            query_start=torch.arange(size + 1, dtype=torch.int32, device=device),
+            context_lens=torch.full((size,), position + 1, dtype=torch.int32, device=device),
+            block_tables=tables.to(device),
+            adapter_index=adapters.int().to(device),
+            logits_rows=row.to(device),
+            max_query_len=1,
+            max_context_len=position + 1,
+            adapter_slots=tuple(range(min(num_adapters, size))),
+        )
+
+    @torch.inference_mode()
+    def milliseconds(self, batch: Batch) -> float:
+        return self.machine.milliseconds(lambda: self.decoder.forward(batch))
+
+    def floor_ms(self, batch_size: int, cache_bytes: float, ranks: list[int]) -> float:
+        """Weights, keys and values, and the adapters in use, each read once at the copy bandwidth of this run.
+
+        cache_bytes: of one element, its share of the scales included.
+        """
+        w, c = self.decoder.weights, self.config
+        matrices = sum(p.in_features * p.out_features for x in w.layers for p in (x.qkv, x.o, x.gate_up, x.down))
+        matrices += w.lm_head.in_features * w.lm_head.out_features
+        cache = c.kv_elements_per_token * (self.machine.context + 1) * batch_size * cache_bytes
+        adapters = elements_per_rank(c) * sum(ranks)
+        return 1000 * ((matrices + adapters) * self.machine.dtype.itemsize + cache) / self.machine.bandwidth()
+
+    def _random(self) -> Tensor:
+        return torch.randn(self._shape, dtype=self.machine.dtype, device=self.machine.device)
+
+
+def base(machine: Machine) -> Iterator[str]:
+    """Decode by batch size, and over caches of 8 bits at the largest."""
+    yield f"copy bandwidth in this run: {machine.bandwidth() / 1e12:.2f} TB/s"
+    yield ""
+    yield "| batch | KV | step, ms | floor, ms | of the floor | tokens/s |"
+    yield "|---|---|---|---|---|---|"
+    step = DecodeStep(machine, max(machine.batches))
+    itemsize = machine.dtype.itemsize
+    for name, dtype, cache_bytes, batches in (
+        (str(machine.dtype).removeprefix("torch."), machine.dtype, float(itemsize), machine.batches),
+        ("fp8_e4m3", torch.float8_e4m3fn, 1 + 4 / step.config.head_dim, machine.batches[-1:]),
+        ("int8", torch.int8, 1 + 4 / step.config.head_dim, machine.batches[-1:]),
+    ):
+        step.use_caches(dtype)
+        for size in batches:
+            taken = step.milliseconds(step.batch(size))
+            floor = step.floor_ms(size, cache_bytes, [])
+            yield f"| {size} | {name} | {taken:.3f} | {floor:.3f} | {floor / taken:.0%} | {1000 * size / taken:.0f} |"
+
+
+def lora(machine: Machine) -> Iterator[str]:
+    """Decode of one batch with adapters on all seven projections, beside the base step of the same run."""
+    size = machine.lora_batch
+    step = DecodeStep(machine, size)
+    itemsize = float(machine.dtype.itemsize)
+    alone = step.milliseconds(step.batch(size))
+    floor_alone = step.floor_ms(size, itemsize, [])
+    yield f"batch {size}, context {machine.context}; base step {alone:.3f} ms, its floor {floor_alone:.3f} ms"
+    yield ""
+    yield "| adapters | rank | step, ms | of the base's speed | the most that memory allows | of the floor |"
+    yield "|---|---|---|---|---|---|"
+    for label, ranks in (("16", (16,)), ("64", (64,)), ("8 to 128", MIXED_RANKS)):
+        counts = machine.adapters if len(ranks) == 1 else machine.adapters[-1:]
+        for count in counts:
+            chosen = [ranks[i % len(ranks)] for i in range(count)]
+            step.use_adapters(make_tables(step.config, chosen, machine))
+            taken = step.milliseconds(step.batch(size, count))
+            floor = step.floor_ms(size, itemsize, chosen)
+            yield (
+                f"| {count} | {label} | {taken:.3f} | {alone / taken:.0%} | {floor_alone / floor:.0%} "
+                f"| {floor / taken:.0%} |"
+            )
+            step.use_adapters(None)

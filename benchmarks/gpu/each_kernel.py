@@ -1,0 +1,39 @@
+"""The kernels' tests, compiled for the card, and the figures of each kernel alone."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.kernels import run
+
+
+def tests(machine: Machine) -> Iterator[str]:
+    """Those that also run in the interpreter, and their bf16 twins. A dry run takes one file's quickest.
+
+    By a configuration of their own: the suite's asks for plugins that a bare machine lacks.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", ".", "--import-mode", "importlib"]
+    command += ["-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "ignore::pytest.PytestUnknownMarkWarning"]
+    if machine.device.type == "cpu":
+        command += ["tests/kernels/test_fused.py", "-k", "test_bad_arguments_are_named"]
+    else:
+        command += ["tests/kernels", "-m", "not slow", "--ignore", "tests/kernels/test_native.py"]
+        command += ["--ignore", "tests/kernels/test_compiles.py"]
+        if importlib.util.find_spec("xdist"):
+            command += ["-n", "8"]  # most of the time is compilation
+    environment = {**os.environ, "PYTHONPATH": "."}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    yield f"exit status {ended.returncode}"
+    yield ""
+    yield from (f"    {line}" for line in (ended.stdout + ended.stderr).splitlines()[-15:])
+
+
+def figures(machine: Machine) -> Iterator[str]:
+    if machine.device.type == "cpu":
+        return run.check(run.BENCHMARKS, machine.device, torch.float16)
+    return run.measure_all(run.BENCHMARKS)

@@ -1,0 +1,118 @@
+"""Where a run takes place and how large it is: a card at Llama-3.1-8B's shapes, or the interpreter at toy ones."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.kernels import measure
+
+LLAMA_3_1_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+SMALL: dict[str, Any] = LLAMA_3_1_8B | {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+TINY: dict[str, Any] = SMALL | {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A card with full sizes. context: tokens before a decode step; adapters: distinct ones in the LoRA steps.
+
+    new_tokens: decoded by each request of a whole-engine run.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+    dtype: torch.dtype = torch.bfloat16
+    model: dict[str, Any] = field(default_factory=lambda: LLAMA_3_1_8B)
+    small_model: dict[str, Any] = field(default_factory=lambda: SMALL)
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128)
+    context: int = 512
+    lora_batch: int = 64
+    adapters: tuple[int, ...] = (1, 8, 32, 64)
+    engine_batches: tuple[int, ...] = (1, 64)
+    engine_adapters: int = 16
+    new_tokens: int = 64
+    disturbances: int = 20
+
+    def milliseconds(self, call: Callable[[], object]) -> float:
+        """Device time of one call, from a replayed graph."""
+        return measure.microseconds([call]) / 1000
+
+    def bandwidth(self) -> float:
+        return measure.bandwidth()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def describe(self) -> str:
+        import triton
+
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+class DryMachine(Machine):
+    """The same program on the CPU, its kernels in Triton's interpreter. Its figures say nothing."""
+
+    def milliseconds(self, call: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        call()
+        return 1000 * (time.perf_counter() - started)
+
+    def bandwidth(self) -> float:
+        return 1e9
+
+    def synchronize(self) -> None:
+        pass
+
+    def describe(self) -> str:
+        return f"dry run without a card (no figure means anything), torch {torch.__version__}"
+
+
+def dry_machine() -> DryMachine:
+    return DryMachine(
+        torch.device("cpu"),
+        torch.float32,
+        TINY,
+        TINY,
+        batches=(2,),
+        context=20,
+        lora_batch=4,
+        adapters=(1, 3),
+        engine_batches=(1, 3),
+        engine_adapters=2,
+        new_tokens=3,
+        disturbances=2,
+    )

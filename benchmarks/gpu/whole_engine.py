@@ -1,0 +1,213 @@
+"""The engine beside transformers and peft on the same weights: the same answers, how much sooner, and undisturbed."""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.host_cache import HostCache
+from adapters.manifest import BaseShape
+from benchmarks.gpu.files import write_adapter, write_model
+from benchmarks.gpu.machine import Machine
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.model.config import parse_model_config
+from engine.scheduling.request import SamplingParams
+
+PROMPT_TOKENS = 32
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder in memory where the system has one: a model of 16 GB is written and read back three times."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def running(machine: Machine, model: Path, dtype: torch.dtype, max_rank: int) -> Iterator[tuple[Engine, HostCache]]:
+    host = HostCache(None, BaseShape.from_config_dir(model), 32 << 30, dtype)
+    is_card = machine.device.type == "cuda"
+    config = EngineConfig(
+        model=str(model),
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        device=machine.device.type,  # type: ignore[arg-type]
+        max_num_seqs=max(machine.engine_batches) + 8,
+        max_num_batched_tokens=2048,
+        kv_cache_memory=(8 << 30) if is_card else (64 << 20),
+        adapter_memory=(6 << 30) if is_card else (64 << 20),
+        max_lora_rank=max_rank,
+        enable_prefix_caching=False,
+    )
+    engine = Engine(config, host)
+    try:
+        yield engine, host
+    finally:
+        engine.close()
+        host.close()
+
+
+def prompt(i: int, vocab_size: int) -> list[int]:
+    return [(31 * i + 7 * j) % (vocab_size - 2) + 2 for j in range(PROMPT_TOKENS)]
+
+
+def same_answers(machine: Machine) -> Iterator[str]:
+    """Greedy, a base request and adapters of several ranks in one batch, on a small random model.
+
+    peft scores the engine's own tokens, so that a near tie that falls the other way does not end the comparison.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    ranks = (4, 16, 64)
+    yield "| dtype | tokens | equal to peft's choice | largest difference of a log-probability | verdict |"
+    yield "|---|---|---|---|---|"
+    for dtype, tolerance in ((torch.float32, 2e-3), (torch.bfloat16, 0.3)):
+        with scratch() as folder:
+            model = write_model(machine.small_model, folder / "model", dtype, machine.device)
+            paths = [
+                write_adapter(machine.small_model, folder / f"r{rank}", rank, dtype, machine.device, rank)
+                for rank in ranks
+            ]
+            vocab_size = machine.small_model["vocab_size"]
+            with running(machine, model, dtype, max(ranks)) as (engine, host):
+                digests = [None, *(host.add_path(path) for path in paths)]
+                params = SamplingParams(max_tokens=machine.new_tokens, temperature=0, ignore_eos=True, logprobs=0)
+                for i, digest in enumerate(digests):
+                    engine.add_request(str(i), prompt(i, vocab_size), params, adapter=digest)
+                answers: dict[str, list[tuple[int, float]]] = {str(i): [] for i in range(len(digests))}
+                while engine.has_work():
+                    for out in engine.step():
+                        logprobs = out.logprobs or []
+                        answers[out.request_id] += [(entry.token_id, entry.logprob) for entry in logprobs]
+            base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(machine.device)
+            tuned = peft.PeftModel.from_pretrained(base, paths[0], adapter_name="a0")
+            for number, path in enumerate(paths[1:], 1):
+                tuned.load_adapter(path, adapter_name=f"a{number}")
+            equal, apart, total = 0, 0.0, 0
+            for i in range(len(digests)):
+                chosen = [token for token, _ in answers[str(i)]]
+                ids = torch.tensor([prompt(i, vocab_size) + chosen], device=machine.device)
+                names = ["__base__" if i == 0 else f"a{i - 1}"]
+                with torch.inference_mode():
+                    scores = tuned(ids, adapter_names=names).logits[0, PROMPT_TOKENS - 1 : -1].float()
+                logprobs = scores.log_softmax(-1).cpu()
+                for row, (token, logprob) in zip(logprobs, answers[str(i)], strict=True):
+                    equal += int(row.argmax()) == token
+                    apart = max(apart, abs(float(row[token]) - logprob))
+                    total += 1
+            verdict = "as peft" if apart < tolerance and equal >= 0.9 * total else "DIFFERENT"
+            yield f"| {dtype} | {total} | {equal / total:.1%} | {apart:.4f} | {verdict} (tolerance {tolerance}) |"
+
+
+def speed(machine: Machine) -> Iterator[str]:
+    """Tokens a second beside transformers and peft, then the inter-token times while adapters are loaded."""
+    raw = machine.model
+    with scratch() as folder:
+        model = write_model(raw, folder / "model", machine.dtype, machine.device)
+        count = machine.engine_adapters
+        paths = [
+            write_adapter(raw, folder / f"a{i}", 16, machine.dtype, machine.device, i)
+            for i in range(count + machine.disturbances)
+        ]
+        ours = {}
+        with running(machine, model, machine.dtype, 16) as (engine, host):
+            digests = [host.add_path(path) for path in paths[:count]]
+            for size in machine.engine_batches:
+                ours[size] = decode_rate(engine, machine, [digests[i % count] for i in range(size)])
+            yield from disturbance(engine, host, machine, paths[count:])
+        if machine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield ""
+        yield f"| requests, {count} adapters of rank 16 mixed | ours, tokens/s | peft, tokens/s | ratio |"
+        yield "|---|---|---|---|"
+        tuned = load_peft(machine, model, paths[:count])
+        for size, rate in ours.items():
+            theirs = peft_rate(tuned, machine, [f"a{i % count}" for i in range(size)])
+            yield f"| {size} | {rate:.0f} | {theirs:.0f} | {rate / theirs:.1f} |"
+
+
+def decode_rate(engine: Engine, machine: Machine, adapters: list[str]) -> float:
+    """Tokens a second from the first step in which all requests decode."""
+    add(engine, machine, adapters)
+    while not all(r.is_decoding for r in engine.scheduler.requests.values()):
+        engine.step()
+    tokens, started = 0, time.perf_counter()
+    while engine.has_work():
+        tokens += sum(len(out.token_ids) for out in engine.step())
+    return tokens / (time.perf_counter() - started)
+
+
+def add(engine: Engine, machine: Machine, adapters: list[str], new_tokens: int | None = None) -> None:
+    params = SamplingParams(max_tokens=new_tokens or machine.new_tokens, temperature=0, ignore_eos=True)
+    for i, adapter in enumerate(adapters):
+        engine.add_request(f"stream {i}", prompt(i, engine.model_config.vocab_size), params, adapter=adapter)
+
+
+def disturbance(engine: Engine, host: HostCache, machine: Machine, newcomers: list[Path]) -> Iterator[str]:
+    """p99 of running streams' inter-token time: beside short requests of known adapters, and of ones to be loaded."""
+    known = engine.adapters.resident[:1]
+    size = max(machine.engine_batches) // 2 or 1
+    steps_between = 10
+    cold = [host.add_path(path) for path in newcomers]
+    taken: dict[str, list[float]] = {}
+    for kind, visitors in (("known", known * len(cold)), ("to be loaded", cold)):
+        add(engine, machine, known * size, steps_between * (len(cold) + 2))
+        while not all(r.is_decoding for r in engine.scheduler.requests.values()):
+            engine.step()
+        times = taken[kind] = []
+        for i, visitor in enumerate(visitors):
+            engine.add_request(f"{kind} {i}", prompt(i, 50)[:8], SamplingParams(max_tokens=2), adapter=visitor)
+            for _ in range(steps_between):
+                started = time.perf_counter()
+                engine.step()
+                times.append(1000 * (time.perf_counter() - started))
+        while engine.has_work():
+            engine.step()
+    yield f"| {size} streams decode, every {steps_between} steps a request comes for an adapter | p50, ms | p99, ms |"
+    yield "|---|---|---|"
+    p99 = {kind: statistics.quantiles(times, n=100)[98] for kind, times in taken.items()}
+    for kind, times in taken.items():
+        yield f"| {kind} | {statistics.median(times):.2f} | {p99[kind]:.2f} |"
+    yield f"| p99 of the second to the first | | {p99['to be loaded'] / p99['known']:.2f} |"
+
+
+def load_peft(machine: Machine, model: Path, paths: list[Path]) -> Any:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=machine.dtype).to(machine.device)
+    tuned = peft.PeftModel.from_pretrained(base, paths[0], adapter_name="a0")
+    for number, path in enumerate(paths[1:], 1):
+        tuned.load_adapter(path, adapter_name=f"a{number}")
+    return tuned.eval()
+
+
+def peft_rate(tuned: Any, machine: Machine, names: list[str]) -> float:
+    """Tokens a second of generate, its prefill taken out by a run of one token."""
+    vocab_size = parse_model_config(machine.model).vocab_size
+    ids = torch.tensor([prompt(i, vocab_size) for i in range(len(names))], device=machine.device)
+    new_tokens = min(machine.new_tokens, 17)
+    seconds = []
+    for tokens in (2, 1, new_tokens):  # the first warms up
+        machine.synchronize()
+        started = time.perf_counter()
+        with torch.inference_mode():
+            tuned.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                adapter_names=names,
+                do_sample=False,
+                min_new_tokens=tokens,
+                max_new_tokens=tokens,
+                pad_token_id=0,
+            )
+        machine.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return len(names) * (new_tokens - 1) / (seconds[2] - seconds[1])
