@@ -86,6 +86,12 @@ class Metrics:
             ["engine"],
             registry=self.registry,
         )
+        self._engine_available = Gauge(
+            "loraplex_gateway_engine_available",
+            "1 if the engine is given requests: it is up and its circuit breaker is closed.",
+            ["engine"],
+            registry=self.registry,
+        )
         self._queue_waiting = Gauge(
             "loraplex_gateway_queue_waiting", "Requests that wait for an engine to have room.", registry=self.registry
         )
@@ -142,8 +148,10 @@ class Metrics:
         """The registry in Prometheus' text format."""
         # Engines come and go.
         self._engine_up.clear()
+        self._engine_available.clear()
         self._engine_in_flight.clear()
         for engine in self._engines.engines if self._engines is not None else ():
             self._engine_up.labels(engine.url).set(engine.healthy)
+            self._engine_available.labels(engine.url).set(engine.available)
             self._engine_in_flight.labels(engine.url).set(engine.in_flight)
         return generate_latest(self.registry)
