@@ -135,6 +135,14 @@ async def test_what_an_engine_does_not_begin_another_does(
     await ask_of_both(acme, one, two, len(one.requests) + 1)
 
 
+async def test_a_conversation_stays_with_its_engine(pair: tuple[Gateway, Upstream, Upstream]):
+    gateway, one, two = pair
+    acme = await gateway.tenant("acme")
+    for i in range(10):
+        assert (await acme.complete(prompt=f"{i}", prompt_cache_key="a conversation")).status == 200
+    assert sorted([len(one.requests), len(two.requests)]) == [0, 10]
+
+
 async def test_if_none_begins_the_last_ones_reason_is_told(pair: tuple[Gateway, Upstream, Upstream]):
     gateway, one, two = pair
     acme = await gateway.tenant("acme")
