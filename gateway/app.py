@@ -212,6 +212,7 @@ async def make_app(settings: Settings) -> web.Application:
             *AdminKeys(auth=auth, tenants=tenants, keys=keys).routes(),
             web.get("/admin/", dashboard.page),
             web.get("/admin/static/style.css", dashboard.style),
+            web.get("/openapi.json", health.describe),
             web.get("/healthz", health.live),
             web.get("/readyz", health.ready),
         ]
@@ -253,8 +254,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _steady() -> None:
-    """What keeps the slowest requests near the others (docs/perf/gateway.md): no full garbage collection walks over what
-    stays for the process' life, and the database's threads give way to the event loop soon."""
+    """Keeps slow requests near the others (docs/perf/gateway.md): no full garbage collection walks over what stays
+    for the process' life, and the database's threads give way to the event loop soon."""
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)

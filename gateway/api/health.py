@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz` and `/metrics`: for whoever runs the gateway, not for its tenants."""
+"""`/healthz`, `/readyz`, `/metrics` and `/openapi.json`: for whoever runs the gateway, not for its tenants."""
 
 import asyncio
 
@@ -7,6 +7,7 @@ from aiohttp import web
 from gateway.admission.auth import Authenticator
 from gateway.admission.quota import Quota
 from gateway.api.bodies import json_response
+from gateway.api.description import gateway_description
 from gateway.errors import GatewayError
 from gateway.fleet.registry import Registry
 from gateway.metrics import CONTENT_TYPE, Metrics
@@ -26,6 +27,9 @@ class Health:
         self._ledger = ledger
         self._registry = registry
 
+    async def describe(self, _: web.Request) -> web.Response:
+        return json_response(gateway_description())
+
     async def live(self, _: web.Request) -> web.Response:
         return json_response({"status": "ok"})
 
@@ -36,11 +40,14 @@ class Health:
         parts = {
             "database": database,
             "redis": redis,
+            "quota": self._quota_state(redis),
             "engines": "ok" if up else "; ".join(self._registry.problems) or "none is up",
             "tokenizer": "ok",
             "ledger": "ok" if self._ledger.has_room else "full",
         }
-        ready = all(state == "ok" for state in parts.values())
+        # Requests are served without Redis where the operator chose that.
+        needed = {name: state for name, state in parts.items() if name != "redis"}
+        ready = all(state == "ok" or state.startswith("ok: ") for state in needed.values())
         body = {
             "status": "ready" if ready else "not ready",
             "parts": parts,
@@ -48,6 +55,12 @@ class Health:
             "engine_problems": self._registry.problems,
         }
         return json_response(body, status=200 if ready else 503)
+
+    def _quota_state(self, redis: str) -> str:
+        if redis == "ok":
+            return "ok"
+        modes = ", ".join(f"{name} {mode}" for name, mode in self._quota.fallback.items())
+        return f"unavailable: {modes}" if self._quota.is_closed_without else f"ok: without redis, {modes}"
 
     async def _probe(self, part: Database | Quota) -> str:
         try:
