@@ -118,7 +118,7 @@ def build_segments(
             f"out: expected tables of the same shapes, for {num_tokens} tokens in {max_chunks} chunks, "
             f"got {target.num_tokens} in {target.chunks.shape[1] - 1}"
         )
-    if single_adapter:
+    if target.rows is None:
         _cut(routing, target, max_rank_tiles)
     elif num_tokens <= MAX_ROUTED:
         _route[(1,)](
@@ -139,7 +139,7 @@ def build_segments(
             num_warps=8,
         )
     else:
-        _sort(routing, target)
+        _sort(routing, target, target.rows)
     return target
 
 
@@ -179,17 +179,17 @@ def _cut(routing: LoraRouting, out: Segments, max_rank_tiles: int) -> None:
     out.counts[1:] = rank_tiles * max_chunks
 
 
-def _sort(routing: LoraRouting, out: Segments) -> None:
+def _sort(routing: LoraRouting, out: Segments, rows: Tensor) -> None:
     """The tables by torch ops, for any number of tokens."""
     plan, index, num_slots = out.plan, routing.adapter_index, routing.ranks.shape[0]
     max_chunks, max_tiles = out.chunks.shape[1] - 1, out.tiles.shape[1]
-    order, rows = torch.where(index < 0, num_slots, index).to(torch.int32).sort(stable=True)
+    order, sorted_rows = torch.where(index < 0, num_slots, index).to(torch.int32).sort(stable=True)
     bounds = torch.searchsorted(order, torch.arange(num_slots + 1, device=index.device, dtype=torch.int32))
     starts, ends = bounds[:-1], bounds[1:]
 
     slot, nth, num_chunks = spread((ends - starts + plan.block_m - 1) // plan.block_m, max_chunks)
     live = torch.arange(max_chunks, device=index.device) < num_chunks
-    out.rows.copy_(rows)
+    rows.copy_(sorted_rows)
     out.chunks[0, :-1] = slot
     out.chunks[1, :-1] = torch.where(live, starts[slot] + nth * plan.block_m, bounds[-1])
     out.chunks[1, -1:] = bounds[-1:]

@@ -8,7 +8,8 @@ from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, r
 from kernels.batch import Batch
 from kernels.paged_attention import AttentionMetadata, build_attention_metadata, paged_attention
 from kernels.reference import LoraGroup, LoraRouting
-from kernels.segmented_lora import segmented_lora
+from kernels.sampling import sample
+from kernels.segmented_lora import expand, segmented_lora, shrink
 from kernels.segments import DECODE, Segments, build_segments
 
 
@@ -50,7 +51,15 @@ class TritonPlan:
 
 
 class TritonOps:
-    """Stateless; no op waits for the device."""
+    """No op waits for the device.
+
+    shrink_beside: in a CUDA graph, LoRA's shrink is a branch beside the base projection, which does not need it; so
+    only expand adds its latency to a step. Outside of graphs the events between streams would cost the host more.
+    """
+
+    def __init__(self, shrink_beside: bool = True) -> None:
+        self._shrink_beside = shrink_beside
+        self._side: torch.cuda.Stream | None = None
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
@@ -71,9 +80,21 @@ class TritonOps:
         return fused.add_rms_norm(x, residual, weight, eps)
 
     def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: TritonPlan) -> Tensor:
+        if group is None or plan.routing is None:
+            return torch.nn.functional.linear(x, packed.weight, packed.bias)
+        segments = plan.segments(plan.routing, group.a_pages.shape[2])
+        if not (self._shrink_beside and x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            y = torch.nn.functional.linear(x, packed.weight, packed.bias)
+            segmented_lora(y, x, group, segments)
+            return y
+        # Memory of the side stream is used again only behind a fork, which stands behind the expand that read it.
+        self._side = self._side or torch.cuda.Stream(x.device)
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            planes = shrink(x, group, segments)
         y = torch.nn.functional.linear(x, packed.weight, packed.bias)
-        if group is not None and plan.routing is not None:
-            segmented_lora(y, x, group, plan.segments(plan.routing, group.a_pages.shape[2]))
+        torch.cuda.current_stream().wait_stream(self._side)
+        expand(y, planes, group, segments)
         return y
 
     def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: TritonPlan) -> Tensor:
@@ -98,3 +119,15 @@ class TritonOps:
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return fused.silu_and_mul(gate_up)
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        return sample(logits, temperature, top_k, top_p, min_p, seeds, positions)

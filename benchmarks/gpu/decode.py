@@ -187,7 +187,8 @@ def lora(machine: Machine) -> Iterator[str]:
     yield ""
     yield "| adapters | rank | step, ms | of the base's speed | the most that memory allows | of the floor |"
     yield "|---|---|---|---|---|---|"
-    for label, ranks in (("16", (16,)), ("64", (64,)), ("8 to 128", MIXED_RANKS)):
+    cases: list[tuple[str, tuple[int, ...]]] = [("16", (16,)), ("64", (64,)), ("8 to 128", MIXED_RANKS)]
+    for label, ranks in cases:
         counts = machine.adapters if len(ranks) == 1 else machine.adapters[-1:]
         for count in counts:
             chosen = [ranks[i % len(ranks)] for i in range(count)]
@@ -199,3 +200,8 @@ def lora(machine: Machine) -> Iterator[str]:
                 f"| {floor / taken:.0%} |"
             )
             step.use_adapters(None)
+    count = machine.adapters[-1]
+    step.decoder.ops = TritonOps(shrink_beside=False)
+    step.use_adapters(make_tables(step.config, [16] * count, machine))
+    taken = step.milliseconds(step.batch(size, count))
+    yield f"| {count} | 16, shrink not beside the base projection | {taken:.3f} | {alone / taken:.0%} | | |"
