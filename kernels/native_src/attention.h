@@ -15,7 +15,7 @@ struct CacheShape {
 template <class T>
 void write_key(const T* key, T* block, int64_t at, const CacheShape& s) {
     constexpr int64_t P = Elem<T>::PAIR;
-    for (int64_t d = 0; d < s.dim; d++) block[(d / P * s.block_size + at) * P + d % P] = key[d];
+    for (int64_t d = 0; d < s.dim; d += P) std::memcpy(block + (d * s.block_size + at * P), key + d, P * sizeof(T));
 }
 // `last`: no later token of the request is in the cache. What stands beside it in its pair is then cleared: it is read
 // with weight 0, which would not silence a NaN that a former owner of the block left there.
@@ -80,9 +80,18 @@ void rope_and_write(T* row, const float* cos_sin, const T* q_norm, const T* k_no
     }
 }
 
-// A piece of attention work: queries [first, last) of a request, one key-value head.
+constexpr int64_t kSpanKeys = 512;  // keys per partial result
+
+// Queries [first, last) of a request against one key-value head.
 struct Tile {
     int32_t request, kv_head, first, last;
+};
+
+// Softmax-weighted values of some rows over some keys: sums [rows, dim] of weight e^(score - top), their totals.
+struct Partial {
+    float *sums, *totals, *tops;
+    Partial(float* memory, int64_t rows, int64_t dim) : sums(memory), totals(sums + rows * dim), tops(totals + rows) {}
+    static int64_t size(int64_t rows, int64_t dim) { return rows * (dim + 2); }
 };
 
 template <class T>
@@ -96,68 +105,133 @@ struct Attention {
     int64_t max_blocks, window;
     float scale;
 
-    static constexpr int64_t kKeys = 64;  // keys per softmax step
-    static constexpr int kRows = 4;       // query rows multiplied together
+    static constexpr int64_t kKeys = 64;    // keys per softmax step
+    static constexpr int kRows = 6;         // most query rows multiplied together
+    static constexpr int64_t kGroup = 16;   // keys in a vector of scores; a group never straddles a block
 
-    // Online softmax over tiles of keys (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022).
-    void run(const Tile& tile, std::vector<float>& scratch) const {
+    int64_t num_rows(const Tile& tile) const { return (tile.last - tile.first) * (shape.heads / shape.kv_heads); }
+
+    // Spans of kSpanKeys keys, from a multiple of it, that the tile sees. A row's spans follow from its own position,
+    // so what it adds up, and in which order, does not depend on how the work was cut.
+    Range spans(const Tile& tile) const {
+        const int64_t first = position(tile), last = first + (tile.last - tile.first) - 1;
+        return {window ? std::max<int64_t>(0, first - window + 1) / kSpanKeys : 0, last / kSpanKeys + 1};
+    }
+
+    // The tile's rows over one span, by online softmax over kKeys at a time (Milakov and Gimelshein, 2018; Dao et al.,
+    // FlashAttention, 2022).
+    void attend_span(const Tile& tile, int64_t span, const Partial& result, std::vector<float>& scratch) const {
         constexpr int64_t P = Elem<T>::PAIR;
         const CacheShape& s = shape;
-        const int64_t group = s.heads / s.kv_heads, rows = (tile.last - tile.first) * group;
-        const int64_t padded_rows = (rows + kRows - 1) / kRows * kRows;
-        const int32_t* table = block_tables + tile.request * max_blocks;
-        const int64_t position = context_lens[tile.request] - query_start[tile.request + 1] + tile.first;
-        const int64_t last_position = position + (tile.last - tile.first) - 1;
-        scratch.resize(padded_rows * (s.dim + 2 + 2 * kKeys) + padded_rows * s.dim);
-        float *sums = scratch.data(), *totals = sums + padded_rows * s.dim, *tops = totals + padded_rows;
-        float* scores = tops + padded_rows;
-        T* probabilities = reinterpret_cast<T*>(scores + padded_rows * kKeys);
-        T* queries = reinterpret_cast<T*>(scores + 2 * padded_rows * kKeys);
-        std::fill(sums, tops, 0.0f);
-        std::fill(tops, tops + padded_rows, -INFINITY);
-        std::memset(queries, 0, padded_rows * s.dim * sizeof(T));
-        for (int64_t row = 0; row < rows; row++)
-            std::memcpy(queries + row * s.dim,
-                        q + (tile.first + row / group) * q_stride + (tile.kv_head * group + row % group) * s.dim,
-                        s.dim * sizeof(T));
-        const int64_t oldest = window ? std::max<int64_t>(0, position - window + 1) / kKeys * kKeys : 0;
-        for (int64_t key = oldest; key <= last_position; key += kKeys) {
-            const int64_t keys = std::min(kKeys, (last_position - key) / 16 * 16 + 16);
-            const int64_t steps = (std::min(kKeys, last_position - key + 1) + P - 1) / P;
-            for (int64_t row = 0; row < padded_rows; row += kRows) {
-                multiply_keys(queries + row * s.dim, table, tile.kv_head, key, keys, scores + row * kKeys);
-                for (int64_t r = row; r < row + kRows; r++)
-                    soften(scores + r * kKeys, probabilities + r * kKeys, sums + r * s.dim, totals[r], tops[r], key,
-                           keys, position + std::min(r, rows - 1) / group);
-                multiply_values(probabilities + row * kKeys, table, tile.kv_head, key, steps, sums + row * s.dim);
+        const int64_t group = s.heads / s.kv_heads, rows = num_rows(tile), first_position = position(tile);
+        const int64_t last_position = first_position + (tile.last - tile.first) - 1;
+        scratch.resize(kRows * 2 * kKeys + rows * s.dim);
+        float* scores = scratch.data();
+        T* probabilities = reinterpret_cast<T*>(scores + kRows * kKeys);
+        T* queries = reinterpret_cast<T*>(scores + 2 * kRows * kKeys);
+        std::fill(result.sums, result.sums + rows * s.dim, 0.0f);
+        std::fill(result.totals, result.totals + rows, 0.0f);
+        std::fill(result.tops, result.tops + rows, -INFINITY);
+        for (int64_t t = tile.first; t < tile.last; t++)  // a token's heads of this group lie side by side
+            std::memcpy(queries + (t - tile.first) * group * s.dim, q + t * q_stride + tile.kv_head * group * s.dim,
+                        group * s.dim * sizeof(T));
+        const int64_t oldest = window ? std::max<int64_t>(0, first_position - window + 1) / kKeys * kKeys : 0;
+        const int64_t end = std::min((span + 1) * kSpanKeys, last_position + 1);
+        for (int64_t key = std::max(span * kSpanKeys, oldest); key < end; key += kKeys) {
+            const int64_t count = std::min(kKeys, end - key), groups = (count + kGroup - 1) / kGroup;
+            const int64_t steps = (count + P - 1) / P;
+            const T *keys[kKeys / kGroup], *values[kKeys / kGroup];
+            find_groups(tile, key, groups, keys, values);
+            // Blocks lie anywhere: the next step's are asked for here, while this one's are multiplied.
+            const T *next_keys[kKeys / kGroup], *next_values[kKeys / kGroup];
+            const int64_t following = std::min(key + kKeys, end - 1) / kGroup * kGroup;
+            const int64_t next_groups = std::min(kKeys / kGroup, (end - following + kGroup - 1) / kGroup);
+            find_groups(tile, following, next_groups, next_keys, next_values);
+            for (int64_t g = next_groups; g < kKeys / kGroup; g++) {
+                next_keys[g] = next_keys[0];
+                next_values[g] = next_values[0];
+            }
+            for (int64_t row = 0; row < rows;) {
+                const int64_t left = rows - row, passes = (left + kRows - 1) / kRows, n = (left + passes - 1) / passes;
+                dispatch<kRows>(n, [&](auto rows_at_once) {
+                    constexpr int N = decltype(rows_at_once)::value;
+                    dispatch<kKeys / kGroup>(groups, [&](auto num_groups) {
+                        multiply_keys<N, decltype(num_groups)::value>(queries + row * s.dim, keys, next_keys, scores);
+                    });
+                    for (int64_t r = 0; r < N; r++)
+                        soften(scores + r * kKeys, probabilities + r * kKeys, result.sums + (row + r) * s.dim,
+                               result.totals[row + r], result.tops[row + r], key, groups * kGroup,
+                               first_position + (row + r) / group);
+                    float* sums = result.sums + row * s.dim;
+                    int64_t d = 0;
+                    for (; d + 64 <= s.dim; d += 64)
+                        multiply_values<N, 4>(probabilities, values, next_values, steps, d, sums + d);
+                    for (; d < s.dim; d += 16)
+                        multiply_values<N, 1>(probabilities, values, next_values, steps, d, sums + d);
+                });
+                row += n;
             }
         }
+    }
+
+    // into: what earlier spans gave; from: the next span's.
+    void merge(const Partial& into, const Partial& from, int64_t rows) const {
         for (int64_t row = 0; row < rows; row++) {
-            T* to = out + ((tile.first + row / group) * s.heads + tile.kv_head * group + row % group) * s.dim;
-            for (int64_t d = 0; d < s.dim; d += 16) put16(to + d, load16(sums + row * s.dim + d) * (1.0f / totals[row]));
+            const float top = std::max(into.tops[row], from.tops[row]);
+            if (top == -INFINITY) continue;  // the row has seen nothing yet
+            const float keep = std::exp(into.tops[row] - top), take = std::exp(from.tops[row] - top);
+            into.tops[row] = top;
+            into.totals[row] = into.totals[row] * keep + from.totals[row] * take;
+            float *to = into.sums + row * shape.dim, *sums = from.sums + row * shape.dim;
+            for (int64_t d = 0; d < shape.dim; d += 16) put16(to + d, load16(to + d) * keep + load16(sums + d) * take);
+        }
+    }
+
+    void write(const Tile& tile, const Partial& result) const {
+        const int64_t group = shape.heads / shape.kv_heads, rows = num_rows(tile);
+        for (int64_t row = 0; row < rows; row++) {
+            T* to = out + ((tile.first + row / group) * shape.heads + tile.kv_head * group + row % group) * shape.dim;
+            for (int64_t d = 0; d < shape.dim; d += 16)
+                put16(to + d, load16(result.sums + row * shape.dim + d) * (1.0f / result.totals[row]));
         }
     }
 
   private:
-    const T* block_of(const T* cache, const int32_t* table, int64_t kv_head, int64_t key) const {
-        return cache + (int64_t(table[key / shape.block_size]) * shape.kv_heads + kv_head) * shape.block_size * shape.dim;
+    int64_t position(const Tile& tile) const {
+        return context_lens[tile.request] - query_start[tile.request + 1] + tile.first;
     }
 
-    // scores[row][0:keys] = queries[row] . keys, unscaled; 16 keys at a time never straddle a block.
-    void multiply_keys(const T* queries, const int32_t* table, int64_t kv_head, int64_t key, int64_t keys,
-                       float* scores) const {
-        typedef Elem<T> E;
+    void find_groups(const Tile& tile, int64_t key, int64_t groups, const T** keys, const T** values) const {
         const CacheShape& s = shape;
-        for (int64_t j = 0; j < keys; j += 16) {
-            const T* k = block_of(k_cache, table, kv_head, key + j) + (key + j) % s.block_size * E::PAIR;
-            Float16 dots[kRows] = {};
-            for (int64_t d = 0; d < s.dim / E::PAIR; d++) {
-                const auto column = load_vector<typename E::Vector>(k + d * s.block_size * E::PAIR);
-                for (int r = 0; r < kRows; r++)
-                    dots[r] = E::multiply_add(dots[r], E::broadcast(queries + r * s.dim + d * E::PAIR), column);
-            }
-            for (int r = 0; r < kRows; r++) put16(scores + r * kKeys + j, dots[r]);
+        const int32_t* table = block_tables + tile.request * max_blocks;
+        for (int64_t g = 0; g < groups; g++, key += kGroup) {
+            const int64_t at = key % s.block_size;
+            const int64_t slab = int64_t(table[key / s.block_size]) * s.kv_heads + tile.kv_head;
+            const int64_t block = slab * s.block_size * s.dim;
+            keys[g] = k_cache + block + at * Elem<T>::PAIR;
+            values[g] = v_cache + block + at * s.dim;
         }
+    }
+
+    // scores[row][0 : 16 * GROUPS] = queries[row] . keys, unscaled
+    template <int ROWS, int GROUPS>
+    void multiply_keys(const T* queries, const T* const* keys, const T* const* following, float* scores) const {
+        typedef Elem<T> E;
+        const int64_t stride = shape.block_size * E::PAIR;
+        Float16 dots[ROWS][GROUPS] = {};
+        for (int64_t d = 0; d < shape.dim / E::PAIR; d++) {
+            typename E::Vector columns[GROUPS];
+            for (int g = 0; g < GROUPS; g++) {
+                columns[g] = load_vector<typename E::Vector>(keys[g] + d * stride);
+                __builtin_prefetch(following[g] + d * stride, 0, 2);
+            }
+            for (int r = 0; r < ROWS; r++) {
+                const auto element = E::broadcast(queries + r * shape.dim + d * E::PAIR);
+                for (int g = 0; g < GROUPS; g++) dots[r][g] = E::multiply_add(dots[r][g], element, columns[g]);
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int g = 0; g < GROUPS; g++) put16(scores + r * kKeys + g * kGroup, dots[r][g]);
     }
 
     void soften(float* scores, T* probabilities, float* sums, float& total, float& top, int64_t key, int64_t keys,
@@ -191,26 +265,29 @@ struct Attention {
         total += sum_lanes(mass);
     }
 
-    // sums[row][:] += probabilities[row][0 : PAIR * steps] . values
-    void multiply_values(const T* probabilities, const int32_t* table, int64_t kv_head, int64_t key, int64_t steps,
-                         float* sums) const {
+    // sums[row][0 : 16 * WIDTH] += probabilities[row][0 : PAIR * steps] . values[:, d : d + 16 * WIDTH]
+    template <int ROWS, int WIDTH>
+    void multiply_values(const T* probabilities, const T* const* values, const T* const* following,
+                         int64_t steps, int64_t d, float* sums) const {
         typedef Elem<T> E;
-        const CacheShape& s = shape;
-        for (int64_t d = 0; d < s.dim; d += 16) {
-            Float16 acc[kRows];
-            for (int r = 0; r < kRows; r++) acc[r] = load16(sums + r * s.dim + d);
-            for (int64_t first = 0; first < steps;) {
-                const int64_t at = key + first * E::PAIR;
-                const T* v = block_of(v_cache, table, kv_head, at) + (at % s.block_size / E::PAIR * s.dim + d) * E::PAIR;
-                const int64_t last = std::min(steps, first + (s.block_size - at % s.block_size) / E::PAIR);
-                for (int64_t j = first; j < last; j++, v += s.dim * E::PAIR) {
-                    const auto values = load_vector<typename E::Vector>(v);
-                    for (int r = 0; r < kRows; r++)
-                        acc[r] = E::multiply_add(acc[r], E::broadcast(probabilities + r * kKeys + j * E::PAIR), values);
+        Float16 acc[ROWS][WIDTH];
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < WIDTH; w++) acc[r][w] = load16(sums + r * shape.dim + 16 * w);
+        constexpr int64_t per_group = kGroup / E::PAIR;
+        for (int64_t first = 0; first < steps; first += per_group)
+            for (int64_t j = first; j < std::min(steps, first + per_group); j++) {
+                const int64_t at = ((j - first) * shape.dim + d) * E::PAIR;
+                const T* v = values[first / per_group] + at;
+                for (int w = 0; w < WIDTH; w++)
+                    __builtin_prefetch(following[first / per_group] + at + 16 * w * E::PAIR, 0, 2);
+                typename E::Vector rows[WIDTH];
+                for (int w = 0; w < WIDTH; w++) rows[w] = load_vector<typename E::Vector>(v + 16 * w * E::PAIR);
+                for (int r = 0; r < ROWS; r++) {
+                    const auto element = E::broadcast(probabilities + r * kKeys + j * E::PAIR);
+                    for (int w = 0; w < WIDTH; w++) acc[r][w] = E::multiply_add(acc[r][w], element, rows[w]);
                 }
-                first = last;
             }
-            for (int r = 0; r < kRows; r++) put16(sums + r * s.dim + d, acc[r]);
-        }
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < WIDTH; w++) put16(sums + r * shape.dim + 16 * w, acc[r][w]);
     }
 };

@@ -6,14 +6,13 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_plan.h"
 #include "gemm.h"
 #include "lora.h"
 #include "simd.h"
 #include "team.h"
 
 namespace {
-
-constexpr int64_t kQueriesPerTile = 16;  // query positions that share a pass over the keys
 
 template <class T>
 struct Layer {
@@ -66,15 +65,6 @@ void silu_and_mul_row(const T* gate_up, T* out, int64_t n) {
     }
 }
 
-std::vector<Tile> make_tiles(const int32_t* query_start, int64_t requests, int64_t kv_heads) {
-    std::vector<Tile> tiles;
-    for (int32_t i = 0; i < requests; i++)
-        for (int32_t last = query_start[i + 1]; last > query_start[i]; last -= kQueriesPerTile)  // the longest first
-            for (int32_t h = 0; h < kv_heads; h++)
-                tiles.push_back({i, h, std::max<int32_t>(query_start[i], last - kQueriesPerTile), last});
-    return tiles;
-}
-
 bool is_last_of_request(const int64_t* slots, int64_t t, int64_t tokens) {
     return t + 1 == tokens || slots[t + 1] != slots[t] + 1;
 }
@@ -83,7 +73,9 @@ template <class T>
 class Forward {
   public:
     Forward(const Model<T>& model, const Step<T>& step)
-        : m_(model), s_(step), tiles_(make_tiles(step.query_start, step.requests, model.cache.kv_heads)) {}
+        : m_(model),
+          s_(step),
+          attention_(step.query_start, step.context_lens, step.requests, model.cache, model.threads) {}
 
     void run() {
         Team team(int(m_.threads));
@@ -93,7 +85,7 @@ class Forward {
 
   private:
     void run_thread(Team& team, int thread) {
-        std::vector<float> scratch;
+        std::vector<float> scratch, results;
         const Range rows = share(s_.tokens, thread, team.size());
         for (int64_t t = rows.begin; t < rows.end; t++) {
             const T* from = m_.embedding + s_.token_ids[t] * m_.hidden;
@@ -106,7 +98,7 @@ class Forward {
             team.barrier();
             write_cache(layer, rows);
             team.barrier();
-            attend(layer, team, scratch);
+            attend(layer, team, scratch, results);
             linear(s_.narrow, layer.o, layer.lora[1], s_.normed, team);
             team.barrier();
             for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, layer.post_norm);
@@ -154,16 +146,16 @@ class Forward {
                            is_last_of_request(s_.slots, t, s_.tokens), m_.cache, head);
     }
 
-    void attend(const Layer<T>& layer, Team& team, std::vector<float>& scratch) {
+    void attend(const Layer<T>& layer, Team& team, std::vector<float>& scratch, std::vector<float>& results) {
         const Attention<T> attention{m_.cache,         s_.wide,       layer.qkv.out_features, layer.k_cache,
                                      layer.v_cache,    s_.block_tables, s_.query_start,       s_.context_lens,
                                      s_.narrow,        s_.max_blocks, layer.window,           m_.scale};
-        for (int64_t i = team.take(); i < int64_t(tiles_.size()); i = team.take()) attention.run(tiles_[i], scratch);
+        attention_.run(attention, team, scratch, results);
     }
 
     const Model<T>& m_;
     const Step<T>& s_;
-    const std::vector<Tile> tiles_;
+    AttentionPlan attention_;
 };
 
 template <class T>
@@ -192,12 +184,12 @@ void linear(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Rout
 
 template <class T>
 void attend(const Attention<T>* attention, int64_t requests, int64_t threads) {
-    const std::vector<Tile> tiles = make_tiles(attention->query_start, requests, attention->shape.kv_heads);
+    AttentionPlan plan(attention->query_start, attention->context_lens, requests, attention->shape, threads);
+    Team team{int(threads)};
 #pragma omp parallel num_threads(int(threads))
     {
-        std::vector<float> scratch;
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < tiles.size(); i++) attention->run(tiles[i], scratch);
+        std::vector<float> scratch, results;
+        plan.run(*attention, team, scratch, results);
     }
 }
 

@@ -88,27 +88,12 @@ void gemm(const T* x, const Packed<T>& w, Out* y, int64_t rows, Team& team) {
         for (int64_t row = 0; row < rows;) {
             const T* in = x + row * w.in_features;
             Out* out = y + row * w.out_features + first;
-#define ROWS_AT_ONCE(N)                                                                                             \
-    case N:                                                                                                         \
-        multiply_rows<T, Out, N>(in, w.in_features, panel, bias, out, w.out_features, w.in_features, columns);      \
-        break;
             // 12 rows fill the registers; what is left goes in even shares, so that no pass over the panel is thin.
             const int64_t left = rows - row, passes = (left + 11) / 12, n = (left + passes - 1) / passes;
-            switch (n) {
-                ROWS_AT_ONCE(12)
-                ROWS_AT_ONCE(11)
-                ROWS_AT_ONCE(10)
-                ROWS_AT_ONCE(9)
-                ROWS_AT_ONCE(8)
-                ROWS_AT_ONCE(7)
-                ROWS_AT_ONCE(6)
-                ROWS_AT_ONCE(5)
-                ROWS_AT_ONCE(4)
-                ROWS_AT_ONCE(3)
-                ROWS_AT_ONCE(2)
-                ROWS_AT_ONCE(1)
-            }
-#undef ROWS_AT_ONCE
+            dispatch<12>(n, [&](auto rows_at_once) {
+                constexpr int N = decltype(rows_at_once)::value;
+                multiply_rows<T, Out, N>(in, w.in_features, panel, bias, out, w.out_features, w.in_features, columns);
+            });
             row += n;
         }
     }

@@ -21,11 +21,11 @@ struct LoraGroup {
     int64_t slices, in_features, out_features;
     int64_t offsets[4];
 
-    // h: [rows of the batch that use an adapter, slices, page_rank * pages_in_use]
+    // h: [rows of the batch that use an adapter, slices, page_rank * pages_in_use]. May share a phase with a product.
     void shrink(const T* x, float* h, const Routing& r, Team& team) const {
         const int64_t units = r.num_items * slices;
         const int thread = omp_get_thread_num();
-        for (int64_t unit = team.take_near(units, thread); unit < units; unit = team.take_near(units, thread)) {
+        for (int64_t unit = team.take_near(units, thread, 1); unit < units; unit = team.take_near(units, thread, 1)) {
             const int32_t* item = r.items + unit / slices * 3;
             const int64_t slice = unit % slices, rank = r.ranks[item[0]];
             const float scale = scales[item[0] * slices + slice];

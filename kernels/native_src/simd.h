@@ -5,7 +5,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BF16__)
+#include <type_traits>
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -121,17 +122,36 @@ inline float max_lanes(Float16 x) {
 
 // exp by Cody-Waite reduction and a degree-5 polynomial (Cephes expf), about 2 ulp; 0 below -87.
 inline Float16 exp16(Float16 x) {
+    constexpr float kLog2e = 1.44269504088896341f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+#if defined(__AVX512F__)
+    const Float16 clamped = (Float16)_mm512_max_ps((__m512)splat(-104.0f), (__m512)x);  // a NaN stays one
+    const Float16 whole = (Float16)_mm512_roundscale_ps((__m512)(clamped * kLog2e), 0);
+#else
     const Float16 clamped = x < -87.0f ? splat(-87.0f) : x > 88.0f ? splat(88.0f) : x;
-    const Float16 scaled = clamped * 1.44269504088896341f;
+    const Float16 scaled = clamped * kLog2e;
     const Int16 n = __builtin_convertvector(scaled + (scaled < 0.0f ? splat(-0.5f) : splat(0.5f)), Int16);
     const Float16 whole = __builtin_convertvector(n, Float16);
-    const Float16 r = clamped - whole * 0.693359375f + whole * 2.12194440e-4f;
+#endif
+    const Float16 r = clamped - whole * kLn2High - whole * kLn2Low;
     Float16 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+    return (Float16)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
     const Float16 result = p * cast<Float16>((n + 127) << 23);
     return x < -87.0f ? Float16{} : result;
+#endif
+}
+
+// Calls f with n, from 1 to MOST, as a constant of the type system.
+template <int MOST, class F>
+inline void dispatch(int64_t n, F&& f) {
+    if constexpr (MOST > 1) {
+        if (n < MOST) return dispatch<MOST - 1>(n, f);
+    }
+    f(std::integral_constant<int, MOST>{});
 }

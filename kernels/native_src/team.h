@@ -18,7 +18,7 @@ inline Range share(int64_t n, int thread, int threads) { return {n * thread / th
 
 class Team {
   public:
-    explicit Team(int size) : size_(size), taken_(size) {}
+    explicit Team(int size) : size_(size), taken_(kKinds * size) {}
     int size() const { return size_; }
 
     // Every thread calls it; the last to arrive lets the others go.
@@ -26,7 +26,7 @@ class Team {
         const uint64_t round = round_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
             arrived_.store(0, std::memory_order_relaxed);
-            for (auto& count : next_) count.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
             for (auto& count : taken_) count.at.store(0, std::memory_order_relaxed);
             round_.store(round + 1, std::memory_order_release);
             return;
@@ -41,28 +41,30 @@ class Team {
     }
 
     // The next piece of work of this phase; barrier() starts the counts again. Whoever is free takes it: a thread that
-    // lost its core to another program then delays one piece, not half of the phase. A phase may hand out two kinds.
-    int64_t take(int kind = 0) { return next_[kind].fetch_add(1, std::memory_order_relaxed); }
+    // lost its core to another program then delays one piece, not half of the phase.
+    int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
     // The next of n pieces that lie in a row in memory, n when there are none left. A thread walks its own run, so that
     // the processor's prefetchers see one stream across pieces, and helps with the others' runs once its own is done.
-    int64_t take_near(int64_t n, int thread) {
+    // A phase may hand out two kinds.
+    int64_t take_near(int64_t n, int thread, int kind = 0) {
         for (int i = 0; i < size_; i++) {
             const int owner = (thread + i) % size_;
             const Range run = share(n, owner, size_);
-            const int64_t at = run.begin + taken_[owner].at.fetch_add(1, std::memory_order_relaxed);
+            const int64_t at = run.begin + taken_[kind * size_ + owner].at.fetch_add(1, std::memory_order_relaxed);
             if (at < run.end) return at;
         }
         return n;
     }
 
   private:
+    static constexpr int kKinds = 2;
     struct alignas(64) Count {
         std::atomic<int64_t> at{0};
     };
     const int size_;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint64_t> round_{0};
-    alignas(64) std::atomic<int64_t> next_[2] = {};
+    alignas(64) std::atomic<int64_t> next_{0};
     std::vector<Count> taken_;
 };
