@@ -38,7 +38,8 @@ async def _keep_announcing(session: ClientSession, gateway: str, url: str) -> No
     while True:
         problem = await _tell(session, "POST", gateway, url)
         if problem != heard:
-            logger.warning("announced to %s: %s", gateway, problem or "heard")
+            level = logging.WARNING if problem else logging.INFO
+            logger.log(level, "announced to %s: %s", gateway, problem or "heard")
             heard = problem
         await asyncio.sleep(PERIOD_S)
 

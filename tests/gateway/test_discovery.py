@@ -1,5 +1,7 @@
 """Where engines are said to be, and the breaker that counts how they fare."""
 
+from pathlib import Path
+
 import pytest
 from redis.asyncio import Redis
 
@@ -7,6 +9,8 @@ from gateway.fleet.addresses import Address, parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Breaker
 from gateway.fleet.discovery import ANNOUNCEMENTS, Announcements, Discovery
 from gateway.fleet.registry import EngineRecord, Registry
+from gateway.settings import SettingsError
+from tests.gateway.running import settings
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,22 @@ def test_addresses(text: str, address: Address):
 def test_what_is_none(text: str, part: str):
     with pytest.raises(ValueError, match=part):
         parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("engines", "part"),
+    [
+        ([], "at least one"),
+        (["http://one", "http://one/"], "twice"),
+        (["http://user:secret@one?x=1"], "options"),
+        (["one:8000"], "announced"),
+    ],
+)
+def test_settings_name_what_is_wrong_and_show_no_secret(tmp_path: Path, model_dir: Path, engines: list[str], part: str):
+    with pytest.raises(SettingsError, match=part) as refused:
+        settings(tmp_path, model_dir, engines, "redis://unused")
+    assert refused.value.field == "LORAPLEX_ENGINES"
+    assert "secret" not in str(refused.value)
 
 
 async def test_announced_engines_are_seen_by_all_until_they_go_or_fall_silent(redis_url: str):
