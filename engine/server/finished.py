@@ -90,6 +90,10 @@ class FinishedRequests:
         _, reason, prompt, completion, cached = SLOT.unpack_from(self._memory, at)
         return FinishedRequest(request_id, _text(reason) or None, prompt, completion, cached)
 
+    def ids(self) -> list[str]:
+        """Of all that are known."""
+        return list(self._slots)
+
     async def wait(self, request_ids: list[str], seconds: float) -> None:
         """Until none of them runs, at most so long."""
         ends = [asyncio.ensure_future(self._running[id_].ended.wait()) for id_ in request_ids if id_ in self._running]
@@ -130,10 +134,14 @@ class FinishedRequests:
             if not request_id:
                 continue
             self._slots[request_id] = at
-            _, reason, prompt, completion, _ = SLOT.unpack_from(self._memory, at)
+            _, reason, prompt, completion, cached = SLOT.unpack_from(self._memory, at)
             if not _text(reason):
                 killed += 1
-                struct.pack_into("<16s", self._memory, at + REASON_AT, KILLED.encode())
+                # What failed before its first token has cost nothing.
+                prompt = prompt if completion else 0
+                SLOT.pack_into(
+                    self._memory, at, request_id.encode("ascii"), KILLED.encode(), prompt, completion, cached
+                )
                 self._add(prompt, completion)
         if killed:
             logger.warning("%d requests were running when the last engine here ended", killed)

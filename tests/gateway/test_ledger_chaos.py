@@ -1,0 +1,14 @@
+"""Each part of a real stack is killed once under streams: the ledger is the engine's books. The large run of the same
+is `python -m benchmarks.ledger_chaos`."""
+
+import pytest
+
+from benchmarks.ledger_chaos import is_exact, run
+
+
+@pytest.mark.timeout(170)
+async def test_the_ledger_is_exact_whatever_dies():
+    found = await run(requests=200, at_once=16, rounds=1, pause=0.4, seed=3, seconds=60.0)
+    assert is_exact(found), found
+    assert sum(found["kills"].values()) == 5
+    assert found["engine_requests"] >= 200
