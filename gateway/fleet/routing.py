@@ -37,12 +37,14 @@ def choose(
     if len(candidates) <= 1:
         return candidates[0] if candidates else None
     affinity = digest.encode() if digest is not None else prefix
+    # The fleet's means: what was measured of one engine and another differs a little, and must not decide for all.
     request_seconds = sum(engine.request_seconds for engine in candidates) / len(candidates)
+    load_seconds = sum(engine.load_seconds for engine in candidates) / len(candidates)
 
     def order(engine: EngineRecord) -> tuple[bool, float, bool, bytes]:
         seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
         if digest is not None and not engine.holds(digest):
-            seconds += engine.load_seconds
+            seconds += load_seconds
         return engine.load >= engine.limit, seconds, engine is not cached, rank(affinity, engine.url)
 
     return min(candidates, key=order)

@@ -33,6 +33,12 @@ def test_an_adapter_that_nobody_holds_has_one_home_among_idle_engines():
         assert chosen(engines[::-1], digest) == home(digest, URLS)
 
 
+def test_what_was_measured_of_idle_engines_moves_no_home():
+    engines = [engine(url, load_seconds=0.01 * (i + 1), request_seconds=1 + i) for i, url in enumerate(URLS)]
+    for digest in ("d1", "d2", "d3", "d4", "d5", "d6"):
+        assert chosen(engines, digest) == home(digest, URLS)
+
+
 def test_homes_are_spread_and_stay_when_an_engine_leaves():
     digests = [f"digest-{i}" for i in range(400)]
     counts = [sum(home(digest, URLS) == url for digest in digests) for url in URLS]
