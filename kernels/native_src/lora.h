@@ -1,7 +1,7 @@
 // y[t] += scale (x[t] A^T) B by segments of tokens that use one adapter, over rank pages (kernels/reference.py).
 // Two phases with a barrier between: shrink into h, expand into y. Every sum is made by one thread in a fixed order.
-// Where each adapter has one row (decoding), the pages are the traffic: they are then read from front to back, a rank
-// row after another, by threads that each walk their own run of adapters, as the processor's prefetchers like it.
+// Where each adapter has one row (decoding), the pages are the traffic: threads then walk their own runs of adapters from
+// front to back and ask for the next four rank rows while they use these.
 #pragma once
 #include <omp.h>
 
@@ -36,15 +36,14 @@ struct LoraGroup {
                 for (int64_t i = 0; i < 4; i++) inputs[i] = x + int64_t(r.order[row + std::min(i, rows - 1)]) * in_features;
                 if (rows == 1) {
                     float* to = h + (row * slices + slice) * r.page_rank * r.pages_in_use;
-                    const int64_t whole = (rank + 3) / 4 * 4;  // expand reads four at a time; rows beyond the rank are 0
-                    for (int64_t j = 0; j < whole; j++) {
-                        float dot[1][1];
-                        dot_rows<1, 1>(inputs, a_row(item[0], slice, j, r), dot);
-                        to[j] = scale * dot[0][0];
+                    for (int64_t j = 0; j < rank; j += 4) {  // four rank rows never straddle a page
+                        float dot[1][4];
+                        dot_rows<1, 4>(inputs, a_row(item[0], slice, j, r), dot);
+                        for (int i = 0; i < 4; i++) to[j + i] = scale * dot[0][i];
                     }
                     continue;
                 }
-                for (int64_t first = 0; first < rank; first += 4) {  // four rank rows never straddle a page
+                for (int64_t first = 0; first < rank; first += 4) {
                     float dots[4][4];
                     dot_rows<4, 4>(inputs, a_row(item[0], slice, first, r), dots);
                     for (int64_t i = 0; i < rows; i++)
@@ -82,7 +81,7 @@ struct LoraGroup {
     }
 
   private:
-    static constexpr int64_t kColumns = 1024;
+    static constexpr int64_t kColumns = 4096;
 
     const T* a_row(int64_t slot, int64_t slice, int64_t rank, const Routing& r) const {
         const int64_t page = r.page_table[slot * r.max_pages + rank / r.page_rank];
@@ -98,7 +97,10 @@ struct LoraGroup {
         int64_t k = 0;
         for (; k + step <= in_features; k += step) {
             typename E::Vector ranks[RANKS];
-            for (int j = 0; j < RANKS; j++) ranks[j] = load_vector<typename E::Vector>(a + j * in_features + k);
+            for (int j = 0; j < RANKS; j++) {
+                ranks[j] = load_vector<typename E::Vector>(a + j * in_features + k);
+                if (ROWS == 1) __builtin_prefetch(a + (j + 4) * in_features + k, 0, 2);
+            }
             for (int i = 0; i < ROWS; i++) {
                 const auto input = load_vector<typename E::Vector>(inputs[i] + k);
                 for (int j = 0; j < RANKS; j++) sums[i][j] = E::multiply_add(sums[i][j], input, ranks[j]);
@@ -133,6 +135,8 @@ struct LoraGroup {
             for (int64_t c = 0; c < whole; c += 16) {
                 Float16 rows[4];
                 for (int j = 0; j < 4; j++) rows[j] = load16(b + j * out_features + c);
+                if (ROWS == 1 && c % 32 == 0)
+                    for (int j = 4; j < 8; j++) __builtin_prefetch(b + j * out_features + c, 0, 2);
                 for (int i = 0; i < ROWS; i++) {
                     Float16 sum = load16(sums[i] + c);
                     for (int j = 0; j < 4; j++) sum += rows[j] * h[i * stride + k + j];
