@@ -32,6 +32,8 @@ def connect(url: str, timeout: float) -> Client:
 
     `redis+cluster://host:port` (and `rediss+cluster`) names any node of a cluster.
     """
+    # No socket_timeout: it has the client write within asyncio.wait_for, which on Python 3.11 may lose a cancellation; the
+    # task then lives on. Who calls has a deadline of its own, and a timeout of asyncio ends the call as well.
     # One more try, at once, for the pooled connection that a restarted server has closed. The script's calls are all
     # safe to send twice.
     retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
@@ -40,7 +42,7 @@ def connect(url: str, timeout: float) -> Client:
         return RedisCluster.from_url(
             f"{scheme.removesuffix('+cluster')}://{rest}",
             max_connections=MAX_CONNECTIONS,
-            socket_timeout=timeout,
+            socket_timeout=None,
             socket_connect_timeout=timeout,
             retry=Retry(NoBackoff(), 3),
         )
@@ -48,7 +50,7 @@ def connect(url: str, timeout: float) -> Client:
         url,
         max_connections=MAX_CONNECTIONS,
         timeout=timeout,
-        socket_timeout=timeout,
+        socket_timeout=None,
         socket_connect_timeout=timeout,
         retry=retry,
     )

@@ -6,19 +6,28 @@ a Bearer key only, so nothing that a browser sends by itself can change anything
 
 import base64
 import binascii
+from datetime import UTC, datetime, timedelta
 from importlib import resources
 
 import jinja2
 from aiohttp import web
 
 from gateway.admission.auth import Authenticator
-from gateway.errors import Forbidden, InvalidKey
+from gateway.errors import BadRequest, Forbidden, InvalidKey
 from gateway.fleet.registry import Registry
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import Tenants
 from gateway.records.usage_report import UsageReport
 
 RECENT_ROWS = 50
+REFRESH_SECONDS = 15
+PERIODS = {
+    "hour": timedelta(hours=1),
+    "day": timedelta(days=1),
+    "week": timedelta(days=7),
+    "month": timedelta(days=30),
+    "all": None,
+}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -26,8 +35,6 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-
-
 ASK = {"WWW-Authenticate": 'Basic realm="Loraplex admin key", charset="UTF-8"', **PAGE_HEADERS}
 
 
@@ -45,6 +52,7 @@ class Dashboard:
         environment = jinja2.Environment(
             loader=jinja2.PackageLoader("gateway.api"), autoescape=True, undefined=jinja2.StrictUndefined
         )
+        environment.filters["money"] = money
         self._template = environment.get_template("status.html")
         self._style = resources.files("gateway.api").joinpath("static/style.css").read_text("utf-8")
 
@@ -59,17 +67,33 @@ class Dashboard:
             refused = InvalidKey("An admin key is needed.")
             refused.headers.update(ASK)
             raise refused from error
-        tenants = await self._tenants.list()
+        period, now = request.query.get("period", "day"), datetime.now(UTC)
+        if period not in PERIODS:
+            raise BadRequest(f"period: expected one of {', '.join(PERIODS)}.", param="period")
+        length = PERIODS[period]
+        month = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
         html = self._template.render(
+            now=now,
+            refresh=REFRESH_SECONDS,
+            periods=list(PERIODS),
+            period=period,
             engines=self._registry.engines,
-            tenants=[(tenant, await self._catalog.list(tenant)) for tenant in tenants],
-            usage=await self._report.sums(),
+            tenants=await self._tenants.list(),
+            adapters=await self._catalog.by_tenant(),
+            spent={sums.tenant: sums.cost for sums in await self._report.sums((), since=month) if not sums.deleted},
+            usage=await self._report.sums(since=None if length is None else now - length),
             recent=await self._report.recent(limit=RECENT_ROWS),
         )
         return web.Response(text=html, content_type="text/html", headers=PAGE_HEADERS)
 
     async def style(self, _: web.Request) -> web.Response:
         return web.Response(text=self._style, content_type="text/css", headers={"X-Content-Type-Options": "nosniff"})
+
+
+def money(micro_units: int) -> str:
+    """Micro-units as the currency is written, exact: `0.00`, `12.50`, `0.000001`."""
+    whole, part = divmod(micro_units, 1_000_000)
+    return f"{whole:,}.{f'{part:06}'.rstrip('0'):0<2}"
 
 
 def _basic_password(authorization: str | None) -> str:

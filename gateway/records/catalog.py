@@ -7,13 +7,13 @@ a name means is answered once no gateway can believe the old meaning any more: w
 import asyncio
 import re
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, and_, delete, insert, select, update
+from sqlalchemy import Row, Select, and_, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
@@ -140,6 +140,15 @@ class Catalog:
             await count_change(connection)
         return Adapter(name=name, version=version, created_at=now, **content)
 
+    async def by_tenant(self) -> Mapping[str, Sequence[Adapter]]:
+        """Every tenant's adapters, by the tenant's id; of one that has none there is nothing."""
+        found = defaultdict(list)
+        query = _CURRENT.add_columns(adapters.c.tenant_id).order_by(adapters.c.name)
+        async with self._database.read() as connection:
+            for row in await connection.execute(query):
+                found[row.tenant_id].append(_adapter(row))
+        return found
+
     async def list(self, tenant: Tenant) -> list[Adapter]:
         async with self._database.read() as connection:
             rows = (await connection.execute(_current(tenant).order_by(adapters.c.name))).all()
@@ -172,16 +181,16 @@ def _check_possible(name: str) -> None:
         raise RecordNotFound("There is no adapter of this name.", param="name")
 
 
-def _current(tenant: Tenant) -> Any:
-    """Select: the tenant's names, each with its current version."""
-    joined = and_(
-        adapter_versions.c.adapter_id == adapters.c.id, adapter_versions.c.version == adapters.c.current_version
-    )
-    return (
-        select(adapters.c.name, adapter_versions)
-        .join_from(adapters, adapter_versions, joined)
-        .where(adapters.c.tenant_id == tenant.id)
-    )
+_CURRENT: Select[Any] = select(adapters.c.name, adapter_versions).join_from(
+    adapters,
+    adapter_versions,
+    and_(adapter_versions.c.adapter_id == adapters.c.id, adapter_versions.c.version == adapters.c.current_version),
+)
+
+
+def _current(tenant: Tenant) -> Select[Any]:
+    """The tenant's names, each with its current version."""
+    return _CURRENT.where(adapters.c.tenant_id == tenant.id)
 
 
 def _adapter(row: Row[Any]) -> Adapter:
