@@ -82,7 +82,7 @@ class Quota:
         self._redis = redis
         self._store = Store(redis, timeout)
         self._lease_ms = int(lease_seconds * 1000)
-        self._fallback = fallback
+        self.fallback = fallback
         self._admitted_without = admitted_without
         self._presence = Presence(redis)
         self._local = LocalLimits()
@@ -93,6 +93,16 @@ class Quota:
         self._has_unwanted = asyncio.Event()
         self._registered: set[str] = set()
         self._budgets: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def is_closed_without(self) -> bool:
+        """Whether most requests are refused while Redis is away."""
+        return "closed" in self.fallback.values()
+
+    @property
+    def gateways(self) -> int:
+        """How many live, this one among them, as Redis last said."""
+        return self._presence.count
 
     @property
     def away(self) -> bool:
@@ -223,13 +233,13 @@ class Quota:
         step: int,
         price: Price,
     ) -> Reservation:
-        modes = {self._fallback[CLASSES[limit.kind]] for limit in limits} or {self._fallback["requests"]}
+        modes = {self.fallback[CLASSES[limit.kind]] for limit in limits} or {self.fallback["requests"]}
         if "closed" in modes:
             raise unavailable()
         shares = [
             Limit(limit.field, limit.owner, limit.kind, self._share(tenant_id, limit))
             for limit in limits
-            if self._fallback[CLASSES[limit.kind]] == "local"
+            if self.fallback[CLASSES[limit.kind]] == "local"
         ]
         least = min(step, max_tokens * choices)
         answer = self._local.acquire(tenant_id, request_id, shares, prompt_tokens, max_tokens * choices, step, price)

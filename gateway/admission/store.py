@@ -32,8 +32,8 @@ def connect(url: str, timeout: float) -> Client:
 
     `redis+cluster://host:port` (and `rediss+cluster`) names any node of a cluster.
     """
-    # No socket_timeout: it has the client write within asyncio.wait_for, which on Python 3.11 may lose a cancellation; the
-    # task then lives on. Who calls has a deadline of its own, and a timeout of asyncio ends the call as well.
+    # No socket_timeout: it has the client write within asyncio.wait_for, which on Python 3.11 may lose a cancellation;
+    # the task then lives on. Who calls has a deadline of its own, and a timeout of asyncio ends the call as well.
     # One more try, at once, for the pooled connection that a restarted server has closed. The script's calls are all
     # safe to send twice.
     retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
@@ -41,7 +41,8 @@ def connect(url: str, timeout: float) -> Client:
     if scheme.endswith("+cluster"):
         return RedisCluster.from_url(
             f"{scheme.removesuffix('+cluster')}://{rest}",
-            max_connections=MAX_CONNECTIONS,
+            # Of each node, and without waiting for one: `Store` keeps below it.
+            max_connections=2 * MAX_CONNECTIONS,
             socket_timeout=None,
             socket_connect_timeout=timeout,
             retry=Retry(NoBackoff(), 3),
@@ -65,6 +66,12 @@ class Store:
         self._timeout = timeout
         self._source = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")
         self._digest = hashlib.sha1(self._source.encode()).hexdigest()
+        self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._beginning = asyncio.Lock()
+        self._begun = False
+        # ... and raises AttributeError for a connection that it has dropped as another call was about to write to it.
+        dropped = (AttributeError,) if isinstance(redis, RedisCluster) else ()
+        self._faults: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError, *dropped)
         self._failures = 0
         self._probe: asyncio.Task[None] | None = None
         self.away = False
@@ -91,20 +98,30 @@ class Store:
         if self.away:
             raise unavailable()
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._timeout), self._connections:
+                if not self._begun:
+                    await self._begin()
                 answer = await command()
-        except (RedisError, OSError, TimeoutError) as error:
+        except self._faults as error:
             self._failed(error)
             raise unavailable() from error
         self._failures = 0
         return answer
 
+    async def _begin(self) -> None:
+        # redis-py's client of a cluster trips over calls that come while it learns who the nodes are.
+        async with self._beginning:
+            if not self._begun and isinstance(self._redis, RedisCluster):
+                await self._redis.initialize()
+            self._begun = True
+
     async def ping(self) -> None:
         """Raises Unavailable. Also asked of a server that is away."""
         try:
             async with asyncio.timeout(self._timeout):
+                await self._begin()
                 await self._redis.ping()
-        except (RedisError, OSError, TimeoutError) as error:
+        except self._faults as error:
             raise unavailable() from error
 
     async def close(self) -> None:

@@ -149,7 +149,7 @@ async def running(of: Settings) -> AsyncIterator[Gateway]:
         yield Gateway(url, session)
 
 
-async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 30.0) -> None:
     """Waits for what happens behind an answer."""
     deadline = time.monotonic() + seconds
     while not await condition():

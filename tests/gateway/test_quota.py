@@ -1,34 +1,41 @@
-"""The quota on a real Valkey: all or nothing, on its clock, settled once."""
+"""The quota on a real Valkey, and on a cluster of three: all or nothing, on its clock, settled once."""
 
 import asyncio
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from redis.asyncio import Redis
 
 from gateway.admission.quota import Quota, Reservation
 from gateway.admission.refusals import format_duration
-from gateway.admission.store import connect
+from gateway.admission.store import Client, connect
 from gateway.errors import BadRequest, RateLimited, Unavailable
 from gateway.records.prices import Price
+from tests.gateway.cluster import valkey_cluster
 from tests.gateway.principals import principal
+from tests.gateway.running import until
 
 
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    redis = connect(redis_url, timeout=5.0)
+@pytest.fixture(scope="module")
+def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with valkey_cluster(tmp_path_factory.mktemp("cluster")) as url:
+        yield url
+
+
+@pytest.fixture(params=["redis_url", "cluster_url"])
+async def redis(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    redis = connect(request.getfixturevalue(request.param), timeout=5.0)
     yield redis
     await redis.aclose()
 
 
 @pytest.fixture
-def quota(redis: Redis) -> Quota:
+def quota(redis: Client) -> Quota:
     return Quota(redis, timeout=5.0, lease_seconds=30)
 
 
@@ -42,17 +49,16 @@ async def settle(quota: Quota, reservation: Reservation, tokens: int, cost: int 
     return await quota.settle(reservation, tokens=tokens, cost=cost, event=b"{}", **options)
 
 
-async def dump(redis: Redis, who: Any) -> dict[bytes, Any]:
-    state = {}
-    for key in sorted(await redis.keys(f"loraplex:{{{who.tenant.id}}}:*")):
-        kind = await redis.type(key)
-        if kind == b"hash":
-            state[key] = await redis.hgetall(key)
-        elif kind == b"zset":
-            state[key] = await redis.zrange(key, 0, -1)
-        else:
-            state[key] = await redis.xrange(key)
-    return state
+async def dump(redis: Client, who: Any) -> dict[str, Any]:
+    """All that is kept of a tenant, by the last part of its key."""
+    tag = f"loraplex:{{{who.tenant.id}}}:"
+    kept = {
+        "quota": await redis.hgetall(tag + "quota"),
+        "leases": await redis.zrange(tag + "leases", 0, -1, withscores=True),
+        "held": await redis.hgetall(tag + "held"),
+        "usage": await redis.xrange(tag + "usage"),
+    }
+    return {part: content for part, content in kept.items() if content}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,7 @@ async def test_200_at_once_against_a_limit_of_50(limits: dict, tokens: int, kind
     assert codes == {"insufficient_quota" if kind == "budget" else "rate_limit_exceeded"}
 
 
-async def test_a_refusal_consumes_nothing(quota: Quota, redis: Redis):
+async def test_a_refusal_consumes_nothing(quota: Quota, redis: Client):
     """Refused by the model's limit, a request takes nothing of its tenant's or its key's."""
     who = principal(
         tenant={"requests_per_minute": 2, "max_concurrent": 2, "tokens_per_day": 100, "budget_per_month": 100},
@@ -103,13 +109,13 @@ async def test_a_refusal_consumes_nothing(quota: Quota, redis: Redis):
     assert last.headers["x-ratelimit-remaining-requests"] == "0"
 
 
-async def test_what_is_not_limited_is_not_kept(quota: Quota, redis: Redis):
+async def test_what_is_not_limited_is_not_kept(quota: Quota, redis: Client):
     who = principal()
     taken = await take(quota, who, 10**6)
     assert taken.headers == {}
-    assert {key.rpartition(b":")[2] for key in await dump(redis, who)} == {b"held", b"leases"}
+    assert set(await dump(redis, who)) == {"held", "leases"}
     await settle(quota, taken, 5)
-    assert {key.rpartition(b":")[2] for key in await dump(redis, who)} == {b"usage"}
+    assert set(await dump(redis, who)) == {"usage"}
 
 
 async def test_headers_are_those_of_the_tightest_limit(quota: Quota):
@@ -146,7 +152,7 @@ async def test_choices_are_granted_evenly_or_not_at_all(quota: Quota):
         await quota.acquire(who, "base", "b", 0, 50, choices=2)
 
 
-async def test_settling_gives_back_what_was_not_used_and_only_once(quota: Quota, redis: Redis):
+async def test_settling_gives_back_what_was_not_used_and_only_once(quota: Quota, redis: Client):
     who = principal(tenant={"max_concurrent_tokens": 1000, "max_concurrent": 1, "budget_per_month": 1000})
     price = Price(output=1_000_000)
     first = await take(quota, who, 900, price=price)
@@ -160,7 +166,7 @@ async def test_settling_gives_back_what_was_not_used_and_only_once(quota: Quota,
         await take(quota, who, 1, price=price)
 
 
-async def test_settling_at_the_same_time_adds_one_event(quota: Quota, redis: Redis):
+async def test_settling_at_the_same_time_adds_one_event(quota: Quota, redis: Client):
     who = principal(tenant={"max_concurrent": 5})
     taken = await take(quota, who)
     ids = await asyncio.gather(*(settle(quota, taken, 1) for _ in range(20)))
@@ -168,7 +174,7 @@ async def test_settling_at_the_same_time_adds_one_event(quota: Quota, redis: Red
     assert await redis.xlen(f"loraplex:{{{who.tenant.id}}}:usage") == 1
 
 
-async def test_a_request_that_does_not_count_is_given_back_whole_and_once(quota: Quota, redis: Redis):
+async def test_a_request_that_does_not_count_is_given_back_whole_and_once(quota: Quota, redis: Client):
     who = principal(tenant={"requests_per_minute": 3, "tokens_per_day": 1000})
     await settle(quota, await take(quota, who, 1), 1)
     refused = await take(quota, who, 900)
@@ -196,7 +202,7 @@ async def test_the_same_request_sent_twice_is_taken_once(quota: Quota):
     assert once.max_tokens == again.max_tokens == 100
 
 
-async def test_a_lease_that_nobody_extends_frees_its_slot_and_waits_to_be_settled(redis: Redis):
+async def test_a_lease_that_nobody_extends_frees_its_slot_and_waits_to_be_settled(redis: Client):
     dying = Quota(redis, timeout=5.0, lease_seconds=0.05)
     other = Quota(redis, timeout=5.0, lease_seconds=30)
     who = principal(tenant={"max_concurrent": 1, "max_concurrent_tokens": 1000, "budget_per_month": 1000})
@@ -217,7 +223,7 @@ async def test_a_lease_that_nobody_extends_frees_its_slot_and_waits_to_be_settle
         await take(other, who, 1)
 
 
-async def test_a_lease_that_is_kept_does_not_end_and_says_how_far_it_is(redis: Redis):
+async def test_a_lease_that_is_kept_does_not_end_and_says_how_far_it_is(redis: Client):
     quota = Quota(redis, timeout=5.0, lease_seconds=0.6)
     who = principal(tenant={"max_concurrent": 1})
     running = await take(quota, who, request_id="a")
@@ -241,7 +247,7 @@ async def test_a_lease_that_is_kept_does_not_end_and_says_how_far_it_is(redis: R
     )
 
 
-async def test_a_lease_given_up_too_early_is_revived(redis: Redis):
+async def test_a_lease_given_up_too_early_is_revived(redis: Client):
     """Its gateway could not reach Redis for a while; its request went on."""
     quota = Quota(redis, timeout=5.0, lease_seconds=0.05)
     who = principal(tenant={"max_concurrent": 1})
@@ -256,7 +262,7 @@ async def test_a_lease_given_up_too_early_is_revived(redis: Redis):
     await take(quota, who)
 
 
-async def test_what_a_client_took_that_left_meanwhile_is_given_back(quota: Quota, redis: Redis):
+async def test_what_a_client_took_that_left_meanwhile_is_given_back(quota: Quota, redis: Client):
     who = principal(tenant={"max_concurrent": 1})
     keeper = asyncio.create_task(quota.keep_leases())
     try:
@@ -290,7 +296,7 @@ async def test_what_can_never_pass_is_said_at_once(limit: str, quota: Quota):
     await take(quota, who, 100, price=price)
 
 
-async def test_all_keys_of_a_tenant_share_a_hash_tag_and_expire(quota: Quota, redis: Redis):
+async def test_all_keys_of_a_tenant_share_a_hash_tag_and_expire(quota: Quota, redis: Client):
     who = principal(tenant={"max_concurrent": 5, "tokens_per_day": 100})
     await take(quota, who)
     keys = [key async for key in redis.scan_iter(f"*{who.tenant.id}*")]
@@ -301,7 +307,7 @@ async def test_all_keys_of_a_tenant_share_a_hash_tag_and_expire(quota: Quota, re
     assert await redis.sismember("loraplex:usage:tenants", who.tenant.id)
 
 
-async def test_limits_of_keys_that_are_gone_are_forgotten(quota: Quota, redis: Redis):
+async def test_limits_of_keys_that_are_gone_are_forgotten(quota: Quota, redis: Client):
     who = principal()
     state = f"loraplex:{{{who.tenant.id}}}:quota"
     for key_id in range(40):
@@ -316,7 +322,7 @@ async def test_limits_of_keys_that_are_gone_are_forgotten(quota: Quota, redis: R
     await until(forgotten)
 
 
-async def test_the_script_is_brought_to_a_server_that_does_not_know_it(quota: Quota, redis: Redis):
+async def test_the_script_is_brought_to_a_server_that_does_not_know_it(quota: Quota, redis: Client):
     who = principal(tenant={"max_concurrent": 2})
     taken = await take(quota, who)
     await redis.script_flush()
@@ -350,10 +356,3 @@ def test_durations_read_back_as_what_was_written(milliseconds: int):
     else:
         minutes, _, seconds = written.rstrip("s").rpartition("m")
         assert round((int(minutes or 0) * 60 + float(seconds)) * 1000) == milliseconds
-
-
-async def until(condition: Any, seconds: float = 30.0) -> None:
-    """Waits until the awaitable that `condition` makes is true."""
-    async with asyncio.timeout(seconds):
-        while not await condition():  # noqa: ASYNC110  (the condition is another process')
-            await asyncio.sleep(0.02)
