@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+KvCacheDType = Literal["auto", "fp8_e4m3", "int8"]
 
 
 class ConfigError(ValueError):
@@ -24,6 +25,9 @@ class EngineConfig:
 
     prefill_stretch: how many times longer a step of running streams may take for the prompts computed beside them.
     async_scheduling: plan and launch a step before the tokens of the one before are read; None: on a GPU.
+    kv_cache_dtype: auto is the model's; 8 bits have a scale for each token and head.
+    enforce_eager: no CUDA graphs. cuda_graph_sizes: rows of the decode steps that are captured; None: a ladder up to
+    max_num_seqs on a GPU.
 
     Raises ConfigError for a value out of range.
     """
@@ -42,6 +46,9 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     prefill_stretch: float = 1.8
     async_scheduling: bool | None = None
+    kv_cache_dtype: KvCacheDType = "auto"
+    enforce_eager: bool = False
+    cuda_graph_sizes: tuple[int, ...] | None = None
     adapter_memory: int | None = None
     max_lora_rank: int = 64
     seed: int = 0
@@ -51,6 +58,14 @@ class EngineConfig:
             raise ConfigError("dtype", f"expected one of {', '.join(get_args(DType))}, got {self.dtype!r}")
         if self.device not in get_args(Device):
             raise ConfigError("device", f"expected one of {', '.join(get_args(Device))}, got {self.device!r}")
+        if self.kv_cache_dtype not in get_args(KvCacheDType):
+            expected = ", ".join(get_args(KvCacheDType))
+            raise ConfigError("kv_cache_dtype", f"expected one of {expected}, got {self.kv_cache_dtype!r}")
+        sizes = self.cuda_graph_sizes
+        if sizes is not None and not all(1 <= size <= self.max_num_seqs for size in sizes):
+            raise ConfigError(
+                "cuda_graph_sizes", f"expected numbers from 1 to max_num_seqs ({self.max_num_seqs}), got {list(sizes)}"
+            )
         for field, least in (
             ("max_model_len", 1),
             ("max_num_seqs", 1),

@@ -10,6 +10,7 @@ Knows no HTTP, no text and no threads but the adapter loaders'; every method is 
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
 from engine.config import ConfigError, EngineConfig
 from engine.model.config import ModelConfig, parse_model_config, read_config
+from engine.model.graphs import default_sizes
 from engine.model.llama import load_decoder
 from engine.model.runner import Runner, Sampling
 from engine.model.weights import Progress
@@ -27,10 +29,12 @@ from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import Request, RequestError, RequestOutput, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from kernels.backend import pick_ops
+from kernels.reference import LARGEST_KV
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,21 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
     return DTYPES.get(model.dtype if config.dtype == "auto" else config.dtype, torch.float32)
 
 
+def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
+    """The decode steps to capture; none without a CUDA device, where asking for some is an error."""
+    if device.type != "cuda" and config.cuda_graph_sizes:
+        raise ConfigError("cuda_graph_sizes", "expected none: CUDA graphs need a CUDA device")
+    if device.type != "cuda" or config.enforce_eager:
+        return ()
+    return default_sizes(config.max_num_seqs) if config.cuda_graph_sizes is None else config.cuda_graph_sizes
+
+
+def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
+    """Keys and values of all layers, with their scales where they have 8 bits."""
+    scales = model.kv_elements_per_token // model.head_dim * 4 if kv_dtype in LARGEST_KV else 0
+    return model.kv_elements_per_token * kv_dtype.itemsize + scales
+
+
 class Engine:
     """Loads the model when made. Raises ConfigError for what cannot be served.
 
@@ -95,13 +114,12 @@ class Engine:
             raise ConfigError(
                 "max_model_len", f"the model's context is {self.model_config.max_position_embeddings}, got {model_len}"
             )
-        ops = pick_ops(self.device, self.dtype, self.model_config.head_dim, config.block_size)
-        decoder = load_decoder(
-            path, self.model_config, ops, self.dtype, self.device, model_len, progress or (lambda *_: None)
-        )
-        num_blocks = self._kv_cache_bytes() // (
-            self.model_config.kv_elements_per_token * self.dtype.itemsize * config.block_size
-        )
+        kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
+        graph_sizes = resolve_graph_sizes(config, self.device)
+        ops = pick_ops(self.device, self.dtype, self.model_config.head_dim, config.block_size, kv_dtype)
+        progress = progress or (lambda *_: None)
+        decoder = load_decoder(path, self.model_config, ops, self.dtype, self.device, model_len, progress)
+        num_blocks = self._kv_cache_bytes() // (kv_bytes_per_token(self.model_config, kv_dtype) * config.block_size)
         if num_blocks * config.block_size < model_len:
             if config.max_model_len is not None or not num_blocks:
                 raise ConfigError(
@@ -133,6 +151,9 @@ class Engine:
             self.device,
             max_num_seqs=config.max_num_seqs,
             max_model_len=model_len,
+            kv_dtype=kv_dtype,
+            graph_sizes=graph_sizes,
+            progress=partial(progress, "Capturing CUDA graphs"),
         )
         # On the CPU the step itself takes the cores: reading its tokens later would only delay them.
         self._async = self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling

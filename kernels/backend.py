@@ -134,6 +134,17 @@ class Ops(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
 
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> Tensor: ...
+
 
 def routing_of(batch: Batch, lora: LoraTables | None) -> LoraRouting | None:
     """None when no token of the batch uses an adapter: then no LoRA code runs at all."""

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# `Batch.adapter_slots` of a graph's batch: which adapters it has only the device knows.
+ANY_ADAPTERS = (-1,)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

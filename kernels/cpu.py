@@ -9,6 +9,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from kernels import reference
 from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.batch import Batch
+from kernels.cpu_sampling import sample
 from kernels.reference import LoraGroup, LoraRouting
 
 
@@ -22,6 +23,8 @@ class TorchPlan:
 
 class TorchOps:
     """Stateless. Decodes are one padded gather and one SDPA; each prompt chunk is an SDPA of its own."""
+
+    sample = staticmethod(sample)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.batch import Batch
+from kernels.cpu_sampling import sample
 from kernels.memory import HugePages
 from kernels.reference import LoraGroup
 
@@ -148,6 +149,8 @@ class NativeOps:
 
     Same semantics as `kernels.reference` but for the order of elements inside a cache block, which is these ops' own.
     """
+
+    sample = staticmethod(sample)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions = {

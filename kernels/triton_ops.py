@@ -57,6 +57,8 @@ class TritonOps:
     only expand adds its latency to a step. Outside of graphs the events between streams would cost the host more.
     """
 
+    sample = staticmethod(sample)
+
     def __init__(self, shrink_beside: bool = True) -> None:
         self._shrink_beside = shrink_beside
         self._side: torch.cuda.Stream | None = None
@@ -119,15 +121,3 @@ class TritonOps:
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return fused.silu_and_mul(gate_up)
-
-    def sample(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-    ) -> Tensor:
-        return sample(logits, temperature, top_k, top_p, min_p, seeds, positions)

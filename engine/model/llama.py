@@ -37,13 +37,13 @@ class Decoder:
             head_dim=c.head_dim,
             rms_norm_eps=c.rms_norm_eps,
         )
-        self._kv: list[KvCache] = []
+        self.kv: list[KvCache] = []
         self._lora: LoraTables | None = None
         self._fused: FusedForward | None = None
 
     def attach(self, kv: list[KvCache], lora: LoraTables) -> None:
         """kv: each layer's cache, written by `forward`. lora: the adapters' rank pages."""
-        self._kv, self._lora = kv, lora
+        self.kv, self._lora = kv, lora
         self._fused = self.ops.fuse(self.weights, kv, lora)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -62,7 +62,7 @@ class Decoder:
         inputs = outside_lora.embed(w.embedding, batch, ops, self._lora)
         residual = ops.embed(w.embedding, batch.token_ids) if inputs is None else inputs
         x = ops.rms_norm(residual, w.layers[0].input_norm, eps)
-        for i, (layer, kv) in enumerate(zip(w.layers, self._kv, strict=True)):
+        for i, (layer, kv) in enumerate(zip(w.layers, self.kv, strict=True)):
             groups = self._lora.groups[i] if self._lora is not None else _NO_LORA
             qkv = ops.linear(x, layer.qkv, groups.get("qkv"), plan)
             if layer.q_norm is not None and layer.k_norm is not None:

@@ -4,7 +4,7 @@
 each seat's newest token stays in a table on the device, where the next forward pass finds it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from adapters.device_pool import AdapterPool
 from engine.model.batch import Layout, Planner, PromptRows, make_batch
+from engine.model.graphs import DecodeGraphs
 from engine.model.llama import Decoder
 from engine.model.sampler import RowLogprobs, sample, token_logprobs
 from engine.model.transfer import Download, upload
 from engine.scheduling.request import Request, Status
 from kernels.backend import KvCache
 from kernels.memory import lazy_zeros
+from kernels.reference import LARGEST_KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Sampling:
 class Runner:
     """num_blocks blocks of block_size tokens in every layer, in the decoder's dtype and on its device.
 
-    A request may hold as many of them as max_model_len tokens need; max_num_seqs requests run at once.
+    A request may hold as many of them as max_model_len tokens need; max_num_seqs requests run at once. kv_dtype: the
+    cache's own, if it is another than the model's. graph_sizes: see `engine.model.graphs`; none: every step is eager.
     """
 
     def __init__(
@@ -67,20 +70,38 @@ class Runner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        kv_dtype: torch.dtype | None = None,
+        graph_sizes: tuple[int, ...] = (),
+        progress: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
         c = decoder.config
         self.decoder, self.device = decoder, device
         shape = (num_blocks, c.num_kv_heads, block_size, c.head_dim)
-        kv = [KvCache(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)) for _ in range(c.num_layers)]
+        kv = [make_kv_cache(shape, kv_dtype or dtype, device) for _ in range(c.num_layers)]
         decoder.attach(kv, adapters)
         self._planner = Planner(max_num_seqs, -(-max_model_len // block_size), block_size)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.graphs: DecodeGraphs | None = None
+        if graph_sizes:
+            with torch.inference_mode():
+                self.graphs = DecodeGraphs(
+                    decoder.forward,
+                    graph_sizes,
+                    adapters,
+                    self._last_tokens,
+                    max_model_len=max_model_len,
+                    block_size=block_size,
+                    progress=progress,
+                )
 
     @torch.inference_mode()
     def forward(self, plan: Mapping[Request, int]) -> Launched:
         """Starts the computation of the plan's tokens."""
         layout = self._planner.lay_out(plan)
-        return Launched(layout, self.decoder.forward(make_batch(layout, self._last_tokens)))
+        logits = self.graphs.run(layout) if self.graphs is not None else None
+        if logits is None:
+            logits = self.decoder.forward(make_batch(layout, self._last_tokens))
+        return Launched(layout, logits)
 
     @torch.inference_mode()
     def sample(self, launched: Launched) -> Sampling:
@@ -100,7 +121,7 @@ class Runner:
         if wanted:
             [index] = upload(self.device, [np.array(wanted)])
             raw = logits[index]  # as the model gave them, before penalties
-        tokens = sample(logits, requests)
+        tokens = sample(logits, requests, self.decoder.ops.sample)
         if wanted:
             top = [requests[i].params.logprobs or 0 for i in wanted]
             found = token_logprobs(raw, tokens[index], max(top))
@@ -122,3 +143,15 @@ class Runner:
         top = request.params.prompt_logprobs or 0
         found = token_logprobs(logits[rows.row : rows.row + len(following)], token_ids, top)
         return [rows] * len(following), [top] * len(following), Download(found.tensors)
+
+
+def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KvCache:
+    """One layer's cache `[num_blocks, num_kv_heads, block_size, head_dim]`, with scales where it has 8 bits."""
+    if dtype not in LARGEST_KV:
+        return KvCache(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device))
+    return KvCache(
+        lazy_zeros(shape, torch.uint8, device).view(dtype),
+        lazy_zeros(shape, torch.uint8, device).view(dtype),
+        lazy_zeros(shape[:3], torch.float32, device),
+        lazy_zeros(shape[:3], torch.float32, device),
+    )

@@ -1,7 +1,7 @@
 """Next tokens from logits, vectorised over the batch, without waiting for the device. Rows are independent: a request's
 draw depends on its own seed and position only, never on what else is in the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,21 +12,29 @@ from engine.model.transfer import upload
 from engine.scheduling.request import Request, TokenLogprobs
 from engine.structured.masks import constrain
 
+_LARGEST_U64 = 2**64 - 1
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """logits `[n, vocab]` fp32, edited in place; row i chooses `requests[i]`'s next token. Returns `[n]` int64."""
+
+def sample(logits: Tensor, requests: Sequence[Request], draw: Callable[..., Tensor]) -> Tensor:
+    """logits `[n, vocab]` fp32, edited in place; row i chooses `requests[i]`'s next token. Returns `[n]` int64.
+
+    draw: the backend's `sample`; a draw's position is that of its token in the output, from 1.
+    """
     constrain(logits, [request.matcher for request in requests])
     if any(request.params.edits_logits for request in requests):
         edit_logits(logits, requests)
-    tokens = logits.argmax(-1)
-    # A row is drawn in the order of its own parameters, sorted or not, whatever the rows beside it ask for.
-    for limited in (False, True):
-        drawn = [i for i, r in enumerate(requests) if r.params.temperature > 0 and _is_limited(r) == limited]
-        if drawn:
-            [rows] = upload(logits.device, [np.array(drawn)])
-            own = logits if len(drawn) == len(logits) else logits[rows]
-            tokens.index_copy_(0, rows, _draw(own, [requests[i] for i in drawn], limited))
-    return tokens
+    params = [request.params for request in requests]
+    if all(p.temperature == 0 for p in params):
+        return logits.argmax(-1)
+    columns = (
+        np.array([p.temperature for p in params], np.float32),
+        np.array([p.top_k for p in params], np.int32),
+        np.array([p.top_p for p in params], np.float32),
+        np.array([p.min_p for p in params], np.float32),
+        np.array([request.seed & _LARGEST_U64 for request in requests], np.uint64).view(np.int64),
+        np.array([request.num_output_tokens + 1 for request in requests], np.int64),
+    )
+    return draw(logits, *upload(logits.device, columns))
 
 
 def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
@@ -88,52 +96,6 @@ class _Edits:
 
     def upload(self, device: torch.device) -> list[Tensor]:
         return upload(device, [np.concatenate(part) for part in (self._rows, self._ids, self._values)])
-
-
-def _is_limited(request: Request) -> bool:
-    return bool(request.params.top_k or request.params.top_p < 1)
-
-
-def _draw(logits: Tensor, requests: list[Request], limited: bool) -> Tensor:
-    """Inverse-CDF sampling with one uniform number a row, over the tokens that top-k, top-p and min-p leave. `[n]`."""
-    params, vocab = [r.params for r in requests], logits.shape[1]
-    column = [
-        np.array(values, np.float32)
-        for values in zip(*((p.temperature, p.top_p, p.min_p) for p in params), strict=True)
-    ]
-    top_k = np.array([min(p.top_k or vocab, vocab) for p in params])
-    uniform = uniforms([r.seed for r in requests], [r.num_output_tokens + 1 for r in requests])
-    temperature, top_p, min_p, k, target = (t[:, None] for t in upload(logits.device, [*column, top_k, uniform]))
-    logits = logits / temperature
-    order = None
-    if limited:
-        # Top-k alone needs no full sort: the k largest, in order, are all that can be drawn.
-        logits, order = logits.topk(int(top_k.max()))
-    probs = logits.softmax(-1)
-    if limited:
-        probs = probs.masked_fill(torch.arange(probs.shape[1], device=probs.device)[None] >= k, 0.0)
-        probs = probs / probs.sum(-1, keepdim=True)
-        before = probs.cumsum(-1) - probs
-        probs = probs.masked_fill((before >= top_p) & (top_p < 1), 0.0)
-    if any(p.min_p for p in params):
-        probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
-    cdf = probs.double().cumsum(-1)
-    chosen = torch.searchsorted(cdf, target * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
-    return (order.gather(1, chosen) if order is not None else chosen)[:, 0]
-
-
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """One number in [0, 1) for each (seed, position): splitmix64 (Steele et al., OOPSLA 2014), as float64."""
-    with np.errstate(over="ignore"):
-        state = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64)
-        z = _mix(state) + np.array(positions, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        return (_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 @dataclass(frozen=True, slots=True)

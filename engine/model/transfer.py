@@ -16,37 +16,27 @@ def upload(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     """The arrays on the device, in order. On the CPU the tensors share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    there = _pack(arrays, pinned=True).to(device, non_blocking=True)
-    return views(there, arrays)
+    return unpack(pack(arrays, pinned=True).to(device, non_blocking=True), arrays)
 
 
-def refill(there: Tensor, arrays: Sequence[np.ndarray]) -> None:
-    """Overwrites `there`, as `packed` made it for arrays of the same shapes, by one copy."""
-    there.copy_(_pack(arrays, pinned=there.device.type == "cuda"), non_blocking=True)
-
-
-def packed(device: torch.device, arrays: Sequence[np.ndarray]) -> Tensor:
-    """The arrays side by side in one buffer of bytes on the device; `views` has them apart again."""
-    return _pack(arrays, pinned=False).to(device)
-
-
-def views(buffer: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """The parts of a packed buffer, shaped and typed as the arrays it was packed from."""
-    found, at = [], 0
-    for array in arrays:
-        part = buffer[at : at + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
-        found.append(part.view(array.shape))
-        at += _aligned(array.nbytes)
-    return found
-
-
-def _pack(arrays: Sequence[np.ndarray], *, pinned: bool) -> Tensor:
+def pack(arrays: Sequence[np.ndarray], *, pinned: bool) -> Tensor:
+    """The arrays side by side in one buffer of bytes on the host, each where any dtype may begin."""
     buffer = torch.empty(sum(_aligned(a.nbytes) for a in arrays), dtype=torch.uint8, pin_memory=pinned)
     to, at = buffer.numpy(), 0
     for array in arrays:
         to[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         at += _aligned(array.nbytes)
     return buffer
+
+
+def unpack(buffer: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """The parts of a packed buffer on any device, shaped and typed as the arrays it was packed from."""
+    found, at = [], 0
+    for array in arrays:
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        found.append(buffer[at : at + array.nbytes].view(dtype).view(array.shape))
+        at += _aligned(array.nbytes)
+    return found
 
 
 def _aligned(num_bytes: int) -> int:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.model.transfer import upload
+
 if TYPE_CHECKING:
     from engine.structured.compiler import Matcher
 
@@ -24,8 +26,8 @@ def constrain(logits: Tensor, matchers: "Sequence[Matcher | None]") -> None:
         for row, row_bits in zip(rows, bits, strict=True):
             _forbid(logits[row].numpy(), row_bits)
     else:
-        bias = _bias(torch.from_numpy(bits.view(np.uint8)).to(logits.device))[:, : logits.shape[1]]
-        logits.index_add_(0, torch.tensor(rows, device=logits.device), bias)
+        masks, index = upload(logits.device, (bits.view(np.uint8), np.array(rows)))
+        logits.index_add_(0, index, _bias(masks)[:, : logits.shape[1]])
 
 
 def _forbid(row: np.ndarray, bits: np.ndarray) -> None:

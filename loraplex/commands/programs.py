@@ -46,6 +46,20 @@ class Module(click.ParamType):
         return name, Path(path)
 
 
+class Sizes(click.ParamType):
+    """Whole numbers, comma separated."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(size) for size in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not numbers with commas between them", param, ctx)
+
+
 @click.command()
 @click.option("--model", required=True, help="A model folder, a .gguf file, or a hub id.")
 @click.option("--tokenizer", help="A folder with the tokenizer to use; default: the model's own.")
@@ -57,6 +71,9 @@ class Module(click.ParamType):
 @click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens in one step.")
 @click.option("--block-size", default=16, show_default=True, help="Tokens of a KV cache block.")
 @click.option("--kv-cache-memory", type=Bytes(), help="Size of the KV cache, such as 4GiB; default: from the device.")
+@click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto, fp8_e4m3 or int8.")
+@click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
+@click.option("--cuda-graph-sizes", type=Sizes(), help="Rows of captured decode steps, such as 1,2,4,8.")
 @click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True, help="Reuse KV.")
 @click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=True, show_default=True, help="Split.")
 @click.option("--prefill-stretch", default=1.8, show_default=True, help="Most that prompts may stretch others' steps.")

@@ -188,5 +188,6 @@ def test_grammars_follow_the_tokens_before_them(model: Path, make_engine: Make) 
         engine, digests = make_engine(async_scheduling=async_scheduling)
         compiler = GrammarCompiler(tokenizer.to_json, engine.model_config.vocab_size, engine.eos_token_ids)
         grammar = compiler.compile(GrammarSpec("regex", "(ab|cd){3,9}z"))
-        texts.append(run(engine, digests, 8, grammar=grammar, ignore_eos=False, stop_token_ids=(), min_tokens=0, logit_bias={}))
+        bound = {"grammar": grammar, "ignore_eos": False, "stop_token_ids": (), "min_tokens": 0, "logit_bias": {}}
+        texts.append(run(engine, digests, 8, **bound))
     assert texts[0] == texts[1]

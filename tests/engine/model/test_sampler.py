@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.model.sampler import sample as sample_on_device
-from engine.model.sampler import token_logprobs, uniforms
+from engine.model.sampler import token_logprobs
 from engine.scheduling.request import Request, SamplingParams
+from kernels import cpu_sampling, reference
 
 
 def request(seed: int = 0, prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> Request:
@@ -18,7 +19,7 @@ def request(seed: int = 0, prompt: list[int] | None = None, output: list[int] | 
 
 
 def sample(logits: Tensor, requests: list[Request]) -> list[int]:
-    return sample_on_device(logits, requests).tolist()
+    return sample_on_device(logits, requests, cpu_sampling.sample).tolist()
 
 
 def draws(logits: Tensor, n: int = 4000, **params: Any) -> Tensor:
@@ -78,11 +79,33 @@ def test_the_same_seed_draws_the_same_and_another_draws_otherwise() -> None:
     assert len(set(sequence(5))) > 8
 
 
-def test_uniforms_are_uniform() -> None:
-    numbers = torch.from_numpy(uniforms(range(20000), [1] * 20000))
-    assert 0 <= float(numbers.min()) <= float(numbers.max()) < 1
-    histogram = torch.histc(numbers, 10, 0, 1) / len(numbers)
-    torch.testing.assert_close(histogram, torch.full((10,), 0.1, dtype=numbers.dtype), atol=0.01, rtol=0)
+@pytest.mark.parametrize("vocab", [1, 5, 257, 3000])
+def test_the_cpu_draws_what_the_reference_draws(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    n = 400
+    logits = 4 * torch.randn(n, vocab, generator=generator)
+    logits[::7] = logits[::7].round()  # many ties
+    logits[3::11, ::2] = -torch.inf if vocab > 1 else 0.0
+
+    def one_of(*values: float) -> Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (n,), generator=generator)]
+
+    parameters = (
+        one_of(0, 0.5, 1, 2),
+        one_of(0, 1, 2, 40, 5000).int(),
+        one_of(1, 1, 0.01, 0.5, 0.95, 0.9999),
+        one_of(0, 0, 0.05, 0.5),
+        torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator),
+        torch.randint(1, 9999, (n,), generator=generator),
+    )
+    assert torch.equal(cpu_sampling.sample(logits, *parameters), reference.sample(logits, *parameters))
+
+
+@pytest.mark.parametrize("hole", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_no_numbers_give_a_token_all_the_same(hole: float) -> None:
+    crowd = [request(0), request(1, top_p=0.5), request(2, top_k=3), request(3, min_p=0.1), request(temperature=0.0)]
+    for logits in (torch.full((5, 300), hole), torch.zeros(5, 300).index_fill(1, torch.tensor([7]), hole)):
+        assert all(0 <= token < 300 for token in sample(logits, crowd))
 
 
 def test_penalties_and_bias_are_openais_and_hugging_faces() -> None:

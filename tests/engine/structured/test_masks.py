@@ -17,6 +17,7 @@ from engine.structured import masks
 from engine.structured.compiler import LIMITS, GrammarCompiler
 from engine.structured.spec import GrammarSpec
 from engine.tokenizer import Tokenizer
+from kernels.cpu_sampling import sample as draw
 from tests.engine.structured.schemas import SCHEMAS, fits
 from tests.engine.tiny import save_byte_fallback_tokenizer, save_byte_level_tokenizer
 
@@ -43,7 +44,7 @@ class Vocabulary:
         generator = torch.Generator().manual_seed(seed)
         while live := [r for r in requests if r.status is not Status.FINISHED]:
             logits = torch.randn(len(live), self.width, generator=generator) * 3
-            for request, token in zip(live, sample(logits, live).tolist(), strict=True):
+            for request, token in zip(live, sample(logits, live, draw).tolist(), strict=True):
                 request.append(token)
         return [self.tokenizer.decode(r.token_ids[1:]) for r in requests]
 
@@ -86,7 +87,7 @@ def test_a_free_row_is_untouched_and_a_bound_one_keeps_what_is_allowed(vocabular
     logits = torch.randn(3, vocabulary.width)
     before = logits.clone()
     free, bound = vocabulary.request(temperature=0.0), vocabulary.request("regex", "a", temperature=0.0)
-    sample(logits, [free, bound, free])
+    sample(logits, [free, bound, free], draw)
     assert torch.equal(logits[[0, 2]], before[[0, 2]])
     kept = logits[1] > -torch.inf
     assert torch.equal(logits[1][kept], before[1][kept])
@@ -120,10 +121,10 @@ def test_the_end_is_allowed_where_the_grammar_accepts_and_only_there(vocabulary:
     request = vocabulary.request("regex", "ab?", temperature=0.0)
     wants_the_end = torch.zeros(1, vocabulary.width)
     wants_the_end[0, end] = 9.0
-    [first] = sample(wants_the_end.clone(), [request]).tolist()
+    [first] = sample(wants_the_end.clone(), [request], draw).tolist()
     assert vocabulary.tokenizer.token_bytes(first) in (b"a", b"ab")
     request.append(first)
-    assert sample(wants_the_end.clone(), [request]).tolist() == [end]
+    assert sample(wants_the_end.clone(), [request], draw).tolist() == [end]
     request.append(end)
     assert (request.status, request.finish_reason) == (Status.FINISHED, "stop")
 
@@ -162,7 +163,7 @@ def test_a_preempted_request_goes_on_where_it_was(vocabulary: Vocabulary) -> Non
     for row in logits:
         for r in (request, twin):
             if r.status is not Status.FINISHED:
-                r.append(int(sample(row[None].clone(), [r])[0]))
+                r.append(int(sample(row[None].clone(), [r], draw)[0]))
         if request.status is not Status.FINISHED:
             request.preempt()
             request.start(0)

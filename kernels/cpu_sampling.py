@@ -1,0 +1,81 @@
+"""Next tokens from logits on the CPU: `kernels.reference.sample` a row at a time in numpy, sorting what little it must.
+
+numpy, not torch: a row of 49k logits takes some 20 us a pass, less than torch's threads need to wake.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.reference import uniforms
+
+# Where a draw by top-p looks first: tokens at least this likely beside the likeliest one, then ever less likely ones.
+_FIRST_CUT = 1e-2
+_RUN = 256  # tokens whose weights are summed before the sums are searched
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """As `kernels.reference.sample`: logits `[B, vocab]` fp32, one parameter a row; returns `[B]` int64.
+
+    A row with NaN or infinity in it, as an adapter's weights may bring, gives some token.
+    """
+    rows = logits.numpy()
+    parameters = zip(
+        temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), uniforms(seeds, positions).tolist(),
+        strict=True,
+    )  # fmt: skip
+    return torch.tensor([_choose(row, *own) for row, own in zip(rows, parameters, strict=True)])
+
+
+def _choose(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
+    likeliest = int(row.argmax())
+    if temperature == 0 or not np.isfinite(row[likeliest]):
+        return likeliest
+    ids = None  # all of the vocabulary
+    if 0 < top_k < len(row):
+        ids = np.flatnonzero(row >= np.partition(row, len(row) - top_k)[len(row) - top_k])
+    weights = np.exp((row if ids is None else row[ids]) / np.float32(temperature) - row[likeliest] / temperature)
+    least = np.float32(min_p)
+    if top_p < 1:
+        least = max(least, _least_of_top_p(weights, top_p))
+    if least > 0:
+        kept = np.flatnonzero(weights >= least)
+        weights, ids = weights[kept], kept if ids is None else ids[kept]
+    at = _first_beyond(weights, uniform)
+    return at if ids is None else int(ids[at])
+
+
+def _least_of_top_p(weights: np.ndarray, top_p: float) -> np.float32:
+    """The smallest weight that is kept: those larger sum up to less than top_p of all."""
+    wanted = top_p * weights.sum(dtype=np.float64)
+    cut = _FIRST_CUT
+    while True:
+        sums = np.sort(weights[weights >= cut])[::-1]
+        reached = np.flatnonzero(sums.cumsum(dtype=np.float64) >= wanted)
+        if len(reached):
+            return np.float32(sums[reached[0]])
+        if cut == 0:
+            return np.float32(0)  # rounding alone keeps the sum of all below what was wanted
+        cut = cut * _FIRST_CUT if cut > 1e-30 else 0.0
+
+
+def _first_beyond(weights: np.ndarray, uniform: float) -> int:
+    """The first index up to which the weights sum up to more than `uniform` of all. Sums are fp64."""
+    whole = len(weights) // _RUN * _RUN
+    runs = weights[:whole].reshape(-1, _RUN).sum(1, dtype=np.float64)
+    ends = np.append(runs, weights[whole:].sum(dtype=np.float64)).cumsum()
+    target = uniform * ends[-1]
+    run = min(int(np.searchsorted(ends, target, side="right")), len(ends) - 1)
+    before = ends[run - 1] if run else 0.0
+    part = weights[run * _RUN : (run + 1) * _RUN]
+    found = int(np.searchsorted(before + part.cumsum(dtype=np.float64), target, side="right"))
+    # Rounding may leave the target at the run's very end: its last token of any weight is meant.
+    return run * _RUN + (found if found < len(part) else int(np.flatnonzero(part)[-1]))

@@ -1,0 +1,65 @@
+"""Keys and values in 8 bits: half the memory, nearly the same logits, the same rules for sharing blocks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapters.host_cache import HostCache
+from adapters.manifest import BaseShape
+from engine.config import ConfigError, EngineConfig
+from engine.engine import Engine
+from engine.scheduling.request import SamplingParams
+from kernels.triton_ops import TritonOps
+from tests.engine.tiny import save_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder, max_model_len=256)
+    return folder
+
+
+def run(model: Path, kv_cache_dtype: str, n: int = 8) -> tuple[list[float], int]:
+    """The log-probabilities that a prompt gets, over several chunks, with `n` tokens decoded after it; blocks."""
+    host = HostCache(None, BaseShape.from_config_dir(model), 1 << 20, torch.float32)
+    config = EngineConfig(
+        model=str(model), dtype="float32", device="cpu", max_lora_rank=8, adapter_memory=4 << 20, max_num_seqs=4,
+        kv_cache_memory=1 << 20, max_num_batched_tokens=16, kv_cache_dtype=kv_cache_dtype,
+    )  # fmt: skip
+    engine = Engine(config, host)
+    try:
+        params = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+        engine.add_request("x", [3 + 5 * i % 350 for i in range(40)], params)
+        found: list[float] = []
+        while engine.has_work():
+            for output in engine.step():
+                assert output.error is None
+                found += [entry.logprob for entry in output.prompt_logprobs or [] if entry is not None]
+        return found, engine.state().num_blocks
+    finally:
+        engine.close()
+        host.close()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_8_bits_change_the_logprobs_little_and_hold_more_blocks(model: Path, dtype: str) -> None:
+    expected, blocks = run(model, "auto")
+    found, more_blocks = run(model, dtype)
+    assert more_blocks == blocks * 64 // (16 + 4)  # 16 elements of a head: 4 bytes each, or 1 and a scale of 4
+    assert len(found) == len(expected) == 39
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=0.5, rtol=0)
+    assert found != expected, "the cache was not used"
+
+
+def test_the_gpu_kernels_serve_it_as_plain_torch_does(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = run(model, "int8", n=2)
+    monkeypatch.setattr("engine.engine.pick_ops", lambda *_: TritonOps())
+    found, _ = run(model, "int8", n=2)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-3, rtol=0)
+
+
+def test_another_dtype_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype: expected one of auto, fp8_e4m3, int8, got 'int4'"):
+        EngineConfig(model="m", kv_cache_dtype="int4")  # type: ignore[arg-type]
