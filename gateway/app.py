@@ -341,8 +341,10 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.wait({task})
+        # A library may take a cancellation for the end of its own patience: asked until it is heard.
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=1.0)
 
 
 def _report_death(task: "asyncio.Task[None]") -> None:
