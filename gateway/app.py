@@ -173,7 +173,12 @@ async def make_app(settings: Settings) -> web.Application:
     app[BODY_TIMEOUT] = settings.body_timeout
     app[METRICS], app[DATABASE], app[QUOTA], app[REGISTRY], app[LEDGER] = metrics, database, quota, registry, ledger
 
-    prompts = PromptReader(tokenizer, max_model_len, settings.default_max_tokens)
+    prompts = PromptReader(
+        tokenizer,
+        max_model_len,
+        settings.default_max_tokens,
+        other_engines=any(address.kind == "vllm" for address in settings.engine_addresses),
+    )
     completions = Completions(
         auth=auth,
         catalog=catalog,

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from engine.protocol import BadRequest as ProtocolError
 from engine.protocol import ChatCompletionRequest, CompletionRequest, decode
 from engine.tokenizer import Tokenizer
 from gateway.errors import BadRequest
@@ -56,16 +57,32 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 class PromptReader:
     """Raises the protocol's BadRequest naming the field, ChatTemplateError, or BadRequest for too long a prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, default_max_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, max_model_len: int, default_max_tokens: int, *, other_engines: bool = False
+    ) -> None:
+        """other_engines: there are engines that may serve fields of the API which ours does not; they say so."""
+        self._other_engines = other_engines
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._default_max_tokens = default_max_tokens
 
     async def parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
-        """The body's fields, each checked."""
+        """The body's fields, each checked. Those that no engine's API has are the engine's to judge."""
         if len(raw) <= INLINE_BYTES:
-            return decode(endpoint.kind, raw)
-        return await asyncio.to_thread(decode, endpoint.kind, raw)
+            return self._parse(raw, endpoint)
+        return await asyncio.to_thread(self._parse, raw, endpoint)
+
+    def _parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
+        while True:
+            try:
+                return decode(endpoint.kind, raw)
+            except ProtocolError as refusal:
+                if not (self._other_engines and refusal.code == "unsupported_parameter"):
+                    raise
+                # Left out here only: what is sent on is the client's own body.
+                fields = msgspec.json.decode(raw)
+                del fields[refusal.param]
+                raw = msgspec.json.encode(fields)
 
     async def measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
         """The tokens of a parsed body, held against the model's context."""

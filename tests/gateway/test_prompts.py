@@ -6,6 +6,7 @@ import json
 import pytest
 import transformers
 
+from engine.protocol import BadRequest
 from engine.tokenizer import ChatTemplateError, Tokenizer
 from gateway.api.prompts import CHAT, PromptReader
 from tests.engine.server.tools import HISTORY, TEMPLATES, TOOLS
@@ -49,3 +50,18 @@ async def test_a_template_of_its_own_for_tools(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(plain)
     ours = Tokenizer.from_dir(tmp_path)
     assert await count(ours, tools=TOOLS) > await count(ours) + 50
+
+
+@pytest.mark.parametrize("other_engines", [True, False])
+async def test_fields_that_only_other_engines_serve(tmp_path, other_engines):
+    save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    reader = PromptReader(Tokenizer.from_dir(tmp_path), 4096, 16, other_engines=other_engines)
+    asked = {"reasoning_effort": "low", "store": True, "a_field_of_tomorrow": {"a": 1}}
+    raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | asked).encode()
+    if other_engines:
+        body = (await reader.measure(await reader.parse(raw, CHAT), raw)).body
+        assert {name: body[name] for name in asked} == asked
+    else:
+        with pytest.raises(BadRequest) as refused:
+            await reader.parse(raw, CHAT)
+        assert refused.value.code == "unsupported_parameter"
