@@ -60,7 +60,7 @@ def prompt(i: int, vocab_size: int) -> list[int]:
 def same_answers(machine: Machine) -> Iterator[str]:
     """Greedy, a base request and adapters of several ranks in one batch, on a small random model.
 
-    peft scores the engine's own tokens, so that a near tie that falls the other way does not end the comparison.
+    peft scores the engine's own tokens: one that wins a near tie the other way is then no error, nor the end of it.
     """
     import peft
     from transformers import AutoModelForCausalLM
@@ -89,8 +89,8 @@ def same_answers(machine: Machine) -> Iterator[str]:
             base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(machine.device)
             tuned = peft.PeftModel.from_pretrained(base, paths[0], adapter_name="a0")
             for number, path in enumerate(paths[1:], 1):
-                tuned.load_adapter(path, adapter_name=f"a{number}")
-            equal, apart, total = 0, 0.0, 0
+                tuned.load_adapter(path, adapter_name=f"a{number}", low_cpu_mem_usage=True)
+            equal, apart, behind, total = 0, 0.0, 0.0, 0
             for i in range(len(digests)):
                 chosen = [token for token, _ in answers[str(i)]]
                 ids = torch.tensor([prompt(i, vocab_size) + chosen], device=machine.device)
@@ -101,8 +101,9 @@ def same_answers(machine: Machine) -> Iterator[str]:
                 for row, (token, logprob) in zip(logprobs, answers[str(i)], strict=True):
                     equal += int(row.argmax()) == token
                     apart = max(apart, abs(float(row[token]) - logprob))
+                    behind = max(behind, float(row.max() - row[token]))
                     total += 1
-            verdict = "as peft" if apart < tolerance and equal >= 0.9 * total else "DIFFERENT"
+            verdict = "as peft" if max(apart, behind) < tolerance else "DIFFERENT"
             yield f"| {dtype} | {total} | {equal / total:.1%} | {apart:.4f} | {verdict} (tolerance {tolerance}) |"
 
 
@@ -121,6 +122,8 @@ def speed(machine: Machine) -> Iterator[str]:
             digests = [host.add_path(path) for path in paths[:count]]
             for size in machine.engine_batches:
                 ours[size] = decode_rate(engine, machine, [digests[i % count] for i in range(size)])
+                yield f"ours, {size} requests: {ours[size]:.0f} tokens/s"
+            yield ""
             yield from disturbance(engine, host, machine, paths[count:])
         if machine.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -185,7 +188,7 @@ def load_peft(machine: Machine, model: Path, paths: list[Path]) -> Any:
     base = AutoModelForCausalLM.from_pretrained(model, dtype=machine.dtype).to(machine.device)
     tuned = peft.PeftModel.from_pretrained(base, paths[0], adapter_name="a0")
     for number, path in enumerate(paths[1:], 1):
-        tuned.load_adapter(path, adapter_name=f"a{number}")
+        tuned.load_adapter(path, adapter_name=f"a{number}", low_cpu_mem_usage=True)
     return tuned.eval()
 
 

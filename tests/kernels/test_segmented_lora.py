@@ -22,7 +22,7 @@ SHAPES = {
 
 
 # The plans' own tiles are tested below; in the interpreter wide ones take a third of the time.
-WIDE = replace(DECODE, block_r=64, block_n=1024, k_per_split=512)
+WIDE = replace(DECODE, block_r=64, block_n=512, k_per_split=512)
 
 
 def indices(popularity: str, num_tokens: int, num_slots: int, generator: torch.Generator) -> torch.Tensor:
