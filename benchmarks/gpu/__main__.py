@@ -62,9 +62,9 @@ def main() -> int:
 
 def run_here(names: list[str], is_dry: bool) -> int:
     """0 if all sections came to their end; an error ends its own section only."""
-    from benchmarks.gpu.machine import Machine, dry_machine
-
     import torch
+
+    from benchmarks.gpu.machine import Machine, dry_machine
 
     torch.manual_seed(0)
     machine = dry_machine() if is_dry else Machine()

@@ -104,8 +104,8 @@ class DecodeStep:
         def cache() -> KvCache:
             if dtype == self.machine.dtype:
                 return KvCache(self._random(), self._random())
-            k, v = (self._random().mul_(40).to(dtype) for _ in "kv")
-            scales = torch.full(self._shape[:3], 1 / 40, device=self.machine.device)
+            k, v = (self._random().mul_(25).clamp_(-127, 127).to(dtype) for _ in "kv")
+            scales = torch.full(self._shape[:3], 1 / 25, device=self.machine.device)
             return KvCache(k, v, scales, scales.clone())
 
         self._kv = [cache() for _ in range(self.config.num_layers)]

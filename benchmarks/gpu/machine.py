@@ -109,10 +109,10 @@ def dry_machine() -> DryMachine:
         TINY,
         batches=(2,),
         context=20,
-        lora_batch=4,
-        adapters=(1, 3),
+        lora_batch=2,
+        adapters=(2,),
         engine_batches=(1, 3),
         engine_adapters=2,
-        new_tokens=3,
+        new_tokens=2,
         disturbances=2,
     )
