@@ -1,6 +1,6 @@
 """What a step costs on this machine as the batch, the context and the number of adapters grow. Prints tables.
 
-    python benchmarks/sweep.py [--model DIR] [--out docs/perf/FILE.md]
+    python -m benchmarks.sweep [--model DIR] [--out docs/perf/FILE.md]  # and the chart beside it, FILE.svg
 
 Three questions: how far each decode step is from the machine's floor (reading the weights and the keys and values once
 at the bandwidth measured here, or multiplying at the rate measured here, whichever is longer); whether adapters that
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
+from benchmarks.plot import Points, line_chart
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
@@ -51,17 +52,19 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def make_adapters(base: BaseShape, folder: Path, n: int, rank: int) -> list[Path]:
-    """n random adapters on all seven projections, written as PEFT writes them."""
+    """n adapters on all seven projections, written as PEFT writes them; random, and each with one tensor of its own."""
+    generator = torch.Generator().manual_seed(rank)
+    tensors = {}
+    for layer in range(base.num_layers):
+        for projection, (out_features, in_features) in base.projections.items():
+            block = "self_attn" if projection[0] in "qkvo" else "mlp"
+            key = f"base_model.model.model.layers.{layer}.{block}.{projection}.lora_"
+            tensors[key + "A.weight"] = (torch.randn(rank, in_features, generator=generator) * 0.01).bfloat16()
+            tensors[key + "B.weight"] = (torch.randn(out_features, rank, generator=generator) * 0.01).bfloat16()
+    own = next(iter(tensors))
     paths = []
     for i in range(n):
-        generator = torch.Generator().manual_seed(i)
-        tensors = {}
-        for layer in range(base.num_layers):
-            for projection, (out_features, in_features) in base.projections.items():
-                block = "self_attn" if projection[0] in "qkvo" else "mlp"
-                key = f"base_model.model.model.layers.{layer}.{block}.{projection}.lora_"
-                tensors[key + "A.weight"] = (torch.randn(rank, in_features, generator=generator) * 0.01).bfloat16()
-                tensors[key + "B.weight"] = (torch.randn(out_features, rank, generator=generator) * 0.01).bfloat16()
+        tensors[own] = (torch.randn(tensors[own].shape, generator=generator) * 0.01).bfloat16()
         path = folder / f"r{rank}-{i}"
         path.mkdir()
         save_file(tensors, path / "adapter_model.safetensors")
@@ -90,6 +93,8 @@ class Bench:
             self.engine.add_request(str(i), prompt, params, adapter=adapter)
         while not all(r.is_decoding for r in self.engine.scheduler.requests.values()):
             self.engine.step()
+            if self.engine.is_waiting_for_adapters:
+                time.sleep(0.01)
         times = [_seconds(self.engine.step) for _ in range(STEPS)]
         for i in range(batch):
             self.engine.abort(str(i))
@@ -143,36 +148,42 @@ def main() -> None:
     lines = [
         "# Cost of a decode step on a CPU\n",
         f"{date.today()}, {os.cpu_count()} cores, torch {torch.__version__}, SmolLM2-135M-Instruct in bf16, "
-        f"`python benchmarks/sweep.py`. Measured in the same run: {read / 1e9:.0f} GB/s of reading, "
+        f"`python -m benchmarks.sweep`. Measured in the same run: {read / 1e9:.0f} GB/s of reading, "
         f"{rate / 1e9:.0f} GFLOP/s of bf16 products. Floor: the longer of reading weights, keys and values once and of "
         "multiplying them, at those rates.\n",
         "| batch | context | base, ms | floor, ms | share of floor | 16 adapters of rank 8, ms | base / adapters |",
         "|---|---|---|---|---|---|---|",
     ]
+    curves: dict[str, Points] = {}
     host = HostCache(None, base, 6 << 30, torch.bfloat16)
     with tempfile.TemporaryDirectory() as scratch:
-        digests = [host.add_path(p) for p in make_adapters(base, Path(scratch), 128, 8)]
+        every = make_adapters(base, Path(scratch), 128, 8)
+        digests = [host.add_path(p) for p in every[:16]]
         bench = Bench(model, host)
+        registered = [f"| {len(digests)} | {bench.decode_ms(16, 64, digests):.1f} |"]
         for batch in (1, 4, 8, 16, 32, 64):
             for context in (64, 512, 2048, 4096):
                 if batch * context > 8192:  # the prefill of more takes minutes here
                     continue
                 plain = bench.decode_ms(batch, context, [])
-                lora = bench.decode_ms(batch, context, digests[:16])
                 floor = floor_ms(bench, batch, context, read, rate)
-                lines.append(
-                    f"| {batch} | {context} | {plain:.1f} | {floor:.1f} | {floor / plain:.2f} "
-                    f"| {lora:.1f} | {plain / lora:.2f} |"
-                )
+                lora = bench.decode_ms(batch, context, digests) if batch * context <= 4096 else None
+                figures = "| |" if lora is None else f"| {lora:.1f} | {plain / lora:.2f} |"
+                lines.append(f"| {batch} | {context} | {plain:.1f} | {floor:.1f} | {floor / plain:.2f} {figures}")
                 print(lines[-1], flush=True)
-        lines += ["\n| adapters asked, batch 64, context 64 | ms a step |", "|---|---|"]
-        for n in (1, 4, 16, 64):
-            lines.append(f"| {n} | {bench.decode_ms(64, 64, digests[:n]):.1f} |")
+                curves.setdefault(f"context {context}", []).append((batch, plain))
+                if context == 64 and lora is not None:
+                    curves.setdefault("context 64, 16 adapters", []).append((batch, lora))
+                if context in (64, 4096):
+                    curves.setdefault(f"context {context} (floor)", []).append((batch, floor))
+        every += make_adapters(base, Path(scratch), 1000 - len(every), 1)
+        digests += [host.add_path(p) for p in every[16:]]
+        registered.append(f"| {len(digests)} | {bench.decode_ms(16, 64, digests[:16]):.1f} |")
+        lines += ["\n| adapters registered, 16 asked, batch 16, context 64 | ms a step |", "|---|---|", *registered]
+        lines += ["\n| adapters of rank 8 asked, batch 128, context 32 | ms a step |", "|---|---|"]
+        for n in (1, 16, 64, 128):
+            lines.append(f"| {n} | {bench.decode_ms(128, 32, digests[:n]):.1f} |")
             print(lines[-1], flush=True)
-        lines += ["\n| adapters registered, 16 asked, batch 16, context 64 | ms a step |", "|---|---|"]
-        lines.append(f"| 128 | {bench.decode_ms(16, 64, digests[:16]):.1f} |")
-        more = [host.add_path(p) for p in make_adapters(base, Path(scratch), 472, 1)]
-        lines.append(f"| {128 + len(more)} | {bench.decode_ms(16, 64, digests[:16]):.1f} |")
         calm, disturbed = bench.stall(8, 4000)
         lines += [
             "\n| 8 streams, inter-token p99 | ms |", "|---|---|", f"| alone | {calm:.1f} |",
@@ -185,6 +196,9 @@ def main() -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text)
+        line_chart(
+            args.out.with_suffix(".svg"), f"A decode step on {os.cpu_count()} CPU cores", "requests", "ms", curves
+        )
 
 
 if __name__ == "__main__":

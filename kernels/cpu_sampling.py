@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.reference import uniforms
 
-# Where a draw by top-p looks first: tokens at least this likely beside the likeliest one, then ever less likely ones.
+# Where a draw by top-p looks first: tokens at least this likely beside the likeliest one.
 _FIRST_CUT = 1e-2
 _RUN = 256  # tokens whose weights are summed before the sums are searched
 
@@ -56,15 +56,18 @@ def _choose(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p
 def _least_of_top_p(weights: np.ndarray, top_p: float) -> np.float32:
     """The smallest weight that is kept: those larger sum up to less than top_p of all."""
     wanted = top_p * weights.sum(dtype=np.float64)
-    cut = _FIRST_CUT
-    while True:
-        sums = np.sort(weights[weights >= cut])[::-1]
-        reached = np.flatnonzero(sums.cumsum(dtype=np.float64) >= wanted)
-        if len(reached):
-            return np.float32(sums[reached[0]])
-        if cut == 0:
-            return np.float32(0)  # rounding alone keeps the sum of all below what was wanted
-        cut = cut * _FIRST_CUT if cut > 1e-30 else 0.0
+    near = weights[weights >= _FIRST_CUT]
+    above = 0.0
+    if near.sum(dtype=np.float64) < wanted:
+        # A flat distribution: by the upper half of their bits, which order as the floats do, find the few to sort.
+        halves = weights.view(np.uint32) >> 16
+        sums = np.bincount(halves, weights)[::-1].cumsum()
+        at = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
+        above = float(sums[at - 1]) if at else 0.0
+        near = weights[halves == len(sums) - 1 - at]
+    ordered = np.sort(near)[::-1]
+    last = int(np.searchsorted(above + ordered.cumsum(dtype=np.float64), wanted))
+    return ordered[min(last, len(ordered) - 1)] if len(ordered) else np.float32(0)
 
 
 def _first_beyond(weights: np.ndarray, uniform: float) -> int:

@@ -25,7 +25,7 @@ def sample(logits: Tensor, requests: Sequence[Request], draw: Callable[..., Tens
         edit_logits(logits, requests)
     params = [request.params for request in requests]
     if all(p.temperature == 0 for p in params):
-        return logits.argmax(-1)
+        return likeliest(logits)
     columns = (
         np.array([p.temperature for p in params], np.float32),
         np.array([p.top_k for p in params], np.int32),
@@ -35,6 +35,14 @@ def sample(logits: Tensor, requests: Sequence[Request], draw: Callable[..., Tens
         np.array([request.num_output_tokens + 1 for request in requests], np.int64),
     )
     return draw(logits, *upload(logits.device, columns))
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The index of each row's largest logit, the first of equals. `[n]` int64."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    # Not torch's: 16 rows of 49k take it 0.4 ms and more where its threads must wake, numpy 0.1 ms (docs/lab-notes.md).
+    return torch.tensor([int(row.argmax()) for row in logits.numpy()])
 
 
 def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:

@@ -68,7 +68,9 @@ def rank(key: bytes, url: str) -> bytes:
 def prefix_key(tenant_id: str, digest: str | None, body: dict[str, Any]) -> bytes:
     """What requests have in common that share cached prompt blocks: the tenant, the adapter, and OpenAI's
     `prompt_cache_key` or, without it, a conversation's first two messages or a prompt's beginning."""
-    said = body.get("prompt_cache_key") or (body.get("messages") or [])[:2] or body.get("prompt") or ""
+    messages = body.get("messages")
+    beginning = messages[:2] if isinstance(messages, list) else body.get("prompt")
+    said = body.get("prompt_cache_key") or beginning
     if isinstance(said, str | list):
         said = said[:PREFIX_CHARS]
     return blake2b(msgspec.json.encode([tenant_id, digest, said]), digest_size=16).digest()

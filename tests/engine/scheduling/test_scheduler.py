@@ -117,7 +117,54 @@ def test_an_aborted_request_frees_its_blocks_and_its_seat_at_once() -> None:
     assert scheduler.num_waiting == 0
 
 
-def test_without_chunks_a_prompt_longer_than_the_budget_still_runs_alone() -> None:
+def test_without_chunks_a_prompt_longer_than_the_budget_is_a_steps_only_one_beside_the_streams() -> None:
     scheduler = make(enable_chunked_prefill=False)
-    long = ask(scheduler, "a", 150)
-    assert step(scheduler) == {long: 150}
+    stream = ask(scheduler, "a", 5, max_tokens=50)
+    step(scheduler)
+    short, long, next_long = ask(scheduler, "b", 20), ask(scheduler, "b", 150), ask(scheduler, "b", 100)
+    assert step(scheduler) == {stream: 1, short: 20}
+    assert step(scheduler) == {stream: 1, short: 1, long: 150}
+    assert step(scheduler) == {stream: 1, short: 1, long: 1, next_long: 100}
+
+
+def test_a_step_planned_ahead_counts_the_token_in_flight_and_stops_at_max_tokens() -> None:
+    scheduler = make()
+    request = ask(scheduler, "a", 15, max_tokens=3)
+    plan = scheduler.schedule()
+    scheduler.advance(plan)
+    request.num_pending = 1  # sampled on the device, not read yet
+    ahead = scheduler.schedule()
+    assert ahead == {request: 1}
+    assert len(request.blocks) == 1
+    assert scheduler.commit({request: 7}) == [request]
+    scheduler.advance(ahead)
+    request.num_pending = 1
+    assert scheduler.schedule() == {request: 1}
+    assert len(request.blocks) == 2
+    scheduler.commit({request: 7})
+    scheduler.advance({request: 1})
+    request.num_pending = 1
+    assert scheduler.schedule() == {}, "the last token is in flight"
+    scheduler.commit({request: 7})
+    assert request.finish_reason == "length"
+    assert scheduler.commit({request: 7}) == [], "what ended is dropped"
+    assert scheduler.cache.num_free == 64
+
+
+def test_one_preempted_with_its_token_in_flight_waits_for_it() -> None:
+    scheduler = make(num_blocks=4)
+    first, second = ask(scheduler, "a", 31, max_tokens=9), ask(scheduler, "b", 31, max_tokens=9)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        scheduler.advance(plan)
+        for request in plan:
+            request.num_pending = 1
+        running = list(plan)
+        if len(running) == 2 and first.num_output_tokens < 2:
+            scheduler.commit(dict.fromkeys(running, 5))
+    ahead = scheduler.schedule()
+    [preempted] = {first, second} - ahead.keys()
+    assert preempted.status is Status.WAITING
+    assert preempted not in scheduler.schedule(), "its prompt is not known yet"
+    scheduler.commit({preempted: 6})
+    assert preempted.token_ids[-1] == 6
