@@ -23,6 +23,8 @@ BATCHES_IN_FLIGHT = 2
 # What is assumed until an engine has told or shown it.
 DEFAULT_SLOTS = 32
 DEFAULT_LOAD_SECONDS = 0.05
+# An engine measures its loads up to host memory; the way to the device comes after that.
+LEAST_LOAD_SECONDS = 0.02
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -100,7 +102,7 @@ class EngineRecord:
         self.slots = _int(state, "max_num_seqs") or self.slots
         seconds = state.get("adapter_load_seconds")
         if isinstance(seconds, int | float) and seconds > 0:
-            self.load_seconds = float(seconds)
+            self.load_seconds = max(float(seconds), LEAST_LOAD_SECONDS)
 
     def mark_down(self, reason: str, *, draining: bool = False) -> None:
         if self.healthy:

@@ -19,6 +19,8 @@ from gateway.fleet.registry import EngineRecord
 # What a full batch adds to each of its requests' time, of the whole: the price of joining the busier of two engines
 # that both have a place free.
 CROWDING = 0.05
+# A load takes a place from another adapter, which will have to be loaded again.
+LOADS_PER_LOAD = 2.0
 # Loads are compared in quarters of a batch: within one, the conversation and the adapter's order decide.
 LEVELS = 4
 # Characters, or tokens, of a prompt that say which conversation it belongs to.
@@ -44,7 +46,7 @@ def choose(
     def order(engine: EngineRecord) -> tuple[bool, float, bool, bytes]:
         seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
         if digest is not None and not engine.holds(digest):
-            seconds += load_seconds
+            seconds += LOADS_PER_LOAD * load_seconds
         return engine.load >= engine.limit, seconds, engine is not cached, rank(affinity, engine.url)
 
     return min(candidates, key=order)
