@@ -57,7 +57,7 @@ class Scheduler:
         self.adapters.poll()
         budget = self._decode(plan, self._max_num_batched_tokens)
         if plan and self._pacer is not None:
-            budget = self._pacer.prompt_budget(budget)
+            budget = self._pacer.prompt_budget(len(plan), budget)
         self._prefill(plan, budget)
         return plan
 
