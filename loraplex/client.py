@@ -114,11 +114,20 @@ class GatewayClient:
             form.add_field(field, file.read_bytes(), filename=file.name)
         return await self.call("POST", _adapters_path(tenant), data=form)
 
-    async def usage(self, tenant: str | None, **period: str) -> Any:
-        """period: since and until."""
+    async def usage(self, tenant: str | None, **query: str) -> Any:
+        """query: since, until and group_by."""
         if tenant is None:
-            return await self.call("GET", "/v1/usage", params=period)
-        return await self.call("GET", "/admin/api/usage", params=period | {"tenant": tenant})
+            return await self.call("GET", "/v1/usage", params=query)
+        return await self.call("GET", "/admin/api/usage", params=query | {"tenant": tenant})
+
+    async def prices(self) -> list[dict[str, Any]]:
+        return await self.listed("/admin/api/prices")
+
+    async def set_price(self, model: str, **price: Any) -> dict[str, Any]:
+        return await self.call("PUT", _path("/admin/api/prices", model), json=price)
+
+    async def delete_price(self, model: str) -> None:
+        await self.call("DELETE", _path("/admin/api/prices", model))
 
 
 def _upload_files(path: Path) -> dict[str, Path]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from loraplex.commands.common import Gateway, print_json, print_table, tenant_options
-from loraplex.commands.values import Moment
+from loraplex.commands.values import Moment, given
 
 
 @click.group()
@@ -43,8 +43,8 @@ def delete(name: str, tenant: str | None, gateway: Gateway) -> None:
 @click.command()
 @click.option("--since", type=Moment(ahead=False), help="From this moment on: 2026-11-01, or 30d, 12h, ... ago.")
 @click.option("--until", type=Moment(ahead=False), help="Before this moment.")
+@click.option("--by", "group_by", help="Told apart by some of model,key,day, comma separated; default: model.")
 @tenant_options
-def usage(since: str | None, until: str | None, tenant: str | None, gateway: Gateway) -> None:
+def usage(tenant: str | None, gateway: Gateway, **query: str | None) -> None:
     """Show a tenant's usage as JSON."""
-    period = {"since": since, "until": until}
-    print_json(gateway.run(lambda client: client.usage(tenant, **{k: v for k, v in period.items() if v})))
+    print_json(gateway.run(lambda client: client.usage(tenant, **given(query))))

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from loraplex.cli import main
 from tests.adapters.files import write
-from tests.gateway.running import ADMIN_KEY, Gateway
+from tests.gateway.running import ADMIN_KEY, Gateway, until
 
 Run = Callable[..., Awaitable[Result]]
 
@@ -113,6 +113,29 @@ async def test_adapters_and_usage_of_a_period(run: Run, gateway: Gateway, tmp_pa
     assert missing.stderr == "Error: There is no adapter of this name.\n"
 
 
+async def test_prices_in_money_per_million_tokens(run: Run, gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    await run("price", "set", "acme/pirate", "--input", "0.50", "--output", "1.5", "--cached", "0.05")
+    await run("price", "set", "*", "--input", "1", "--output", "2")
+    listed = (await gateway.admin.get("/admin/api/prices")).json["data"]
+    assert {row["model"]: (row["input"], row["cached"], row["output"]) for row in listed} == {
+        "*": (1_000_000, 1_000_000, 2_000_000),
+        "acme/pirate": (500_000, 50_000, 1_500_000),
+    }
+    head, *rows = (await run("price", "list")).stdout.splitlines()
+    assert head.split() == ["MODEL", "INPUT", "CACHED", "OUTPUT", "UPDATED_AT"]
+    assert sorted(row.split()[:4] for row in rows) == [["*", "1", "1", "2"], ["acme/pirate", "0.5", "0.05", "1.5"]]
+    await acme.complete()
+
+    async def written() -> bool:
+        rows = json.loads((await run("usage", "--by", "key,day", "--tenant", "acme")).stdout)["data"]
+        return [row["key_id"] for row in rows] == [(acme.key or "").split("_")[1]]
+
+    await until(written)
+    await run("price", "delete", "acme/pirate")
+    assert "acme/pirate" not in (await run("price", "list")).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -122,6 +145,9 @@ async def test_adapters_and_usage_of_a_period(run: Run, gateway: Gateway, tmp_pa
         (("key", "create", "nobody"), "There is no tenant of this name."),
         (("key", "create", "--admin", "--models", "m"), "allowed_models: there is no such field."),
         (("key", "rotate", "0" * 16), "There is no key of this id."),
+        (("price", "set", "m", "--input", "none", "--output", "1"), "input: expected an integer"),
+        (("price", "delete", "m"), "m"),
+        (("usage", "--tenant", "nobody"), "There is no tenant of this name."),
     ],
 )
 async def test_what_the_gateway_refuses_is_one_line(arguments: tuple[str, ...], says: str, run: Run):
