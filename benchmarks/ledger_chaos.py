@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -288,7 +289,8 @@ class Killer:
 async def check(made: Stack, seconds: float) -> dict[str, Any]:
     """The ledger against the engine's books, once everything is settled."""
     connection = await asyncpg.connect(made.database_url)
-    books = FinishedRequests(made.books)
+    # A copy: the engine goes on with its own.
+    books = FinishedRequests(Path(await asyncio.to_thread(shutil.copy, made.books, made.folder / "copy")))
     engines = {id_: found for id_ in books.ids() if (found := books.get(id_)) is not None}
 
     async def all_there() -> bool:

@@ -64,7 +64,7 @@ class Local:
         for port, free in self.ports.items():
             text = re.sub(rf"(?<!\d){port}(?!\d)", free, text)
         text = re.sub(r"(?<![\w/.])/model\b", str(self.model), text)
-        return re.sub(r"(?<![\w/.])/adapters\b", str(self.folder / "adapters"), text)
+        return re.sub(r"(?<![\w/.])/(adapters|journal)\b", lambda found: str(self.folder / found[1]), text)
 
     def start(self, name: str, argv: list[str]) -> subprocess.Popen[bytes]:
         environment = {k: self.place(v) for k, v in COMPOSE["services"][name].get("environment", {}).items()}

@@ -152,6 +152,8 @@ class Server:
             await asyncio.to_thread(self._engine.close)
         if self._host_cache is not None:
             await asyncio.to_thread(self._host_cache.close)
+        if self._finished is not None:
+            self._finished.close()
 
     def _load(self, progress: Progress | None) -> tuple[Tokenizer, Engine]:
         path = Path(self._config.model)

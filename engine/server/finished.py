@@ -5,6 +5,7 @@ what is written to such memory is the kernel's to keep. Counts are written befor
 """
 
 import asyncio
+import fcntl
 import logging
 import mmap
 import os
@@ -55,7 +56,7 @@ class FinishedRequests:
     """Used on the event loop only. path None: kept in memory. Raises OSError or ValueError for a file of no use."""
 
     def __init__(self, path: Path | None = None, num_slots: int = NUM_SLOTS) -> None:
-        self._memory = _map(path, HEADER.size + num_slots * SLOT.size)
+        self._memory, self._lock = _map(path, HEADER.size + num_slots * SLOT.size)
         self._num_slots = num_slots
         self._slots: dict[str, int] = {}
         self._running: dict[str, Tally] = {}
@@ -89,6 +90,14 @@ class FinishedRequests:
             return None
         _, reason, prompt, completion, cached = SLOT.unpack_from(self._memory, at)
         return FinishedRequest(request_id, _text(reason) or None, prompt, completion, cached)
+
+    def close(self) -> None:
+        """Lets another engine have the file. What is counted late is still counted."""
+        if self._lock is not None:
+            # The mapping holds the file open, and with it the lock.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            self._lock = None
 
     def ids(self) -> list[str]:
         """Of all that are known."""
@@ -154,15 +163,21 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode("ascii", "replace")
 
 
-def _map(path: Path | None, size: int) -> mmap.mmap:
+def _map(path: Path | None, size: int) -> tuple[mmap.mmap, int | None]:
+    """The memory, and the descriptor whose lock keeps other engines away until this process is gone."""
     if path is None:
-        return mmap.mmap(-1, size)
+        return mmap.mmap(-1, size), None
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_size not in (0, size):
             raise ValueError(f"{path}: expected a file of {size} bytes, or none")
         os.posix_fallocate(descriptor, 0, size)  # a full disk is an error now, not a SIGBUS later
-        return mmap.mmap(descriptor, size)
-    finally:
+        return mmap.mmap(descriptor, size), descriptor
+    except BlockingIOError as error:
         os.close(descriptor)
+        raise ValueError(f"{path}: is another engine's") from error
+    except (OSError, ValueError):
+        os.close(descriptor)
+        raise

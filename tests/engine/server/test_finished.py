@@ -133,6 +133,7 @@ async def test_the_ring_forgets_the_oldest(tmp_path: Path):
     assert ring.get("r0") is None
     assert [ring.get(f"r{i}").completion_tokens for i in (1, 2, 3)] == [10, 20, 30]
     assert (ring.num_ended, ring.prompt_tokens, ring.completion_tokens) == (4, 13, 160)
+    ring.close()
     again = FinishedRequests(tmp_path / "f", num_slots=3)
     assert [again.get(f"r{i}") for i in range(4)] == [ring.get(f"r{i}") for i in range(4)]
     assert (again.num_ended, again.completion_tokens) == (4, 160)
@@ -167,6 +168,14 @@ def test_a_killed_engines_requests_are_known_to_the_next(tmp_path: Path):
     # Written before it is said.
     assert said <= running.completion_tokens <= said + 1
     assert (ring.num_ended, ring.completion_tokens) == (2, running.completion_tokens)
+
+
+def test_one_file_is_one_engines(tmp_path: Path):
+    ring = FinishedRequests(tmp_path / "f")
+    with pytest.raises(ValueError, match="another engine's"):
+        FinishedRequests(tmp_path / "f")
+    ring.close()
+    FinishedRequests(tmp_path / "f").close()
 
 
 @pytest.mark.parametrize("content", [b"something else", b"something else".ljust(312_080)], ids=len)
