@@ -9,6 +9,8 @@ the engine tells it.
 # A prompt must come forward however slow the machine looks. No more than a few tokens: at thousands of keys before them
 # 16 made steps of 8 streams on two CPU cores three times as long, 4 leave them within the stretch that is asked for.
 LEAST_CHUNK = 4
+# Steps with prompts in them after which one goes without: the machine and the streams may have changed since the last.
+STEPS_UNTIL_ALONE = 16
 _MEMORY = 0.9  # weight of the past in each moving average
 
 
@@ -19,29 +21,38 @@ class Pacer:
         self._stretch = stretch
         self._decode_seconds: float | None = None
         self._decodes = 0.0  # streams in the steps that decode_seconds was learnt from
-        self._seconds_per_row: float | None = None
+        # Sums, not an average of quotients: a slow step with few rows in it would count for as much as one with many.
+        self._rows = 0.0
+        self._spent = 0.0
+        self._steps_since_alone = 0
 
     def prompt_budget(self, num_decodes: int, most: int) -> int:
         """Prompt tokens that a step of so many decodes may compute beside them, at most `most`."""
-        if self._decode_seconds is None or not self._seconds_per_row:
+        if self._steps_since_alone >= STEPS_UNTIL_ALONE:
+            return 0
+        if self._decode_seconds is None or not self._rows:
             return min(most, LEAST_CHUNK)
-        # While prompts come one after the other no step is of decodes alone: the number of streams has moved on since.
-        grown = self._decode_seconds + (num_decodes - self._decodes) * self._seconds_per_row
+        each = max(self._spent / self._rows, 1e-3 * self._decode_seconds)
+        # The number of streams may have moved on since a step was theirs alone.
+        grown = self._decode_seconds + (num_decodes - self._decodes) * each
         room = (self._stretch - 1) * max(grown, 0.5 * self._decode_seconds)
-        return min(most, max(LEAST_CHUNK, int(room / self._seconds_per_row)))
+        return min(most, max(LEAST_CHUNK, int(room / each)))
 
     def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:
         """A step took `seconds` for so many decoding requests and prompt tokens."""
         if num_decodes and not num_prompt_tokens:
+            self._steps_since_alone = 0
             self._decode_seconds = _average(self._decode_seconds, seconds)
             self._decodes = _average(self._decodes or None, num_decodes)
-        elif num_prompt_tokens >= LEAST_CHUNK:
-            rows, spent = float(num_prompt_tokens), seconds
-            # Beside no decodes the weights' reading is in the time as well, which errs on the streams' side.
-            if num_decodes and self._decode_seconds is not None:
-                rows = max(rows + num_decodes - self._decodes, 1.0)
-                spent = max(seconds - self._decode_seconds, 0.1 * seconds)
-            self._seconds_per_row = _average(self._seconds_per_row, spent / rows)
+            return
+        self._steps_since_alone += bool(num_decodes)
+        rows, spent = float(num_prompt_tokens), seconds
+        # Beside no decodes the weights' reading is in the time as well, which errs on the streams' side.
+        if num_decodes and self._decode_seconds is not None:
+            rows, spent = rows + num_decodes - self._decodes, seconds - self._decode_seconds
+        if rows >= 1:
+            self._rows = _MEMORY * self._rows + rows
+            self._spent = _MEMORY * self._spent + spent
 
 
 def _average(old: float | None, new: float) -> float:

@@ -1,6 +1,8 @@
 """A step's prompt work beside running streams."""
 
-from engine.scheduling.pacing import LEAST_CHUNK, Pacer
+from collections.abc import Callable
+
+from engine.scheduling.pacing import LEAST_CHUNK, STEPS_UNTIL_ALONE, Pacer
 
 
 def test_a_mixed_step_gets_the_prompt_tokens_that_stretch_it_as_asked() -> None:
@@ -29,11 +31,26 @@ def test_it_follows_the_machine() -> None:
     assert abs(pacer.prompt_budget(8, 4096) - 400) <= 8
 
 
+def run(pacer: Pacer, steps: int, decodes: int, machine: Callable[[int, int], float]) -> list[int]:
+    """What prompts without end get, step by step, on a machine that takes `machine(decodes, prompt tokens)` seconds."""
+    budgets = []
+    for _ in range(steps):
+        budgets.append(pacer.prompt_budget(decodes, 4096))
+        pacer.observe(machine(decodes, budgets[-1]), decodes, budgets[-1])
+    return budgets
+
+
 def test_it_knows_more_streams_than_it_has_seen_alone() -> None:
-    """One stream was seen alone; then prompts came without a pause. 10 ms a step and 0.5 ms a row beyond the first."""
     pacer = Pacer(2.0)
     pacer.observe(0.010, 1, 0)
-    for _ in range(100):
-        budget = pacer.prompt_budget(16, 4096)
-        pacer.observe(0.010 + (15 + budget) * 0.0005, 16, budget)
-    assert abs(pacer.prompt_budget(16, 4096) - 35) <= 1  # 17.5 ms for 16 streams, as much again for prompts
+    budgets = run(pacer, STEPS_UNTIL_ALONE, 16, lambda decodes, rows: 0.010 + (decodes - 1 + rows) * 0.0005)
+    assert abs(budgets[-1] - 35) <= 1  # 17.5 ms for 16 streams, as much again for prompts
+
+
+def test_prompts_without_end_leave_a_step_now_and_then_to_the_streams() -> None:
+    """Else a machine that becomes slower would look as if prompts were the cause, and they would starve."""
+    pacer = Pacer(2.0)
+    pacer.observe(0.010, 8, 0)
+    slower = run(pacer, 300, 8, lambda _, rows: 0.040 + rows * 0.001)
+    assert slower.count(0) == 300 // (STEPS_UNTIL_ALONE + 1)
+    assert slower[-2] >= 25
