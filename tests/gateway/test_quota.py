@@ -1,6 +1,7 @@
 """The quota on a real Valkey, and on a cluster of three: all or nothing, on its clock, settled once."""
 
 import asyncio
+import contextlib
 import socket
 import time
 import uuid
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.admission.quota import Quota, Reservation
 from gateway.admission.refusals import format_duration
-from gateway.admission.store import Client, connect
+from gateway.admission.store import Client, Store, connect
 from gateway.errors import BadRequest, RateLimited, Unavailable
 from gateway.records.prices import Price
 from tests.gateway.cluster import valkey_cluster
@@ -329,6 +330,19 @@ async def test_the_script_is_brought_to_a_server_that_does_not_know_it(quota: Qu
     assert await settle(quota, taken, 1) is not None
     await redis.script_flush()
     await take(quota, who)
+
+
+async def test_an_answer_that_came_too_late_is_nobody_elses(redis: Client):
+    busy = (
+        "local function now() local t = redis.call('TIME') return t[1] * 1000 + t[2] / 1000 end "
+        "local start = now() repeat until now() > start + 300 return 'late'"
+    )
+    store = Store(redis, timeout=0.1)
+    with contextlib.suppress(Unavailable):
+        await store.call(lambda: redis.execute_command("EVAL", busy, 1, "{a}"))
+    answers = await asyncio.gather(*(redis.execute_command("EVAL", f"return {i}", 1, "{a}") for i in range(20)))
+    assert answers == list(range(20))
+    await store.close()
 
 
 async def test_a_server_that_does_not_answer_is_given_up_in_time():
