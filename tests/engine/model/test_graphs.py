@@ -21,6 +21,9 @@ from tests.engine.tiny import save_adapter, save_model
 
 SIZES = (1, 2, 4)
 
+# The interpreter computes in numpy, which remarks that the draws' integers wrap around; they are meant to.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
