@@ -259,8 +259,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _steady() -> None:
-    """Keeps the slowest requests near the others: no full garbage collection walks over what stays for the process' life,
-    and the database's threads give way to the event loop soon."""
+    """Keeps the slowest requests near the others: no full garbage collection walks over what stays for good, and the
+    database's threads give way to the event loop soon."""
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -68,7 +68,8 @@ class Metrics:
             registry=self.registry,
         )
         self._quota_up = Gauge(
-            "loraplex_gateway_quota_up", "1 if Redis answers, 0 while limits are as configured without.",
+            "loraplex_gateway_quota_up",
+            "1 if Redis answers, 0 while limits are as configured without.",
             registry=self.registry,
         )
         self._failed_logins = Counter(

@@ -108,7 +108,8 @@ class Idempotency:
         except BaseException:
             await self._keep(self._redis.delete(name))
             raise
-        entry = _Entry(content=asked, status=response.status, body=_without_secrets(bytes(response.body or b"")))
+        assert isinstance(response.body, bytes)
+        entry = _Entry(content=asked, status=response.status, body=_without_secrets(response.body))
         await self._keep(self._redis.set(name, msgspec.json.encode(entry), ex=KEEP_SECONDS))
         return response
 
