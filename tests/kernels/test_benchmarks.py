@@ -37,6 +37,7 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_every_section_of_the_gpu_report_runs_dry_without_the_gateways_packages():
     ended = subprocess.run(
