@@ -196,7 +196,8 @@ class Registry:
             self._engines.pop(url).mark_down("it is in no list any more", draining=True)
         for url, address in addresses.items():
             if url not in self._engines:
-                self._engines[url] = EngineRecord(address)
+                slots = address.requests if address.kind == "vllm" else DEFAULT_SLOTS
+                self._engines[url] = EngineRecord(address, slots=slots)
 
 
 def resident_adapters(state: dict[str, Any]) -> frozenset[str]:
