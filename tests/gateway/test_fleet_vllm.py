@@ -20,6 +20,8 @@ async def served(
 ) -> AsyncIterator[tuple[Gateway, VllmDouble]]:
     async with VllmDouble(TOKEN).serving() as vllm:
         shutil.copy(migrated, folder / "gateway.db")
+        # On a machine that is slow no call to Redis may be given up: a refused request would never reach the queue.
+        settled = {"redis_timeout": 30.0} | settled
         of = settings(folder, model_dir, [f"vllm+{vllm.url}{options}"], redis_url, migrate_on_start=False, **settled)
         async with running(of) as gateway:
             yield gateway, vllm
