@@ -44,6 +44,7 @@ class Ledger:
         self._arrived = asyncio.Event()
         # Entries in the streams at the last sweep, of all gateways.
         self._left_behind = 0
+        self._ended = False
 
     @property
     def has_room(self) -> bool:
@@ -78,10 +79,16 @@ class Ledger:
             log.critical("usage row not written: %s", encode(row).decode(), exc_info=True)
 
     async def run(self) -> None:
+        self._ended = False
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._forever(self._arrived, None, self._write_held))
             tasks.create_task(self._forever(None, SWEEP_SECONDS, self._sweep))
             tasks.create_task(self._forever(self._journal.appended, SWEEP_SECONDS, self._replay))
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                # A cancellation may be lost within a database's or Redis' driver as its call ends in time.
+                self._ended = True
 
     async def close(self) -> None:
         """One last try. What cannot be written stays in Redis or on the disk, for whoever comes next."""
@@ -97,7 +104,7 @@ class Ledger:
     ) -> None:
         """Does the work at each event and every so many seconds; tries again, ever later, while something is away."""
         delay = FIRST_RETRY_SECONDS
-        while True:
+        while not self._ended:
             try:
                 await work()
             except (Unavailable, OSError) as error:
@@ -106,6 +113,8 @@ class Ledger:
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
                 continue
             delay = FIRST_RETRY_SECONDS
+            if self._ended:
+                return
             if event is None:
                 await asyncio.sleep(seconds or 0)
                 continue
