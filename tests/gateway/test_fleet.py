@@ -15,7 +15,7 @@ from tests.gateway.upstream import TOKEN, Upstream
 async def test_residency_is_read_and_followed(tmp_path: Path, model_dir: Path, redis_url: str):
     async with Upstream().serving() as one, Upstream().serving() as two:
         two.resident = ["sha256:" + "d" * 64]
-        async with running(settings(tmp_path, model_dir, [one.url, two.url], redis_url)) as gateway:
+        async with running(settings(tmp_path, model_dir, [one.url, two.url], redis_url, redis_timeout=30.0)) as gateway:
             listed = (await gateway.admin.get("/admin/api/engines")).json["data"]
             assert [e["resident"] for e in listed] == [[], ["d" * 64]]
             assert all(e["healthy"] and e["in_flight"] == 0 for e in listed)
@@ -25,7 +25,7 @@ async def test_an_engine_that_dies_is_passed_over_and_found_again(tmp_path: Path
     async with Upstream().serving() as stays:
         async with Upstream().serving() as goes:
             port = int(goes.url.rsplit(":", 1)[1])
-            of = settings(tmp_path, model_dir, [goes.url, stays.url], redis_url)
+            of = settings(tmp_path, model_dir, [goes.url, stays.url], redis_url, redis_timeout=30.0)
             gateway_of = running(of)
             gateway = await gateway_of.__aenter__()
             acme = await gateway.tenant("acme")
@@ -53,7 +53,9 @@ async def test_an_engine_of_another_model_gets_no_requests(
     problem = "engine serves other, not base; start it with --served-model-name base"
     async with Upstream().serving() as wrong, Upstream().serving() as right:
         wrong.model = "other"
-        async with running(settings(tmp_path, model_dir, [wrong.url, right.url], redis_url)) as gateway:
+        async with running(
+            settings(tmp_path, model_dir, [wrong.url, right.url], redis_url, redis_timeout=30.0)
+        ) as gateway:
             acme = await gateway.tenant("acme")
             assert [(await acme.complete()).status for _ in range(3)] == [200] * 3
             assert wrong.requests == []
@@ -104,7 +106,7 @@ async def pair(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterator
     async with (
         Upstream().serving() as one,
         Upstream().serving() as two,
-        running(settings(tmp_path, model_dir, [one.url, two.url], redis_url)) as gateway,
+        running(settings(tmp_path, model_dir, [one.url, two.url], redis_url, redis_timeout=30.0)) as gateway,
     ):
         yield gateway, one, two
 
@@ -158,7 +160,7 @@ async def test_a_request_that_engines_leave_over_is_not_given_to_one_after_the_o
 ):
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(Upstream().serving()) for _ in range(4)]
-        of = settings(tmp_path, model_dir, [engine.url for engine in engines], redis_url)
+        of = settings(tmp_path, model_dir, [engine.url for engine in engines], redis_url, redis_timeout=30.0)
         gateway = await stack.enter_async_context(running(of))
         acme = await gateway.tenant("acme")
         for engine in engines:
@@ -172,7 +174,7 @@ async def test_an_engine_that_announces_itself_is_used_until_it_takes_it_back(
     tmp_path: Path, model_dir: Path, redis_url: str
 ):
     headers = {"x-loraplex-internal-token": TOKEN}
-    announced = running(settings(tmp_path, model_dir, ["announced"], redis_url))
+    announced = running(settings(tmp_path, model_dir, ["announced"], redis_url, redis_timeout=30.0))
     async with Upstream().serving() as engine, announced as gateway:
         acme = await gateway.tenant("acme")
         path, body = "/internal/engines", {"url": engine.url}

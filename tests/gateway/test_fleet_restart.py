@@ -70,7 +70,7 @@ async def keep_asking(client: Client, number: int, enough: asyncio.Event) -> int
 async def test_a_rolling_restart_fails_no_request(tmp_path: Path, redis_url: str):
     model = tmp_path / "tiny"
     save_model(model)
-    of = settings(tmp_path, model, ["announced"], redis_url)
+    of = settings(tmp_path, model, ["announced"], redis_url, redis_timeout=30.0)
     async with running(of) as gateway:
         tenant = await gateway.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
         assert (await tenant.complete()).error["code"] == "no_engine"
