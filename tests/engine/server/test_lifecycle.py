@@ -85,7 +85,7 @@ async def test_a_failing_step_fails_all_in_flight_and_the_health(session, model,
         def fail(*_: object) -> None:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(server.server._engine.runner, "run", fail)
+        monkeypatch.setattr(server.server._engine.runner, "forward", fail)
         status, answer = await whole
         assert (status, answer["error"]["type"]) == (503, "server_error")
         events = (await stream.text()).split("\n\n")
