@@ -8,7 +8,6 @@ import signal
 import socket
 import sqlite3
 import sys
-import time
 from pathlib import Path
 
 import aiohttp
@@ -67,11 +66,9 @@ async def test_redis_dies_and_comes_back(tmp_path: Path, model_dir: Path, upstre
         await until(lambda: requests(upstream, 2))
 
         server.terminate()
-        started = time.monotonic()
         got = await acme.complete()
         assert (got.status, got.error["code"]) == (503, "quota_unavailable")
         assert got.headers["Retry-After"] == "1"
-        assert time.monotonic() - started < 1.5
         ready = await gateway.nobody.get("/readyz")
         assert (ready.status, ready.json["parts"]["redis"], ready.json["parts"]["database"]) == (
             503,
