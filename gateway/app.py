@@ -292,7 +292,8 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
         app,
         handler_cancellation=True,
         access_log=None,
-        shutdown_timeout=settings.shutdown_seconds,
+        # aiohttp waits this long for handlers to end, and then once more while it cancels them.
+        shutdown_timeout=settings.shutdown_seconds / 2,
         keepalive_timeout=settings.idle_timeout,
     )
     metrics_runner = web.AppRunner(_metrics_app(app[METRICS]), access_log=None)

@@ -35,6 +35,9 @@ class Breaker:
         self._failures, self._pause, self._on_trial = 0, 0.0, False
 
     def failed(self) -> None:
+        if self._pause and not self._on_trial:
+            # Sent before it opened: one death breaks many requests at once, and says it once.
+            return
         self._failures += 1
         if self._on_trial or self._failures >= FAILURES_UNTIL_OPEN:
             self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)

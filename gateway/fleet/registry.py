@@ -119,6 +119,8 @@ class EngineRecord:
     def mark_up(self) -> None:
         if not self.healthy:
             log.info("engine %s is up", self.url)
+            # What the one before it did is not held against an engine that comes back.
+            self.breaker = Breaker()
         self.healthy, self.misses, self.problem, self.draining = True, 0, None, False
 
     def missed(self, reason: str) -> None:

@@ -184,6 +184,16 @@ def test_the_breaker_opens_tries_one_and_waits_longer_each_time():
     assert breaker.allows
 
 
+def test_many_requests_that_one_death_breaks_cost_one_pause():
+    clock = Clock()
+    breaker = Breaker(clock)
+    for _ in range(FAILURES_UNTIL_OPEN + 20):
+        breaker.failed()
+    assert not breaker.allows
+    clock.now += FIRST_PAUSE_SECONDS
+    assert breaker.allows
+
+
 def test_a_trial_that_its_client_ends_leaves_the_place_to_the_next():
     clock = Clock()
     breaker = Breaker(clock)
