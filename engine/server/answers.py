@@ -1,6 +1,7 @@
 """How completions and chat write the same thing: choices, log-probabilities, chunks. No HTTP."""
 
 import time
+from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -30,7 +31,7 @@ from engine.tokenizer import Stream, Tokenizer
 ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 
 
-class Answer(Generic[ChoiceT]):
+class Answer(ABC, Generic[ChoiceT]):
     """One request's answer, whole or in chunks, in one of the two dialects."""
 
     id_prefix: str
@@ -43,16 +44,19 @@ class Answer(Generic[ChoiceT]):
         self._model = model
         self._tokenizer = tokenizer
 
+    @abstractmethod
     def opening(self, index: int) -> ChoiceT | None:
         """What a stream says of a choice before its first text, if anything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chunk(self, delta: Delta) -> ChoiceT:
-        raise NotImplementedError
+        """A stream's next piece of a choice."""
 
+    @abstractmethod
     def whole(self, delta: Delta) -> ChoiceT:
-        raise NotImplementedError
+        """A choice that is not streamed."""
 
+    @abstractmethod
     def envelope(
         self,
         choices: list[ChoiceT],
@@ -61,7 +65,7 @@ class Answer(Generic[ChoiceT]):
         usage: Usage | UnsetType | None = UNSET,
         progress: Progress | UnsetType = UNSET,
     ) -> Completion | ChatCompletion:
-        raise NotImplementedError
+        """The choices in the body, or the event, that carries them."""
 
     def _name(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
