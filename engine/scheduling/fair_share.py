@@ -23,6 +23,9 @@ class FairShare:
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
 
+    def num_waiting(self, tenant: str) -> int:
+        return len(self._queues.get(tenant, ()))
+
     def counter(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 

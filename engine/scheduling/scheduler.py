@@ -7,6 +7,8 @@ The next step may be planned while one is in flight: its tokens count before the
 request that turns out to have ended meanwhile is in the plan for nothing, and what it computed there is dropped.
 """
 
+from collections import Counter
+
 from adapters.device_pool import AdapterPool, Residency
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.kv_cache import KVCache
@@ -57,7 +59,7 @@ class Scheduler:
         self.adapters.poll()
         budget = self._decode(plan, self._max_num_batched_tokens)
         if plan and self._pacer is not None:
-            budget = self._pacer.prompt_budget(len(plan), budget)
+            budget = self._pacer.prompt_budget(len(plan), budget, self._patience(plan))
         self._prefill(plan, budget)
         return plan
 
@@ -168,6 +170,15 @@ class Scheduler:
             )
             self.adapters.drain_for(request.adapter, [r.adapter for r in ahead if r.adapter])
         return False
+
+    def _patience(self, streams: Plan) -> float:
+        """Prompts that could be computed now for each of these streams, of the tenant that has the fewest: a tenant's
+        streams wait longer for its own prompts only."""
+        prompts = Counter(r.tenant for r in self.running if not r.is_decoding)
+        return min(
+            (prompts[tenant] + min(self.fair_share.num_waiting(tenant), len(self._free_seats))) / num_streams
+            for tenant, num_streams in Counter(r.tenant for r in streams).items()
+        )
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         while not self.cache.grow(request, num_tokens):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import Request, SamplingParams, Status
 from engine.scheduling.scheduler import Scheduler
 
@@ -168,3 +169,24 @@ def test_one_preempted_with_its_token_in_flight_waits_for_it() -> None:
     assert preempted not in scheduler.schedule(), "its prompt is not known yet"
     scheduler.commit({preempted: 6})
     assert preempted.token_ids[-1] == 6
+
+
+def test_streams_wait_longer_for_prompts_of_their_own_tenant_only() -> None:
+    pacer = Pacer(1.5)
+    scheduler = make(num_blocks=1024, max_num_batched_tokens=4096, pacer=pacer)
+    stream = ask(scheduler, "a", 16, max_tokens=1000)
+    step(scheduler)
+    for _ in range(50):  # 10 ms a step and 0.1 ms a prompt token: 50 tokens beside the stream
+        pacer.observe(0.010, 1, 0)
+        pacer.observe(0.010 + 0.0050, 1, 50)
+    for _ in range(3):
+        ask(scheduler, "b", 1000)
+    pacer.observe(0.010, 1, 0)
+    of_another = scheduler.schedule()
+    assert of_another.pop(stream) == 1
+    assert abs(sum(of_another.values()) - 50) <= 2
+    for _ in range(3):
+        ask(scheduler, "a", 1000)
+    of_its_own = scheduler.schedule()
+    assert of_its_own.pop(stream) == 1
+    assert abs(sum(of_its_own.values()) - 150) <= 4
