@@ -4,12 +4,16 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from engine.tracing import NO_SPAN, SPAN
+from gateway.caller import CALLER, Caller, find_address
 from gateway.errors import REQUEST_ID, Handler
 from gateway.metrics import Metrics
+from gateway.settings import Network
 
 log = logging.getLogger(__name__)
 
@@ -19,12 +23,16 @@ CLIENT_CLOSED = 499
 PROBES = ("/healthz", "/readyz")
 
 
-def observe(metrics: Metrics) -> Middleware:
+def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
     """The middleware. The id is ours alone: a client's own x-request-id could repeat, and ids are the ledger's keys."""
+    trusted = tuple(trusted_proxies)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
+        request_id = request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
+        forwarded = request.headers.getall("X-Forwarded-For", ()) if trusted else ()
+        caller = Caller(find_address(request.remote, forwarded, trusted), request_id)
+        CALLER.set(caller)
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unmatched"
         started = time.monotonic()
@@ -41,7 +49,14 @@ def observe(metrics: Metrics) -> Middleware:
             seconds = time.monotonic() - started
             metrics.answered(request.method, route, status, seconds)
             level = logging.DEBUG if route in PROBES else logging.INFO
-            log.log(level, "%s %s %s %d %.1f ms", request[REQUEST_ID], request.method, route, status, seconds * 1000)
+            trace_id = request.get(SPAN, NO_SPAN).trace_id
+            log.log(
+                level,
+                "%s %s %s %d %.1f ms client=%s tenant=%s key=%s%s",
+                *(request_id, request.method, route, status, seconds * 1000),
+                *(caller.address, caller.tenant or "-", caller.key_id or "-"),
+                f" trace={trace_id}" if trace_id else "",
+            )
 
     return middleware
 

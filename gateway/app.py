@@ -164,8 +164,9 @@ async def make_app(settings: Settings) -> web.Application:
         await accounting.drain(FLUSH_SECONDS)
 
     # A request meets these from the outside in.
-    wrong_keys = FailedLogins(metrics, settings.proxy_networks).middleware()
-    middlewares = [observe(metrics), error_boundary, wrong_keys, idempotency.for_admin_calls(auth)]
+    wrong_keys = FailedLogins(metrics).middleware()
+    observed = observe(metrics, settings.proxy_networks)
+    middlewares = [observed, error_boundary, wrong_keys, idempotency.for_admin_calls(auth)]
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
     app.on_response_prepare.extend([add_request_id, hide_server])
     # Ended in reverse: requests' accounts first, then what they are written to.

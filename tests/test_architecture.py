@@ -18,6 +18,7 @@ GATEWAY_MAY = {
     "engine.protocol",
     "engine.responses",
     "engine.tokenizer",
+    "engine.tracing",
     "adapters.manifest",
     "adapters.checkpoint",
     "adapters.store",
@@ -80,6 +81,12 @@ def test_the_gateway_never_loads_torch():
     loaded = modules_after(every + "\nimport loraplex.cli")
     assert "gateway" in loaded
     assert not loaded & {"torch", "transformers", "safetensors", "numpy"}
+
+
+def test_traces_are_loaded_only_where_they_are_asked_for():
+    """redis-py loads OpenTelemetry by itself wherever it is installed; ours are the engine, and what sends spans."""
+    assert "opentelemetry" not in modules_after("import engine.server.app")
+    modules_after("import gateway.app, sys; assert 'engine.otlp' not in sys.modules")
 
 
 def test_the_engine_needs_neither_redis_nor_a_database():

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.caller import note_key
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.keys import ApiKey, Keys
 from gateway.records.tenants import Limits, Tenant
@@ -142,6 +143,7 @@ class Authenticator:
     async def admin_key(self, presented: str) -> str:
         """The id of an admin key given in the clear."""
         if hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), self._admin_hash):
+            note_key(BOOTSTRAP_KEY_ID, None)
             return BOOTSTRAP_KEY_ID
         key = await self._recognise(presented)
         if ADMIN_SCOPE not in key.scopes:
@@ -233,6 +235,7 @@ class Authenticator:
         key = known.key
         if key is None or not hmac.compare_digest(self._hash(key_id, random + check), key.secret_hash):
             raise WrongKey
+        note_key(key.id, key.tenant.name if key.tenant is not None else None)
         if problem := _problem(key):
             raise problem
         self._note_use(known, key.id)

@@ -6,14 +6,13 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from gateway.caller import CALLER, parse_address
 from gateway.errors import Handler, TooManyFailures, WrongKey
 from gateway.metrics import Metrics
-from gateway.settings import Network
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +28,8 @@ IPV6_PREFIX = 64
 class FailedLogins:
     """One process's count, in bounded memory."""
 
-    def __init__(self, metrics: Metrics, trusted_proxies: Sequence[Network]) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._trusted = tuple(trusted_proxies)
         # Address -> the moment at which it will have paid off all its failures (monotonic).
         self._paid_off: OrderedDict[str, float] = OrderedDict()
 
@@ -43,7 +41,9 @@ class FailedLogins:
             try:
                 return await handler(request)
             except WrongKey:
-                self.count(self.address(request.remote, request.headers.getall("X-Forwarded-For", ())))
+                caller = CALLER.get()
+                assert caller is not None  # gateway/access.py's, further out
+                self.count(who(caller.address))
                 raise
 
         return middleware
@@ -63,25 +63,10 @@ class FailedLogins:
         if wait + SECONDS_EACH > 0:  # that was the last one for now
             log.warning("many wrong API keys from %s: told to wait", address)
 
-    def address(self, peer: str | None, forwarded: Sequence[str]) -> str:
-        """Who asks: the connection's other end or, behind trusted proxies only, the last of X-Forwarded-For that is
-        none of them. What a client wrote there itself stands further left and is never read."""
-        hops = [hop.strip() for line in forwarded for hop in line.split(",")]
-        address = _parse(peer)
-        while address is not None and hops and any(address in network for network in self._trusted):
-            further = _parse(hops.pop())
-            if further is None:
-                break
-            address = further
-        if isinstance(address, ipaddress.IPv6Address):
-            return str(ipaddress.IPv6Network((address, IPV6_PREFIX), strict=False))
-        # A Unix socket's peer has no address.
-        return str(address or "local")
 
-
-def _parse(text: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        address = ipaddress.ip_address(text or "")
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address
+def who(address: str) -> str:
+    """Whom an address is taken for: of IPv6, its whole network."""
+    parsed = parse_address(address)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return str(ipaddress.IPv6Network((parsed, IPV6_PREFIX), strict=False))
+    return address

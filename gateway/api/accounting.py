@@ -11,7 +11,7 @@ from typing import Any
 from engine.responses import FinishedRequest
 from gateway.admission.auth import TenantPrincipal
 from gateway.admission.quota import Quota, Reservation
-from gateway.errors import Unavailable
+from gateway.errors import Forbidden, InvalidKey, Unavailable
 from gateway.fleet.finished import FinishedClient
 from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
@@ -172,6 +172,9 @@ class Accounting:
             yield account
         except (asyncio.CancelledError, ClientGone):
             self.close(account, "cancelled")
+            raise
+        except (InvalidKey, Forbidden):
+            self.close(account, "revoked")
             raise
         finally:
             self.close(account, "error")

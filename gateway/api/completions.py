@@ -15,7 +15,17 @@ from gateway.admission.quota import Quota
 from gateway.api.accounting import Account, Accounting, ClientGone, lease_note
 from gateway.api.bodies import json_response, read_raw
 from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
-from gateway.errors import REQUEST_ID, BadRequest, ModelNotFound, OutOfTime, RateLimited, error_body, translate
+from gateway.errors import (
+    REQUEST_ID,
+    BadRequest,
+    Forbidden,
+    InvalidKey,
+    ModelNotFound,
+    OutOfTime,
+    RateLimited,
+    error_body,
+    translate,
+)
 from gateway.fleet.client import Call, EngineRefused, read_events, read_json
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
@@ -167,7 +177,8 @@ class Completions:
                 failure = translate(error, request[REQUEST_ID])
                 # The engine stops, and can then be asked what it did.
                 upstream.close()
-                await self._accounting.close_and_wait(account, "error")
+                status = "revoked" if isinstance(error, InvalidKey | Forbidden) else "error"
+                await self._accounting.close_and_wait(account, status)
                 await self._send(response, error_body(failure.message, failure.kind, failure.param, failure.code))
         except ClientGone:
             self._accounting.close(account, "cancelled")

@@ -148,6 +148,13 @@ async def test_running_streams_end_with_their_key(two_gateways: tuple[Gateway, G
         return upstream.cancelled >= 3
 
     await until(cancelled)
+    ends = 'loraplex_gateway_inference_requests_total{endpoint="completions",status="revoked",tenant="%s"} %d.0'
+
+    async def counted() -> bool:
+        pages = [(await gateway.admin.get("/metrics")).body.decode() for gateway in (here, there)]
+        return ends % ("acme", 2) in pages[0] and ends % ("bystander", 1) in pages[0] and ends % ("acme", 1) in pages[1]
+
+    await until(counted)
 
 
 async def test_a_suspended_tenant_is_told_so_until_it_is_not(gateway: Gateway):
