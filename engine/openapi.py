@@ -3,6 +3,7 @@
 Ranges, lengths and required fields are the structs' own annotations, so that the description cannot say otherwise.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -58,6 +59,10 @@ def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
             "default": {"description": "What is wrong.", "content": {JSON: {"schema": schema_of[ErrorResponse]}}},
         },
     }
+    if names := re.findall(r"\{(\w+)\}", route.path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if route.request is not None:
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema_of[route.request]}}}
     return operation

@@ -278,6 +278,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 class LoadAdapterRequest(Struct):
     lora_name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$(?!\n)")]
     lora_path: Annotated[str, Meta(min_length=1)]
+    load_inplace: bool | None = None
 
     def check(self) -> None:
         pass

@@ -95,6 +95,7 @@ class Server:
         app.router.add_post("/v1/completions", self._generating(GenerationRoutes.completions))
         app.router.add_post("/v1/chat/completions", self._generating(GenerationRoutes.chat))
         app.router.add_get("/v1/models", self._route(EngineRoutes.list_models))
+        app.router.add_get("/v1/models/{name:.+}", self._route(EngineRoutes.one_model))
         app.router.add_post("/tokenize", self._route(EngineRoutes.tokenize))
         app.router.add_post("/detokenize", self._route(EngineRoutes.detokenize))
         app.router.add_post("/v1/load_lora_adapter", self._route(EngineRoutes.load_adapter))

@@ -19,6 +19,7 @@ from engine.responses import (
     EngineStateResponse,
     FinishedRequestList,
     Health,
+    Model,
     ModelList,
     TokenizeResponse,
 )
@@ -27,6 +28,7 @@ ROUTES = (
     Route("POST", "/v1/completions", "Continue a text.", CompletionRequest, Completion, streams=True),
     Route("POST", "/v1/chat/completions", "Answer a chat.", ChatCompletionRequest, ChatCompletion, streams=True),
     Route("GET", "/v1/models", "The base model and the adapters loaded by name.", None, ModelList),
+    Route("GET", "/v1/models/{name}", "One of them.", None, Model),
     Route("POST", "/tokenize", "A prompt or a chat as token ids.", TokenizeRequest, TokenizeResponse),
     Route("POST", "/detokenize", "Token ids as text.", DetokenizeRequest, DetokenizeResponse),
     Route(

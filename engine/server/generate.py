@@ -101,8 +101,13 @@ class GenerationRoutes:
         return body, [self.tokenizer.encode_chat(*body.template_input())]
 
     async def _answer(self, request: web.Request, caller: Caller, asked: "_Asked") -> web.StreamResponse:
+        async with self.models.using(asked.body.model) as adapter:
+            return await self._generate(request, caller, asked, adapter)
+
+    async def _generate(
+        self, request: web.Request, caller: Caller, asked: "_Asked", adapter: str | None
+    ) -> web.StreamResponse:
         body, prompts, prompt_field = asked.body, asked.prompts, asked.prompt_field
-        adapter = await self.models.resolve(body.model)
         limits = [self._max_tokens(body, len(prompt), asked.default_max_tokens, prompt_field) for prompt in prompts]
         grammar = None if asked.spec is None else await self.grammars.get(asked.spec)
         choices = body.n or 1

@@ -3,12 +3,16 @@
 import asyncio
 import re
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from adapters.host_cache import HostCache
 from adapters.manifest import AdapterError, AdapterNotFound
 from engine.engine import Engine
 from engine.responses import Model
 from engine.server.errors import ApiError, ModelNotFound
+from engine.server.generation import EngineUnavailable
 from engine.server.loop import EngineLoop
 
 # How much the newest load says of the next.
@@ -25,6 +29,10 @@ class ModelRegistry:
         self._loop = loop
         self._host_cache = host_cache
         self._names: dict[str, str] = {}
+        # Requests from their arrival to their end, by digest: what they use is not freed under them.
+        self._users: Counter[str] = Counter()
+        # Digests to free once nobody uses them, unless they have a name by then.
+        self._unloaded: set[str] = set()
         self._created = int(time.time())
         # What bringing an adapter took lately.
         self.load_seconds = 0.0
@@ -39,13 +47,25 @@ class ModelRegistry:
             return match[1]
         raise ModelNotFound(model)
 
-    async def resolve(self, model: str) -> str | None:
-        """As `digest`, with the adapter in memory. Raises ApiError if it does not exist or cannot be served."""
+    @asynccontextmanager
+    async def using(self, model: str) -> AsyncIterator[str | None]:
+        """As `digest`, with the adapter brought to memory and kept known for as long as this is entered.
+
+        Raises ApiError if it does not exist or cannot be served.
+        """
         digest = self.digest(model)
-        if digest is None or self._host_cache.get(digest) is not None:
-            return digest
+        if digest is None:
+            yield None
+            return
+        async with self._kept(digest):
+            await self._bring(digest, model)
+            yield digest
+
+    async def _bring(self, digest: str, model: str) -> None:
+        if self._host_cache.get(digest) is not None:
+            return
         if await self._loop.call(lambda: self._engine.adapter_ready(digest)):
-            return digest
+            return
         try:
             # Shielded, for others may wait for the same load.
             started = time.monotonic()
@@ -60,31 +80,36 @@ class ModelRegistry:
                 500, f"the adapter cannot be read: {exc.strerror}", kind="server_error", code="adapter_unreadable"
             ) from exc
         self._check_rank(adapter.rank, "model")
-        return digest
 
-    async def load(self, name: str, path: str) -> str:
-        """Makes an adapter folder known under a name and returns its digest. The same again changes nothing."""
+    async def load(self, name: str, path: str, replace: bool = False) -> str:
+        """Makes an adapter folder known under a name and returns its digest. The same again changes nothing.
+
+        replace: the name may be another adapter's so far. Requests in flight end with the one they began with.
+        """
         if name == self.base_name or DIGEST.fullmatch(name):
             raise ApiError(400, f"the name {name!r} is taken", param="lora_name")
         try:
             digest = await asyncio.to_thread(self._host_cache.add_path, path)
-            adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
+            async with self._kept(digest):
+                self._unloaded.add(digest)  # unless it gets the name
+                adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
+                self._check_rank(adapter.rank, "lora_path")
+                before = self._names.get(name, digest)
+                if before != digest and not replace:
+                    raise ApiError(
+                        400,
+                        f"the name {name!r} is taken by another adapter; unload it first, or send load_inplace",
+                        param="lora_name",
+                    )
+                self._names[name] = digest
         except AdapterNotFound as exc:
             raise ApiError(404, str(exc), param="lora_path", code="adapter_not_found") from None
         except AdapterError as exc:
             raise ApiError(400, str(exc), param="lora_path", code="adapter_refused") from None
         except OSError as exc:
             raise ApiError(400, f"lora_path cannot be read: {exc.strerror}", param="lora_path") from None
-        try:
-            self._check_rank(adapter.rank, "lora_path")
-            if self._names.setdefault(name, digest) != digest:
-                raise ApiError(
-                    400, f"the name {name!r} is taken by another adapter; unload it first", param="lora_name"
-                )
-        except ApiError:
-            if digest not in self._names.values():
-                self._host_cache.drop(digest)
-            raise
+        if before != digest:
+            await self._forget(before)
         return digest
 
     async def unload(self, name: str) -> str:
@@ -92,18 +117,49 @@ class ModelRegistry:
         digest = self._names.pop(name, None)
         if digest is None:
             raise ApiError(404, f"no adapter is loaded as {name[:200]!r}", param="lora_name", code="adapter_not_found")
-        if digest not in self._names.values():
-            await self._loop.call(lambda: self._engine.unload_adapter(digest))
-            self._host_cache.drop(digest)
+        await self._forget(digest)
         return digest
 
+    @asynccontextmanager
+    async def _kept(self, digest: str) -> AsyncIterator[None]:
+        """What is forgotten meanwhile is freed when the last one leaves."""
+        self._users[digest] += 1
+        try:
+            yield
+        finally:
+            self._users[digest] -= 1
+            if not self._users[digest]:
+                del self._users[digest]
+                if digest in self._unloaded:
+                    await self._forget(digest)
+
+    async def _forget(self, digest: str) -> None:
+        """Frees what no name stands for: now, or when the last request that uses it ends."""
+        self._unloaded.discard(digest)
+        if digest in self._names.values():
+            return
+        if digest in self._users:
+            self._unloaded.add(digest)
+            return
+        self._host_cache.drop(digest)
+        # An engine that failed has nothing to free.
+        with suppress(EngineUnavailable):
+            await self._loop.call(lambda: self._engine.unload_adapter(digest))
+
     def list(self, max_model_len: int) -> list[Model]:
-        base = Model(self.base_name, self._created, max_model_len)
+        base = Model(self.base_name, self._created, max_model_len, root=self.base_name)
         named = [
             Model(name, self._created, max_model_len, root=f"sha256:{digest}", parent=self.base_name)
             for name, digest in self._names.items()
         ]
         return [base, *named]
+
+    def one(self, name: str, max_model_len: int) -> Model:
+        """Raises ModelNotFound for what is not in the list."""
+        for model in self.list(max_model_len):
+            if model.id == name:
+                return model
+        raise ModelNotFound(name)
 
     def _check_rank(self, rank: int, param: str) -> None:
         limit = self._engine.config.max_lora_rank

@@ -58,6 +58,9 @@ class EngineRoutes:
     async def list_models(self, _: web.Request) -> web.Response:
         return json_response(ModelList(self.models.list(self.engine.max_model_len)))
 
+    async def one_model(self, request: web.Request) -> web.Response:
+        return json_response(self.models.one(request.match_info["name"], self.engine.max_model_len))
+
     async def tokenize(self, request: web.Request) -> web.Response:
         raw = await request.read()
         body = decode(TokenizeRequest, raw)
@@ -84,7 +87,7 @@ class EngineRoutes:
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         body = decode(LoadAdapterRequest, await request.read())
-        digest = await self.models.load(body.lora_name, body.lora_path)
+        digest = await self.models.load(body.lora_name, body.lora_path, bool(body.load_inplace))
         return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))
 
     async def unload_adapter(self, request: web.Request) -> web.Response:

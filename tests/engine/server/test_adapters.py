@@ -1,5 +1,6 @@
 """Adapters by name and by digest: loading, saying something else, unloading, and every refusal."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -43,6 +44,50 @@ async def test_a_loaded_name_answers_differently_until_it_is_unloaded(client, ad
     for model in ("mine", loaded["digest"]):
         status, answer = await client.post("/v1/completions", FIELDS | {"model": model})
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_requests_in_flight_and_in_the_queue_end_with_the_adapter_they_began_with(
+    session, model, adapter, tmp_path
+):
+    save_adapter(tmp_path / "other", seed=9)
+    running = RunningServer(model, config={"max_num_seqs": 1})
+    try:
+        client = Client(session, running.url)
+        load = {"lora_name": "mine", "lora_path": str(adapter)}
+        digest = (await client.ok("/v1/load_lora_adapter", load))["digest"]
+        expected = await said(client, "mine")
+        for change in ("unload_lora_adapter", "load_lora_adapter"):
+            await client.ok("/v1/load_lora_adapter", load)
+            # The only seat is taken for as long as this test wants it.
+            long = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+            async with session.post(running.url + "/v1/completions", json=long) as stream:
+                await stream.content.readany()
+                queued = [asyncio.create_task(said(client, "mine")) for _ in range(3)]
+                await client.wait_for(lambda state: state["waiting"] == 3)
+                body = {"lora_name": "mine", "lora_path": str(tmp_path / "other"), "load_inplace": True}
+                await client.ok(f"/v1/{change}", body)
+                stream.close()
+            assert await asyncio.gather(*queued) == [expected] * 3
+            if change == "unload_lora_adapter":
+                assert await names(client) == ["tiny"]
+            else:
+                assert await said(client, "mine") != expected
+            # Once nobody uses it, it is gone.
+            await client.wait_for(lambda state: digest.removeprefix("sha256:") not in state["adapters_resident"])
+            status, _ = await client.post("/v1/completions", FIELDS | {"model": digest})
+            assert status == 404
+    finally:
+        running.close()
+
+
+async def test_one_model_by_its_name(client, adapter):
+    await client.ok("/v1/load_lora_adapter", {"lora_name": "team/mine", "lora_path": str(adapter)})
+    listed = (await client.get("/v1/models"))[1]["data"]
+    for model in listed:
+        assert await client.get(f"/v1/models/{model['id']}") == (200, model)
+    status, answer = await client.get("/v1/models/nobody's")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    await client.ok("/v1/unload_lora_adapter", {"lora_name": "team/mine"})
 
 
 async def test_the_store_serves_any_digest_by_itself(client, server, model, tmp_path):
