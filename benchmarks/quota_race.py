@@ -27,7 +27,8 @@ from typing import Any
 import msgspec
 
 from gateway.admission.auth import TenantPrincipal
-from gateway.admission.quota import Quota, Reservation
+from gateway.admission.quota import Quota
+from gateway.admission.reservation import Reservation
 from gateway.admission.store import connect
 from gateway.errors import RateLimited
 from gateway.records.prices import Price
@@ -267,7 +268,7 @@ def _spent(state: dict[bytes, bytes], months: set[int]) -> int | None:
     """Of the budget; None if the calendar month has changed since the race began."""
     if len(months) > 1:
         return None
-    return int(struct.unpack("dd", state[b"tenant:b"])[1]) if b"tenant:b" in state else 0
+    return int(struct.unpack_from("dd", state[b"tenant:b"])[1]) if b"tenant:b" in state else 0
 
 
 def _read(log: Path) -> list[list[Any]]:

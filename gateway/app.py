@@ -55,6 +55,7 @@ from gateway.records.keys import Keys
 from gateway.records.ledger import Ledger
 from gateway.records.prices import PriceList, Prices
 from gateway.records.tenants import Tenants
+from gateway.records.usage_past import UsagePast
 from gateway.records.usage_report import UsageReport
 from gateway.records.usage_stream import UsageStream
 from gateway.records.usage_writer import UsageWriter
@@ -96,7 +97,14 @@ async def make_app(settings: Settings) -> web.Application:
     stream = UsageStream(redis, settings.redis_timeout)
     ledger = Ledger(UsageWriter(database), stream, journal, settings.ledger_queue)
     fallback = parse_fallback(settings.quota_fallback)
-    quota = Quota(redis, settings.redis_timeout, settings.lease_seconds, fallback, metrics.admitted_without_redis)
+    quota = Quota(
+        redis,
+        settings.redis_timeout,
+        settings.lease_seconds,
+        fallback,
+        metrics.admitted_without_redis,
+        UsagePast(database),
+    )
     prices = Prices(database)
     price_list = PriceList(prices, settings.base_model)
     idempotency = Idempotency(redis, settings.redis_timeout)

@@ -5,22 +5,32 @@
 -- within the window. So who has rested may take the whole limit at once and gets one unit back every T; in any t
 -- seconds never more than limit * (1 + t / window), and there is no window edge.
 --
+-- What lasts for a day or a month would outlive this server's data, were they lost: its ledger is in SQL. Where such a
+-- limit has no state (yet, or any more) nothing is admitted until `recall` has brought what the ledger says was used
+-- before `since`. What began before may still reach the ledger, so the state remembers `since` and how much that was
+-- (`known`), and asks for a check when it is twice as old as at the last. What began later is counted here alone.
+--
 -- KEYS: state (hash: a limit's field -> its state), leases (sorted set: request id -> when the lease ends, ms; negative
 --   once that is past and what counts requests at once has been given back), held (hash: request id -> what it took,
 --   id .. PROGRESS -> how far it is), usage (stream)
--- ARGV[1] is the call:
+-- ARGV[1] is the call; moments are in microseconds:
 --   acquire, id, lease ms, prompt, completion, step, input price, output price, note, then of each limit: field, limit
 --     A request for `prompt` and at most `completion` tokens, of which it is granted a multiple of `step` or refused.
---     -> {1 allowed or 0, completion tokens granted, then of each limit: remaining, wait, reset}         (the last two in ms)
+--     -> {1 allowed or 0, completion tokens granted, now, of each limit: remaining, wait, reset (the last two in ms),
+--         of each to be checked: its number from 0 on, since}
+--     -> {2, now, the numbers of those to be recalled}, and then nothing was done
+--   recall, field, limit, since, owed, known
+--     owed: of what was used before `since`, what counts then. known: all of it. The first call decides `since`; a later
+--     one for the same `since` adds what has become known, in any order and however often.
 --   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none
 --     -> the event's id in the stream (the request's own without an event); nothing if the id holds no lease (any more),
 --        and then nothing was done
 --   extend, lease ms, then of each request: id, progress or ''     -> the ids that hold no lease (any more)
---   expired, at most                              -> of each lease that has ended: id, tokens taken, note, progress or ''
+--   expired, at most   -> of each lease that has ended: id, tokens taken, note, progress or '', taken when, ended when (ms)
 --
--- A field ends with its limit's kind: r requests a minute, t tokens a minute, d tokens a day, c requests at once, o tokens at once, b micro-units of
--- money a calendar month (UTC). Prices are micro-units per million tokens; with at most 10^9 of them and 4 * 10^6 tokens
--- all products are exact.
+-- A field ends with its limit's kind: r requests a minute, t tokens a minute, d tokens a day, c requests at once,
+-- o tokens at once, b micro-units of money a calendar month (UTC). Prices are micro-units per million tokens; with at
+-- most 10^9 of them and 4 * 10^6 tokens all products are exact.
 
 local STATE, LEASES, HELD, USAGE = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local PROGRESS = ':progress'
@@ -29,6 +39,8 @@ local WINDOW = {r = 60000000, t = 60000000, d = 86400000000}
 local KEEP_MS = 35 * 86400000
 -- Nobody knows when a running request ends; a second is how long it is worth waiting before asking again.
 local GAUGE_WAIT_MS = 1000
+-- The age at which what was recalled is checked first: a ledger is about as far behind as this.
+local FIRST_CHECK = 250000
 -- Leases that one call ends, and fields it looks at for what is paid off.
 local SWEEP, SAMPLE = 100, 10
 
@@ -40,8 +52,9 @@ local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local now_ms = floor(now / 1000)
 
--- The calendar month as a number, and the ms until the next. Hinnant's civil_from_days: years begin in March.
-local month, month_left_ms
+-- The calendar month as a number, when it began, and the ms until the next. Hinnant's civil_from_days: years begin in
+-- March.
+local month, month_start, month_left_ms
 local function calendar()
   local days = floor(clock[1] / 86400)
   local era = floor((days + 719468) / 146097)
@@ -57,11 +70,12 @@ local function calendar()
     next_month = leap and 366 or 365
   end
   month = (year + era * 400) * 12 + of_year
+  month_start = (days - day + floor((153 * of_year + 2) / 5)) * 86400000000
   month_left_ms = (days + next_month - day) * 86400000 - now_ms
 end
 
 -- State: of a rate {when, debt in microseconds then}, of a budget {month, spent in it}, as two doubles: exact, unlike
--- decimals. Of what is taken at once a decimal integer.
+-- decimals. Of what is recalled three more: {since, known, when to check}. Of what is taken at once a decimal integer.
 local function debt_of(state)
   if not state then
     return 0
@@ -78,12 +92,21 @@ local function spent_of(state)
   return of_month == month and spent or 0
 end
 
+-- A new state of a rate or a budget. `state`: the one before, whose last three are kept.
+local function packed(first, second, state)
+  return struct.pack('dd', first, second) .. string.sub(state or '', 17)
+end
+
 local function cost_of(tokens_in, tokens_out, price_in, price_out)
   return ceil((tokens_in * price_in + tokens_out * price_out) / 1000000)
 end
 
 local function kind_of(field)
   return string.sub(field, -1)
+end
+
+local function is_recalled(kind)
+  return kind == 'b' or kind == 'd'
 end
 
 -- What a request takes of a limit.
@@ -115,11 +138,13 @@ end
 
 -- Ends leases whose time is past: their slots are free, the rest waits for somebody to settle it.
 local function sweep()
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, 1, now_ms, 'LIMIT', 0, SWEEP)) do
+  local ended = redis.call('ZRANGEBYSCORE', LEASES, 1, now_ms, 'WITHSCORES', 'LIMIT', 0, SWEEP)
+  for i = 1, #ended, 2 do
+    local id = ended[i]
     local record = record_of(id)
     if record then
       hold(record, -1)
-      redis.call('ZADD', LEASES, -now_ms, id)
+      redis.call('ZADD', LEASES, -ended[i + 1], id)
     else
       redis.call('ZREM', LEASES, id)
     end
@@ -139,8 +164,18 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
     end
   end
 
-  -- What is used of each limit, in its own unit, and how many tokens of completion that leaves.
   local states = count > 0 and redis.call('HMGET', STATE, unpack(fields)) or {}
+  local unknown = {2, now}
+  for i = 1, count do
+    if is_recalled(kinds[i]) and not states[i] then
+      unknown[#unknown + 1] = i - 1
+    end
+  end
+  if #unknown > 2 then
+    return unknown
+  end
+
+  -- What is used of each limit, in its own unit, and how many tokens of completion that leaves.
   local used, room = {}, {}
   local granted = completion
   for i = 1, count do
@@ -190,8 +225,11 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
     end
   end
 
+  local due = {}
   if allowed and not again then
-    local record = {tokens = tokens, completion = granted, cost = cost, month = month, note = note, limits = {}}
+    local record = {
+      tokens = tokens, completion = granted, cost = cost, month = month, note = note, at = now, limits = {},
+    }
     local writes = {}
     for i = 1, count do
       local kind = kinds[i]
@@ -200,11 +238,20 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
       local state
       if WINDOW[kind] then
         used[i] = used[i] + amount * (WINDOW[kind] / limits[i])
-        state = struct.pack('dd', now, used[i])
+        state = packed(now, used[i], states[i])
       elseif kind == 'b' then
-        state = struct.pack('dd', month, used[i] + amount)
+        -- A new month has nothing before it, as a rule: nobody waits for the ledger to say so.
+        local before = struct.unpack('d', states[i]) == month and states[i] or struct.pack('ddddd', month, 0, now, 0, 0)
+        state = packed(month, used[i] + amount, before)
       else
         state = used[i] + amount
+      end
+      if is_recalled(kind) then
+        local since, known, check = struct.unpack('ddd', state, 17)
+        if check <= now then
+          due[#due + 1], due[#due + 2] = i - 1, since
+          state = string.sub(state, 1, 16) .. struct.pack('ddd', since, known, now + max(now - since, FIRST_CHECK))
+        end
       end
       writes[2 * i - 1], writes[2 * i] = fields[i], state
       record.limits[2 * i - 1], record.limits[2 * i] = fields[i], limits[i]
@@ -219,7 +266,7 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
     redis.call('PEXPIRE', LEASES, KEEP_MS)
   end
 
-  local reply = {allowed and 1 or 0, granted}
+  local reply = {allowed and 1 or 0, granted, again and again.at or now}
   for i = 1, count do
     local reset = 0
     if WINDOW[kinds[i]] then
@@ -227,10 +274,44 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
     elseif kinds[i] == 'b' then
       reset = month_left_ms
     end
-    local at = 3 * i
+    local at = 3 * i + 1
     reply[at], reply[at + 1], reply[at + 2] = room[i], waits[i], reset
   end
+  for i = 1, #due do
+    reply[#reply + 1] = due[i]
+  end
   return reply
+end
+
+local function recall(field, limit, since, owed, known)
+  local kind, state = kind_of(field), redis.call('HGET', STATE, field)
+  local unit = kind == 'd' and WINDOW[kind] / limit
+  if state then
+    local first, second = struct.unpack('dd', state)
+    local of, before, check = struct.unpack('ddd', state, 17)
+    if of ~= since or known <= before then
+      return 0
+    end
+    if kind == 'd' then
+      first, second = now, debt_of(state) + (known - before) * unit
+    else
+      second = second + known - before
+    end
+    state = struct.pack('ddddd', first, second, since, known, check)
+  else
+    calendar()
+    if kind == 'b' and since < month_start then
+      return 0
+    end
+    local first, second = month, owed
+    if kind == 'd' then
+      first, second = now, max(0, owed * unit - (now - since))
+    end
+    state = struct.pack('ddddd', first, second, since, known, since + FIRST_CHECK)
+  end
+  redis.call('HSET', STATE, field, state)
+  redis.call('PEXPIRE', STATE, KEEP_MS)
+  return 1
 end
 
 local function settle(id, tokens, cost, requests, event)
@@ -250,15 +331,16 @@ local function settle(id, tokens, cost, requests, event)
     if WINDOW[kind] then
       local more = kind == 'r' and requests - 1 or tokens - record.tokens
       if more ~= 0 then
-        local debt = debt_of(redis.call('HGET', STATE, field)) + more * (WINDOW[kind] / limit)
-        redis.call('HSET', STATE, field, struct.pack('dd', now, max(0, debt)))
+        local state = redis.call('HGET', STATE, field)
+        local debt = debt_of(state) + more * (WINDOW[kind] / limit)
+        redis.call('HSET', STATE, field, packed(now, max(0, debt), state))
       end
     elseif kind == 'b' and cost ~= record.cost then
       -- What was begun last month was last month's.
       local state = redis.call('HGET', STATE, field)
       local of_month, spent = struct.unpack('dd', state or NOTHING)
       if of_month == record.month then
-        redis.call('HSET', STATE, field, struct.pack('dd', of_month, max(0, spent + cost - record.cost)))
+        redis.call('HSET', STATE, field, packed(of_month, max(0, spent + cost - record.cost), state))
       end
     end
   end
@@ -293,7 +375,16 @@ local function forget_some()
   for i = 1, #sample, 2 do
     local field, state = sample[i], sample[i + 1]
     local kind = kind_of(field)
-    if WINDOW[kind] and debt_of(state) == 0 or kind == 'b' and struct.unpack('d', state) < month then
+    local gone
+    if kind == 'b' then
+      gone = struct.unpack('d', state) < month - 1
+    elseif kind == 'd' then
+      -- The ledger as well must know of nothing that counts.
+      gone = debt_of(state) == 0 and struct.unpack('d', state) < now - 2 * WINDOW[kind]
+    else
+      gone = WINDOW[kind] and debt_of(state) == 0
+    end
+    if gone then
       redis.call('HDEL', STATE, field)
     end
   end
@@ -303,11 +394,13 @@ local function expired(at_most)
   sweep()
   forget_some()
   local found = {}
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', 0, 'LIMIT', 0, at_most)) do
+  local ended = redis.call('ZREVRANGEBYSCORE', LEASES, 0, '-inf', 'WITHSCORES', 'LIMIT', 0, at_most)
+  for i = 1, #ended, 2 do
+    local id = ended[i]
     local record = record_of(id)
     local progress = redis.call('HGET', HELD, id .. PROGRESS) or ''
     if record then
-      found[#found + 1] = {id, record.tokens, record.note, progress}
+      found[#found + 1] = {id, record.tokens, record.note, progress, record.at, -ended[i + 1]}
     else
       redis.call('ZREM', LEASES, id)
     end
@@ -321,6 +414,8 @@ if call == 'acquire' then
     tonumber(ARGV[8]), ARGV[9])
 elseif call == 'settle' then
   return settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
+elseif call == 'recall' then
+  return recall(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]))
 elseif call == 'extend' then
   return extend(tonumber(ARGV[2]))
 elseif call == 'expired' then

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -18,7 +19,9 @@ from gateway.admission.fallback import Mode, parse_fallback
 from gateway.admission.limits import CLASSES, Limit, limits_of
 from gateway.admission.local import LocalLimits
 from gateway.admission.presence import Presence
+from gateway.admission.recall import EPOCH, Past, Recall
 from gateway.admission.refusals import States, check_possible, rate_headers, refusal
+from gateway.admission.reservation import ExpiredLease, Progress, Reservation
 from gateway.admission.store import Client, Store, unavailable
 from gateway.errors import Unavailable
 from gateway.records.prices import FREE, Price
@@ -27,44 +30,18 @@ log = logging.getLogger(__name__)
 
 # The ids of tenants that may have leases or usage events.
 TENANTS = "loraplex:usage:tenants"
+# Is there while a gateway looks after what dead ones held.
+SWEEPER = "loraplex:sweeper"
 CLOSED = parse_fallback(())
 SETTLE_TRIES = 2
+# The script's word for limits of which it must be told first what was used; and how often that is tried.
+UNKNOWN = 2
+RECALL_TRIES = 3
 PRESENCE_SECONDS = 2.0
 # Leases that one call extends or lists.
 PAGE = 200
 # Budgets whose remains are remembered for when Redis is away.
 KNOWN_BUDGETS = 10_000
-
-
-class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request took.
-
-    tokens: prompt and the most it may generate, over all its choices. max_tokens: of one choice; fewer than asked for
-    if the tenant has its answers shortened. headers: OpenAI's `x-ratelimit-*`; if shortened, `x-loraplex-max-tokens`.
-    """
-
-    request_id: str
-    tenant_id: str
-    tokens: int
-    max_tokens: int
-    headers: dict[str, str]
-
-
-class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """How far a request is: where it runs, and the counts so far."""
-
-    engine_url: str
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway held that is gone. lease: as given to `acquire`. progress: the last it told; None: it had not
-    begun."""
-
-    reservation: Reservation
-    lease: dict[str, Any]
-    progress: Progress | None
 
 
 class Quota:
@@ -77,10 +54,15 @@ class Quota:
         lease_seconds: float,
         fallback: Mapping[str, Mode] = CLOSED,
         admitted_without: Callable[[str], None] = lambda mode: None,
+        past: Past | None = None,
     ) -> None:
-        """admitted_without: called with "open" or "local" for each request that is admitted without Redis."""
+        """admitted_without: called with "open" or "local" for each request that is admitted without Redis.
+
+        past: the ledger, for what Redis does not know (any more) of a month's spend and a day's tokens.
+        """
         self._redis = redis
         self._store = Store(redis, timeout)
+        self._recall = Recall(self._store.script, past)
         self._lease_ms = int(lease_seconds * 1000)
         self.fallback = fallback
         self._admitted_without = admitted_without
@@ -139,25 +121,31 @@ class Quota:
         try:
             if tenant.id not in self._registered:
                 await self._register({tenant.id})
-            reply = await self._store.script(
-                tenant.id, "acquire", request_id, self._lease_ms, *request, note, *arguments
-            )
+            call = ("acquire", request_id, self._lease_ms, *request, note, *arguments)
+            reply = await self._store.script(tenant.id, *call)
+            if reply[0] == UNKNOWN:
+                reply = await self._acquire_unknown(tenant.id, limits, call, reply)
         except Unavailable:
             if sent:
                 self._give_back(tenant.id, request_id)
+            if self._is_closed(limits):
+                raise
             return self._acquire_without(tenant.id, limits, request_id, prompt_tokens, max_tokens, choices, step, price)
         except asyncio.CancelledError:
             # The client left; the script may have run.
             self._give_back(tenant.id, request_id)
             raise
-        allowed, granted, *flat = reply
-        states = [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
+        allowed, granted, now, *flat = reply
+        end = 3 * len(limits)
+        states = [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, end, 3)]
+        for i in range(end, len(flat), 2):
+            self._recall.check(tenant.id, limits[flat[i]], flat[i + 1])
         self._remember_budgets(tenant.id, limits, states)
         headers = rate_headers(limits, states)
         if not allowed:
             raise refusal(limits, states, prompt_tokens + least, price.highest_cost(prompt_tokens, least), headers)
         self._held.setdefault(tenant.id, {})[request_id] = None
-        return _reservation(request_id, tenant.id, prompt_tokens, max_tokens, choices, granted, headers)
+        return _reservation(request_id, tenant.id, prompt_tokens, max_tokens, choices, granted, headers, _moment(now))
 
     def progress(self, reservation: Reservation, engine_url: str, prompt_tokens: int, completion_tokens: int) -> None:
         """Remembers how far a request is; Redis is told with the lease's next extension."""
@@ -192,13 +180,47 @@ class Quota:
     async def expired(self, tenant_id: str) -> list[ExpiredLease]:
         """Leases that nobody extended any more, some at a time, until they are settled. Raises Unavailable."""
         found = []
-        for request_id, tokens, note, progress in await self._store.script(tenant_id, "expired", PAGE):
-            reservation = Reservation(
-                request_id=request_id.decode(), tenant_id=tenant_id, tokens=tokens, max_tokens=0, headers={}
+        for request_id, tokens, note, progress, at, ended_ms in await self._store.script(tenant_id, "expired", PAGE):
+            ended = _moment(ended_ms * 1000)
+            found.append(
+                ExpiredLease(
+                    reservation=Reservation(
+                        request_id=request_id.decode(),
+                        tenant_id=tenant_id,
+                        tokens=tokens,
+                        max_tokens=0,
+                        headers={},
+                        admitted_at=_moment(at),
+                    ),
+                    lease=msgspec.json.decode(note),
+                    progress=msgspec.json.decode(progress, type=Progress) if progress else None,
+                    last_heard=ended - timedelta(milliseconds=self._lease_ms),
+                    ended=ended,
+                )
             )
-            told = msgspec.json.decode(progress, type=Progress) if progress else None
-            found.append(ExpiredLease(reservation=reservation, lease=msgspec.json.decode(note), progress=told))
         return found
+
+    async def with_expired(self, tenant_ids: Sequence[str]) -> list[str]:
+        """Those of the tenants for which `expired` has something. Raises Unavailable."""
+        found: list[str] = []
+        for start in range(0, len(tenant_ids), PAGE):
+            page = tenant_ids[start : start + PAGE]
+            counts = await self._store.call(lambda page=page: self._count_expired(page))
+            found += [tenant_id for tenant_id, count in zip(page, counts, strict=True) if count]
+        return found
+
+    async def _count_expired(self, tenant_ids: Sequence[str]) -> list[int]:
+        seconds, microseconds = await self._redis.time()
+        pipeline = self._redis.pipeline(transaction=False)
+        for tenant_id in tenant_ids:
+            pipeline.zcount(f"loraplex:{{{tenant_id}}}:leases", "-inf", seconds * 1000 + microseconds // 1000)
+        return await pipeline.execute()
+
+    async def is_first(self, seconds: float) -> bool:
+        """Whether no other gateway has asked this for so many seconds. Raises Unavailable."""
+        return bool(
+            await self._store.call(lambda: self._redis.set(SWEEPER, b"", nx=True, px=max(1, int(seconds * 1000))))
+        )
 
     async def keep_leases(self) -> None:
         """Extends what this process holds, gives back what nobody wants, and says that this gateway lives, for ever.
@@ -216,11 +238,29 @@ class Quota:
 
     async def close(self) -> None:
         """Leaves the gateways that live."""
+        await self._recall.close()
         try:
             await self._store.call(self._presence.leave)
         except Unavailable:
             log.info("redis is away; this gateway is missed by it in a few seconds")
         await self._store.close()
+
+    async def _acquire_unknown(
+        self, tenant_id: str, limits: Sequence[Limit], call: Sequence[Any], reply: list[Any]
+    ) -> list[Any]:
+        """Brings what Redis does not know and asks again. Raises Unavailable, of the ledger's database as well."""
+        for _ in range(RECALL_TRIES):
+            _, since, *numbers = reply
+            await self._recall.bring(tenant_id, [limits[number] for number in numbers], since)
+            reply = await self._store.script(tenant_id, *call)
+            if reply[0] != UNKNOWN:
+                return reply
+        raise unavailable()
+
+    def _is_closed(self, limits: Sequence[Limit]) -> bool:
+        """Whether a request under these is refused where they cannot be asked for."""
+        modes = {self.fallback[CLASSES[limit.kind]] for limit in limits} or {self.fallback["requests"]}
+        return "closed" in modes
 
     def _acquire_without(
         self,
@@ -233,9 +273,6 @@ class Quota:
         step: int,
         price: Price,
     ) -> Reservation:
-        modes = {self.fallback[CLASSES[limit.kind]] for limit in limits} or {self.fallback["requests"]}
-        if "closed" in modes:
-            raise unavailable()
         shares = [
             Limit(limit.field, limit.owner, limit.kind, self._share(tenant_id, limit))
             for limit in limits
@@ -248,7 +285,8 @@ class Quota:
             cost = price.highest_cost(prompt_tokens, least)
             raise refusal(shares, answer.states, prompt_tokens + least, cost, headers)
         self._admitted_without("local" if shares else "open")
-        return _reservation(request_id, tenant_id, prompt_tokens, max_tokens, choices, answer.granted, headers)
+        now = datetime.now(UTC)
+        return _reservation(request_id, tenant_id, prompt_tokens, max_tokens, choices, answer.granted, headers, now)
 
     def _share(self, tenant_id: str, limit: Limit) -> int:
         """This gateway's part of a limit; of a budget, of what was left of it when Redis last said."""
@@ -338,11 +376,21 @@ def _reservation(
     choices: int,
     granted: int,
     headers: dict[str, str],
+    admitted_at: datetime,
 ) -> Reservation:
     """granted: completion tokens of all choices together."""
     each = granted // choices
     if each < max_tokens:
         headers = {**headers, "x-loraplex-max-tokens": str(each)}
     return Reservation(
-        request_id=request_id, tenant_id=tenant_id, tokens=prompt_tokens + granted, max_tokens=each, headers=headers
+        request_id=request_id,
+        tenant_id=tenant_id,
+        tokens=prompt_tokens + granted,
+        max_tokens=each,
+        headers=headers,
+        admitted_at=admitted_at,
     )
+
+
+def _moment(microseconds: int) -> datetime:
+    return EPOCH + timedelta(microseconds=microseconds)

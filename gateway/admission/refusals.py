@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 
 from gateway.admission.limits import CLASSES, Limit
 from gateway.errors import BadRequest, RateLimited
-from gateway.records.prices import Price
+from gateway.records.prices import Price, format_money
 
 # Remaining, wait (ms) and reset (ms) of each limit.
 States = Sequence[tuple[int, int, int]]
@@ -17,7 +18,7 @@ UNITS = {
     "d": "tokens per day",
     "c": "concurrent requests",
     "o": "concurrent tokens",
-    "b": "micro-units of budget per month",
+    "b": "of budget per month",
 }
 # Those that have headers.
 HEADERS = {"r": "requests", "t": "tokens"}
@@ -35,10 +36,10 @@ def check_possible(limits: Sequence[Limit], prompt_tokens: int, completion_token
             cost = price.highest_cost(prompt_tokens, completion_tokens)
             if cost <= limit.value:
                 continue
-            needs += f" at a cost of {cost}"
+            needs += f" at a cost of {format_money(cost)}"
         raise BadRequest(
-            f"This request needs {needs}, more than the whole limit of {limit.value} {UNITS[kind]} of this "
-            f"{limit.owner}; it can never be admitted. Reduce either.",
+            f"This request needs {needs}, more than the whole limit of {_say(limit, limit.value)} {UNITS[kind]} of "
+            f"this {limit.owner}; it can never be admitted. Reduce either.",
             param="max_tokens",
             code="request_exceeds_limit",
         )
@@ -49,10 +50,10 @@ def refusal(limits: Sequence[Limit], states: States, tokens: int, cost: int, hea
     index = max(range(len(limits)), key=lambda i: states[i][1])
     limit, (remaining, wait, _) = limits[index], states[index]
     seconds = math.ceil(wait / 1000)
-    needed = limit.amount(tokens, cost)
+    again = f"on {_next_month(seconds)}" if limit.kind == "b" else f"in {describe_wait(seconds)}"
     return RateLimited(
-        f"Rate limit reached for this {limit.owner}: {limit.value} {UNITS[limit.kind]}; needed {needed}, "
-        f"remaining {remaining}. Try again in {seconds} s.",
+        f"Rate limit reached for this {limit.owner}: {_say(limit, limit.value)} {UNITS[limit.kind]}; "
+        f"needed {_say(limit, limit.amount(tokens, cost))}, remaining {_say(limit, remaining)}. Try again {again}.",
         limit=CLASSES[limit.kind],
         code="insufficient_quota" if limit.kind == "b" else None,
         headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(wait)},
@@ -82,3 +83,27 @@ def format_duration(milliseconds: int) -> str:
     minutes, rest = divmod(milliseconds, 60_000)
     seconds = f"{rest / 1000:.3f}".rstrip("0").rstrip(".")
     return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
+
+
+def describe_wait(seconds: int) -> str:
+    """For people, rounded up: `38 s`, `4 min`, `2 h 5 min`, `1 d 3 h`."""
+    if seconds < 120:
+        return f"{seconds} s"
+    minutes = math.ceil(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours + bool(minutes), 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def _say(limit: Limit, amount: int) -> str:
+    return format_money(amount) if limit.kind == "b" else str(amount)
+
+
+def _next_month(seconds: int) -> str:
+    """The day on which a wait for the next month ends; this clock may differ from Redis' by hours."""
+    first = datetime.now(UTC) + timedelta(seconds=seconds, hours=12)
+    return f"1 {first:%B %Y} 00:00 UTC"

@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 
 from engine.responses import FinishedRequest
-from gateway.admission.quota import ExpiredLease, Quota
+from gateway.admission.quota import Quota
+from gateway.admission.reservation import ExpiredLease
 from gateway.errors import Unavailable
 from gateway.fleet.finished import FinishedClient
 from gateway.metrics import Metrics
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # An engine that is away may come back and know: that is waited for so long. After it the last progress counts.
 ENGINE_PATIENCE_SECONDS = 60.0
+# Tenants that are looked at in each round though no lease of theirs has ended, so that what is paid off is forgotten.
+IN_TURN = 10
 
 Answers = dict[str, dict[str, FinishedRequest] | None]
 """By engine's URL: what it knows by request id; None where it could not be asked."""
@@ -47,34 +49,34 @@ class Abandoned:
         self._finished = finished
         self._engines = engines
         self._every_seconds = every_seconds
-        # When each was first found here, for those that could not be settled yet (monotonic seconds).
-        self._found: dict[str, float] = {}
+        self._turn = 0
 
     async def run(self) -> None:
-        """For ever. Run it as a task."""
+        """For ever, one process of all at a time. Run it as a task."""
         while True:
             await asyncio.sleep(self._every_seconds)
             try:
-                await self.settle_all()
+                if await self._quota.is_first(self._every_seconds / 2):
+                    await self.settle_all()
             except Unavailable as error:
                 log.warning("requests of gateways that died wait to be settled: %s", error)
 
     async def settle_all(self) -> None:
-        """Once through all tenants. Raises Unavailable."""
-        seen: dict[str, float] = {}
-        for tenant_id in await self._stream.tenants():
+        """Once through all tenants that have any. Raises Unavailable."""
+        tenants = await self._stream.tenants()
+        self._turn = self._turn % max(1, len(tenants))
+        in_turn = tenants[self._turn : self._turn + IN_TURN]
+        self._turn += IN_TURN
+        for tenant_id in {*await self._quota.with_expired(tenants), *in_turn}:
             leases = await self._quota.expired(tenant_id)
             if not leases:
                 continue
             answers = await self._ask(leases)
             for lease in leases:
-                request_id = lease.reservation.request_id
-                seen[request_id] = self._found.get(request_id, time.monotonic())
-                patient = time.monotonic() - seen[request_id] < ENGINE_PATIENCE_SECONDS
+                patient = datetime.now(UTC) - lease.ended < timedelta(seconds=ENGINE_PATIENCE_SECONDS)
                 outcome = find_outcome(lease, answers, patient=patient)
                 if outcome is not None:
                     await self._settle(lease, outcome)
-        self._found = seen
 
     async def _ask(self, leases: list[ExpiredLease]) -> Answers:
         ids = [lease.reservation.request_id for lease in leases]
@@ -114,7 +116,7 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
     """lease.lease is `accounting.lease_note`'s."""
     fields = dict(lease.lease)
     price = msgspec.convert(fields.pop("price"), Price)
-    created_at = msgspec.convert(fields.pop("created_at"), datetime)
+    created_at = lease.reservation.admitted_at
     return UsageRow(
         **fields,
         request_id=lease.reservation.request_id,
@@ -124,7 +126,8 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
         completion_tokens=outcome.completion_tokens,
         cached_tokens=outcome.cached_tokens,
         cost=price.cost(outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens),
-        latency_ms=max(0, round((datetime.now(UTC) - created_at).total_seconds() * 1000)),
+        # Until its gateway was last heard of, a third of a lease before it died or less.
+        latency_ms=max(0, round((lease.last_heard - created_at).total_seconds() * 1000)),
         ttft_ms=None,
         status="abandoned",
         finish_reason=outcome.finish_reason,

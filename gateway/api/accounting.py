@@ -5,12 +5,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Any
 
 from engine.responses import FinishedRequest
 from gateway.admission.auth import TenantPrincipal
-from gateway.admission.quota import Quota, Reservation
+from gateway.admission.quota import Quota
+from gateway.admission.reservation import Reservation
 from gateway.errors import Forbidden, InvalidKey, Unavailable
 from gateway.fleet.finished import FinishedClient
 from gateway.fleet.registry import EngineRecord
@@ -50,7 +50,6 @@ class Account:
         self.endpoint = endpoint
         self.model = model
         self.price = price
-        self.created_at = datetime.now(UTC)
         self.engine: str | None = None
         # Whether the engine can be asked what it did: ours can.
         self.engine_remembers = False
@@ -127,7 +126,7 @@ class Account:
             ttft_ms=None if first is None else round((first - self.arrived) * 1000),
             status=self.status,
             finish_reason=self.finish_reason,
-            created_at=self.created_at,
+            created_at=self.reservation.admitted_at,
         )
 
     def _count(self, counts: dict[str, Any], cached: Any) -> None:
@@ -144,7 +143,6 @@ def lease_note(principal: TenantPrincipal, endpoint: str, model: Model, price: P
         "endpoint": endpoint,
         "model": model.name,
         "adapter_digest": model.digest,
-        "created_at": datetime.now(UTC),
         "price": price,
     }
 

@@ -16,6 +16,7 @@ from gateway.admission.auth import Authenticator
 from gateway.errors import BadRequest, Forbidden, InvalidKey
 from gateway.fleet.registry import Registry
 from gateway.records.catalog import Catalog
+from gateway.records.prices import format_money
 from gateway.records.tenants import Tenants
 from gateway.records.usage_report import UsageReport
 
@@ -52,7 +53,7 @@ class Dashboard:
         environment = jinja2.Environment(
             loader=jinja2.PackageLoader("gateway.api"), autoescape=True, undefined=jinja2.StrictUndefined
         )
-        environment.filters["money"] = money
+        environment.filters["money"] = format_money
         self._template = environment.get_template("status.html")
         self._style = resources.files("gateway.api").joinpath("static/style.css").read_text("utf-8")
 
@@ -88,12 +89,6 @@ class Dashboard:
 
     async def style(self, _: web.Request) -> web.Response:
         return web.Response(text=self._style, content_type="text/css", headers={"X-Content-Type-Options": "nosniff"})
-
-
-def money(micro_units: int) -> str:
-    """Micro-units as the currency is written, exact: `0.00`, `12.50`, `0.000001`."""
-    whole, part = divmod(micro_units, 1_000_000)
-    return f"{whole:,}.{f'{part:06}'.rstrip('0'):0<2}"
 
 
 def _basic_password(authorization: str | None) -> str:

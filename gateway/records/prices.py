@@ -20,6 +20,13 @@ MODEL = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,255}")
 EVERYTHING = "*"
 # As long as another gateway may still reckon with an old price.
 REFRESH_SECONDS = 0.9
+MICRO_UNITS = 1_000_000
+
+
+def format_money(micro_units: int) -> str:
+    """As the currency is written, exact: `0.00`, `12.50`, `0.000001`. JSON has the micro-units themselves."""
+    whole, part = divmod(micro_units, MICRO_UNITS)
+    return f"{whole:,}.{f'{part:06}'.rstrip('0'):0<2}"
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,11 +39,13 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     def cost(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> int:
         """In micro-units, rounded up once. cached_tokens: how many of the prompt's."""
         computed = prompt_tokens - cached_tokens
-        return -(-(computed * self.input + cached_tokens * self.cached + completion_tokens * self.output) // 1_000_000)
+        return -(
+            -(computed * self.input + cached_tokens * self.cached + completion_tokens * self.output) // MICRO_UNITS
+        )
 
     def highest_cost(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Before it is known how much of the prompt is cached."""
-        return -(-(prompt_tokens * self.highest_input + completion_tokens * self.output) // 1_000_000)
+        return -(-(prompt_tokens * self.highest_input + completion_tokens * self.output) // MICRO_UNITS)
 
     @property
     def highest_input(self) -> int:

@@ -1,6 +1,6 @@
 """Requests whose gateway died are settled by another, once: by what the engine says, or by what is known at last."""
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +8,15 @@ import pytest
 
 from engine.responses import FinishedRequest
 from gateway.admission.auth import TenantPrincipal
-from gateway.admission.quota import ExpiredLease, Progress, Quota, Reservation
+from gateway.admission.quota import Quota
+from gateway.admission.reservation import ExpiredLease, Progress, Reservation
 from gateway.admission.store import connect
 from gateway.api.abandoned import abandoned_row, find_outcome
 from gateway.api.accounting import lease_note
 from gateway.records.catalog import Model
 from gateway.records.prices import FREE
 from gateway.records.tenants import Limits, Tenant
+from tests.gateway.rows import NOON
 from tests.gateway.running import Gateway, running, settings, until
 from tests.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, Upstream
 
@@ -28,11 +30,11 @@ def lease(progress: Progress | None = None) -> ExpiredLease:
         "endpoint": "chat",
         "model": "m",
         "adapter_digest": None,
-        "created_at": "2026-01-01T12:00:00Z",
         "price": {"input": 2_000_000, "cached": 1_000_000, "output": 3_000_000},
     }
-    reservation = Reservation(request_id="r", tenant_id="t", tokens=100, max_tokens=0, headers={})
-    return ExpiredLease(reservation=reservation, lease=note, progress=progress)
+    reservation = Reservation(request_id="r", tenant_id="t", tokens=100, max_tokens=0, headers={}, admitted_at=NOON)
+    heard, ended = NOON + timedelta(seconds=3), NOON + timedelta(seconds=33)
+    return ExpiredLease(reservation=reservation, lease=note, progress=progress, last_heard=heard, ended=ended)
 
 
 def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequest]:
@@ -70,6 +72,8 @@ def test_the_row_of_an_abandoned_request_has_its_price():
     assert (row.prompt_tokens, row.completion_tokens, row.cached_tokens) == (7, 5, 2)
     assert row.cost == (7 - 2) * 2 + 2 * 1 + 5 * 3
     assert (row.status, row.finish_reason) == ("abandoned", "abort")
+    # How long it is known to have run, not how long nobody looked.
+    assert (row.created_at, row.latency_ms) == (NOON, 3000)
 
 
 async def test_a_living_gateway_settles_what_a_dead_one_held(

