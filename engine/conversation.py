@@ -1,6 +1,6 @@
 """What a chat request holds beside sampling: messages, tools and the choice among them, as chat templates want them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -98,6 +98,16 @@ class Message(Struct):
         if self.tool_calls:
             message["tool_calls"] = [_call_as_template_input(call) for call in self.tool_calls]
         return message
+
+
+class Conversation(NamedTuple):
+    """What `Tokenizer.encode_chat` takes, in its order. template_kwargs: further variables of the chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: dict[str, Any]
 
 
 def check_messages(messages: list[Message]) -> None:

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 
 from engine.conversation import (
     MAX_TOOLS,
+    Conversation,
     Message,
     Tool,
     ToolChoice,
@@ -46,8 +47,13 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 NotServed = Annotated[Any, Meta(description="A field of the API that is not served: refused if it asks for something.")]
 
 
+# What `chat_template_kwargs` cannot say, for the request says it elsewhere or not at all.
+TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingRequest(Struct, kw_only=True):
@@ -62,7 +68,7 @@ class SamplingRequest(Struct, kw_only=True):
     min_p: Fraction | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASED_TOKENS)] | None
     ) = None
@@ -73,6 +79,9 @@ class SamplingRequest(Struct, kw_only=True):
     prompt_logprobs: TopLogprobs | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: Any = None
@@ -81,10 +90,29 @@ class SamplingRequest(Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    # vLLM's: to leave them out would give another answer than was asked for.
+    allowed_token_ids: NotServed = None
+    bad_words: NotServed = None
+    ec_transfer_params: NotServed = None
+    kv_transfer_params: NotServed = None
+    length_penalty: NotServed = None
+    logits_processors: NotServed = None
+    logprob_token_ids: NotServed = None
+    repetition_detection: NotServed = None
+    thinking_token_budget: NotServed = None
+    truncate_prompt_tokens: NotServed = None
+    use_beam_search: NotServed = None
+    vllm_xargs: NotServed = None
+    watermarking: NotServed = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream says what the whole request has used so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -106,6 +134,12 @@ class SamplingRequest(Struct, kw_only=True):
 
     def check(self) -> None:
         """Raises BadRequest for the first field out of range."""
+        refuse(self, "allowed_token_ids", "bad_words", "logits_processors", "vllm_xargs", allowed=([], {}))
+        refuse(self, "use_beam_search", "watermarking", allowed=(False,))
+        refuse(self, "length_penalty", allowed=(1,))
+        refuse(self, "thinking_token_budget", allowed=(-1,))
+        refuse(self, "logprob_token_ids", "repetition_detection", "truncate_prompt_tokens")
+        refuse(self, "ec_transfer_params", "kv_transfer_params")
         self.grammar_spec()
         limit = self.max_new_tokens
         if limit is not None and (self.min_tokens or 0) > limit:
@@ -155,15 +189,23 @@ class SamplingRequest(Struct, kw_only=True):
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
+    """max_tokens may be 0 with `echo`: the prompt and its log-probabilities, and nothing else."""
+
     prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Count | None = None
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
     best_of: int | None = None
+    add_special_tokens: bool | None = None
     suffix: NotServed = None
+    prompt_embeds: NotServed = None
 
     def check(self) -> None:
         SamplingRequest.check(self)
         refuse(self, "suffix", allowed=("",))
+        refuse(self, "prompt_embeds", allowed=([],))
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("max_tokens", "max_tokens must be at least 1 without echo, got 0")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise BadRequest("best_of", "best_of other than n is not served")
         self.prompts()
@@ -203,6 +245,9 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     functions: NotServed = None
     function_call: NotServed = None
     audio: NotServed = None
@@ -211,6 +256,10 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
     web_search_options: NotServed = None
     reasoning_effort: NotServed = None
     store: NotServed = None
+    add_special_tokens: NotServed = None
+    chat_template: NotServed = None
+    documents: NotServed = None
+    echo: NotServed = None
 
     def check(self) -> None:
         SamplingRequest.check(self)
@@ -221,20 +270,22 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
         refuse(self, "function_call", allowed=("none", "auto"))
         refuse(self, "audio", "prediction", "web_search_options", "reasoning_effort")
         refuse(self, "modalities", allowed=(["text"],))
-        refuse(self, "store", allowed=(False,))
-        if self.top_logprobs is not None and not self.logprobs:
+        refuse(self, "store", "add_special_tokens", "echo", allowed=(False,))
+        refuse(self, "chat_template")
+        refuse(self, "documents", allowed=([],))
+        if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs", "top_logprobs is only allowed when logprobs is true")
         check_messages(self.messages)
+        _check_template_fields(self)
 
     @property
     def must_call(self) -> bool:
         """Whether the answer is to be a call of a tool and nothing else."""
         return self.tool_choice not in (None, "none", "auto")
 
-    def template_input(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and tools as `Tokenizer.encode_chat` takes them. A model that may not call is not told of tools."""
-        tools = None if self.tool_choice == "none" else self.tools
-        return [message.as_template_input() for message in self.messages], tools_as_template_input(tools)
+    def template_input(self) -> Conversation:
+        """A model that may not call is not told of tools."""
+        return _conversation(self, self.messages, None if self.tool_choice == "none" else self.tools)
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -257,14 +308,23 @@ class TokenizeRequest(Struct, kw_only=True):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    return_token_strs: bool | None = None
+    chat_template: NotServed = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise BadRequest("prompt", "exactly one of prompt and messages is expected")
+        refuse(self, "chat_template")
         if self.messages is not None:
             check_messages(self.messages)
+            _check_template_fields(self)
         check_tools(self.tools or [], None)
+
+    def template_input(self) -> Conversation:
+        return _conversation(self, self.messages or [], self.tools)
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -289,6 +349,31 @@ class UnloadAdapterRequest(Struct):
 
     def check(self) -> None:
         pass
+
+
+def _check_template_fields(request: ChatCompletionRequest | TokenizeRequest) -> None:
+    for key in request.chat_template_kwargs or ():
+        if key in TEMPLATE_OWN:
+            raise BadRequest("chat_template_kwargs", f"chat_template_kwargs: {key} cannot be given here")
+    if not request.continue_final_message:
+        return
+    if request.add_generation_prompt:
+        field = "continue_final_message"
+        raise BadRequest(field, f"{field}: the last message is either continued or followed by a new one")
+    if not (request.messages or [])[-1].content:
+        raise BadRequest("continue_final_message", "continue_final_message: the last message has no content")
+
+
+def _conversation(
+    request: ChatCompletionRequest | TokenizeRequest, messages: list[Message], tools: list[Tool] | None
+) -> Conversation:
+    return Conversation(
+        messages=[message.as_template_input() for message in messages],
+        tools=tools_as_template_input(tools),
+        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
+        continue_final_message=bool(request.continue_final_message),
+        template_kwargs=request.chat_template_kwargs or {},
+    )
 
 
 def _or(value: float | None, default: float) -> float:

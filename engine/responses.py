@@ -60,7 +60,10 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -118,6 +121,8 @@ class ChatChoice(Struct):
     delta: ChatMessage | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct):
@@ -129,6 +134,7 @@ class ChatCompletion(Struct):
     usage: Usage | UnsetType | None = UNSET
     loraplex: Progress | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Model(Struct):
@@ -150,6 +156,7 @@ class TokenizeResponse(Struct):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | UnsetType = UNSET
 
 
 class DetokenizeResponse(Struct):

@@ -17,6 +17,9 @@ import tokenizers
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# Put behind a message that is to be continued, to find its end in what a template makes of it; the space tells whether
+# the template trims messages. Two characters of private use, which no text that means something holds.
+_CONTINUED = "\ue0c0\ue0c1 "
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -27,7 +30,7 @@ class TokenizerError(ValueError):
 class ChatTemplateError(ValueError):
     """The conversation cannot be rendered: no template, or the template refuses it (its own words in the message).
 
-    `param` names what is in the way: `messages` or `tools`.
+    `param` names what is in the way: `messages`, `tools` or `continue_final_message`.
     """
 
     def __init__(self, message: str, param: str = "messages") -> None:
@@ -108,43 +111,62 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The conversation through the model's template, which writes the special tokens itself.
 
         Raises ChatTemplateError.
         """
-        return self.encode(self.render_chat(messages, tools, add_generation_prompt), add_special_tokens=False)
+        text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        return self.encode(text, add_special_tokens=False)
 
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
+        """continue_final_message: the text ends where the last message's content does, as if the model had written it.
+
+        template_kwargs: further variables of the template; none of those named here. Raises ChatTemplateError.
+        """
+        if continue_final_message:
+            marked = {**messages[-1], "content": messages[-1]["content"] + _CONTINUED}
+            text = self.render_chat([*messages[:-1], marked], tools, False, False, template_kwargs)
+            return _cut_at_mark(text)
         template = self._tool_template if tools else self._template
         if template is None:
             what = "tools: the model's chat template takes none" if tools else "the model has no chat template"
             raise ChatTemplateError(what, "tools" if tools else "messages")
         try:
             return template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special,
+                {
+                    **self._special,
+                    **(template_kwargs or {}),
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except RecursionError:
             raise ChatTemplateError("the model's chat template refuses the messages: nested too deeply") from None
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
             raise ChatTemplateError(f"the model's chat template refuses the messages: {exc}") from exc
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Text without special tokens."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, shown_ids: frozenset[int] = frozenset()) -> Stream:
         """shown_ids: special tokens that are to be written all the same."""
         return ByteLevelStream(self, shown_ids) if self._is_byte_level else WindowStream(self, shown_ids)
+
+    def token(self, token_id: int) -> str:
+        """As the vocabulary writes it; empty for an id that it has not."""
+        return self._backend.id_to_token(token_id) or ""
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -233,6 +255,15 @@ class WindowStream:
     def _emit(self, text: str) -> str:
         self._before, self._held = self._held, []
         return text
+
+
+def _cut_at_mark(text: str) -> str:
+    """The text before the mark, as transformers cuts it: a template that trims messages leaves no space at its end."""
+    at = text.rfind(_CONTINUED.strip())
+    if at < 0:
+        raise ChatTemplateError("the model's chat template leaves out the last message", "continue_final_message")
+    before = text[:at]
+    return before if text.startswith(_CONTINUED, at) else before.rstrip()
 
 
 class _GenerationBlock(Extension):

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from engine.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from engine.responses import (
     CalledFunction,
     CalledTool,
@@ -36,12 +37,11 @@ class Answer(ABC, Generic[ChoiceT]):
 
     id_prefix: str
 
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, prompt_logprobs: int | None = None) -> None:
-        """prompt_logprobs: the likeliest tokens to report at each place of the prompt; None: none of it."""
+    def __init__(self, request_id: str, body: SamplingRequest, prompts: list[list[int]], tokenizer: Tokenizer) -> None:
         self._id = f"{self.id_prefix}-{request_id}"
-        self._prompt_logprobs = prompt_logprobs
         self._created = int(time.time())
-        self._model = model
+        self._body = body
+        self._prompts = prompts
         self._tokenizer = tokenizer
 
     @abstractmethod
@@ -68,18 +68,27 @@ class Answer(ABC, Generic[ChoiceT]):
         """The choices in the body, or the event, that carries them."""
 
     def _name(self, token_id: int) -> str:
+        if self._body.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self._text(token_id)
+
+    def _text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
+    def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
+        """For `return_token_ids`; left out for everybody else."""
+        return token_ids if self._body.return_token_ids else UNSET
+
     def _of_prompt(self, delta: Delta) -> PromptLogprobs | UnsetType:
-        if self._prompt_logprobs is None or delta.prompt_logprobs is None:
+        if self._body.prompt_logprobs is None or delta.prompt_logprobs is None:
             return UNSET
         return [None if entry is None else self._at_place(entry) for entry in delta.prompt_logprobs]
 
     def _at_place(self, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
-        likeliest = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._prompt_logprobs]
-        place = {entry.token_id: PromptLogprob(entry.logprob, entry.rank, self._name(entry.token_id))}
+        likeliest = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._body.prompt_logprobs]
+        place = {entry.token_id: PromptLogprob(entry.logprob, entry.rank, self._text(entry.token_id))}
         for rank, (token_id, logprob) in enumerate(likeliest, 1):
-            place.setdefault(token_id, PromptLogprob(logprob, rank, self._name(token_id)))
+            place.setdefault(token_id, PromptLogprob(logprob, rank, self._text(token_id)))
         return {str(token_id): logprob for token_id, logprob in place.items()}
 
 
@@ -89,16 +98,19 @@ class CompletionAnswer(Answer[CompletionChoice]):
     def __init__(
         self,
         request_id: str,
-        model: str,
+        body: CompletionRequest,
+        prompts: list[list[int]],
         tokenizer: Tokenizer,
         echo: list[tuple[str, list[int]]],
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """echo: of each choice, the prompt's text and ids to put before it; empty for none."""
-        super().__init__(request_id, model, tokenizer, prompt_logprobs)
+        """echo: of each choice, the prompt's text and ids to put before it; empty for none. shown_ids: special tokens
+        that are text here."""
+        super().__init__(request_id, body, prompts, tokenizer)
         self._echo = dict(enumerate(echo))
-        self._top_logprobs = logprobs
+        self._unopened = set(range(len(prompts) * (body.n or 1)))
+        self._top_logprobs = body.logprobs
+        self._shown_ids = shown_ids
         self._streams: dict[int, Stream] = {}
         self._offsets: dict[int, int] = {}
 
@@ -119,8 +131,14 @@ class CompletionAnswer(Answer[CompletionChoice]):
                 self._offsets[delta.index] = len(prompt)
             tokens += [(entry.token_id, entry) for entry in delta.logprobs]
             offsets += self._place(delta.index, [entry.token_id for entry in delta.logprobs])
-        logprobs = self._logprobs(tokens, offsets) if tokens else None
-        return CompletionChoice(delta.index, prompt + delta.text, logprobs, delta.finish_reason, self._of_prompt(delta))
+        choice = CompletionChoice(delta.index, prompt + delta.text)
+        choice.logprobs = self._logprobs(tokens, offsets) if tokens else None
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        choice.prompt_logprobs, choice.token_ids = self._of_prompt(delta), self._ids(delta.token_ids)
+        if delta.index in self._unopened:
+            self._unopened.discard(delta.index)
+            choice.prompt_token_ids = self._ids(self._prompts[delta.index // (self._body.n or 1)])
+        return choice
 
     def whole(self, delta: Delta) -> CompletionChoice:
         return self.chunk(delta)
@@ -133,15 +151,15 @@ class CompletionAnswer(Answer[CompletionChoice]):
         usage: Usage | UnsetType | None = UNSET,
         progress: Progress | UnsetType = UNSET,
     ) -> Completion:
-        return Completion(self._id, "text_completion", self._created, self._model, choices, usage, progress)
+        return Completion(self._id, "text_completion", self._created, self._body.model, choices, usage, progress)
 
     def _place(self, index: int, token_ids: list[int]) -> list[int]:
         """Where in the text each token begins; for a piece of a character, where the character will stand."""
-        stream = self._streams.setdefault(index, self._tokenizer.stream())
+        stream = self._streams.setdefault(index, self._tokenizer.stream(self._shown_ids))
         end = self._offsets.get(index, 0)
         offsets = []
         for token_id in token_ids:
-            start, piece, name = end, stream.push((token_id,)), self._name(token_id)
+            start, piece, name = end, stream.push((token_id,)), self._text(token_id)
             end += len(piece)
             # What was held of the tokens before may come first.
             offsets.append(end - len(name) if piece.endswith(name) else start)
@@ -171,15 +189,16 @@ class ChatAnswer(Answer[ChatChoice]):
     def __init__(
         self,
         request_id: str,
-        model: str,
+        body: ChatCompletionRequest,
+        prompts: list[list[int]],
         tokenizer: Tokenizer,
         parsers: list[ToolCallParser] | None = None,
-        prompt_logprobs: int | None = None,
     ) -> None:
         """parsers: one for each choice of a request with tools."""
-        super().__init__(request_id, model, tokenizer, prompt_logprobs)
+        super().__init__(request_id, body, prompts, tokenizer)
         self._parsers = parsers
         self._whole_prompt: PromptLogprobs | UnsetType = UNSET
+        self._is_opened = False
 
     def opening(self, index: int) -> ChatChoice:
         return ChatChoice(index, delta=ChatMessage("assistant", ""))
@@ -191,7 +210,7 @@ class ChatAnswer(Answer[ChatChoice]):
         message = ChatMessage(content=parsed.content if says else UNSET)
         if parsed.calls:
             message.tool_calls = [_called(call, call.index) for call in parsed.calls]
-        return ChatChoice(delta.index, UNSET, message, self._logprobs(delta), finish_reason)
+        return self._choice(delta, finish_reason, delta=message)
 
     def whole(self, delta: Delta) -> ChatChoice:
         if self._whole_prompt is UNSET:
@@ -201,7 +220,17 @@ class ChatAnswer(Answer[ChatChoice]):
         if parsed.calls:
             message.content = parsed.content or None
             message.tool_calls = [_called(call) for call in parsed.calls]
-        return ChatChoice(delta.index, message, UNSET, self._logprobs(delta), finish_reason)
+        return self._choice(delta, finish_reason, message=message)
+
+    def _choice(self, gained: Delta, finish_reason: str | None, **said: ChatMessage) -> ChatChoice:
+        return ChatChoice(
+            gained.index,
+            logprobs=self._logprobs(gained),
+            finish_reason=finish_reason,
+            stop_reason=gained.stop_reason,
+            token_ids=self._ids(gained.token_ids),
+            **said,
+        )
 
     def _parse(self, delta: Delta) -> tuple[Parsed, str | None]:
         """The text's content and calls, and the finish reason, which a call changes."""
@@ -225,7 +254,12 @@ class ChatAnswer(Answer[ChatChoice]):
         progress: Progress | UnsetType = UNSET,
     ) -> ChatCompletion:
         kind = "chat.completion.chunk" if stream else "chat.completion"
-        return ChatCompletion(self._id, kind, self._created, self._model, choices, usage, progress, self._whole_prompt)
+        answer = ChatCompletion(self._id, kind, self._created, self._body.model, choices, usage, progress)
+        answer.prompt_logprobs = self._whole_prompt
+        if not self._is_opened:
+            self._is_opened = True
+            answer.prompt_token_ids = self._ids(self._prompts[0])
+        return answer
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not delta.logprobs:

@@ -63,15 +63,16 @@ class GenerationRoutes:
         raw = await request.read()
         body, prompts, echo = await offload(len(raw), lambda: self._read_completion(raw))
         request_id = uuid.uuid4().hex
-        answer = CompletionAnswer(request_id, body.model, self.tokenizer, echo, body.logprobs, body.prompt_logprobs)
-        asked = _Asked(request_id, body, prompts, "prompt", 16, answer, body.grammar_spec())
+        shown_ids = self._shown_ids(body)
+        answer = CompletionAnswer(request_id, body, prompts, self.tokenizer, echo, shown_ids)
+        asked = _Asked(request_id, body, prompts, "prompt", 16, answer, body.grammar_spec(), shown_ids)
         return await self._answer(request, caller, asked)
 
     async def chat(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         raw = await request.read()
         body, prompts = await offload(len(raw), lambda: self._read_chat(raw))
         request_id = uuid.uuid4().hex
-        parsers, shown_ids, spec = None, frozenset[int](), body.grammar_spec()
+        parsers, shown_ids, spec = None, self._shown_ids(body), body.grammar_spec()
         if body.tools and body.tool_choice != "none":
             form = self.tool_format
             if form is None:
@@ -79,10 +80,10 @@ class GenerationRoutes:
             parallel = body.parallel_tool_calls is not False
             names = [tool.function.name for tool in body.tools]
             parsers = [ToolCallParser(form, names, parallel) for _ in range(body.n or 1)]
-            shown_ids = self.tokenizer.special_ids & {self.tokenizer.token_id(marker) for marker in form.markers}
+            shown_ids |= self.tokenizer.special_ids & {self.tokenizer.token_id(marker) for marker in form.markers}
             if body.must_call:
                 spec = await offload(len(raw), lambda: form.grammar(body.tools or [], body.tool_choice, parallel))
-        answer = ChatAnswer(request_id, body.model, self.tokenizer, parsers, body.prompt_logprobs)
+        answer = ChatAnswer(request_id, body, prompts, self.tokenizer, parsers)
         asked = _Asked(request_id, body, prompts, "messages", None, answer, spec, shown_ids)
         return await self._answer(request, caller, asked)
 
@@ -90,7 +91,8 @@ class GenerationRoutes:
         """The body, its prompts' ids, and what `echo` puts before each choice."""
         body = decode(CompletionRequest, raw)
         given = body.prompts()
-        prompts = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in given]
+        special = body.add_special_tokens is not False
+        prompts = [self.tokenizer.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in given]
         if not body.echo:
             return body, prompts, []
         texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in given]
@@ -102,6 +104,10 @@ class GenerationRoutes:
 
     async def _answer(self, request: web.Request, caller: Caller, asked: "_Asked") -> web.StreamResponse:
         async with self.models.using(asked.body.model) as adapter:
+    def _shown_ids(self, body: SamplingRequest) -> frozenset[int]:
+        """Special tokens that are written."""
+        return self.tokenizer.special_ids if body.skip_special_tokens is False else frozenset()
+
             return await self._generate(request, caller, asked, adapter)
 
     async def _generate(
@@ -115,7 +121,13 @@ class GenerationRoutes:
             raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {self.loop.max_requests} sequences")
         submissions = [
             Submission(
-                prompt, body.sampling_params(limit, i, grammar), adapter, caller.tenant, caller.weight, caller.priority
+                # Who wants the prompt alone has a token made all the same: with it come the prompt's log-probabilities.
+                prompt,
+                body.sampling_params(max(limit, 1), i, grammar),
+                adapter,
+                caller.tenant,
+                caller.weight,
+                caller.priority,
             )
             for prompt, limit in zip(prompts, limits, strict=True)
             for i in range(choices)
@@ -134,13 +146,16 @@ class GenerationRoutes:
             raise BadRequest(prompt_field, f"{prompt_field} must not be empty")
         asked = body.max_new_tokens
         if room < (asked or 1):
-            of_answer = f" and {body.max_new_tokens_field} is {asked}" if asked else ""
+            # OpenAI's words, by which clients know that they must shorten the prompt.
+            needed = prompt + (asked or 1)
             raise BadRequest(
                 prompt_field if room < 1 else body.max_new_tokens_field,
-                f"this model's context is {self.max_model_len} tokens; {prompt_field} has {prompt}{of_answer}",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {needed} "
+                f"tokens ({prompt} in the {prompt_field}, {asked or 1} in the completion). Please reduce the length of "
+                f"the {prompt_field} or of the completion.",
                 "context_length_exceeded",
             )
-        limit = asked or min(default or room, room)
+        limit = min(default or room, room) if asked is None else asked
         if (body.min_tokens or 0) > limit:
             raise BadRequest("min_tokens", f"min_tokens must be at most {limit}, the most this answer may have")
         return limit
@@ -180,8 +195,7 @@ class _Run:
         self._tally: Tally | None = None
         self._reason = "abort"
         include_stop = bool(body.include_stop_str_in_output)
-        # With ignore_eos the end token stops nothing, so the engine never ends with it.
-        stop_ids = routes.eos_token_ids | frozenset(body.stop_token_ids or ())
+        stop_ids = frozenset(body.stop_token_ids or ())
         self._sequences = [
             Sequence(
                 index,
@@ -199,7 +213,9 @@ class _Run:
         ]
 
     def keep_tally(self, tally: Tally) -> None:
+                end_ids=routes.eos_token_ids,
         """Counts there as it goes on, and what was generated in the end, whoever still wanted it."""
+                is_empty=body.max_new_tokens == 0,
         self._tally = tally
         self._generation.on_gone = self._end_tally
 
@@ -256,7 +272,8 @@ class _Run:
         return response
 
     def _chunks(self, answer: Answer[Any], deltas: list[Delta], opened: set[int]) -> bytes:
-        usage = None if self._body.include_usage else UNSET
+        usage = self._usage() if self._body.continuous_usage else None if self._body.include_usage else UNSET
+        wants_tokens = bool(self._body.return_token_ids)
         progress = self._progress_if_internal()
         payload = []
         for delta in deltas:
@@ -266,7 +283,8 @@ class _Run:
                 if (opening := answer.opening(delta.index)) is not None:
                     choices.append(opening)
             # The gateway wants to know of every token, also of one whose text is held back.
-            if delta.text or delta.logprobs or delta.prompt_logprobs or delta.finish_reason or self._internal:
+            told = delta.text or delta.logprobs or delta.prompt_logprobs or (wants_tokens and delta.token_ids)
+            if told or delta.finish_reason or self._internal:
                 choices.append(answer.chunk(delta))
             for choice in choices:
                 chunk = answer.envelope([choice], stream=True, usage=usage, progress=progress)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from engine.conversation import tools_as_template_input
+from msgspec import UNSET
 from engine.engine import Engine, EngineState
 from engine.protocol import (
     BadRequest,
@@ -67,23 +67,22 @@ class EngineRoutes:
         if body.model is not None:
             self.models.digest(body.model)
         tokens = await offload(len(raw), lambda: self._tokenize(body))
-        return json_response(TokenizeResponse(tokens, len(tokens), self.engine.max_model_len))
+        names = [self.tokenizer.token(i) for i in tokens] if body.return_token_strs else UNSET
+        return json_response(TokenizeResponse(tokens, len(tokens), self.engine.max_model_len, names))
 
     def _tokenize(self, body: TokenizeRequest) -> list[int]:
         if body.messages is None:
             return self.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-        return self.tokenizer.encode_chat(
-            [message.as_template_input() for message in body.messages],
-            tools_as_template_input(body.tools),
-            add_generation_prompt=body.add_generation_prompt is not False,
-        )
+        return self.tokenizer.encode_chat(*body.template_input())
 
     async def detokenize(self, request: web.Request) -> web.Response:
         raw = await request.read()
         body = decode(DetokenizeRequest, raw)
         if body.model is not None:
             self.models.digest(body.model)
-        return json_response(DetokenizeResponse(await offload(len(raw), lambda: self.tokenizer.decode(body.tokens))))
+        # Special tokens too: the text that `tokenize` makes the same tokens of.
+        decode_all = partial(self.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return json_response(DetokenizeResponse(await offload(len(raw), decode_all)))
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         body = decode(LoadAdapterRequest, await request.read())

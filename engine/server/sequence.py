@@ -9,33 +9,52 @@ from engine.server.text import OutputText
 
 @dataclass(slots=True)
 class Delta:
-    """What a choice gained since the last one. `logprobs` has one entry a token, empty if none were asked for."""
+    """What a choice gained since the last one. `logprobs` has one entry a token, empty if none were asked for.
+
+    stop_reason: the stop string or the stop token's id that ended it; None for any other end.
+    """
 
     index: int
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     error: str | None = None
     error_param: str | None = None
 
     def add(self, other: "Delta") -> None:
         """Appends a later delta of the same choice."""
         self.text += other.text
+        self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
-        self.finish_reason = other.finish_reason
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
 
 
 class Sequence:
     """Feeds a choice's outputs through its detokenizer and stop strings."""
 
-    def __init__(self, index: int, text: OutputText, *, include_stop: bool, stop_ids: Collection[int]) -> None:
-        """stop_ids: tokens that end the sequence and are not part of its text, unless `include_stop`."""
+    def __init__(
+        self,
+        index: int,
+        text: OutputText,
+        *,
+        include_stop: bool,
+        end_ids: Collection[int],
+        stop_ids: Collection[int],
+        is_empty: bool = False,
+    ) -> None:
+        """end_ids, stop_ids: the model's own and the request's tokens that end the sequence; they are not part of its
+        text, unless `include_stop`. is_empty: only the prompt was asked for, and what is generated is nobody's.
+        """
         self.index = index
         self._text = text
         self._include_stop = include_stop
+        self._end_ids = end_ids
         self._stop_ids = stop_ids
+        self._is_empty = is_empty
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.finished = False
@@ -57,8 +76,12 @@ class Sequence:
         self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             delta.prompt_logprobs = output.prompt_logprobs
+        if self._is_empty and output.error is None:
+            delta.finish_reason, self.finished = "length", True
+            return
         ids = output.token_ids
-        unseen = output.finish_reason == "stop" and not self._include_stop and bool(ids) and ids[-1] in self._stop_ids
+        last = ids[-1] if ids and output.finish_reason == "stop" else None
+        unseen = not self._include_stop and (last in self._end_ids or last in self._stop_ids)
         before = self._text.num_tokens
         delta.text += self._text.push(ids[:-1] if unseen else ids)
         finish_reason: str | None = output.finish_reason
@@ -67,8 +90,12 @@ class Sequence:
             if unseen and not self._text.stopped:
                 self._text.count_unseen()
         if self._text.stopped:
-            finish_reason = "stop"
+            finish_reason, delta.stop_reason = "stop", self._text.stop
+        elif last in self._stop_ids and last not in self._end_ids:
+            delta.stop_reason = last
+        taken = self._text.num_tokens - before
+        delta.token_ids += ids[:taken]
         if output.logprobs is not None:
-            delta.logprobs += output.logprobs[: self._text.num_tokens - before]
+            delta.logprobs += output.logprobs[:taken]
         delta.finish_reason, delta.error, delta.error_param = finish_reason, output.error, output.error_param
         self.finished = finish_reason is not None

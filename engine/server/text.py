@@ -9,9 +9,9 @@ from engine.tokenizer import Tokenizer
 
 
 class OutputText:
-    """`push` tokens, send what it returns; `stopped` says that a stop string was met and nothing more will come."""
+    """`push` tokens, send what it returns. `stop`: the stop string that was met, after which nothing more will come."""
 
-    __slots__ = ("_held", "_include_stop", "_min_tokens", "_num_tokens", "_stops", "_stream", "stopped")
+    __slots__ = ("_held", "_include_stop", "_min_tokens", "_num_tokens", "_stops", "_stream", "stop")
 
     def __init__(
         self,
@@ -29,7 +29,11 @@ class OutputText:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +77,7 @@ class OutputText:
         if found:
             # The one that was complete first ends the text; of those that end together, the longest.
             at, stop = min(found, key=lambda f: (f[0] + len(f[1]), f[0]))
-            self.stopped = True
+            self.stop = stop
             return text[: at + len(stop)] if self._include_stop else text[:at]
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]

@@ -129,4 +129,8 @@ class PromptReader:
         """Tokens of each prompt."""
         if isinstance(request, ChatCompletionRequest):
             return [len(self._tokenizer.encode_chat(*request.template_input()))]
-        return [len(self._tokenizer.encode(p) if isinstance(p, str) else p) for p in request.prompts()]
+        special = request.add_special_tokens is not False
+        return [
+            len(self._tokenizer.encode(p, add_special_tokens=special) if isinstance(p, str) else p)
+            for p in request.prompts()
+        ]

@@ -34,7 +34,7 @@ BAD = [
     ("prompt_logprobs", 21),
     ("logit_bias", {str(i): 1 for i in range(1025)}), ("repetition_penalty", 0.001), ("max_tokens", 2**31),
     ("top_p", 0), ("top_p", 1.01), ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1),
-    ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0), ("repetition_penalty", 2.1),
+    ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0), ("repetition_penalty", 100.1),
     ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", "5"), ("max_tokens", 5.5), ("max_tokens", [5]),
     ("min_tokens", -1), ("n", 0), ("n", 17), ("seed", 2**63), ("seed", "x"),
     ("stop", ""), ("stop", ["a", ""]), ("stop", ["a"] * 17), ("stop", 3), ("stop", [3]),
@@ -43,14 +43,22 @@ BAD = [
     ("logit_bias", []), ("stream", "yes"), ("stream", 1), ("stream_options", {"include_usage": True}),
     ("stream_options", 1), ("model", 3), ("model", None), ("include_stop_str_in_output", 1),
     ("response_format", "json"), ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("use_beam_search", True), ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("length_penalty", 2),
+    ("logits_processors", ["x"]), ("logprob_token_ids", [1]), ("repetition_detection", {"max_pattern_size": 3}),
+    ("thinking_token_budget", 5), ("truncate_prompt_tokens", 5), ("vllm_xargs", {"a": 1}), ("watermarking", True),
+    ("ec_transfer_params", {}), ("kv_transfer_params", {}), ("skip_special_tokens", "no"), ("return_token_ids", 1),
+    ("return_tokens_as_token_ids", 1),
     ("guided_json", 5), ("guided_regex", ""), ("guided_choice", []), ("guided_grammar", {}), ("structured_outputs", {}),
 ]  # fmt: skip
 BAD_COMPLETION = [
     ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", ""]), ("prompt", [1, "a"]), ("prompt", [[1], 2]),
     ("prompt", 3), ("prompt", None), ("prompt", {"a": 1}), ("prompt", ["a"] * 2049), ("logprobs", -1), ("logprobs", 21),
-    ("logprobs", True), ("echo", 1), ("best_of", 2), ("suffix", "end"),
+    ("logprobs", True), ("echo", 1), ("best_of", 2), ("suffix", "end"), ("prompt_embeds", "x"),
+    ("add_special_tokens", 1),
 ]  # fmt: skip
 BAD_CHAT = [
+    ("chat_template", "x"), ("documents", [{}]), ("echo", True), ("add_special_tokens", True),
+    ("chat_template_kwargs", {"messages": []}), ("chat_template_kwargs", []), ("add_generation_prompt", 1),
     ("messages", []), ("messages", "hi"), ("max_completion_tokens", 0), ("logprobs", 3), ("top_logprobs", 21),
     ("top_logprobs", 2), ("tools", [{"type": "function"}]), ("tools", [{}] * 129),
     ("tools", [{"type": "function", "function": {"name": "a b"}}]),
@@ -151,6 +159,11 @@ def test_nulls_defaults_and_unknown_fields_are_taken():
     assert completion(**fields).sampling_params(16, 0) == SamplingParams()
     neutral = {"user": "u", "metadata": {"a": "b"}, "whatever": [1], "response_format": {"type": "text"}, "n": 1}
     assert completion(**neutral, suffix="", best_of=1).sampling_params(16, 0) == SamplingParams()
+    completion(
+        use_beam_search=False, bad_words=[], length_penalty=1.0, thinking_token_budget=-1, vllm_xargs={},
+        add_special_tokens=True, max_tokens=0, echo=True,
+    )  # fmt: skip
+    chat(top_logprobs=0, echo=False, add_special_tokens=False, documents=[])
     chat(**neutral, tools=[], tool_choice="none", modalities=["text"], store=False)
 
 
@@ -187,6 +200,17 @@ def test_messages_become_what_templates_expect():
         {"role": "assistant", "content": "", "tool_calls": [parsed]},
         {"role": "tool", "content": "3", "tool_call_id": "1"},
     ]
+
+
+def test_how_the_template_is_asked():
+    assert chat().template_input()[2:] == (True, False, {})
+    assert chat(add_generation_prompt=False).template_input()[2:] == (False, False, {})
+    asked = chat(continue_final_message=True, chat_template_kwargs={"enable_thinking": False})
+    assert asked.template_input()[2:] == (False, True, {"enable_thinking": False})
+    for fields in ({"add_generation_prompt": True}, {"messages": [{"role": "user", "content": ""}]}):
+        with pytest.raises(BadRequest) as caught:
+            chat(continue_final_message=True, **fields)
+        assert caught.value.param == "continue_final_message"
 
 
 @pytest.mark.parametrize(

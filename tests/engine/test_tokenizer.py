@@ -13,7 +13,7 @@ import transformers
 from tokenizers.processors import TemplateProcessing
 
 from engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
-from tests.engine.tiny import save_byte_fallback_tokenizer, save_byte_level_tokenizer
+from tests.engine.tiny import TEMPLATE, save_byte_fallback_tokenizer, save_byte_level_tokenizer
 
 SAVE = {"byte_level": save_byte_level_tokenizer, "byte_fallback": save_byte_fallback_tokenizer}
 TEXTS = [
@@ -72,6 +72,31 @@ def test_encode_and_decode_equal_transformers(ours, theirs, text):
 def test_chat_equals_transformers(ours, theirs, messages, add_generation_prompt):
     expected = theirs.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
     assert ours.encode_chat(messages, add_generation_prompt=add_generation_prompt) == expected
+
+
+@pytest.mark.parametrize("trim", [" | trim", ""])
+@pytest.mark.parametrize("words", ["Well, ", "Well,", " Well, <|end|> é", "a\n\n"])
+def test_a_continued_message_ends_as_transformers_ends_it(tmp_path, words, trim):
+    save_byte_level_tokenizer(tmp_path, TEMPLATE.replace(" | trim", trim))
+    messages = [{"role": "user", "content": "Well, well"}, {"role": "assistant", "content": words}]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    assert Tokenizer.from_dir(tmp_path).encode_chat(messages, None, False, True) == expected
+
+
+def test_a_template_that_leaves_the_message_out_cannot_continue_it(tmp_path):
+    save_byte_level_tokenizer(tmp_path, "{{ messages[0].role }}")
+    with pytest.raises(ChatTemplateError) as caught:
+        Tokenizer.from_dir(tmp_path).encode_chat([{"role": "user", "content": "x"}], continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_variables_of_the_template(tmp_path):
+    save_byte_level_tokenizer(tmp_path, "{{ self_ }}{{ enable_thinking | default('yes') }}{{ add_generation_prompt }}")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.render_chat([]) == "yesTrue"
+    kwargs = {"enable_thinking": False, "self": 1, "range": None, "messages": "x"}
+    assert tokenizer.render_chat([], template_kwargs=kwargs) == "FalseTrue"
 
 
 @pytest.mark.parametrize("added", [{"add_bos_token": True}, {"add_bos_token": True, "add_eos_token": True}])

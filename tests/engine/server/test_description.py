@@ -63,5 +63,11 @@ def test_what_is_beyond_a_limit_is_refused_and_the_limit_itself_is_not(name, fie
         decode(kind, json.dumps(body | {field: beyond}).encode())
     assert refused.value.param == field
     assert f"{field} must be" in refused.value.message
-    needs = {"top_logprobs": {"logprobs": True}, "best_of": {"n": allowed}, "min_tokens": {"max_tokens": 2**31 - 1}}
+    echo = {"echo": True} if kind is CompletionRequest else {}
+    needs = {
+        "max_tokens": echo,
+        "top_logprobs": {"logprobs": True},
+        "best_of": {"n": allowed},
+        "min_tokens": {"max_tokens": 2**31 - 1},
+    }
     decode(kind, json.dumps(body | needs.get(field, {}) | {field: allowed}).encode())
