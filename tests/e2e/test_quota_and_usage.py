@@ -49,6 +49,41 @@ def test_a_token_quota_counts_prompt_and_answer(demo: dict):
     assert refused.value.response.headers["x-ratelimit-limit-tokens"] == "120"
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
+async def test_a_shortened_answer_ends_at_its_length_and_costs_what_it_was(endpoint: str, stream: bool, demo: dict):
+    """Two answers of a request that asks for far more tokens than the tenant may have at once."""
+    limit, choices = 120, 2
+    name = f"short-{endpoint.replace('/', '-')}-{stream}".lower()
+    tenant = new_tenant(demo, name, max_concurrent_tokens=limit, on_token_limit="shorten")
+    question = "Count to one thousand."
+    asked = {"messages": [{"role": "user", "content": question}]} if "chat" in endpoint else {"prompt": question}
+    body = {"model": demo["base_model"], "max_tokens": 300, "n": choices, "ignore_eos": True, "stream": stream, **asked}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {tenant.key}"}) as session,
+        session.post(f"{tenant.url}/v1/{endpoint}", json=body) as response,
+    ):
+        assert response.status == 200
+        each = int(response.headers["x-loraplex-max-tokens"])
+        text = (await response.read()).decode()
+    parts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] or [json.loads(text)]
+    reasons = {choice["index"]: choice["finish_reason"] for part in parts for choice in part["choices"]}
+    assert reasons == dict.fromkeys(range(choices), "length")
+    usage = parts[-1]["usage"]
+    assert usage["completion_tokens"] == choices * each
+    # All that there was, but for what does not go evenly into the answers.
+    assert 0 <= limit - usage["prompt_tokens"] - choices * each < choices
+    await until(lambda: asyncio.to_thread(usage_by_model, tenant))
+    row = usage_by_model(tenant)[demo["base_model"]]
+    assert {name: row[name] for name in ("requests", "prompt_tokens", "completion_tokens")} == {
+        "requests": 1,
+        "prompt_tokens": usage["prompt_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+    }
+
+
 async def until(condition: Callable[[], Awaitable[object]], seconds: float = 60) -> None:
     """Waits for what happens behind an answer: usage rows are written in batches, a cancel takes a step."""
     deadline = time.monotonic() + seconds
