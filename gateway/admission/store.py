@@ -14,6 +14,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
+from gateway.admission.pipeline import Pipeline
 from gateway.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class Store:
         self._timeout = timeout
         self._source = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")
         self._digest = hashlib.sha1(self._source.encode()).hexdigest()
+        # A cluster's commands go to many nodes, each by a connection that redis-py chooses.
+        self._pipeline = None if isinstance(redis, RedisCluster) else Pipeline(redis)
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
         self._beginning = asyncio.Lock()
         self._begun = False
@@ -77,7 +80,8 @@ class Store:
         self.away = False
 
     async def script(self, tenant_id: str, *arguments: Any) -> Any:
-        """One call of the quota's script on one tenant's keys. Raises Unavailable."""
+        """One call of the quota's script on one tenant's keys, done after those that were called before, except on a
+        cluster. Raises Unavailable."""
         # The hash tag keeps a tenant's keys on one shard of a cluster, where one script may see them all.
         tag = f"loraplex:{{{tenant_id}}}:"
         keys = (tag + "quota", tag + "leases", tag + "held", tag + "usage")
@@ -85,10 +89,20 @@ class Store:
 
     async def _evaluate(self, *keys_and_arguments: Any) -> Any:
         try:
-            return await self._redis.execute_command("EVALSHA", self._digest, 4, *keys_and_arguments)
+            return await self._execute("EVALSHA", self._digest, 4, *keys_and_arguments)
         except NoScriptError:
             # The server was restarted, or is another one. EVAL leaves the script there.
-            return await self._redis.execute_command("EVAL", self._source, 4, *keys_and_arguments)
+            return await self._execute("EVAL", self._source, 4, *keys_and_arguments)
+
+    async def _execute(self, *command: Any) -> Any:
+        if self._pipeline is None:
+            async with self._connections:
+                return await self._redis.execute_command(*command)
+        try:
+            return await self._pipeline.send(*command)
+        except RedisConnectionError:
+            # One more try, at once, as `connect` has it.
+            return await self._pipeline.send(*command)
 
     async def call(self, command: Callable[[], Awaitable[Any]]) -> Any:
         """Any command, within the deadline: connecting, resolving names and waiting for a connection counted in.
@@ -98,7 +112,7 @@ class Store:
         if self.away:
             raise unavailable()
         try:
-            async with asyncio.timeout(self._timeout), self._connections:
+            async with asyncio.timeout(self._timeout):
                 if not self._begun:
                     await self._begin()
                 answer = await command()
@@ -125,10 +139,12 @@ class Store:
             raise unavailable() from error
 
     async def close(self) -> None:
-        """Ends the probing; the client is its owner's to close."""
+        """Ends the probing and the calls; the client is its owner's to close."""
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.wait({self._probe})
+        if self._pipeline is not None:
+            await self._pipeline.reset()
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
@@ -140,6 +156,9 @@ class Store:
             log.warning("redis: %s", type(error).__name__)
 
     async def _wait_until_back(self) -> None:
+        if self._pipeline is not None:
+            # It may hang where a new connection does not.
+            await self._pipeline.reset()
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             try:
