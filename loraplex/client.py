@@ -68,8 +68,8 @@ class GatewayClient:
     async def listed(self, path: str, **request: Any) -> list[dict[str, Any]]:
         return (await self.call("GET", path, **request))["data"]
 
-    async def create_tenant(self, name: str, **fields: Any) -> dict[str, Any]:
-        return await self.call("POST", "/admin/api/tenants", json={"name": name} | fields)
+    async def create_tenant(self, name: str, *, force: bool = False, **fields: Any) -> dict[str, Any]:
+        return await self.call("POST", "/admin/api/tenants", json={"name": name} | fields, params=_force(force))
 
     async def tenants(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/tenants")
@@ -77,15 +77,15 @@ class GatewayClient:
     async def tenant(self, name: str) -> dict[str, Any]:
         return await self.call("GET", _path("/admin/api/tenants", name))
 
-    async def update_tenant(self, name: str, **changes: Any) -> dict[str, Any]:
-        return await self.call("PATCH", _path("/admin/api/tenants", name), json=changes)
+    async def update_tenant(self, name: str, *, force: bool = False, **changes: Any) -> dict[str, Any]:
+        return await self.call("PATCH", _path("/admin/api/tenants", name), json=changes, params=_force(force))
 
     async def delete_tenant(self, name: str) -> None:
         await self.call("DELETE", _path("/admin/api/tenants", name))
 
-    async def create_key(self, tenant: str | None, **fields: Any) -> dict[str, Any]:
+    async def create_key(self, tenant: str | None, *, force: bool = False, **fields: Any) -> dict[str, Any]:
         """tenant None: an admin's key."""
-        return await self.call("POST", _keys_path(tenant), json=fields)
+        return await self.call("POST", _keys_path(tenant), json=fields, params=_force(force))
 
     async def keys(self, tenant: str | None) -> list[dict[str, Any]]:
         return await self.listed(_keys_path(tenant))
@@ -114,17 +114,19 @@ class GatewayClient:
             form.add_field(field, file.read_bytes(), filename=file.name)
         return await self.call("POST", _adapters_path(tenant), data=form)
 
-    async def usage(self, tenant: str | None, **query: str) -> Any:
-        """query: since, until and group_by."""
-        if tenant is None:
-            return await self.call("GET", "/v1/usage", params=query)
-        return await self.call("GET", "/admin/api/usage", params=query | {"tenant": tenant})
+    async def usage(self, **query: str) -> Any:
+        """Every tenant's, or one's. query: tenant, since, until and group_by."""
+        return await self.call("GET", "/admin/api/usage", params=query)
+
+    async def own_usage(self, **query: str) -> Any:
+        """With a tenant's own key. query: since, until and group_by."""
+        return await self.call("GET", "/v1/usage", params=query)
 
     async def prices(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/prices")
 
-    async def set_price(self, model: str, **price: Any) -> dict[str, Any]:
-        return await self.call("PUT", _path("/admin/api/prices", model), json=price)
+    async def set_price(self, model: str, *, force: bool = False, **price: Any) -> dict[str, Any]:
+        return await self.call("PUT", _path("/admin/api/prices", model), json=price, params=_force(force))
 
     async def delete_price(self, model: str) -> None:
         await self.call("DELETE", _path("/admin/api/prices", model))
@@ -140,6 +142,11 @@ def _upload_files(path: Path) -> dict[str, Path]:
         if not (path / file).is_file():
             raise FileNotFoundError(f"{path} is not a PEFT adapter folder: it has no {file}")
     return {file: path / file for file in ADAPTER_FILES}
+
+
+def _force(force: bool) -> dict[str, str]:
+    """The query of a call that may name models which do not exist."""
+    return {"force": "true"} if force else {}
 
 
 def _path(collection: str, name: str) -> str:

@@ -13,7 +13,7 @@ from loraplex.datadir import DataDir, read_json, write_private_json
 # Who owns which of examples/adapters.
 OWNERS = {"acme": ("pirate", "json"), "globex": ("brief",)}
 # Wide enough for a load test on a laptop, narrow enough that a runaway script meets them.
-LIMITS = {"requests_per_minute": 6_000, "tokens_per_minute": 2_000_000, "max_concurrent": 256}
+LIMITS: dict[str, Any] = {"requests_per_minute": 6_000, "tokens_per_minute": 2_000_000, "max_concurrent": 256}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from msgspec import Meta, Struct
 from gateway.admission.auth import ADMIN_SCOPE, TENANT_SCOPES, Authenticator
 from gateway.api.admin_tenants import LimitFields, ModelName
 from gateway.api.bodies import json_response, read_body
+from gateway.api.named_models import check_models
 from gateway.errors import BadRequest, RecordNotFound
+from gateway.records.catalog import Catalog
 from gateway.records.keys import KEY_ID, NO_KEY, ApiKey, Keys
 from gateway.records.tenants import Tenants
 
@@ -42,10 +44,11 @@ class Rotation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class AdminKeys:
     """A revocation holds here at once, on every other gateway within a second."""
 
-    def __init__(self, *, auth: Authenticator, tenants: Tenants, keys: Keys) -> None:
+    def __init__(self, *, auth: Authenticator, tenants: Tenants, keys: Keys, catalog: Catalog) -> None:
         self._auth = auth
         self._tenants = tenants
         self._keys = keys
+        self._catalog = catalog
 
     def routes(self) -> list[web.RouteDef]:
         of_tenant = "/admin/api/tenants/{tenant}/keys"
@@ -65,8 +68,10 @@ class AdminKeys:
         if unknown or not given.scopes:
             raise BadRequest(f"Expected some of the scopes {', '.join(sorted(TENANT_SCOPES))}.", param="scopes")
         _check_future(given.expires_at)
+        tenant = await self._tenants.get(request.match_info["tenant"])
+        await check_models(request, self._catalog, tenant, given.allowed_models or (), "allowed_models")
         key, clear = self._auth.issue(
-            await self._tenants.get(request.match_info["tenant"]),
+            tenant,
             frozenset(given.scopes),
             given.label,
             expires_at=given.expires_at,

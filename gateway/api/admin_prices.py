@@ -7,8 +7,12 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from gateway.admission.auth import Authenticator
-from gateway.api.bodies import json_response, read_body
-from gateway.records.prices import Price, PricedModel, PriceList, Prices
+from gateway.api.bodies import json_response, read_body, read_flag
+from gateway.api.named_models import check_models
+from gateway.errors import BadRequest, RecordNotFound
+from gateway.records.catalog import Catalog
+from gateway.records.prices import EVERYTHING, Price, PricedModel, PriceList, Prices
+from gateway.records.tenants import Tenants
 
 # A thousand currency units per million tokens; the quota's script reckons exactly up to here.
 MicroUnits = Annotated[int, Meta(ge=0, le=10**9)]
@@ -25,10 +29,14 @@ class NewPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class AdminPrices:
     """A change holds here at once, on every other gateway within a second."""
 
-    def __init__(self, *, auth: Authenticator, prices: Prices, known: PriceList) -> None:
+    def __init__(
+        self, *, auth: Authenticator, prices: Prices, known: PriceList, tenants: Tenants, catalog: Catalog
+    ) -> None:
         self._auth = auth
         self._prices = prices
         self._known = known
+        self._tenants = tenants
+        self._catalog = catalog
 
     def routes(self) -> list[web.RouteDef]:
         model = "/admin/api/prices/{model:.+}"
@@ -48,7 +56,10 @@ class AdminPrices:
         given = await read_body(request, NewPrice)
         cached = given.input if given.cached is None else given.cached
         price = Price(input=given.input, cached=cached, output=given.output)
-        entry = await self._prices.put(request.match_info["model"], price, actor)
+        model = request.match_info["model"]
+        if model not in (EVERYTHING, self._catalog.base_model):
+            await self._check_adapter(request, model)
+        entry = await self._prices.put(model, price, actor)
         await self._known.refresh()
         return json_response(_describe(entry))
 
@@ -58,6 +69,22 @@ class AdminPrices:
         await self._prices.delete(model, actor)
         await self._known.refresh()
         return json_response({"object": "price", "model": model, "deleted": True})
+
+    async def _check_adapter(self, request: web.Request, model: str) -> None:
+        """Raises BadRequest unless there is such an adapter, or `?force=true`."""
+        owner, _, adapter = model.partition("/")
+        try:
+            tenant = await self._tenants.get(owner)
+        except RecordNotFound as error:
+            if read_flag(request, "force"):
+                return
+            raise BadRequest(
+                f"model: '{model}' is neither the base model ('{self._catalog.base_model}') nor '*' nor an adapter as "
+                "tenant/name. If it is to come later, force it.",
+                param="model",
+                code="unknown_model",
+            ) from error
+        await check_models(request, self._catalog, tenant, [adapter], "model")
 
 
 def _describe(entry: PricedModel) -> dict[str, Any]:

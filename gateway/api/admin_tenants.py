@@ -1,6 +1,6 @@
 """`/admin/api/tenants`: who may use the service, and how much."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -8,12 +8,18 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.admission.auth import Authenticator
 from gateway.api.bodies import json_response, read_body
+from gateway.api.named_models import check_models
+from gateway.errors import BadRequest
+from gateway.records.catalog import Catalog
 from gateway.records.tenants import Limits, OnTokenLimit, Tenant, Tenants
 
 Requests = Annotated[int, Meta(ge=1, le=10_000_000)]
 Tokens = Annotated[int, Meta(ge=1, le=10_000_000_000)]
 Concurrent = Annotated[int, Meta(ge=1, le=100_000)]
 MicroUnits = Annotated[int, Meta(ge=1, le=10**15)]
+T = TypeVar("T")
+# How msgspec says where in a body's model_limits something is wrong.
+OF_A_MODEL = "model_limits[...]"
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -57,9 +63,10 @@ class NewTenant(TenantChanges, frozen=True, kw_only=True, forbid_unknown_fields=
 class AdminTenants:
     """A change holds here at once, on every other gateway within a second."""
 
-    def __init__(self, *, auth: Authenticator, tenants: Tenants) -> None:
+    def __init__(self, *, auth: Authenticator, tenants: Tenants, catalog: Catalog) -> None:
         self._auth = auth
         self._tenants = tenants
+        self._catalog = catalog
 
     def routes(self) -> list[web.RouteDef]:
         tenant = "/admin/api/tenants/{tenant}"
@@ -73,7 +80,8 @@ class AdminTenants:
 
     async def create(self, request: web.Request) -> web.Response:
         actor = await self._auth.admin(request.headers.get("Authorization"))
-        fields = (await read_body(request, NewTenant)).given()
+        fields = (await _read(request, NewTenant)).given()
+        await check_models(request, self._catalog, None, fields.get("model_limits", ()), "model_limits")
         return json_response(describe_tenant(await self._tenants.create(fields.pop("name"), fields, actor)), status=201)
 
     async def list(self, request: web.Request) -> web.Response:
@@ -87,8 +95,13 @@ class AdminTenants:
 
     async def update(self, request: web.Request) -> web.Response:
         actor = await self._auth.admin(request.headers.get("Authorization"))
-        changes = (await read_body(request, TenantChanges)).given()
-        tenant = await self._tenants.update(request.match_info["tenant"], changes, actor)
+        changes = (await _read(request, TenantChanges)).given()
+        name = request.match_info["tenant"]
+        if "model_limits" in changes:
+            before = await self._tenants.get(name)
+            new = changes["model_limits"].keys() - before.model_limits.keys()
+            await check_models(request, self._catalog, before, sorted(new), "model_limits")
+        tenant = await self._tenants.update(name, changes, actor)
         self._auth.forget()
         return json_response(describe_tenant(tenant))
 
@@ -98,6 +111,40 @@ class AdminTenants:
         await self._tenants.delete(name, actor)
         self._auth.forget()
         return json_response({"object": "tenant", "name": name, "deleted": True})
+
+
+async def _read(request: web.Request, kind: type[T]) -> T:
+    """As read_body; what is wrong in model_limits is told with the model's name, which msgspec leaves out."""
+    try:
+        return await read_body(request, kind)
+    except BadRequest as error:
+        path = error.param or ""
+        model = _model_at_fault(await request.read()) if path.startswith(OF_A_MODEL) else None
+        if model is None:
+            raise
+        named = path.replace(OF_A_MODEL, f"model_limits.{model}")
+        raise BadRequest(error.message.replace(path, named), param=named) from error
+
+
+class _ModelLimits(Struct):
+    model_limits: dict[str, Any] = {}
+
+
+def _model_at_fault(body: bytes) -> str | None:
+    """The first of its model_limits that are none; None for a body that cannot be read so far."""
+    try:
+        given = msgspec.json.decode(body, type=_ModelLimits)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return next((name for name, limits in given.model_limits.items() if not _are_limits(limits)), None)
+
+
+def _are_limits(given: object) -> bool:
+    try:
+        msgspec.convert(given, LimitFields)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def describe_tenant(tenant: Tenant) -> dict[str, Any]:

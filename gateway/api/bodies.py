@@ -70,18 +70,26 @@ def read_moment(request: web.Request, name: str) -> datetime | None:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
+def read_flag(request: web.Request, name: str) -> bool:
+    """A query parameter that is `true`, `false` or not there."""
+    given = request.query.get(name, "false")
+    if given not in ("true", "false"):
+        raise BadRequest(f"{name}: expected true or false.", param=name)
+    return given == "true"
+
+
 def json_response(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
 def _explain(message: str) -> BadRequest:
     """msgspec's "Expected `int`, got `str` - at `$.weight`" in words, with the field as param."""
-    what, _, at = message.partition(" - at `$")
-    param = at.rstrip("`").lstrip(".") or None
+    what, _, at = message.partition(" - at `")
+    param = at.removeprefix("key` in `").rstrip("`").lstrip("$.") or None
     if missing := re.search(r"missing required field `([^`]{1,64})`", what):
-        param, what = missing[1], "is required"
+        param, what = _within(param, missing[1]), "is required"
     elif unknown := re.search(r"contains unknown field `([^`]{1,64})`", what):
-        param, what = unknown[1], "there is no such field"
+        param, what = _within(param, unknown[1]), "there is no such field"
     elif limit := re.fullmatch(r"Expected `(\w+)` (of length )?(<=|>=|<|>) (\S+)", what):
         kind, of_length, sign, bound = limit.groups()
         of = f"{LIMITS[sign]} {bound}"
@@ -90,3 +98,7 @@ def _explain(message: str) -> BadRequest:
         wanted = " or ".join(WORDS.get(kind, kind) for kind in types[1].split(" | "))
         what = f"expected {wanted}, got {WORDS.get(types[2], types[2])}"
     return BadRequest(f"{param or 'the body'}: {what.replace('`', chr(39))}.", param=param)
+
+
+def _within(place: str | None, field: str) -> str:
+    return field if place is None else f"{place}.{field}"

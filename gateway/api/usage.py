@@ -25,7 +25,7 @@ class Usage:
 async def usage_answer(
     request: web.Request, report: UsageReport, *, tenant_id: str | None = None, tenant: str | None = None
 ) -> web.Response:
-    """Sums by what `?group_by=` names, in the time from `?since=` to `?until=`, and over all of it."""
+    """Sums by tenant and what `?group_by=` names, in the time from `?since=` to `?until=`, and over all of it."""
     since, until = read_moment(request, "since"), read_moment(request, "until")
     sums = await report.sums(_read_groups(request), tenant_id=tenant_id, tenant=tenant, since=since, until=until)
     total: dict[str, Any] = {name: sum(getattr(part, name) for part in sums) for name in SUMMED}

@@ -58,7 +58,7 @@ class Catalog:
         """changes: the number of changes that may be believed to be the database's now; None: ask it yourself.
         believed_seconds: for how long any gateway may still believe a number that is old."""
         self._database = database
-        self._base_model = base_model
+        self.base_model = base_model
         self._changes = changes
         self._believed_seconds = believed_seconds
         # By tenant's id and name, with the number of changes before it was read.
@@ -72,12 +72,12 @@ class Catalog:
                 "starting with a letter or digit.",
                 param="name",
             )
-        if name == self._base_model:
+        if name == self.base_model.lower():
             raise BadRequest(f"'{name}' is the base model's name; choose another for the adapter.", param="name")
 
     async def resolve(self, tenant: Tenant, name: str) -> Model:
         """The model a tenant means by `name`. What is not known is always asked: a new name is in use at once."""
-        if name == self._base_model:
+        if name == self.base_model:
             return Model(name=name, digest=None)
         changes, key = self._changes(), (tenant.id, name)
         known = self._known.get(key)

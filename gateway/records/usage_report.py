@@ -12,7 +12,8 @@ from gateway.records.tables import UtcDateTime, api_keys, tenants, usage, usage_
 from gateway.records.usage import UsageRow
 
 SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
-GROUPS = ("model", "key", "day")
+# Rows are of one tenant in any case.
+GROUPS = ("tenant", "model", "key", "day")
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 # When a row, an hour or a day begins.
 TIMES = {usage: usage.c.created_at, usage_hourly: usage_hourly.c["hour"], usage_daily: usage_daily.c["day"]}

@@ -1,10 +1,9 @@
-"""What the commands share: how errors reach the user, where the gateway is, tables."""
+"""What the commands share: how errors reach the user, and where the gateway is."""
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,12 +28,18 @@ def one_line(*errors: type[Exception]) -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
+def examples(*lines: str) -> str:
+    """A command's epilog: command lines to copy, not to be wrapped."""
+    return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
+
+
 @dataclass(frozen=True)
 class Gateway:
-    """Where a command's gateway is and the key to use; `tenant` None means the key is a tenant's own."""
+    """Where a command's gateway is and the key to use. tenants_own: a tenant's own key, not an operator's."""
 
     url: str
     key: str
+    tenants_own: bool = False
 
     def run(self, work: "Callable[[GatewayClient], Awaitable[T]]") -> T:
         from loraplex.client import GatewayClient, GatewayError
@@ -102,42 +107,38 @@ def admin_options(command: Callable[..., None]) -> Callable[..., None]:
     return found
 
 
-def tenant_options(command: Callable[..., None]) -> Callable[..., None]:
-    """For what a tenant may do itself: the command gets `gateway` and `tenant`, the latter None with its own key."""
+def tenant_options(*, or_all: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For what a tenant may do itself: the command gets `gateway` and `tenant`, the latter None with its own key.
 
-    @click.option("--tenant", help="Whose; needs an operator's key.")
-    @click.option(
-        "--api-key", envvar="LORAPLEX_API_KEY", help="A tenant's own key, instead of --tenant. [env: LORAPLEX_API_KEY]"
-    )
-    @_where_options
-    @wraps(command)
-    def found(
-        tenant: str | None,
-        api_key: str | None,
-        gateway: str | None,
-        admin_key: str | None,
-        data_dir: Path,
-        **given: Any,
-    ) -> None:
-        if tenant is not None:
-            where = find_gateway(gateway, admin_key, data_dir)
-        elif api_key is not None:
-            where = find_gateway(gateway, api_key, data_dir, "--api-key")
-        else:
-            raise click.UsageError("say whose: --tenant NAME (as an operator) or --api-key KEY (as the tenant)")
-        command(tenant=tenant, gateway=where, **given)
+    or_all: without either, `tenant` is None and the key an operator's: what is asked for is every tenant's.
+    """
+    whose = "default, as an operator: every tenant's." if or_all else "needs an operator's key."
 
-    return found
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        @click.option("--tenant", help=f"Whose; {whose}")
+        @click.option(
+            "--api-key",
+            envvar="LORAPLEX_API_KEY",
+            help="A tenant's own key, instead of --tenant. [env: LORAPLEX_API_KEY]",
+        )
+        @_where_options
+        @wraps(command)
+        def found(
+            tenant: str | None,
+            api_key: str | None,
+            gateway: str | None,
+            admin_key: str | None,
+            data_dir: Path,
+            **given: Any,
+        ) -> None:
+            if tenant is None and api_key is None and not or_all:
+                raise click.UsageError("say whose: --tenant NAME (as an operator) or --api-key KEY (as the tenant)")
+            if tenant is None and api_key is not None:
+                where = replace(find_gateway(gateway, api_key, data_dir, "--api-key"), tenants_own=True)
+            else:
+                where = find_gateway(gateway, admin_key, data_dir)
+            command(tenant=tenant, gateway=where, **given)
 
+        return found
 
-def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
-
-
-def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Plain aligned columns, one line a row: reads well, and pipes into awk."""
-    cells = [[column.upper() for column in columns]]
-    cells += [["-" if row.get(column) is None else str(row[column]) for column in columns] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    for line in cells:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return with_options

@@ -1,12 +1,13 @@
 """`loraplex key`: tenants' API keys and other admins'."""
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import click
 
-from loraplex.commands.common import Gateway, admin_options, print_table
-from loraplex.commands.values import Duration, Moment, given, limit_options
+from loraplex.commands.common import Gateway, admin_options, examples
+from loraplex.commands.output import json_option, limits_text, moment, print_json, print_table
+from loraplex.commands.values import Duration, Moment, Words, given, limit_options
 
 SCOPES = ("inference", "adapters", "usage")
 
@@ -14,15 +15,6 @@ SCOPES = ("inference", "adapters", "usage")
 @click.group()
 def key() -> None:
     """Create, list, rotate and revoke API keys."""
-
-
-class Words(click.ParamType):
-    """Comma separated."""
-
-    name = "words"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
-        return value if isinstance(value, list) else [word.strip() for word in value.split(",") if word.strip()]
 
 
 _admin_option = click.option("--admin", is_flag=True, help="An operator's key, of no tenant.")
@@ -33,41 +25,56 @@ def _check_owner(tenant: str | None, admin: bool) -> None:
         raise click.UsageError("say whose key: TENANT, or --admin for an operator's")
 
 
-@key.command("create")
+@key.command(
+    "create",
+    epilog=examples(
+        "loraplex key create acme --label ci --expires 30d > acme.key",
+        "loraplex key create acme --scopes inference --models pirate --requests-per-minute 60",
+        "loraplex key create --admin --label alice",
+    ),
+)
 @click.argument("tenant", required=False)
 @_admin_option
 @click.option("--label", help="For people: what it is for.")
-@click.option("--expires", "expires_at", type=Moment(ahead=True), help="2027-01-31, or in 30d, 12h, ...; or never.")
-@click.option("--scopes", type=Words(), help=f"Some of {','.join(SCOPES)}; default: all.")
+@click.option(
+    "--expires",
+    "expires_at",
+    type=Moment(ahead=True),
+    help="2027-01-31 (UTC), 2027-01-31T12:00+01:00, or in 30d, 12h, ...; default: never.",
+)
+@click.option("--scopes", type=Words(*SCOPES), help=f"Some of {','.join(SCOPES)}; default: all.")
 @click.option("--models", "allowed_models", type=Words(), help="The only models it may ask, comma separated.")
+@click.option("--force", is_flag=True, help="Take --models that the tenant does not have yet.")
 @limit_options
 @admin_options
-def create(tenant: str | None, admin: bool, gateway: Gateway, **fields: Any) -> None:
+def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fields: Any) -> None:
     """Create an API key for TENANT. Only the key is printed on stdout; it cannot be shown again.
 
     Limits of a key hold beside its tenant's.
     """
     _check_owner(tenant, admin)
-    made = gateway.run(lambda client: client.create_key(tenant, **given(fields)))
+    made = gateway.run(lambda client: client.create_key(tenant, force=force, **given(fields)))
     _print_once(made)
 
 
-@key.command("list")
+@key.command("list", epilog=examples("loraplex key list acme", "loraplex key list --admin --json"))
 @click.argument("tenant", required=False)
 @_admin_option
+@json_option
 @admin_options
-def list_all(tenant: str | None, admin: bool, gateway: Gateway) -> None:
+def list_all(tenant: str | None, admin: bool, as_json: bool, gateway: Gateway) -> None:
     """List TENANT's keys, without the keys themselves."""
     _check_owner(tenant, admin)
     rows = gateway.run(lambda client: client.keys(tenant))
-    for row in rows:
-        for name in ("scopes", "allowed_models"):
-            row[name] = row[name] and ",".join(row[name])
-    columns = ("id", "label", "scopes", "allowed_models", "created_at", "expires_at", "revoked_at", "last_used_at")
-    print_table(rows, columns)
+    if as_json:
+        print_json(rows)
+        return
+    columns = ("id", "label", "state", "scopes", "models", "limits", "created_at", "expires_at", "last_used_at")
+    shown = ({"state": _state(row), "models": row["allowed_models"], "limits": limits_text(row)} for row in rows)
+    print_table([row | more for row, more in zip(rows, shown, strict=True)], columns)
 
 
-@key.command("rotate")
+@key.command("rotate", epilog=examples("loraplex key rotate 5f0c1a2b3d4e5f60 --grace 1d > acme.key"))
 @click.argument("key_id")
 @click.option("--grace", type=Duration(), default="1h", show_default=True, help="How long the old key goes on.")
 @admin_options
@@ -77,7 +84,7 @@ def rotate(key_id: str, grace: timedelta, gateway: Gateway) -> None:
     _print_once(made)
 
 
-@key.command("revoke")
+@key.command("revoke", epilog=examples("loraplex key revoke 5f0c1a2b3d4e5f60"))
 @click.argument("key_id")
 @admin_options
 def revoke(key_id: str, gateway: Gateway) -> None:
@@ -86,6 +93,14 @@ def revoke(key_id: str, gateway: Gateway) -> None:
     click.echo(f"revoked key {key_id}")
 
 
+def _state(row: dict[str, Any]) -> str:
+    if row["revoked_at"] is not None:
+        return "revoked"
+    ended = row["expires_at"] is not None and datetime.fromisoformat(row["expires_at"]) <= datetime.now(UTC)
+    return "expired" if ended else "active"
+
+
 def _print_once(made: dict[str, Any]) -> None:
-    click.echo(f"id {made['id']}; keep the key, it is shown only now:", err=True)
+    ends = f", valid until {moment(made['expires_at'])}" if made["expires_at"] else ""
+    click.echo(f"id {made['id']}{ends}; keep the key, it is shown only now:", err=True)
     click.echo(made["key"])

@@ -1,11 +1,10 @@
 """`loraplex price`: what tokens cost, in the deployment's currency per million tokens."""
 
-from decimal import Decimal
-
 import click
 
-from loraplex.commands.common import Gateway, admin_options, print_table
-from loraplex.commands.values import MICRO_UNITS, Money, given
+from loraplex.commands.common import Gateway, admin_options, examples
+from loraplex.commands.output import json_option, money, print_json, print_table
+from loraplex.commands.values import Money, given
 
 
 @click.group()
@@ -13,30 +12,43 @@ def price() -> None:
     """Set, list and delete the prices of models' tokens."""
 
 
-@price.command("set")
+@price.command(
+    "set",
+    epilog=examples(
+        "loraplex price set '*' --input 0.20 --output 0.60",
+        "loraplex price set acme/pirate --input 0.50 --output 1.50 --cached 0.05",
+    ),
+)
 @click.argument("model")
 @click.option("--input", "input_price", type=Money(), required=True, help="Of a million prompt tokens, like 0.50.")
 @click.option("--output", "output_price", type=Money(), required=True, help="Of a million completion tokens.")
 @click.option("--cached", "cached_price", type=Money(), help="Of a million cached prompt tokens; default: --input.")
+@click.option("--force", is_flag=True, help="Also for an adapter or a model that does not exist yet.")
 @admin_options
-def set_price(model: str, input_price: int, output_price: int, cached_price: int | None, gateway: Gateway) -> None:
+def set_price(
+    model: str, input_price: int, output_price: int, cached_price: int | None, force: bool, gateway: Gateway
+) -> None:
     """Set the price of MODEL: an adapter as tenant/name, the base model, or '*' for all others."""
     prices = given({"input": input_price, "output": output_price, "cached": cached_price})
-    gateway.run(lambda client: client.set_price(model, **prices))
+    gateway.run(lambda client: client.set_price(model, force=force, **prices))
     click.echo(f"set the price of {model}")
 
 
-@price.command("list")
+@price.command("list", epilog=examples("loraplex price list"))
+@json_option
 @admin_options
-def list_all(gateway: Gateway) -> None:
+def list_all(as_json: bool, gateway: Gateway) -> None:
     """List the prices, in the currency per million tokens."""
     rows = gateway.run(lambda client: client.prices())
+    if as_json:
+        print_json(rows)
+        return
     columns = ("input", "cached", "output")
-    amounts = [{name: f"{Decimal(row[name]) / MICRO_UNITS:f}" for name in columns} for row in rows]
+    amounts = [{name: money(row[name]) for name in columns} for row in rows]
     print_table([row | amount for row, amount in zip(rows, amounts, strict=True)], ("model", *columns, "updated_at"))
 
 
-@price.command("delete")
+@price.command("delete", epilog=examples("loraplex price delete acme/pirate"))
 @click.argument("model")
 @admin_options
 def delete(model: str, gateway: Gateway) -> None:

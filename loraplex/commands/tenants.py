@@ -1,13 +1,15 @@
 """`loraplex tenant`: who may use the service, and how much."""
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from loraplex.commands.common import Gateway, admin_options, print_json, print_table
-from loraplex.commands.values import LIMITS, given, limit_options
+from loraplex.commands.common import Gateway, admin_options, examples
+from loraplex.commands.output import BUDGET, json_option, limits_text, money, print_json, print_table
+from loraplex.commands.values import LIMITS, Money, given, limit_options
 
 
 @click.group()
@@ -15,19 +17,34 @@ def tenant() -> None:
     """Create, change, suspend and delete tenants."""
 
 
-class Json(click.ParamType):
+class ModelLimits(click.ParamType):
+    """JSON of limits by model, budgets in money as `--budget-per-month` takes them."""
+
     name = "json"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
         try:
-            return json.loads(value)
+            models = json.loads(value, parse_float=str)
         except ValueError:
             self.fail(f"{value!r} is not JSON", param, ctx)
+        if not isinstance(models, dict) or not all(isinstance(limits, dict) for limits in models.values()):
+            self.fail('expected an object of objects, like {"pirate": {"requests_per_minute": 10}}', param, ctx)
+        for limits in models.values():
+            if limits.get(BUDGET) is not None:
+                limits[BUDGET] = Money().convert(str(limits[BUDGET]), param, ctx)
+        return models
 
 
 def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        click.option("--model-limits", type=Json(), help='JSON: {"model": {"requests_per_minute": 10}}.'),
+        click.option("--force", is_flag=True, help="Take --model-limits of models that the tenant does not have yet."),
+        click.option(
+            "--model-limits",
+            type=ModelLimits(),
+            help='All of them, as JSON: {"pirate": {"requests_per_minute": 10, "budget_per_month": 2.50}}.',
+        ),
         click.option(
             "--on-token-limit",
             type=click.Choice(["refuse", "shorten"]),
@@ -40,46 +57,70 @@ def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return limit_options(command)
 
 
-@tenant.command("create")
+@tenant.command(
+    "create",
+    epilog=examples(
+        "loraplex tenant create acme",
+        "loraplex tenant create initech --requests-per-minute 60 --tokens-per-day none --budget-per-month 12.50",
+    ),
+)
 @click.argument("name")
 @_tenant_options
 @admin_options
-def create(name: str, gateway: Gateway, **fields: Any) -> None:
+def create(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
     """Create the tenant NAME: with 600 requests and 200000 tokens a minute and 32 requests at once unless said."""
-    gateway.run(lambda client: client.create_tenant(name, **given(fields)))
+    gateway.run(lambda client: client.create_tenant(name, force=force, **given(fields)))
     click.echo(f"created tenant {name}; next: loraplex key create {name}")
 
 
-@tenant.command("list")
+@tenant.command("list", epilog=examples("loraplex tenant list", "loraplex tenant list --json"))
+@json_option
 @admin_options
-def list_all(gateway: Gateway) -> None:
+def list_all(as_json: bool, gateway: Gateway) -> None:
     """List the tenants and their limits."""
-    columns = ("name", "suspended", "priority", "weight", *LIMITS, "budget_per_month")
-    print_table(gateway.run(lambda client: client.tenants()), columns)
+    rows = gateway.run(lambda client: client.tenants())
+    if as_json:
+        print_json(rows)
+        return
+    columns = ("name", "suspended", "priority", "weight", "on_token_limit", *LIMITS, BUDGET)
+    print_table([_in_money(row) for row in rows], columns)
 
 
-@tenant.command("show")
+@tenant.command("show", epilog=examples("loraplex tenant show acme"))
 @click.argument("name")
+@json_option
 @admin_options
-def show(name: str, gateway: Gateway) -> None:
-    """Show the tenant NAME as JSON."""
-    print_json(gateway.run(lambda client: client.tenant(name)))
+def show(name: str, as_json: bool, gateway: Gateway) -> None:
+    """Show the tenant NAME: all of its limits, those of its models too."""
+    row = gateway.run(lambda client: client.tenant(name))
+    if as_json:
+        print_json(row)
+        return
+    fields = {field: value for field, value in _in_money(row).items() if field not in ("object", "model_limits")}
+    fields |= {f"model_limits of {model}": limits_text(limits) for model, limits in row["model_limits"].items()}
+    print_table([{"field": field, "value": value} for field, value in fields.items()], ("field", "value"))
 
 
-@tenant.command("update")
+@tenant.command(
+    "update",
+    epilog=examples(
+        "loraplex tenant update acme --tokens-per-day 1000000 --max-concurrent none",
+        """loraplex tenant update acme --model-limits '{"pirate": {"requests_per_minute": 10}}'""",
+    ),
+)
 @click.argument("name")
 @_tenant_options
 @admin_options
-def update(name: str, gateway: Gateway, **fields: Any) -> None:
+def update(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
     """Change the tenant NAME: what is given, and nothing else."""
     changes = given(fields)
     if not changes:
         raise click.UsageError("say what to change: see --help")
-    gateway.run(lambda client: client.update_tenant(name, **changes))
+    gateway.run(lambda client: client.update_tenant(name, force=force, **changes))
     click.echo(f"updated tenant {name}: {', '.join(changes)}")
 
 
-@tenant.command("suspend")
+@tenant.command("suspend", epilog=examples("loraplex tenant suspend acme"))
 @click.argument("name")
 @admin_options
 def suspend(name: str, gateway: Gateway) -> None:
@@ -88,7 +129,7 @@ def suspend(name: str, gateway: Gateway) -> None:
     click.echo(f"suspended tenant {name}; back with: loraplex tenant resume {name}")
 
 
-@tenant.command("resume")
+@tenant.command("resume", epilog=examples("loraplex tenant resume acme"))
 @click.argument("name")
 @admin_options
 def resume(name: str, gateway: Gateway) -> None:
@@ -97,13 +138,20 @@ def resume(name: str, gateway: Gateway) -> None:
     click.echo(f"resumed tenant {name}")
 
 
-@tenant.command("delete")
+@tenant.command("delete", epilog=examples("loraplex tenant delete acme", "loraplex tenant delete acme --yes"))
 @click.argument("name")
-@click.option("--yes", is_flag=True, help="Don't ask.")
+@click.option("--yes", is_flag=True, help="Don't ask; needed where there is no terminal to ask on.")
 @admin_options
 def delete(name: str, yes: bool, gateway: Gateway) -> None:
     """Delete the tenant NAME with its keys and adapter names. What it used stays on record."""
-    if not yes and not click.confirm(f"Delete tenant {name} with its keys and adapters?", err=True):
-        raise click.ClickException("nothing was deleted")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError("nothing was deleted: there is no terminal to ask on; say --yes")
+        if not click.confirm(f"Delete tenant {name} with its keys and adapters?", err=True):
+            raise click.ClickException("nothing was deleted")
     gateway.run(lambda client: client.delete_tenant(name))
     click.echo(f"deleted tenant {name}")
+
+
+def _in_money(row: dict[str, Any]) -> dict[str, Any]:
+    return row if row[BUDGET] is None else row | {BUDGET: money(row[BUDGET])}

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, DecimalException
 from typing import Any
 
 import click
 
 NO_LIMIT = "none"
 MICRO_UNITS = 1_000_000
+MOST_MICRO_UNITS = 10**15
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -28,20 +29,47 @@ class Limit(click.ParamType):
 
 
 class Money(click.ParamType):
-    """An amount of the deployment's currency with up to six decimals, in micro-units; or `none` for no limit."""
+    """An amount of the deployment's currency with up to six decimals, in micro-units.
+
+    or_none: or `none`, for no limit.
+    """
 
     name = "money"
 
+    def __init__(self, *, or_none: bool = False) -> None:
+        self._or_none = or_none
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == NO_LIMIT or isinstance(value, int):
+        if isinstance(value, int) or (value == NO_LIMIT and self._or_none):
             return value
         try:
             amount = Decimal(value) * MICRO_UNITS
-        except InvalidOperation:
-            self.fail(f"{value!r} is not an amount like 12.50", param, ctx)
-        if not amount.is_finite() or amount != amount.to_integral_value():
-            self.fail(f"{value!r} is not an amount of at most six decimals", param, ctx)
+            possible = 0 <= amount <= MOST_MICRO_UNITS and amount == amount.to_integral_value()
+        except DecimalException:
+            self.fail(f"{value!r} is not an amount like 12.50" + (", nor 'none'" * self._or_none), param, ctx)
+        if not possible:
+            self.fail(f"{value!r} is not an amount from 0 to 1000000000 of at most six decimals", param, ctx)
         return int(amount)
+
+
+class Words(click.ParamType):
+    """Comma separated; of `choices` only, where there are some."""
+
+    name = "words"
+
+    def __init__(self, *choices: str) -> None:
+        self._choices = choices
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        if isinstance(value, list):
+            return value
+        words = [word.strip() for word in value.split(",") if word.strip()]
+        for word in words:
+            if self._choices and word not in self._choices:
+                self.fail(f"{word!r} is none of {', '.join(self._choices)}", param, ctx)
+        if not words:
+            self.fail("expected one word or more, comma separated", param, ctx)
+        return words
 
 
 class Duration(click.ParamType):
@@ -91,7 +119,7 @@ LIMITS = {
 
 def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """A flag for each limit; `none` lifts one."""
-    money = click.option("--budget-per-month", type=Money(), help="Money a calendar month (UTC), or none.")
+    money = click.option("--budget-per-month", type=Money(or_none=True), help="Money a calendar month (UTC), or none.")
     command = money(command)
     for name, text in reversed(LIMITS.items()):
         flag = f"--{name.replace('_', '-')}"

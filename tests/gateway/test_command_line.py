@@ -1,10 +1,13 @@
 """The operators' commands against a real gateway."""
 
 import asyncio
+import csv
+import io
 import json
 import os
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,9 @@ def run(gateway: Gateway, tmp_path: Path) -> Run:
 async def test_a_tenant_from_create_to_delete(run: Run, gateway: Gateway):
     limits = ("--requests-per-minute", "60", "--tokens-per-minute", "none", "--budget-per-month", "12.50")
     others = ("--priority", "2", "--weight", "1.5", "--on-token-limit", "shorten")
-    of_models = ("--model-limits", '{"pirate": {"max_concurrent": 1}}')
+    of_models = ("--model-limits", '{"base": {"max_concurrent": 1, "budget_per_month": 2.50}}')
     await run("tenant", "create", "initech", *limits, *others, *of_models)
-    shown = json.loads((await run("tenant", "show", "initech")).stdout)
+    shown = json.loads((await run("tenant", "show", "initech", "--json")).stdout)
     expected = {
         "name": "initech",
         "requests_per_minute": 60,
@@ -47,27 +50,31 @@ async def test_a_tenant_from_create_to_delete(run: Run, gateway: Gateway):
         "priority": 2,
         "weight": 1.5,
         "on_token_limit": "shorten",
-        "model_limits": {"pirate": {"max_concurrent": 1}},
+        "model_limits": {"base": {"max_concurrent": 1, "budget_per_month": 2_500_000}},
         "suspended": False,
     }
     assert shown | expected == shown
     done = await run("tenant", "update", "initech", "--requests-per-minute", "none", "--tokens-per-day", "1000")
     assert done.stdout == "updated tenant initech: requests_per_minute, tokens_per_day\n"
     changed = {"requests_per_minute": None, "tokens_per_day": 1000, "budget_per_month": 12_500_000}
-    shown = json.loads((await run("tenant", "show", "initech")).stdout)
-    assert shown | changed == shown
+    assert json.loads((await run("tenant", "list", "--json")).stdout) == [shown | changed]
+    lines = dict(line.split(maxsplit=1) for line in (await run("tenant", "show", "initech")).stdout.splitlines())
+    fields = {"name": "initech", "suspended": "no", "requests_per_minute": "-", "budget_per_month": "12.50"}
+    assert lines | fields == lines
+    assert lines["model_limits"].split() == ["of", "base", "max_concurrent=1,budget_per_month=2.50"]
 
     key = (await run("key", "create", "initech")).stdout.strip()
     await run("tenant", "suspend", "initech")
     assert (await gateway.client(key).chat()).error["code"] == "tenant_suspended"
     head, row = (await run("tenant", "list")).stdout.splitlines()
-    assert head.split()[:4] == ["NAME", "SUSPENDED", "PRIORITY", "WEIGHT"]
-    assert row.split()[:4] == ["initech", "True", "2", "1.5"]
+    cells = dict(zip(head.split(), row.split(), strict=True))
+    expected = {"NAME": "initech", "SUSPENDED": "yes", "PRIORITY": "2", "WEIGHT": "1.5", "ON_TOKEN_LIMIT": "shorten"}
+    assert cells | expected | {"TOKENS_PER_DAY": "1000", "BUDGET_PER_MONTH": "12.50"} == cells
     await run("tenant", "resume", "initech")
     assert (await gateway.client(key).chat()).status == 200
 
-    kept = await run("tenant", "delete", "initech", input="n\n", code=1)
-    assert "nothing was deleted" in kept.stderr
+    kept = await run("tenant", "delete", "initech", input="y\n", code=2)
+    assert kept.stderr == "Error: nothing was deleted: there is no terminal to ask on; say --yes\n"
     await run("tenant", "delete", "initech", "--yes")
     gone = await run("tenant", "show", "initech", code=1)
     assert gone.stderr == "Error: There is no tenant of this name.\n"
@@ -76,9 +83,9 @@ async def test_a_tenant_from_create_to_delete(run: Run, gateway: Gateway):
 async def test_a_key_from_create_to_revoke(run: Run, gateway: Gateway):
     await gateway.tenant("acme")
     made = await run("key", "create", "acme", "--label", "ci", "--expires", "30d", "--scopes", "inference,usage",
-                     "--models", "base, pirate", "--tokens-per-day", "500")  # fmt: skip
+                     "--models", "base, pirate", "--force", "--tokens-per-day", "500")  # fmt: skip
     key_id = made.stdout.split("_")[1]
-    assert f"id {key_id}" in made.stderr
+    assert f"id {key_id}, valid until 2" in made.stderr
     key = (await gateway.admin.get("/admin/api/tenants/acme/keys")).json["data"][-1]
     expected = {"label": "ci", "scopes": ["inference", "usage"], "allowed_models": ["base", "pirate"]}
     assert key | expected | {"id": key_id, "tokens_per_day": 500} == key
@@ -91,15 +98,19 @@ async def test_a_key_from_create_to_revoke(run: Run, gateway: Gateway):
     await run("key", "revoke", rotated.split("_")[1])
     assert (await gateway.client(rotated).chat()).status == 401
     lines = (await run("key", "list", "acme")).stdout.splitlines()
-    assert len(lines) == 4
+    head, *rows = (line.split() for line in lines)
+    assert head[:6] == ["ID", "LABEL", "STATE", "SCOPES", "MODELS", "LIMITS"]
+    assert [row[2] for row in rows] == ["active", "expired", "revoked"]
+    assert rows[1][:2] + rows[1][3:6] == [key_id, "ci", "inference,usage", "base,pirate", "tokens_per_day=500"]
     assert rotated.split("_")[2] not in "".join(lines)
+    assert [key["id"] for key in json.loads((await run("key", "list", "acme", "--json")).stdout)][1] == key_id
 
     admin = (await run("key", "create", "--admin", "--label", "second")).stdout.strip()
     assert (await gateway.client(admin).get("/admin/api/tenants")).status == 200
     assert "second" in (await run("key", "list", "--admin")).stdout
 
 
-async def test_adapters_and_usage_of_a_period(run: Run, gateway: Gateway, tmp_path: Path):
+async def test_adapters_of_a_tenant_by_itself_and_by_an_operator(run: Run, gateway: Gateway, tmp_path: Path):
     acme = await gateway.tenant("acme")
     folder = write(tmp_path / "adapter")
     for whose in (("--tenant", "acme"), ("--api-key", acme.key or "")):
@@ -107,45 +118,80 @@ async def test_adapters_and_usage_of_a_period(run: Run, gateway: Gateway, tmp_pa
         assert "pirate" in (await run("adapter", "list", *whose)).stdout
         await run("adapter", "delete", "pirate", *whose)
         assert "pirate" not in (await run("adapter", "list", *whose)).stdout
-        for period in ((), ("--since", "30d"), ("--since", "2026-01-01", "--until", "2026-02-01T00:00:00+01:00")):
-            assert json.loads((await run("usage", *period, *whose)).stdout)["object"] == "usage"
     missing = await run("adapter", "delete", "../x", "--tenant", "acme", code=1)
     assert missing.stderr == "Error: There is no adapter of this name.\n"
 
 
 async def test_prices_in_money_per_million_tokens(run: Run, gateway: Gateway):
-    acme = await gateway.tenant("acme")
-    await run("price", "set", "acme/pirate", "--input", "0.50", "--output", "1.5", "--cached", "0.05")
+    await gateway.tenant("acme")
+    await run("price", "set", "acme/pirate", "--input", "0.50", "--output", "1.5", "--cached", "0.05", "--force")
     await run("price", "set", "*", "--input", "1", "--output", "2")
-    listed = (await gateway.admin.get("/admin/api/prices")).json["data"]
+    listed = json.loads((await run("price", "list", "--json")).stdout)
     assert {row["model"]: (row["input"], row["cached"], row["output"]) for row in listed} == {
         "*": (1_000_000, 1_000_000, 2_000_000),
         "acme/pirate": (500_000, 50_000, 1_500_000),
     }
     head, *rows = (await run("price", "list")).stdout.splitlines()
     assert head.split() == ["MODEL", "INPUT", "CACHED", "OUTPUT", "UPDATED_AT"]
-    assert sorted(row.split()[:4] for row in rows) == [["*", "1", "1", "2"], ["acme/pirate", "0.5", "0.05", "1.5"]]
-    await acme.complete()
-
-    async def written() -> bool:
-        rows = json.loads((await run("usage", "--by", "key,day", "--tenant", "acme")).stdout)["data"]
-        return [row["key_id"] for row in rows] == [(acme.key or "").split("_")[1]]
-
-    await until(written)
+    expected = [["*", "1.00", "1.00", "2.00"], ["acme/pirate", "0.50", "0.05", "1.50"]]
+    assert sorted(row.split()[:4] for row in rows) == expected
     await run("price", "delete", "acme/pirate")
     assert "acme/pirate" not in (await run("price", "list")).stdout
+
+
+async def test_usage_of_one_tenant_of_all_and_by_a_tenant_itself(run: Run, gateway: Gateway):
+    await run("price", "set", "base", "--input", "1", "--output", "2")
+    clients = {name: await gateway.tenant(name) for name in ("acme", "globex")}
+    for client in (clients["acme"], clients["acme"], clients["globex"]):
+        assert (await client.complete()).status == 200
+
+    async def table(*arguments: str) -> list[list[str]]:
+        return [line.split() for line in (await run("usage", *arguments)).stdout.splitlines()]
+
+    async def written() -> bool:
+        return (await table())[-1][2] == "3"
+
+    await until(written)
+    head, acme, globex, total = await table()
+    assert head == ["TENANT", "MODEL", "REQUESTS", "PROMPT_TOKENS", "CACHED_TOKENS", "COMPLETION_TOKENS", "COST"]
+    assert [acme[:3], globex[:3], total[:3]] == [["acme", "base", "2"], ["globex", "base", "1"], ["TOTAL", "-", "3"]]
+    spent = [Decimal(row[6]) for row in (acme, globex, total)]
+    assert 0 < spent[1] < spent[0] < spent[2] == spent[0] + spent[1]
+    assert (await table("--tenant", "acme"))[1] == acme
+    assert (await table("--api-key", clients["acme"].key or ""))[1] == acme
+    assert (await table("--by", "tenant"))[1] == ["acme", *acme[2:]]
+
+    by_key = (await table("--by", "key,day", "--tenant", "globex"))[1]
+    today = datetime.now(UTC).date()
+    assert by_key[:4] in [["globex", (clients["globex"].key or "").split("_")[1], "-", f"{day}"] for day in
+                          (today, today - timedelta(days=1))]  # fmt: skip
+    nothing = await run("usage", "--since", "2026-01-01", "--until", "2026-02-01T00:00:00+01:00")
+    assert nothing.stderr == "used from 2026-01-01T00:00:00Z to 2026-01-31T23:00:00Z\n"
+    assert nothing.stdout.splitlines()[1].split() == ["TOTAL", "-", "0", "0", "0", "0", "0.00"]
+
+    await run("tenant", "delete", "globex", "--yes")
+    rows = list(csv.DictReader(io.StringIO((await run("usage", "--csv")).stdout)))
+    assert [(row["tenant"], row["deleted"], row["model"]) for row in rows] == [
+        ("acme", "false", "base"),
+        ("globex", "true", "base"),
+    ]
+    assert [Decimal(row["cost"]) for row in rows] == spent[:2]
+    answer = json.loads((await run("usage", "--json")).stdout)
+    assert answer["total"]["cost"] == spent[2] * 1_000_000
+    assert (await table())[2][:3] == ["globex", "(deleted)", "base"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("tenant", "create", "x", "--priority", "10"), "priority: expected an integer of at most 9."),
-        (("tenant", "create", "x", "--model-limits", '{"m": {"weight": 1}}'), "there is no such field"),
+        (("tenant", "create", "x", "--model-limits", '{"m": {"weight": 1}}'), "model_limits.m.weight: there is no"),
+        (("tenant", "create", "x", "--model-limits", '{"m": {}}'), "a new tenant has no model 'm', only: base."),
         (("tenant", "suspend", "nobody"), "There is no tenant of this name."),
         (("key", "create", "nobody"), "There is no tenant of this name."),
         (("key", "create", "--admin", "--models", "m"), "allowed_models: there is no such field."),
         (("key", "rotate", "0" * 16), "There is no key of this id."),
-        (("price", "set", "m", "--input", "none", "--output", "1"), "input: expected an integer"),
+        (("price", "set", "m", "--input", "0", "--output", "1"), "'m' is neither the base model ('base') nor '*'"),
         (("price", "delete", "m"), "m"),
         (("usage", "--tenant", "nobody"), "There is no tenant of this name."),
     ],

@@ -43,7 +43,7 @@ async def test_the_nearest_price_holds(database: Database):
 
 async def test_prices_are_an_operators_to_set(gateway: Gateway):
     acme = await gateway.tenant("acme")
-    path = "/admin/api/prices/acme/pirate"
+    path = "/admin/api/prices/acme/pirate?force=true"
     assert (await acme.call("PUT", path, json={"input": 1, "output": 2})).status == 403
     put = await gateway.admin.call("PUT", path, json={"input": 500_000, "output": 1_500_000})
     assert put.status == 200

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from loraplex.cli import main
+from loraplex.commands.output import money
 from loraplex.commands.programs import Bytes, Module
 from loraplex.commands.values import Duration, Limit, Moment, Money, given
 from loraplex.local import free_port
@@ -67,8 +68,18 @@ def test_help_takes_no_second():
         (("tenant", "create"), "NAME"),
         (("tenant", "create", "x", "--tokens-per-day", "many"), "'many' is not a whole number, nor 'none'"),
         (("tenant", "create", "x", "--budget-per-month", "ten"), "'ten' is not an amount like 12.50"),
-        (("tenant", "create", "x", "--budget-per-month", "0.0000001"), "at most six decimals"),
+        *(
+            (("tenant", "create", "x", "--budget-per-month", amount), "from 0 to 1000000000 of at most six decimals")
+            for amount in ("0.0000001", "-1", "1e10")
+        ),
+        (("tenant", "create", "x", "--budget-per-month", "nan"), "'nan' is not an amount like 12.50, nor 'none'"),
+        (("price", "set", "x", "--input", "none", "--output", "1"), "'none' is not an amount like 12.50"),
         (("tenant", "create", "x", "--model-limits", "{"), "'{' is not JSON"),
+        (("tenant", "create", "x", "--model-limits", '{"m": 1}'), "expected an object of objects, like"),
+        (("tenant", "create", "x", "--model-limits", '{"m": {"budget_per_month": "x"}}'), "'x' is not an amount"),
+        (("usage", "--by", "adapter"), "'adapter' is none of tenant, model, key, day"),
+        (("usage", "--csv", "--json", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "either --csv or --json"),
+        (("key", "create", "x", "--scopes", "inference,admin"), "'admin' is none of inference, adapters, usage"),
         (("tenant", "update", "x", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "say what to change"),
         (("key", "create", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "say whose key"),
         (("key", "list", "acme", "--admin", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "say whose key"),
@@ -209,7 +220,7 @@ def test_a_key_that_is_given_goes_to_the_gateway_that_is_given(tmp_path, strange
 @pytest.mark.parametrize("written", ["{}", "{}/"])
 def test_the_stored_gateway_gets_the_stored_key(written, tmp_path, stranger):
     url, seen = stranger
-    assert run("tenant", "list", "--gateway", written.format(url), *stored(tmp_path, url)).exit_code == 0
+    assert run("tenant", "list", "--json", "--gateway", written.format(url), *stored(tmp_path, url)).exit_code == 0
     assert seen == ["Bearer the admin's"]
 
 
@@ -271,7 +282,9 @@ def test_limits_money_and_moments_as_people_write_them():
         "a": None,
         "b": 7,
     }
-    assert [Money().convert(text, None, None) for text in ("12.50", "0.000001", "none")] == [12_500_000, 1, "none"]
+    budget = Money(or_none=True)
+    assert [budget.convert(text, None, None) for text in ("12.50", "0.000001", "none")] == [12_500_000, 1, "none"]
+    assert [money(amount) for amount in (0, 1, 12_500_000, 10**15)] == ["0.00", "0.000001", "12.50", "1000000000.00"]
     assert Duration().convert("36h", None, None) == timedelta(days=1.5)
     assert Moment(ahead=True).convert("2027-01-31", None, None) == "2027-01-31T00:00:00+00:00"
     assert Moment(ahead=True).convert("2027-01-31T12:00:00+02:00", None, None) == "2027-01-31T12:00:00+02:00"

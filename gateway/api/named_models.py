@@ -1,0 +1,41 @@
+"""Names of models that operators write down in keys, limits and prices: one that does not exist is a slip, mostly."""
+
+from collections.abc import Iterable
+
+from aiohttp import web
+
+from gateway.api.bodies import read_flag
+from gateway.errors import BadRequest, ModelNotFound
+from gateway.records.catalog import Catalog
+from gateway.records.tenants import Tenant
+
+# As many as a message lists.
+MOST_NAMES = 20
+
+
+async def check_models(
+    request: web.Request, catalog: Catalog, tenant: Tenant | None, names: Iterable[str], param: str
+) -> None:
+    """Raises BadRequest for a name that is neither the base model's nor an adapter's of the tenant.
+
+    With `?force=true` every name is taken: an adapter may be pushed later. tenant: None has the base model only.
+    """
+    if read_flag(request, "force"):
+        return
+    for name in names:
+        if not await _exists(catalog, tenant, name):
+            known = [catalog.base_model, *(adapter.name for adapter in (await catalog.list(tenant) if tenant else ()))]
+            listed = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
+            whose = f"tenant '{tenant.name}'" if tenant else "a new tenant"
+            message = f"{param}: {whose} has no model '{name}', only: {listed}. If it is to come later, force it."
+            raise BadRequest(message, param=param, code="unknown_model")
+
+
+async def _exists(catalog: Catalog, tenant: Tenant | None, name: str) -> bool:
+    if tenant is None:
+        return name == catalog.base_model
+    try:
+        await catalog.resolve(tenant, name)
+    except ModelNotFound:
+        return False
+    return True

@@ -1,0 +1,50 @@
+"""`loraplex adapter`: a tenant's adapters, with its own key or as an operator."""
+
+from pathlib import Path
+
+import click
+
+from loraplex.commands.common import Gateway, examples, tenant_options
+from loraplex.commands.output import json_option, print_json, print_table
+
+
+@click.group()
+def adapter() -> None:
+    """Upload, list and delete LoRA adapters."""
+
+
+@adapter.command(
+    "push",
+    epilog=examples(
+        "loraplex adapter push pirate ./out --tenant acme",
+        "loraplex adapter push pirate ./pirate.tar.gz --api-key lpx_...",
+    ),
+)
+@click.argument("name")
+@click.argument("path", type=click.Path(path_type=Path))
+@tenant_options()
+def push(name: str, path: Path, tenant: str | None, gateway: Gateway) -> None:
+    """Upload the PEFT folder (or .zip, .tar, .tar.gz) PATH as NAME. It can be used at once."""
+    made = gateway.run(lambda client: client.push_adapter(tenant, name, path))
+    click.echo(f"pushed {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
+
+
+@adapter.command("list", epilog=examples("loraplex adapter list --tenant acme"))
+@json_option
+@tenant_options()
+def list_all(tenant: str | None, as_json: bool, gateway: Gateway) -> None:
+    """List a tenant's adapters."""
+    rows = gateway.run(lambda client: client.adapters(tenant))
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(rows, ("name", "version", "rank", "size_bytes", "created_at", "digest"))
+
+
+@adapter.command("delete", epilog=examples("loraplex adapter delete pirate --tenant acme"))
+@click.argument("name")
+@tenant_options()
+def delete(name: str, tenant: str | None, gateway: Gateway) -> None:
+    """Delete the adapter NAME with its versions."""
+    gateway.run(lambda client: client.delete_adapter(tenant, name))
+    click.echo(f"deleted adapter {name}")

@@ -1,0 +1,68 @@
+"""How the commands show what the gateway answered: tables for people and awk, its own JSON for programs."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import click
+
+from loraplex.commands.values import LIMITS, MICRO_UNITS
+
+BUDGET = "budget_per_month"
+_NUMBER = re.compile(r"-?[\d.]+")
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--json`: the command gets it as `as_json`."""
+    flag = click.option("--json", "as_json", is_flag=True, help="As the admin API answers; amounts in micro-units.")
+    return flag(command)
+
+
+def money(micro_units: int) -> str:
+    """An amount of the deployment's currency, exactly, with two decimals at least."""
+    whole, _, part = f"{Decimal(micro_units) / MICRO_UNITS:f}".partition(".")
+    return f"{whole}.{part:0<2}"
+
+
+def moment(text: str) -> str:
+    """One of the API's moments, in UTC and without fractions of a second."""
+    return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def limits_text(row: dict[str, Any]) -> str | None:
+    """Those of a row's limits that are set, in one cell of a table; None for none."""
+    limits = {name: row[name] for name in (*LIMITS, BUDGET) if row.get(name) is not None}
+    if BUDGET in limits:
+        limits[BUDGET] = money(limits[BUDGET])
+    return ",".join(f"{name}={value}" for name, value in limits.items()) or None
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    """Plain aligned columns, one line a row: reads well, and pipes into awk. Numbers stand at the right."""
+    table = [[_cell(column, row.get(column)) for column in columns] for row in rows]
+    numeric = [all(line[i] == "-" or _NUMBER.fullmatch(line[i]) for line in table) for i in range(len(columns))]
+    table.insert(0, [column.upper() for column in columns])
+    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+    for line in table:
+        cells = zip(line, widths, numeric, strict=True)
+        click.echo("  ".join(c.rjust(width) if right else c.ljust(width) for c, width, right in cells).rstrip())
+
+
+def _cell(column: str, value: Any) -> str:
+    match value:
+        case None | "":
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case list():
+            return ",".join(map(str, value)) or "-"
+        case str() if column.endswith("_at"):
+            return moment(value)
+    return str(value)
