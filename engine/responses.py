@@ -169,7 +169,8 @@ class AdapterLoaded(Struct):
 
 
 class EngineStateResponse(Struct):
-    """`GET /state`. `instance` is another after each start, `generation` moves when the adapters in device memory do;
+    """`GET /state`. `instance` is another after each start. `generation` goes up with each change of the adapters in
+    device memory, of `running`, `waiting` or `draining`: of two words of one instance the higher is the newer.
     `adapters_resident` are digests. `adapter_load_seconds`: what bringing an adapter to host memory takes lately."""
 
     instance: str

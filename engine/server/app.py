@@ -26,6 +26,7 @@ from engine.engine import Engine, resolve_dtype
 from engine.model.config import parse_model_config, read_config
 from engine.model.weights import Progress, base_tensor
 from engine.responses import Health
+from engine.scheduling.request import RequestOutput
 from engine.server.announcing import announcing
 from engine.server.description import engine_description
 from engine.server.errors import ApiError, error_boundary
@@ -37,14 +38,17 @@ from engine.server.loop import EngineLoop
 from engine.server.metrics import Metrics
 from engine.server.models import ModelRegistry
 from engine.server.routes import EngineRoutes, json_response
+from engine.server.state import StateFeed
 from engine.server.tool_calls import FORMATS, ToolFormat, format_of
 from engine.structured.compiler import GrammarCompiler
 from engine.tokenizer import Tokenizer, TokenizerError
+from engine.tracing import Tracing, TracingError, start_tracing, trace_requests
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 OPEN_ROUTES = ("/health", "/metrics")
+GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions")
 # What clients get to take the end of their answers once all requests have ended.
 LAST_WORDS_S = 5.0
 
@@ -64,6 +68,7 @@ class Server:
         drain_s: float = 30.0,
         tool_call_parser: str | None = None,
         finished_file: Path | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """host_adapter_memory: bytes. max_waiting: requests beyond the batch that may wait; more get 503.
 
@@ -88,10 +93,13 @@ class Server:
         self._generation: GenerationRoutes | None = None
         self._finished_file = finished_file
         self._finished: FinishedRequests | None = None
+        self._states: StateFeed | None = None
+        self._tracing = tracing
         self._draining = False
 
     def make_app(self) -> web.Application:
-        app = web.Application(middlewares=[error_boundary, self._authenticate], client_max_size=MAX_BODY_BYTES)
+        traced = [] if self._tracing is None else [trace_requests(self._tracing, GENERATING_ROUTES.__contains__)]
+        app = web.Application(middlewares=[*traced, error_boundary, self._authenticate], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/completions", self._generating(GenerationRoutes.completions))
         app.router.add_post("/v1/chat/completions", self._generating(GenerationRoutes.chat))
         app.router.add_get("/v1/models", self._route(EngineRoutes.list_models))
@@ -117,7 +125,7 @@ class Server:
         self._loop = EngineLoop(
             engine,
             max_requests=self._config.max_num_seqs + self._max_waiting,
-            on_step=self._metrics.observe_step,
+            on_step=self._stepped,
         )
         assert self._host_cache is not None
         name = self._config.served_model_name or Path(self._config.model).name.removesuffix(".gguf")
@@ -140,13 +148,18 @@ class Server:
             self._tool_format or format_of(tokenizer.tool_template),
             self._finished,
         )
-        self._routes = EngineRoutes(tokenizer, engine, self._loop, models, self._metrics, self._finished)
+        self._states = StateFeed(engine, self._loop, models, self._finished)
+        self._routes = EngineRoutes(tokenizer, engine, self._loop, models, self._metrics, self._finished, self._states)
 
     async def stop(self) -> None:
         """Refuses new requests, lets those in flight end, then frees everything."""
         self._draining = True
+        if self._states is not None:
+            self._states.drain()
         if self._loop is not None:
             await self._loop.close(self._drain_s)
+        if self._states is not None:
+            await self._states.close()
         if self._grammars is not None:
             self._grammars.close()
         if self._engine is not None:
@@ -177,7 +190,13 @@ class Server:
         self._engine = Engine(self._config, self._host_cache, progress)
         return tokenizer, self._engine
 
-    def _route(self, handler: Callable[[EngineRoutes, web.Request], Awaitable[web.Response]]) -> Handler:
+    def _stepped(self, seconds: float, outputs: list[RequestOutput]) -> None:
+        """Runs in the engine's thread."""
+        self._metrics.observe_step(seconds, outputs)
+        if self._states is not None:
+            self._states.stepped()
+
+    def _route(self, handler: Callable[[EngineRoutes, web.Request], Awaitable[web.StreamResponse]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             if self._routes is None:
                 raise EngineUnavailable("the model is loading")
@@ -189,9 +208,13 @@ class Server:
         self, handler: Callable[[GenerationRoutes, web.Request, Caller], Awaitable[web.StreamResponse]]
     ) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            if self._generation is None:
+            if self._generation is None or self._states is None:
                 raise EngineUnavailable("the model is loading")
-            return await handler(self._generation, request, self._caller(request))
+            try:
+                return await handler(self._generation, request, self._caller(request))
+            finally:
+                # What was aborted leaves without a step.
+                self._states.moved()
 
         return handle
 
@@ -313,6 +336,10 @@ def run(
 
     gateways: those to announce the engine to, as at `advertise_url`; None: where it listens.
     """
+    try:
+        tracing = start_tracing("loraplex-engine")
+    except TracingError as error:
+        raise ConfigError(error.field, error.message) from error
     server = Server(
         config,
         adapter_store=adapter_store,
@@ -323,13 +350,18 @@ def run(
         drain_s=drain_s,
         tool_call_parser=tool_call_parser,
         finished_file=finished_file,
+        tracing=tracing,
     )
 
     def announce(bound_port: int) -> AbstractAsyncContextManager[None]:
         own = advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
         return announcing(gateways, own, internal_token)
 
-    return asyncio.run(serve(server, host, port, ready, progress, announce))
+    try:
+        return asyncio.run(serve(server, host, port, ready, progress, announce))
+    finally:
+        if tracing is not None:
+            tracing.close()
 
 
 def _request_id(headers: Mapping[str, str]) -> str | None:

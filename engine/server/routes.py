@@ -1,13 +1,14 @@
 """The routes beside generation: models and adapters, tokens, and what the engine says of itself."""
 
 import asyncio
-import uuid
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from aiohttp import web
-
 from msgspec import UNSET
+
 from engine.engine import Engine, EngineState
 from engine.protocol import (
     BadRequest,
@@ -20,7 +21,6 @@ from engine.protocol import (
 from engine.responses import (
     AdapterLoaded,
     DetokenizeResponse,
-    EngineStateResponse,
     FinishedRequestList,
     ModelList,
     TokenizeResponse,
@@ -31,6 +31,7 @@ from engine.server.generation import EngineUnavailable
 from engine.server.loop import EngineLoop
 from engine.server.metrics import Metrics
 from engine.server.models import ModelRegistry
+from engine.server.state import StateFeed
 from engine.tokenizer import Tokenizer
 
 # A scrape does not wait for a long step; the gauges then keep their last reading.
@@ -53,7 +54,7 @@ class EngineRoutes:
     models: ModelRegistry
     metrics: Metrics
     finished: FinishedRequests
-    instance: str = field(default_factory=lambda: uuid.uuid4().hex)
+    states: StateFeed
 
     async def list_models(self, _: web.Request) -> web.Response:
         return json_response(ModelList(self.models.list(self.engine.max_model_len)))
@@ -92,39 +93,23 @@ class EngineRoutes:
     async def unload_adapter(self, request: web.Request) -> web.Response:
         body = decode(UnloadAdapterRequest, await request.read())
         digest = await self.models.unload(body.lora_name)
+        self.states.moved()
         return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))
 
-    async def state(self, _: web.Request) -> web.Response:
-        state = await self.loop.call(self.engine.state)
-        return json_response(
-            EngineStateResponse(
-                instance=self.instance,
-                draining=self.loop.is_draining,
-                generation=state.generation,
-                model=self.models.base_name,
-                max_model_len=self.engine.max_model_len,
-                max_num_seqs=self.engine.config.max_num_seqs,
-                running=state.num_running,
-                waiting=state.num_waiting,
-                kv_blocks_total=state.num_blocks,
-                kv_blocks_free=state.num_free_blocks,
-                adapters_resident=list(state.resident_adapters),
-                adapter_pages_total=state.num_adapter_pages,
-                adapter_pages_free=state.num_free_adapter_pages,
-                adapter_loads=state.num_adapter_loads,
-                adapter_load_seconds=self.models.load_seconds,
-                adapter_evictions=state.num_adapter_evictions,
-                preemptions=state.num_preemptions,
-                steps=state.num_steps,
-                prompt_tokens=state.num_prompt_tokens,
-                generated_tokens=state.num_generated_tokens,
-                prefix_hit_tokens=state.prefix_hit_tokens,
-                prefix_query_tokens=state.prefix_query_tokens,
-                ended_requests=self.finished.num_ended,
-                ended_prompt_tokens=self.finished.prompt_tokens,
-                ended_completion_tokens=self.finished.completion_tokens,
-            )
-        )
+    async def state(self, request: web.Request) -> web.StreamResponse:
+        """Once, or with `?watch=true` line by line for as long as the client stays."""
+        watch = request.query.get("watch", "false")
+        if watch not in ("true", "false"):
+            raise BadRequest("watch", f"watch: expected true or false, got {watch[:40]!r}")
+        if watch == "false":
+            return json_response(await self.states.read())
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        async with aclosing(self.states.follow()) as lines:
+            async for line in lines:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(line)
+        return response
 
     async def finished_requests(self, request: web.Request) -> web.Response:
         """Those of `?ids=` that are known, once they have ended or `?wait=` seconds are over."""

@@ -1,7 +1,11 @@
-"""Asking an engine how it is: once a second, /health and then what it says of itself."""
+"""How an engine is: asked by /health and /state, and then heard as it pushes every change of its state.
+
+An engine that pushes nothing, vLLM or one behind a proxy that holds streams back, is asked again and again instead.
+"""
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,6 +16,11 @@ from gateway.fleet.registry import EngineRecord
 log = logging.getLogger(__name__)
 
 TIMEOUT = ClientTimeout(total=3.0)
+# An engine that pushes says something every second.
+PUSH_TIMEOUT = ClientTimeout(total=None, sock_connect=3.0, sock_read=3.0)
+PUSHED = "application/x-ndjson"
+# The longest line: 70 bytes an adapter.
+MAX_LINE_BYTES = 8 * 2**20
 # Of vLLM's /metrics, the requests that it runs and that wait for it.
 VLLM_REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 
@@ -49,6 +58,41 @@ class Probe:
             log.debug("engine %s: %s at /state", engine.url, type(error).__name__)
         else:
             engine.observe_state(state, in_flight)
+        self._judge(engine)
+
+    async def follow(self, engine: EngineRecord, heard: Callable[[], None]) -> bool:
+        """Keeps the record up to date by what the engine pushes, until it falls silent or leaves; `heard` is called
+        after each word. Whether there was any. Raises nothing of the network's."""
+        if engine.address.kind == "vllm":
+            return False
+        pushed = False
+        try:
+            async with self._session.get(
+                f"{engine.url}/state",
+                params={"watch": "true"},
+                headers=self._headers["loraplex"],
+                timeout=PUSH_TIMEOUT,
+                read_bufsize=MAX_LINE_BYTES,
+            ) as response:
+                if response.status != 200 or response.content_type != PUSHED:
+                    return False
+                async for line in response.content:
+                    engine.observe_state(msgspec.json.decode(line, type=dict[str, Any]), engine.in_flight)
+                    if engine.state.get("draining"):
+                        engine.mark_down("it says that it is draining", draining=True)
+                    else:
+                        self._judge(engine)
+                    heard()
+                    pushed = True
+        except TimeoutError:
+            engine.missed("it has fallen silent")
+        except (ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+            # Why it ended is asked of /health.
+            log.debug("engine %s: %s while it was listened to", engine.url, type(error).__name__)
+        return pushed
+
+    def _judge(self, engine: EngineRecord) -> None:
+        """One that answers is up if it serves what it must."""
         serves, wanted = engine.state.get("model", self._base_model), self._base_model
         if serves == wanted:
             engine.mark_up()

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from gateway.fleet.addresses import Address
 from gateway.fleet.breaker import Breaker
@@ -130,19 +130,25 @@ class EngineRecord:
             self.mark_down(reason)
 
 
-class Registry:
-    """The engines that `discover` finds, each asked by `ask` every second. An engine that is discovered no more gets no
-    new requests; those it has go on."""
+class Watch(Protocol):
+    """How engines' records are kept up to date: gateway/fleet/probe.py."""
 
-    def __init__(
-        self,
-        discover: Callable[[], Awaitable[Iterable[Address]]],
-        ask: Callable[[EngineRecord], Coroutine[Any, Any, None]],
-    ) -> None:
+    async def __call__(self, engine: EngineRecord) -> None:
+        """Asks the engine."""
+
+    async def follow(self, engine: EngineRecord, heard: Callable[[], None]) -> bool:
+        """Listens to it until it ends, and tells whether it said anything."""
+
+
+class Registry:
+    """The engines that `discover` finds. Each is asked how it is and then listened to; one that cannot be listened to
+    is asked every second. An engine that is discovered no more gets no new requests; those it has go on."""
+
+    def __init__(self, discover: Callable[[], Awaitable[Iterable[Address]]], watch: Watch) -> None:
         self._discover = discover
-        self._ask = ask
+        self._watch = watch
         self._engines: dict[str, EngineRecord] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._watching: dict[str, asyncio.Task[None]] = {}
 
     @property
     def engines(self) -> tuple[EngineRecord, ...]:
@@ -167,34 +173,44 @@ class Registry:
     async def poll(self) -> None:
         """Looks for engines and asks every one once."""
         await self._find()
-        await asyncio.gather(*(self._ask(engine) for engine in self._engines.values()))
+        await asyncio.gather(*(self._watch(engine) for engine in self._engines.values()))
 
     async def watch(self, changed: Callable[[], None]) -> None:
-        """Polls for ever, each engine at its own pace: one that is slow to answer holds up no other. Run it as a task.
+        """Looks for engines and watches each for ever, by itself: one that is slow to answer holds up no other. Run it
+        as a task.
 
-        changed: called whenever an engine has been asked, for whoever waits for room.
+        changed: called whenever an engine has said how it is, for whoever waits for room.
         """
         try:
             while True:
                 await self._find()
                 for url, engine in self._engines.items():
-                    if url not in self._asking:
-                        task = self._asking[url] = asyncio.create_task(self._ask(engine))
-                        task.add_done_callback(partial(self._asked, url, changed))
+                    if url not in self._watching:
+                        task = self._watching[url] = asyncio.create_task(self._watch_one(engine, changed))
+                        task.add_done_callback(partial(self._watched, url))
                 await asyncio.sleep(POLL_SECONDS)
         finally:
-            for task in self._asking.values():
+            for task in self._watching.values():
                 task.cancel()
 
-    def _asked(self, url: str, changed: Callable[[], None], task: "asyncio.Task[None]") -> None:
-        self._asking.pop(url, None)
+    async def _watch_one(self, engine: EngineRecord, changed: Callable[[], None]) -> None:
+        """Asks and listens once; when an engine stops talking, what has become of it is asked at once."""
+        await self._watch(engine)
         changed()
+        if engine.healthy and await self._watch.follow(engine, changed):
+            await self._watch(engine)
+            changed()
+
+    def _watched(self, url: str, task: "asyncio.Task[None]") -> None:
+        self._watching.pop(url, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("engine %s could not be asked for its state", url, exc_info=error)
 
     async def _find(self) -> None:
         addresses = {address.url: address for address in await self._discover()}
         for url in self._engines.keys() - addresses.keys():
+            if watching := self._watching.get(url):
+                watching.cancel()
             self._engines.pop(url).mark_down("it is in no list any more", draining=True)
         for url, address in addresses.items():
             if url not in self._engines:

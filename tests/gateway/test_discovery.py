@@ -1,5 +1,6 @@
 """Where engines are said to be, and the breaker that counts how they fare."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -116,10 +117,14 @@ async def test_engines_come_and_go_without_a_restart():
     async def discover() -> list[Address]:
         return listed
 
-    async def ask(engine: EngineRecord) -> None:
-        engine.mark_up()
+    class Watch:
+        async def __call__(self, engine: EngineRecord) -> None:
+            engine.mark_up()
 
-    registry = Registry(discover, ask)
+        async def follow(self, engine: EngineRecord, heard: Callable[[], None]) -> bool:
+            return False
+
+    registry = Registry(discover, Watch())
     await registry.poll()
     stays, goes = registry.engines
     listed = [listed[0], Address("http://c")]

@@ -28,6 +28,13 @@ class Upstream:
         self.events = 0
         self.healthy = True
         self.resident: list[str] = []
+        # What others have running here; whether it is on its way out; whether it pushes its state.
+        self.running = 0
+        self.draining = False
+        self.pushes = True
+        self.followers = 0
+        self._generation = 0
+        self._told: tuple[object, ...] = ()
         self.model = "base"
         # Instead of any answer to a request: a status and an error's code, or None to cut the connection.
         self.refuses: tuple[int, str] | Literal[False] | None = False
@@ -55,10 +62,40 @@ class Upstream:
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
-    async def _state(self, request: web.Request) -> web.Response:
+    async def _state(self, request: web.Request) -> web.StreamResponse:
         assert request.headers["x-loraplex-internal-token"] == TOKEN
-        state = {"generation": 1, "model": self.model, "adapters_resident": self.resident, "running": 0, "waiting": 0}
-        return web.json_response(state)
+        if request.query.get("watch") != "true" or not self.pushes:
+            return web.json_response(self._state_now())
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        self.followers += 1
+        try:
+            generation, quiet = -1, 0.0
+            while self.healthy and self.pushes:
+                state = self._state_now()
+                if state["generation"] != generation or quiet >= 1.0:
+                    generation, quiet = state["generation"], 0.0
+                    await response.write(json.dumps(state).encode() + b"\n")
+                await asyncio.sleep(0.01)
+                quiet += 0.01
+        finally:
+            self.followers -= 1
+        return response
+
+    def _state_now(self) -> dict[str, Any]:
+        told = (self.model, tuple(self.resident), self.running, self.draining)
+        if told != self._told:
+            self._told = told
+            self._generation += 1
+        return {
+            "instance": "one",
+            "generation": self._generation,
+            "model": self.model,
+            "adapters_resident": self.resident,
+            "running": self.running,
+            "waiting": 0,
+            "draining": self.draining,
+        }
 
     async def _finished(self, request: web.Request) -> web.Response:
         assert request.headers["x-loraplex-internal-token"] == TOKEN
