@@ -26,6 +26,9 @@
 --     -> the event's id in the stream (the request's own without an event); nothing if the id holds no lease (any more),
 --        and then nothing was done
 --   extend, lease ms, then of each request: id, progress or ''     -> the ids that hold no lease (any more)
+--   restore, lease ms, id, taken when, tokens, note, then of each limit: field, limit
+--     Puts back a lease that was lost with this server's data, without asking whether there is room. The limits are
+--     those of what is held at once.
 --   expired, at most   -> of each lease that has ended: id, tokens taken, note, progress or '', taken when, ended when (ms)
 --
 -- A field ends with its limit's kind: r requests a minute, t tokens a minute, d tokens a day, c requests at once,
@@ -368,6 +371,23 @@ local function extend(lease_ms)
   return lost
 end
 
+local function restore(lease_ms, id, at, tokens, note)
+  if record_of(id) then
+    return 0
+  end
+  local record = {tokens = tokens, completion = 0, cost = 0, note = note, at = at, limits = {}}
+  for i = 7, #ARGV, 2 do
+    record.limits[i - 6], record.limits[i - 5] = ARGV[i], tonumber(ARGV[i + 1])
+  end
+  hold(record, 1)
+  redis.call('HSET', HELD, id, cmsgpack.pack(record))
+  redis.call('ZADD', LEASES, now_ms + lease_ms, id)
+  for i = 1, 3 do
+    redis.call('PEXPIRE', KEYS[i], KEEP_MS)
+  end
+  return 1
+end
+
 -- Forgets what some limits would say of themselves by default; a key or a model that is gone leaves no more than that.
 local function forget_some()
   local sample = redis.call('HRANDFIELD', STATE, SAMPLE, 'WITHVALUES')
@@ -418,6 +438,8 @@ elseif call == 'recall' then
   return recall(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]))
 elseif call == 'extend' then
   return extend(tonumber(ARGV[2]))
+elseif call == 'restore' then
+  return restore(tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
 elseif call == 'expired' then
   return expired(tonumber(ARGV[2]))
 end

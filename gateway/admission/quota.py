@@ -10,18 +10,20 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from gateway.admission.auth import TenantPrincipal
 from gateway.admission.fallback import Mode, parse_fallback
+from gateway.admission.leases import Leases
 from gateway.admission.limits import CLASSES, Limit, limits_of
 from gateway.admission.local import LocalLimits
 from gateway.admission.presence import Presence
-from gateway.admission.recall import EPOCH, Past, Recall
+from gateway.admission.recall import Past, Recall
 from gateway.admission.refusals import States, check_possible, rate_headers, refusal
-from gateway.admission.reservation import ExpiredLease, Progress, Reservation
+from gateway.admission.reservation import EPOCH, ExpiredLease, Progress, Reservation
 from gateway.admission.store import Client, Store, unavailable
 from gateway.errors import Unavailable
 from gateway.records.prices import FREE, Price
@@ -38,7 +40,7 @@ SETTLE_TRIES = 2
 UNKNOWN = 2
 RECALL_TRIES = 3
 PRESENCE_SECONDS = 2.0
-# Leases that one call extends or lists.
+# Leases that one call lists, and tenants that one asks of.
 PAGE = 200
 # Budgets whose remains are remembered for when Redis is away.
 KNOWN_BUDGETS = 10_000
@@ -68,8 +70,7 @@ class Quota:
         self._admitted_without = admitted_without
         self._presence = Presence(redis)
         self._local = LocalLimits()
-        # What this process holds and must keep alive: tenant -> request -> how far it is, as it was last told.
-        self._held: dict[str, dict[str, Progress | None]] = {}
+        self._leases = Leases(self._store, self._lease_ms, self._register)
         # What may have been taken for a request that is gone: given back when Redis answers.
         self._unwanted: dict[str, set[str]] = {}
         self._has_unwanted = asyncio.Event()
@@ -144,14 +145,13 @@ class Quota:
         headers = rate_headers(limits, states)
         if not allowed:
             raise refusal(limits, states, prompt_tokens + least, price.highest_cost(prompt_tokens, least), headers)
-        self._held.setdefault(tenant.id, {})[request_id] = None
-        return _reservation(request_id, tenant.id, prompt_tokens, max_tokens, choices, granted, headers, _moment(now))
+        taken = _reservation(request_id, tenant.id, prompt_tokens, max_tokens, choices, granted, headers, _moment(now))
+        self._leases.hold(taken, limits, note)
+        return taken
 
     def progress(self, reservation: Reservation, engine_url: str, prompt_tokens: int, completion_tokens: int) -> None:
         """Remembers how far a request is; Redis is told with the lease's next extension."""
-        held = self._held.get(reservation.tenant_id)
-        if held is not None and reservation.request_id in held:
-            held[reservation.request_id] = Progress(engine_url, prompt_tokens, completion_tokens)
+        self._leases.progress(reservation, Progress(engine_url, prompt_tokens, completion_tokens))
 
     async def settle(
         self, reservation: Reservation, *, tokens: int, cost: int, event: bytes, counts: bool = True
@@ -166,7 +166,7 @@ class Quota:
         Raises Unavailable; then, too.
         """
         tenant_id, request_id = reservation.tenant_id, reservation.request_id
-        self._let_go(tenant_id, request_id)
+        self._leases.let_go(tenant_id, request_id)
         self._local.settle(tenant_id, request_id, tokens, cost, counts=counts)
         arguments = ("settle", request_id, tokens, cost, int(counts), event)
         for left in reversed(range(SETTLE_TRIES)):
@@ -205,7 +205,7 @@ class Quota:
         found: list[str] = []
         for start in range(0, len(tenant_ids), PAGE):
             page = tenant_ids[start : start + PAGE]
-            counts = await self._store.call(lambda page=page: self._count_expired(page))
+            counts = await self._store.call(partial(self._count_expired, page))
             found += [tenant_id for tenant_id, count in zip(page, counts, strict=True) if count]
         return found
 
@@ -228,7 +228,7 @@ class Quota:
         Run it as a task.
         """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._keep_extending())
+            group.create_task(self._leases.keep_extending())
             group.create_task(self._keep_giving_back())
             group.create_task(self._keep_present())
 
@@ -302,13 +302,6 @@ class Quota:
                 if len(self._budgets) > KNOWN_BUDGETS:
                     self._budgets.popitem(last=False)
 
-    def _let_go(self, tenant_id: str, request_id: str) -> None:
-        held = self._held.get(tenant_id)
-        if held is not None:
-            held.pop(request_id, None)
-            if not held:
-                del self._held[tenant_id]
-
     def _give_back(self, tenant_id: str, request_id: str) -> None:
         self._unwanted.setdefault(tenant_id, set()).add(request_id)
         self._has_unwanted.set()
@@ -317,32 +310,6 @@ class Quota:
         """So that whoever settles for dead gateways finds these tenants, whatever becomes of this process."""
         await self._store.call(lambda: self._redis.execute_command("SADD", TENANTS, *tenant_ids))
         self._registered |= tenant_ids
-
-    async def _keep_extending(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_ms / 3000)
-            try:
-                if self._held:
-                    # Again and again: Redis may have come back without what it knew.
-                    await self._register(set(self._held))
-                for tenant_id in list(self._held):
-                    await self._extend(tenant_id)
-            except Unavailable:
-                # The requests go on; if Redis stays away their leases end, and are revived when it is back.
-                log.warning("leases of running requests could not be extended")
-
-    async def _extend(self, tenant_id: str) -> None:
-        held = list(self._held.get(tenant_id, {}).items())
-        for start in range(0, len(held), PAGE):
-            pairs = [
-                item
-                for request_id, progress in held[start : start + PAGE]
-                for item in (request_id, b"" if progress is None else msgspec.json.encode(progress))
-            ]
-            lost = await self._store.script(tenant_id, "extend", self._lease_ms, *pairs)
-            for request_id in lost:
-                # Redis was emptied, or this one has just ended.
-                self._let_go(tenant_id, request_id.decode())
 
     async def _keep_giving_back(self) -> None:
         while True:

@@ -7,15 +7,15 @@ once adds up: nothing counts twice. See there.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Protocol
 
 from gateway.admission.limits import Limit
+from gateway.admission.reservation import EPOCH
 from gateway.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 
 Script = Callable[..., Awaitable[Any]]

@@ -1,9 +1,11 @@
 """What a request holds of its limits while it runs, and what another gateway needs to settle it."""
 
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):

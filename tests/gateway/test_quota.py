@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.quota import Quota
+from gateway.admission.quota import SWEEPER, Quota
 from gateway.admission.refusals import format_duration
 from gateway.admission.reservation import Reservation
 from gateway.admission.store import Client, Store, connect
@@ -255,13 +255,66 @@ async def test_a_lease_given_up_too_early_is_revived(redis: Client):
     who = principal(tenant={"max_concurrent": 1})
     running = await take(quota, who)
     await until(lambda: quota.expired(who.tenant.id))
-    quota._lease_ms = 30_000
-    await quota._extend(who.tenant.id)
+    quota._leases._lease_ms = 30_000
+    await quota._leases.extend(who.tenant.id)
     assert await quota.expired(who.tenant.id) == []
     with pytest.raises(RateLimited):
         await take(quota, who)
     await settle(quota, running, 1)
     await take(quota, who)
+
+
+async def test_a_lease_that_was_lost_is_put_back(redis: Client):
+    """Redis' data are gone, the request runs on: it holds its place, and would be settled if its gateway died."""
+    who = principal(
+        tenant={"max_concurrent": 1, "budget_per_month": 10**6},
+        key={"max_concurrent_tokens": 900, "tokens_per_day": 900},
+    )
+    quota = Quota(redis, timeout=5.0, lease_seconds=600)
+    running = await take(quota, who, 400, request_id="a", lease={"model": "m"})
+    quota.progress(running, "http://engine", 7, 9)
+    tag = f"loraplex:{{{who.tenant.id}}}:"
+    for part in ("quota", "leases", "held", "usage"):
+        await redis.delete(tag + part)
+    for _ in range(2):
+        await quota._leases.extend(who.tenant.id)
+    assert await redis.hgetall(tag + "quota") == {b"tenant:c": b"1", b"key:0123456789abcdef:o": b"400"}
+    with pytest.raises(RateLimited, match="concurrent"):
+        await take(quota, who)
+    quota._leases._lease_ms = 10
+    await quota._leases.extend(who.tenant.id)
+    await until(lambda: quota.expired(who.tenant.id))
+    [found] = await quota.expired(who.tenant.id)
+    assert (found.lease, found.reservation.admitted_at) == ({"model": "m"}, running.admitted_at)
+    assert found.progress is not None
+    assert await settle(quota, running, 100) is not None
+    assert await settle(quota, running, 100) is None
+    await take(quota, who)
+
+
+async def test_one_sweep_finds_the_tenants_whose_leases_have_ended(redis: Client):
+    dying, living = Quota(redis, timeout=5.0, lease_seconds=0.01), Quota(redis, timeout=5.0, lease_seconds=600)
+    those = [principal(tenant={"max_concurrent": 1}) for _ in range(250)]
+    for number, who in enumerate(those):
+        await take(dying if number % 50 == 0 else living, who)
+    ids = [who.tenant.id for who in those]
+
+    async def found() -> bool:
+        return await living.with_expired(ids) == ids[::50]
+
+    await until(found)
+    # Whether or not somebody has begun with them.
+    await living.expired(ids[0])
+    assert await living.with_expired(ids) == ids[::50]
+    assert await living.with_expired([]) == []
+
+
+async def test_of_all_gateways_one_looks_after_the_dead(redis: Client):
+    await redis.delete(SWEEPER)
+    quotas = [Quota(redis, timeout=5.0, lease_seconds=30) for _ in range(4)]
+    first = await asyncio.gather(*(quota.is_first(600) for quota in quotas))
+    assert sum(first) == 1
+    await redis.delete(SWEEPER)
 
 
 async def test_what_a_client_took_that_left_meanwhile_is_given_back(quota: Quota, redis: Client):

@@ -1,0 +1,96 @@
+"""What this process' running requests hold: kept from ending while they run, put back where Redis has lost it."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+
+import msgspec
+
+from gateway.admission.limits import CLASSES, Limit
+from gateway.admission.reservation import EPOCH, Progress, Reservation
+from gateway.admission.store import Store
+from gateway.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+# Leases that one call extends.
+PAGE = 200
+
+
+class _Held(msgspec.Struct):
+    reservation: Reservation
+    limits: Sequence[Limit]
+    note: bytes
+    progress: Progress | None = None
+
+
+class Leases:
+    def __init__(self, store: Store, lease_ms: int, register: Callable[[set[str]], Awaitable[None]]) -> None:
+        """register: says which tenants have leases, to whoever settles for dead gateways."""
+        self._store = store
+        self._lease_ms = lease_ms
+        self._register = register
+        # Tenant -> request.
+        self._held: dict[str, dict[str, _Held]] = {}
+
+    def hold(self, reservation: Reservation, limits: Sequence[Limit], note: bytes) -> None:
+        """limits: all it was taken of. note: what another gateway needs to settle it."""
+        held = _Held(reservation, limits, note)
+        self._held.setdefault(reservation.tenant_id, {})[reservation.request_id] = held
+
+    def let_go(self, tenant_id: str, request_id: str) -> None:
+        held = self._held.get(tenant_id)
+        if held is not None:
+            held.pop(request_id, None)
+            if not held:
+                del self._held[tenant_id]
+
+    def progress(self, reservation: Reservation, progress: Progress) -> None:
+        held = self._held.get(reservation.tenant_id, {}).get(reservation.request_id)
+        if held is not None:
+            held.progress = progress
+
+    async def keep_extending(self) -> None:
+        """For ever. Run it as a task."""
+        while True:
+            await asyncio.sleep(self._lease_ms / 3000)
+            try:
+                if self._held:
+                    # Again and again: Redis may have come back without what it knew.
+                    await self._register(set(self._held))
+                for tenant_id in list(self._held):
+                    await self.extend(tenant_id)
+            except Unavailable:
+                # The requests go on; if Redis stays away their leases end, and are revived when it is back.
+                log.debug("leases of running requests could not be extended: redis is away, as its own log says")
+
+    async def extend(self, tenant_id: str) -> None:
+        """Raises Unavailable."""
+        held = list(self._held.get(tenant_id, {}).items())
+        for start in range(0, len(held), PAGE):
+            pairs = [
+                item
+                for request_id, each in held[start : start + PAGE]
+                for item in (request_id, b"" if each.progress is None else msgspec.json.encode(each.progress))
+            ]
+            for request_id in await self._store.script(tenant_id, "extend", self._lease_ms, *pairs):
+                # Not there: Redis was emptied, or the request has ended meanwhile.
+                lost = self._held.get(tenant_id, {}).get(request_id.decode())
+                if lost is not None:
+                    await self._restore(lost)
+
+    async def _restore(self, held: _Held) -> None:
+        """Of its limits only what it holds as long as it runs: rates have forgotten, and budgets ask the ledger."""
+        reservation = held.reservation
+        limits = [limit for limit in held.limits if CLASSES[limit.kind] == "concurrency"]
+        await self._store.script(
+            reservation.tenant_id,
+            "restore",
+            self._lease_ms,
+            reservation.request_id,
+            (reservation.admitted_at - EPOCH) // timedelta(microseconds=1),
+            reservation.tokens,
+            held.note,
+            *(item for limit in limits for item in (limit.field, limit.value)),
+        )
