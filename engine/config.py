@@ -5,7 +5,9 @@ from typing import Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+GenerationConfig = Literal["auto", "none"]
 KvCacheDType = Literal["auto", "fp8_e4m3", "int8"]
+LoraDType = Literal["auto", "fp8_e4m3", "int8"]
 
 
 class ConfigError(ValueError):
@@ -25,7 +27,10 @@ class EngineConfig:
 
     prefill_stretch: how many times longer a step of running streams may take for the prompts computed beside them.
     async_scheduling: plan and launch a step before the tokens of the one before are read; None: on a GPU.
+    generation_config: what requests that say nothing of sampling get; auto: as the model's generation_config.json says,
+    none: OpenAI's defaults.
     kv_cache_dtype: auto is the model's; 8 bits have a scale for each token and head.
+    lora_dtype: of adapters in device memory: auto is the model's; 8 bits have a scale for each row of rank.
     enforce_eager: no CUDA graphs. cuda_graph_sizes: rows of the decode steps that are captured; None: a ladder up to
     max_num_seqs on a GPU.
 
@@ -51,16 +56,20 @@ class EngineConfig:
     cuda_graph_sizes: tuple[int, ...] | None = None
     adapter_memory: int | None = None
     max_lora_rank: int = 64
+    generation_config: GenerationConfig = "auto"
+    lora_dtype: LoraDType = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(DType):
             raise ConfigError("dtype", f"expected one of {', '.join(get_args(DType))}, got {self.dtype!r}")
+        if self.generation_config not in get_args(GenerationConfig):
+            raise ConfigError("generation_config", f"expected auto or none, got {self.generation_config!r}")
         if self.device not in get_args(Device):
             raise ConfigError("device", f"expected one of {', '.join(get_args(Device))}, got {self.device!r}")
-        if self.kv_cache_dtype not in get_args(KvCacheDType):
-            expected = ", ".join(get_args(KvCacheDType))
-            raise ConfigError("kv_cache_dtype", f"expected one of {expected}, got {self.kv_cache_dtype!r}")
+        for field, kind in (("kv_cache_dtype", KvCacheDType), ("lora_dtype", LoraDType)):
+            if getattr(self, field) not in get_args(kind):
+                raise ConfigError(field, f"expected one of {', '.join(get_args(kind))}, got {getattr(self, field)!r}")
         sizes = self.cuda_graph_sizes
         if sizes is not None and not all(1 <= size <= self.max_num_seqs for size in sizes):
             raise ConfigError(

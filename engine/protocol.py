@@ -18,6 +18,7 @@ from engine.conversation import (
     check_tools,
     tools_as_template_input,
 )
+from engine.sampling_defaults import OPENAIS, SamplingDefaults
 from engine.scheduling.request import RequestError, SamplingParams
 from engine.structured.spec import KINDS, GrammarSpec, read_spec
 from engine.wire import BadRequest as BadRequest
@@ -160,18 +161,24 @@ class SamplingRequest(Struct, kw_only=True):
         except RequestError as exc:
             raise BadRequest(exc.field, str(exc)) from None
 
-    def sampling_params(self, max_tokens: int, index: int, grammar: "Grammar | None" = None) -> SamplingParams:
+    def sampling_params(
+        self,
+        max_tokens: int,
+        index: int,
+        grammar: "Grammar | None" = None,
+        defaults: SamplingDefaults = OPENAIS,
+    ) -> SamplingParams:
         """Parameters of the choice `index`: each choice of a seeded request has a seed of its own."""
-        temperature = _or(self.temperature, 1.0)
+        temperature = _or(self.temperature, defaults.temperature)
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
-            top_p=max(_or(self.top_p, 1.0), MIN_TOP_P),
-            top_k=max(0, self.top_k or 0),
-            min_p=_or(self.min_p, 0.0),
+            top_p=max(_or(self.top_p, defaults.top_p), MIN_TOP_P),
+            top_k=max(0, defaults.top_k if self.top_k is None else self.top_k),
+            min_p=_or(self.min_p, defaults.min_p),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             logit_bias={int(key): bias for key, bias in (self.logit_bias or {}).items()},
             seed=None if self.seed is None else (self.seed + index) % 2**63,
             min_tokens=self.min_tokens or 0,

@@ -26,6 +26,7 @@ from engine.engine import Engine, resolve_dtype
 from engine.model.config import parse_model_config, read_config
 from engine.model.weights import Progress, base_tensor
 from engine.responses import Health
+from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
 from engine.server.announcing import announcing
 from engine.server.description import engine_description
@@ -121,6 +122,8 @@ class Server:
             self._finished = FinishedRequests(self._finished_file)
         except (ValueError, OSError) as error:
             raise ConfigError("finished_file", str(error)) from error
+        from_model = self._config.generation_config == "auto"
+        defaults = read_sampling_defaults(Path(self._config.model)) if from_model else OPENAIS
         tokenizer, engine = await asyncio.to_thread(self._load, progress)
         self._loop = EngineLoop(
             engine,
@@ -147,6 +150,7 @@ class Server:
             engine.eos_token_ids,
             self._tool_format or format_of(tokenizer.tool_template),
             self._finished,
+            defaults,
         )
         self._states = StateFeed(engine, self._loop, models, self._finished)
         self._routes = EngineRoutes(tokenizer, engine, self._loop, models, self._metrics, self._finished, self._states)

@@ -13,6 +13,7 @@ from msgspec import UNSET
 
 from engine.protocol import BadRequest, ChatCompletionRequest, CompletionRequest, SamplingRequest, decode
 from engine.responses import Progress, PromptTokensDetails, Usage
+from engine.sampling_defaults import SamplingDefaults
 from engine.scheduling.request import RequestOutput
 from engine.server.answers import Answer, ChatAnswer, CompletionAnswer
 from engine.server.errors import ApiError, as_api_error, error_body
@@ -60,6 +61,7 @@ class GenerationRoutes:
     finished: FinishedRequests
 
     async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
+    defaults: SamplingDefaults
         raw = await request.read()
         body, prompts, echo = await offload(len(raw), lambda: self._read_completion(raw))
         request_id = uuid.uuid4().hex
@@ -102,14 +104,14 @@ class GenerationRoutes:
         body = decode(ChatCompletionRequest, raw)
         return body, [self.tokenizer.encode_chat(*body.template_input())]
 
-    async def _answer(self, request: web.Request, caller: Caller, asked: "_Asked") -> web.StreamResponse:
-        async with self.models.using(asked.body.model) as adapter:
     def _shown_ids(self, body: SamplingRequest) -> frozenset[int]:
         """Special tokens that are written."""
         return self.tokenizer.special_ids if body.skip_special_tokens is False else frozenset()
 
             return await self._generate(request, caller, asked, adapter)
 
+    async def _answer(self, request: web.Request, caller: Caller, asked: "_Asked") -> web.StreamResponse:
+        async with self.models.using(asked.body.model) as adapter:
     async def _generate(
         self, request: web.Request, caller: Caller, asked: "_Asked", adapter: str | None
     ) -> web.StreamResponse:
@@ -123,7 +125,7 @@ class GenerationRoutes:
             Submission(
                 # Who wants the prompt alone has a token made all the same: with it come the prompt's log-probabilities.
                 prompt,
-                body.sampling_params(max(limit, 1), i, grammar),
+                body.sampling_params(max(limit, 1), i, grammar, self.defaults),
                 adapter,
                 caller.tenant,
                 caller.weight,
@@ -214,8 +216,8 @@ class _Run:
 
     def keep_tally(self, tally: Tally) -> None:
                 end_ids=routes.eos_token_ids,
-        """Counts there as it goes on, and what was generated in the end, whoever still wanted it."""
                 is_empty=body.max_new_tokens == 0,
+        """Counts there as it goes on, and what was generated in the end, whoever still wanted it."""
         self._tally = tally
         self._generation.on_gone = self._end_tally
 

@@ -90,6 +90,13 @@ class Sizes(click.ParamType):
 @click.option("--tool-call-parser", type=click.Choice(["hermes", "llama3_json"]), help="Default: as the template says.")
 @click.option("--seed", default=0, show_default=True, help="Of requests that bring none.")
 @click.option(
+    "--generation-config",
+    type=click.Choice(["auto", "none"]),
+    default="auto",
+    show_default=True,
+    help="Sampling where a request says nothing: the model's generation_config.json, or OpenAI's defaults.",
+)
+@click.option(
     "--download-dir",
     type=click.Path(path_type=Path),
     default=DATA_DIR / "models",

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from engine.config import ConfigError
 from engine.protocol import (
     BadRequest,
     ChatCompletionRequest,
@@ -14,6 +15,7 @@ from engine.protocol import (
     TokenizeRequest,
     decode,
 )
+from engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from engine.scheduling.request import SamplingParams
 
 COMPLETION = {"model": "m", "prompt": "hi"}
@@ -183,6 +185,20 @@ def test_every_parameter_reaches_the_engine():
     assert chat(logprobs=True, top_logprobs=4).sampling_params(8, 0).logprobs == 4
     assert chat(logprobs=True).sampling_params(8, 0).logprobs == 0
     assert chat(max_tokens=3, max_completion_tokens=5).max_new_tokens == 5
+
+
+def test_the_models_own_defaults_stand_where_a_request_says_nothing(tmp_path):
+    assert read_sampling_defaults(tmp_path) == SamplingDefaults()
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": null, "do_sample": true}')
+    defaults = read_sampling_defaults(tmp_path)
+    params = completion(top_k=0).sampling_params(16, 0, None, defaults)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.9, 0, 0.0)
+    assert chat(temperature=1, top_p=1).sampling_params(16, 0, None, defaults).temperature == 1
+    for content in ("[]", "{", '{"temperature": 3}', '{"top_k": "many"}'):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match="generation_config"):
+            read_sampling_defaults(tmp_path)
 
 
 def test_messages_become_what_templates_expect():

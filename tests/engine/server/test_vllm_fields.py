@@ -1,8 +1,10 @@
 """What vLLM's API has beyond OpenAI's, beside sampling: what an answer says of itself and how a prompt is made."""
 
+import shutil
+
 import pytest
 
-from tests.engine.server.running import Client
+from tests.engine.server.running import Client, RunningServer
 
 ASKED = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -98,6 +100,21 @@ async def test_special_tokens_of_a_prompt(client):
     assert await tokens_of(client, "x", add_special_tokens=False) == await tokens_of(client, "x")
     usage = (await client.complete(**ASKED, add_special_tokens=False))["usage"]
     assert usage["prompt_tokens"] == len(await tokens_of(client, ASKED["prompt"]))
+
+
+@pytest.mark.parametrize("source", ["auto", "none"])
+async def test_the_models_own_way_of_sampling_unless_it_is_left_out(session, model, tmp_path, source):
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"top_k": 1, "eos_token_id": 2}')
+    running = RunningServer(folder, config={"generation_config": source})
+    try:
+        client = Client(session, running.url)
+        free = {"model": "tiny", "prompt": "The quick", "max_tokens": 20, "ignore_eos": True}
+        likeliest = await client.ok("/v1/completions", free | {"temperature": 0})
+        said = await client.ok("/v1/completions", free)
+        assert (said["choices"][0]["text"] == likeliest["choices"][0]["text"]) is (source == "auto")
+    finally:
+        running.close()
 
 
 async def test_a_message_that_is_continued(client):

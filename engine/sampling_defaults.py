@@ -1,0 +1,37 @@
+"""What a request that does not say how to sample gets: the model's own generation_config.json, as vLLM takes it."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from engine.config import ConfigError
+
+FILE_NAME = "generation_config.json"
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """OpenAI's, but for what a model says. What else its file holds (`do_sample`, `max_length`, ...) counts nothing."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+
+
+OPENAIS = SamplingDefaults()
+
+
+def read_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Of a model folder; OpenAI's where it has no such file. Raises ConfigError for a value that is out of range."""
+    file = folder / FILE_NAME
+    if not file.is_file():
+        return OPENAIS
+    try:
+        given = json.loads(file.read_text("utf-8"))
+        return msgspec.convert({k: v for k, v in given.items() if v is not None}, SamplingDefaults)
+    except (ValueError, AttributeError) as exc:
+        raise ConfigError("generation_config", f"{file}: {exc}; `none` leaves the file out") from None
