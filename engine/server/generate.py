@@ -59,9 +59,9 @@ class GenerationRoutes:
     eos_token_ids: frozenset[int]
     tool_format: ToolFormat | None
     finished: FinishedRequests
+    defaults: SamplingDefaults
 
     async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
-    defaults: SamplingDefaults
         raw = await request.read()
         body, prompts, echo = await offload(len(raw), lambda: self._read_completion(raw))
         request_id = uuid.uuid4().hex
@@ -108,10 +108,10 @@ class GenerationRoutes:
         """Special tokens that are written."""
         return self.tokenizer.special_ids if body.skip_special_tokens is False else frozenset()
 
-            return await self._generate(request, caller, asked, adapter)
-
     async def _answer(self, request: web.Request, caller: Caller, asked: "_Asked") -> web.StreamResponse:
         async with self.models.using(asked.body.model) as adapter:
+            return await self._generate(request, caller, asked, adapter)
+
     async def _generate(
         self, request: web.Request, caller: Caller, asked: "_Asked", adapter: str | None
     ) -> web.StreamResponse:
@@ -209,14 +209,14 @@ class _Run:
                     shown_ids=asked.shown_ids,
                 ),
                 include_stop=include_stop,
+                end_ids=routes.eos_token_ids,
                 stop_ids=stop_ids,
+                is_empty=body.max_new_tokens == 0,
             )
             for index in range(len(prompts) * self._choices)
         ]
 
     def keep_tally(self, tally: Tally) -> None:
-                end_ids=routes.eos_token_ids,
-                is_empty=body.max_new_tokens == 0,
         """Counts there as it goes on, and what was generated in the end, whoever still wanted it."""
         self._tally = tally
         self._generation.on_gone = self._end_tally

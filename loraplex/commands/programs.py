@@ -88,7 +88,6 @@ class Sizes(click.ParamType):
 )
 @click.option("--finished-file", type=click.Path(path_type=Path), help="What requests have cost, kept over restarts.")
 @click.option("--tool-call-parser", type=click.Choice(["hermes", "llama3_json"]), help="Default: as the template says.")
-@click.option("--seed", default=0, show_default=True, help="Of requests that bring none.")
 @click.option(
     "--generation-config",
     type=click.Choice(["auto", "none"]),
@@ -96,6 +95,7 @@ class Sizes(click.ParamType):
     show_default=True,
     help="Sampling where a request says nothing: the model's generation_config.json, or OpenAI's defaults.",
 )
+@click.option("--seed", default=0, show_default=True, help="Of requests that bring none.")
 @click.option(
     "--download-dir",
     type=click.Path(path_type=Path),
