@@ -76,6 +76,10 @@ class ModelNotFound(RecordNotFound):
         super().__init__(f"The model '{name}' does not exist or you do not have access to it.", param="model")
 
 
+class MethodNotAllowed(GatewayError):
+    status, kind, code = 405, "invalid_request_error", "method_not_allowed"
+
+
 class NameTaken(GatewayError):
     status, kind, code = 409, "invalid_request_error", "already_exists"
 
@@ -161,10 +165,8 @@ def translate(error: Exception, request_id: str) -> GatewayError:
         return RecordNotFound("There is nothing at this URL.", code="unknown_url")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        refused = BadRequest(f"Method {error.method} is not allowed here; use {allowed}.", code="method_not_allowed")
-        refused.status = 405
-        refused.headers = {"Allow": allowed}
-        return refused
+        message = f"Method {error.method} is not allowed here; use {allowed}."
+        return MethodNotAllowed(message, headers={"Allow": allowed})
     log.error("request %s failed", request_id, exc_info=error)
     return GatewayError(f"The gateway failed. Report request id {request_id} to its operator.")
 

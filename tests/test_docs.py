@@ -4,8 +4,9 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -104,6 +105,27 @@ def test_every_setting_and_no_other():
     assert from_flags <= known
 
 
+def as_written(default: Any) -> str:
+    match default:
+        case bool():
+            return "yes" if default else "no"
+        case float():
+            return f"{default:g}"
+        case tuple():
+            return ",".join(default)
+    return str(default)
+
+
+def test_every_settings_default():
+    defaults = {env_name(field.name): field.default for field in fields(Settings)}
+    for variables, cell in re.findall(r"^\| (`LORAPLEX_.*?) \| (.*?) \| .* \|$", REFERENCE, re.MULTILINE):
+        shown = [word.strip("`") for word in re.findall(r"`[^`]+`|\brequired\b|\bnone\b", cell)]
+        expected = [defaults.pop(name) for name in re.findall(r"`(\w+)`", variables)]
+        words = ["required" if d is MISSING else "none" if d in (None, ()) else as_written(d) for d in expected]
+        assert shown == words, variables
+    assert not defaults
+
+
 def metric_names(registry: CollectorRegistry) -> set[str]:
     suffix = {"counter": "_total"}
     return {metric.name + suffix.get(metric.type, "") for metric in registry.collect()}
@@ -133,28 +155,82 @@ def test_prometheus_scrapes_what_compose_runs():
     assert targets == {f"gateway:{metrics_port}", "engine:8000"}
 
 
-def test_every_error_code_and_no_other():
-    """Codes are given as `code="..."`, as a class's `code`, or as the last of `status, kind, code = ...`."""
-    codes = set()
-    for path in sources("gateway", "engine"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            values: list[ast.expr] = []
-            if isinstance(node, ast.keyword) and node.arg == "code":
-                values = [node.value]
-            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    pairs = zip(target.elts, node.value.elts, strict=True)
-                    values = [v for t, v in pairs if isinstance(t, ast.Name) and t.id == "code"]
-                elif isinstance(target, ast.Name) and target.id == "code":
-                    values = [node.value]
-            for value in values:
-                branches = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-                codes |= {b.value for b in branches if isinstance(b, ast.Constant) and isinstance(b.value, str)}
+class Errors:
+    """Statuses and codes of the servers' errors, read from their source.
+
+    A class says them as `status, kind, code = 404, ...` or `code = ...`, or inherits them; a call adds `code="..."` to
+    its class's status, or to the status that is its first argument.
+    """
+
+    def __init__(self) -> None:
+        trees = [ast.parse(path.read_text()) for path in sources("gateway", "engine")]
+        nodes = [node for tree in trees for node in ast.walk(tree)]
+        self.classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+        self.pairs = {pair for name, node in self.classes.items() for pair in self.of_class(name, node)}
+        for function in nodes:
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.pairs |= set(self.of_calls(function))
+
+    def of_class(self, name: str, node: ast.ClassDef) -> Iterator[tuple[int, str]]:
+        code = assigned(node, "code")
+        if isinstance(code, ast.Constant) and isinstance(code.value, str):
+            yield self.status(name), code.value
+
+    def of_calls(self, function: ast.AST) -> Iterator[tuple[int, str]]:
+        for call in ast.walk(function):
+            if not isinstance(call, ast.Call):
+                continue
+            codes = [word.value for word in call.keywords if word.arg == "code"]
+            if spelt_name(call.func) == "BadRequest" and len(call.args) == 3:
+                codes.append(call.args[2])  # the wire's, by position
+            for code in codes:
+                value = assigned(function, code.id) if isinstance(code, ast.Name) else code
+                for branch in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
+                    if isinstance(branch, ast.Constant) and isinstance(branch.value, str):
+                        yield self.call_status(call), branch.value
+
+    def call_status(self, call: ast.Call) -> int:
+        first = call.args[0] if call.args else None
+        if isinstance(first, ast.Constant) and isinstance(first.value, int):
+            return first.value
+        return self.status(spelt_name(call.func))
+
+    def status(self, name: str) -> int:
+        """Of a class or the nearest it inherits from; the wire's own errors know none and are 400."""
+        node = self.classes.get(name)
+        if node is None:
+            return 400
+        own = assigned(node, "status")
+        if isinstance(own, ast.Constant) and isinstance(own.value, int):
+            return own.value
+        return self.status(spelt_name(node.bases[0])) if node.bases else 400
+
+
+def spelt_name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def assigned(scope: ast.AST, name: str) -> ast.expr | None:
+    """What is assigned to the name in a class or function, also as one of several."""
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            else:
+                pairs = [(target, node.value)]
+            for aim, value in pairs:
+                if isinstance(aim, ast.Name) and aim.id == name:
+                    return value
+    return None
+
+
+def test_every_error_code_with_its_status_and_no_other():
     table = REFERENCE.split("## Errors")[1].split("## Metrics")[0]
-    rows = [line.split("|")[2] for line in table.splitlines() if re.match(r"\| \d{3} \|", line)]
-    documented = {code for row in rows for code in re.findall(r"`(\w+)`", row)}
-    assert codes == documented
+    rows = [line.split("|") for line in table.splitlines() if re.match(r"\| \d{3} \|", line)]
+    documented = {(int(row[1]), code) for row in rows for code in re.findall(r"`(\w+)`", row[2])}
+    assert len(documented) > 30
+    assert Errors().pairs == documented
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
