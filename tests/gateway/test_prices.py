@@ -1,12 +1,13 @@
 """What tokens cost: prices by model, in whole micro-units, reserved before and billed after."""
 
+from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.records.database import Database
-from gateway.records.prices import FREE, Price, PriceList, Prices
+from gateway.records.prices import FREE, Price, PriceList, Prices, format_money
 from tests.gateway.running import BASE_MODEL, HI_TOKENS, Gateway, until
 
 amounts = st.integers(0, 10**9)
@@ -22,6 +23,18 @@ def test_a_cost_is_rounded_up_once_and_never_over_what_was_reserved(
     cost = price.cost(prompt, completion, cached)
     assert 0 <= cost - exact < 1
     assert cost <= price.highest_cost(prompt, completion)
+
+
+def test_money_is_said_as_the_currency_is_written():
+    amounts = {
+        0: "0.00",
+        1: "0.000001",
+        38: "0.000038",
+        500_000: "0.50",
+        12_500_000: "12.50",
+        10**15: "1,000,000,000.00",
+    }
+    assert {amount: format_money(amount) for amount in amounts} == amounts
 
 
 async def test_the_nearest_price_holds(database: Database):
@@ -79,7 +92,11 @@ async def test_a_request_costs_what_it_used_and_a_budget_ends_it(gateway: Gatewa
     left = whole + 1 - cost
     refused = await acme.chat(max_tokens=left // 2 + 1)
     assert (refused.status, refused.error["code"], refused.error["type"]) == (429, "insufficient_quota", "budget")
-    assert f"remaining {left}." in refused.error["message"]
+    assert f"remaining {format_money(left)}." in refused.error["message"]
+    # In money, and until when in people's words; the header has the seconds.
+    month = (datetime.now(UTC).replace(day=1) + timedelta(days=32)).replace(day=1)
+    assert f"Try again on 1 {month:%B %Y} 00:00 UTC." in refused.error["message"]
+    assert int(refused.headers["Retry-After"]) > 0
 
 
 async def test_an_answer_is_shortened_through_to_the_engine(gateway: Gateway):

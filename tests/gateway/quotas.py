@@ -1,0 +1,30 @@
+"""A quota as its tests use it, on one Valkey or on a cluster."""
+
+import uuid
+from typing import Any
+
+from gateway.admission.quota import Quota
+from gateway.admission.reservation import Reservation
+from gateway.admission.store import Client
+
+
+async def take(quota: Quota, who: Any, tokens: int = 1, **options: Any) -> Reservation:
+    """A request for so many tokens, all of them completion."""
+    request_id = options.pop("request_id", None) or uuid.uuid4().hex
+    return await quota.acquire(who, options.pop("model", "base"), request_id, 0, tokens, **options)
+
+
+async def settle(quota: Quota, reservation: Reservation, tokens: int, cost: int = 0, **options: Any) -> bytes | None:
+    return await quota.settle(reservation, tokens=tokens, cost=cost, event=b"{}", **options)
+
+
+async def dump(redis: Client, who: Any) -> dict[str, Any]:
+    """All that is kept of a tenant, by the last part of its key."""
+    tag = f"loraplex:{{{who.tenant.id}}}:"
+    kept = {
+        "quota": await redis.hgetall(tag + "quota"),
+        "leases": await redis.zrange(tag + "leases", 0, -1, withscores=True),
+        "held": await redis.hgetall(tag + "held"),
+        "usage": await redis.xrange(tag + "usage"),
+    }
+    return {part: content for part, content in kept.items() if content}
