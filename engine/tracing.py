@@ -20,7 +20,12 @@ PROTOCOL = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 class TracingError(ValueError):
-    """A variable of the environment asks for what cannot be done; the message names it."""
+    """The environment asks for what cannot be done. field: the variable."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
 
 
 class Span:
@@ -78,13 +83,11 @@ def start_tracing(service: str, environ: Mapping[str, str] = os.environ) -> Trac
         return None
     for name in PROTOCOL:
         if environ.get(name, "http/protobuf") != "http/protobuf":
-            raise TracingError(f"{name}: expected http/protobuf, got {environ[name]!r}")
+            raise TracingError(name, f"expected http/protobuf, got {environ[name]!r}")
     try:
         from engine.otlp import OtlpTracing
     except ModuleNotFoundError as error:
-        raise TracingError(
-            f"{named} is set, and {error.name} is not installed: pip install 'loraplex[otel]'"
-        ) from error
+        raise TracingError(named, f"{error.name} is not installed; pip install 'loraplex[otel]'") from error
     return OtlpTracing(service)
 
 

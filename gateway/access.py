@@ -14,6 +14,7 @@ from gateway.caller import CALLER, Caller, find_address
 from gateway.errors import REQUEST_ID, Handler
 from gateway.metrics import Metrics
 from gateway.settings import Network
+from gateway.tracing import describe_caller
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +50,15 @@ def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
             seconds = time.monotonic() - started
             metrics.answered(request.method, route, status, seconds)
             level = logging.DEBUG if route in PROBES else logging.INFO
-            trace_id = request.get(SPAN, NO_SPAN).trace_id
+            span = request.get(SPAN, NO_SPAN)
+            if span.is_recording:
+                describe_caller(span, caller)
             log.log(
                 level,
                 "%s %s %s %d %.1f ms client=%s tenant=%s key=%s%s",
                 *(request_id, request.method, route, status, seconds * 1000),
                 *(caller.address, caller.tenant or "-", caller.key_id or "-"),
-                f" trace={trace_id}" if trace_id else "",
+                f" trace={span.trace_id}" if span.trace_id else "",
             )
 
     return middleware

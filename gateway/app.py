@@ -16,6 +16,7 @@ from aiohttp import web
 from adapters.manifest import BaseShape
 from adapters.store import open_store
 from engine.tokenizer import Tokenizer, TokenizerError
+from engine.tracing import TracingError, start_tracing, trace_requests
 from gateway.access import add_request_id, hide_server, observe
 from gateway.admission.auth import TRUST_SECONDS, Authenticator
 from gateway.admission.fallback import parse_fallback
@@ -27,6 +28,7 @@ from gateway.api.abandoned import Abandoned
 from gateway.api.accounting import Accounting
 from gateway.api.adapters import AdapterIntake, Adapters
 from gateway.api.admin import Admin
+from gateway.api.admin_audit import AdminAudit
 from gateway.api.admin_keys import AdminKeys
 from gateway.api.admin_prices import AdminPrices
 from gateway.api.admin_tenants import AdminTenants
@@ -48,6 +50,7 @@ from gateway.fleet.probe import Probe
 from gateway.fleet.registry import Registry
 from gateway.fleet.vllm import VllmAdapters
 from gateway.metrics import Metrics
+from gateway.records.audit import Audit
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.journal import Journal, journal_folder
@@ -60,6 +63,7 @@ from gateway.records.usage_report import UsageReport
 from gateway.records.usage_stream import UsageStream
 from gateway.records.usage_writer import UsageWriter
 from gateway.settings import Settings, SettingsError
+from gateway.tracing import UNTRACED
 from gateway.workers import Supervisor
 
 log = logging.getLogger(__name__)
@@ -86,6 +90,11 @@ async def make_app(settings: Settings) -> web.Application:
         store = await asyncio.to_thread(open_store, settings.adapter_store)
     except (ValueError, OSError) as error:
         raise SettingsError("LORAPLEX_ADAPTER_STORE", str(error)) from error
+
+    try:
+        tracing = start_tracing("loraplex-gateway")
+    except TracingError as error:
+        raise SettingsError(error.field, error.message) from error
 
     metrics = Metrics()
     database = Database(settings.database_url)
@@ -126,6 +135,11 @@ async def make_app(settings: Settings) -> web.Application:
     abandoned = Abandoned(quota, stream, ledger, metrics, finished, our_engines, sweep_seconds)
     metrics.watch(registry, ledger, gate)
     metrics.watch_quota(lambda: not quota.away)
+
+    async def traces(_: web.Application) -> AsyncIterator[None]:
+        yield
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     async def connections(_: web.Application) -> AsyncIterator[None]:
         yield
@@ -175,10 +189,12 @@ async def make_app(settings: Settings) -> web.Application:
     wrong_keys = FailedLogins(metrics).middleware()
     observed = observe(metrics, settings.proxy_networks)
     middlewares = [observed, error_boundary, wrong_keys, idempotency.for_admin_calls(auth)]
+    if tracing is not None:
+        middlewares.insert(0, trace_requests(tracing, lambda route: route not in UNTRACED))
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
     app.on_response_prepare.extend([add_request_id, hide_server])
     # Ended in reverse: requests' accounts first, then what they are written to.
-    app.cleanup_ctx.extend([connections, schema, access, costs, leases, engines, usage, accounts])
+    app.cleanup_ctx.extend([traces, connections, schema, access, costs, leases, engines, usage, accounts])
     app[BODY_TIMEOUT] = settings.body_timeout
     app[METRICS], app[DATABASE], app[QUOTA], app[REGISTRY], app[LEDGER] = metrics, database, quota, registry, ledger
 
@@ -221,6 +237,7 @@ async def make_app(settings: Settings) -> web.Application:
             web.get("/v1/usage", Usage(auth=auth, report=report).get),
             *admin.routes(),
             *Engines(announcements, token).routes(),
+            *AdminAudit(auth=auth, audit=Audit(database)).routes(),
             *AdminPrices(auth=auth, prices=prices, known=price_list, tenants=tenants, catalog=catalog).routes(),
             *AdminTenants(auth=auth, tenants=tenants, catalog=catalog).routes(),
             *AdminKeys(auth=auth, tenants=tenants, keys=keys, catalog=catalog).routes(),

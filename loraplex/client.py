@@ -122,6 +122,10 @@ class GatewayClient:
         """With a tenant's own key. query: since, until and group_by."""
         return await self.call("GET", "/v1/usage", params=query)
 
+    async def audit(self, **query: Any) -> Any:
+        """A page of what was changed. query: tenant, actor, action, since, until, limit and after."""
+        return await self.call("GET", "/admin/api/audit", params=query)
+
     async def prices(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/prices")
 

@@ -1,5 +1,6 @@
 """A request in the engine: what was asked, how far it is, and the named transitions between its states. No torch."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -67,7 +68,8 @@ class TokenLogprobs:
 class RequestOutput:
     """What one step did to one request. `token_ids` holds the new tokens only.
 
-    error_param: the request's parameter that is to blame for `error`, None if none is.
+    error_param: the request's parameter that is to blame for `error`, None if none is. started_at: when its prompt was
+    first worked on (time.time()).
     """
 
     request_id: str
@@ -80,6 +82,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
     error_param: str | None = None
+    started_at: float | None = None
 
 
 class Status(Enum):
@@ -99,7 +102,7 @@ class Request:
         "adapter", "adapter_slot", "arrival", "block_hashes", "blocks", "error", "error_param", "finish_reason",
         "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_pending", "num_preemptions",
         "num_prompt_tokens", "num_registered_blocks", "params", "priority", "prompt_logprobs", "request_id", "seat",
-        "seed", "status", "stop_ids", "tenant", "token_ids", "weight",
+        "seed", "started_at", "status", "stop_ids", "tenant", "token_ids", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -140,6 +143,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.error_param: str | None = None
+        self.started_at: float | None = None
         # Its state follows from the output tokens, so a preemption leaves it as it is.
         self.matcher: Matcher | None = None if params.grammar is None else params.grammar.matcher()
         self.logprobs: list[TokenLogprobs] = []
@@ -174,6 +178,7 @@ class Request:
         self.num_computed = num_cached_tokens
         if not self.num_preemptions:
             self.num_cached_tokens = num_cached_tokens
+            self.started_at = time.time()
 
     def preempt(self) -> None:
         """RUNNING -> WAITING; what was generated stays and is computed again as a prompt."""
@@ -217,6 +222,7 @@ class Request:
             self.prompt_logprobs or None,
             self.error,
             self.error_param,
+            self.started_at,
         )
         self.logprobs, self.prompt_logprobs = [], []
         return out

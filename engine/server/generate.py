@@ -26,8 +26,10 @@ from engine.server.models import ModelRegistry
 from engine.server.sequence import Delta, Sequence
 from engine.server.text import OutputText
 from engine.server.tool_calls import ToolCallParser, ToolFormat
+from engine.server.tracing import Phases, describe_generation
 from engine.structured.spec import GrammarSpec
 from engine.tokenizer import Tokenizer
+from engine.tracing import NO_SPAN, SPAN, Span
 
 T = TypeVar("T")
 
@@ -138,9 +140,12 @@ class GenerationRoutes:
             run = _Run(self, asked, generation, caller.internal)
             if caller.request_id is not None:
                 run.keep_tally(self.finished.open(caller.request_id, run.prompt_tokens))
-            if body.stream:
-                return await run.stream(request, asked.answer)
-            return await run.whole(asked.answer)
+            try:
+                if body.stream:
+                    return await run.stream(request, asked.answer)
+                return await run.whole(asked.answer)
+            finally:
+                run.describe(request.get(SPAN, NO_SPAN))
 
     def _max_tokens(self, body: SamplingRequest, prompt: int, default: int | None, prompt_field: str) -> int:
         room = self.max_model_len - prompt
@@ -195,6 +200,7 @@ class _Run:
         self._choices = body.n or 1
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self._tally: Tally | None = None
+        self._phases = Phases()
         self._reason = "abort"
         include_stop = bool(body.include_stop_str_in_output)
         stop_ids = frozenset(body.stop_token_ids or ())
@@ -220,6 +226,11 @@ class _Run:
         """Counts there as it goes on, and what was generated in the end, whoever still wanted it."""
         self._tally = tally
         self._generation.on_gone = self._end_tally
+
+    def describe(self, span: Span) -> None:
+        """Of a request that is traced, how it went."""
+        if span.is_recording:
+            describe_generation(span, self._body.model, self._phases, self._progress(), self._reason)
 
     def _end_tally(self) -> None:
         assert self._tally is not None
@@ -318,6 +329,7 @@ class _Run:
                     self._metrics.inter_token_latency.observe(now - last[index])
                 else:
                     self._metrics.time_to_first_token.observe(now - arrived)
+                    self._phases.first_token(news[0].started_at)
                 last[index] = now
                 if sequence.finished:
                     left -= 1

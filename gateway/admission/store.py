@@ -16,6 +16,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from gateway.admission.pipeline import Pipeline
 from gateway.errors import Unavailable
+from gateway.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Store:
         dropped = (AttributeError,) if isinstance(redis, RedisCluster) else ()
         self._faults: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError, *dropped)
         self._failures = 0
+        self._outage = Outage(log, "redis")
         self._probe: asyncio.Task[None] | None = None
         self.away = False
 
@@ -150,10 +152,10 @@ class Store:
         self._failures += 1
         if self._failures >= FAILURES and not self.away:
             self.away = True
-            log.error("redis is away (%s): admission falls back", type(error).__name__)
+            self._outage.failed(type(error).__name__, "limits hold as LORAPLEX_QUOTA_FALLBACK says")
             self._probe = asyncio.create_task(self._wait_until_back())
         elif not self.away:
-            log.warning("redis: %s", type(error).__name__)
+            log.info("redis: %s", type(error).__name__)
 
     async def _wait_until_back(self) -> None:
         if self._pipeline is not None:
@@ -163,11 +165,12 @@ class Store:
             await asyncio.sleep(PROBE_SECONDS)
             try:
                 await self.ping()
-            except Unavailable:
+            except Unavailable as error:
+                self._outage.failed(type(error.__cause__).__name__, "limits hold as LORAPLEX_QUOTA_FALLBACK says")
                 continue
             self._failures = 0
             self.away = False
-            log.warning("redis is back")
+            self._outage.over()
             return
 
 

@@ -15,6 +15,7 @@ from gateway.errors import Forbidden, InvalidKey, Unavailable
 from gateway.fleet.finished import FinishedClient
 from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
+from gateway.outage import Outage
 from gateway.records.catalog import Model
 from gateway.records.ledger import Ledger
 from gateway.records.prices import Price
@@ -65,6 +66,11 @@ class Account:
         self.arrived = arrived
         self._first_token: float | None = None
 
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From the request's arrival; of streams."""
+        return None if self._first_token is None else self._first_token - self.arrived
+
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """The engine has the prompt; from here on it costs, whoever leaves."""
         self.engine, self.prompt_tokens = engine.url, prompt_tokens
@@ -108,7 +114,7 @@ class Account:
 
     def row(self, ended: float) -> UsageRow:
         """ended: on the clock of `arrived`."""
-        first = self._first_token
+        first = self.first_token_seconds
         return UsageRow(
             request_id=self.reservation.request_id,
             tenant_id=self.principal.tenant.id,
@@ -123,7 +129,7 @@ class Account:
             cached_tokens=self.cached_tokens,
             cost=self.price.cost(self.prompt_tokens, self.completion_tokens, self.cached_tokens),
             latency_ms=round((ended - self.arrived) * 1000),
-            ttft_ms=None if first is None else round((first - self.arrived) * 1000),
+            ttft_ms=None if first is None else round(first * 1000),
             status=self.status,
             finish_reason=self.finish_reason,
             created_at=self.reservation.admitted_at,
@@ -155,6 +161,7 @@ class Accounting:
         self._finished = finished
         self._ledger = ledger
         self._metrics = metrics
+        self._outage = Outage(log, "settling requests")
         self._closing: set[asyncio.Task[None]] = set()
 
     def check_room(self) -> None:
@@ -214,8 +221,10 @@ class Accounting:
             entry_id = await self._quota.settle(
                 account.reservation, tokens=used, cost=row.cost, event=encode(row), counts=account.counts
             )
-        except Unavailable:
-            log.error("request %s is settled later, when its lease has run out", row.request_id)
+            self._outage.over()
+        except Unavailable as error:
+            # The row goes to the journal; another gateway's sweep does the rest.
+            self._outage.failed(str(error), "what requests took of their limits is corrected when their leases run out")
         if entry_id is None:
             await self._ledger.keep(row)
         else:

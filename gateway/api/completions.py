@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import ClientError, ClientResponse, web
 
+from engine.tracing import NO_SPAN, SPAN
 from gateway.admission.auth import Authenticator
 from gateway.admission.quota import Quota
 from gateway.api.accounting import Account, Accounting, ClientGone, lease_note
@@ -29,9 +30,10 @@ from gateway.errors import (
 from gateway.fleet.client import Call, EngineRefused, read_events, read_json
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
-from gateway.records.catalog import Adapter, Catalog, Model
+from gateway.records.catalog import Adapter, Catalog
 from gateway.records.prices import PriceList
 from gateway.records.tenants import Tenant
+from gateway.tracing import describe_request
 
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -81,6 +83,18 @@ class Completions:
         return await self._serve(request, COMPLETIONS)
 
     async def _serve(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        span = request.get(SPAN, NO_SPAN)
+        with span.child("admission"):
+            asked, account = await self._admit(request, endpoint)
+        try:
+            with self._accounting.open(account):
+                return await self._forward(request, endpoint, asked, account)
+        finally:
+            if span.is_recording:
+                describe_request(span, endpoint.path, account)
+
+    async def _admit(self, request: web.Request, endpoint: Endpoint) -> tuple[InferenceRequest, Account]:
+        """What is asked for, as far as it is granted, and on whose account."""
         arrived = time.monotonic()
         principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
         tenant = principal.tenant
@@ -107,22 +121,21 @@ class Completions:
             raise
         if reservation.max_tokens < asked.max_tokens:
             asked.shorten(reservation.max_tokens)
-        account = Account(principal, reservation, endpoint.name, model, price, arrived)
-        with self._accounting.open(account):
-            return await self._forward(request, endpoint, asked, model, account)
+        return asked, Account(principal, reservation, endpoint.name, model, price, arrived)
 
     async def _forward(
-        self, request: web.Request, endpoint: Endpoint, asked: InferenceRequest, model: Model, account: Account
+        self, request: web.Request, endpoint: Endpoint, asked: InferenceRequest, account: Account
     ) -> web.StreamResponse:
         """Sends it to an engine and the engine's answer to the client."""
         call = Call(
             request_id=request[REQUEST_ID],
             path=endpoint.path,
             body=asked.body,
-            model=model,
+            model=account.model,
             tenant=account.principal.tenant,
             prompt_tokens=asked.prompt_tokens,
-            traceparent=_traceparent(request),
+            span=request.get(SPAN, NO_SPAN),
+            trace=_trace(request),
         )
         relay = self._relay_stream if asked.stream else self._relay_answer
         try:
@@ -242,9 +255,10 @@ class Completions:
         return {**description, "root": self._base_model, "parent": self._base_model}
 
 
-def _traceparent(request: web.Request) -> str | None:
-    given = request.headers.get("traceparent", "")
-    return given if TRACEPARENT.fullmatch(given) else None
+def _trace(request: web.Request) -> dict[str, str]:
+    """The client's, for the engine, where the gateway makes no spans itself."""
+    given = request.headers.get("traceparent")
+    return {"traceparent": given} if given is not None and TRACEPARENT.fullmatch(given) else {}
 
 
 def visible_event(event: dict[str, Any], model: str, include_usage: bool) -> dict[str, Any] | None:

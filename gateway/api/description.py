@@ -51,6 +51,7 @@ ROUTES = (
     Route("DELETE", "/admin/api/tenants/{tenant}/adapters/{name}", "Free an adapter's name.", None, dict),
     Route("GET", "/admin/api/usage", "What tenants have used.", None, dict),
     Route("GET", "/admin/api/engines", "The engines and how they are.", None, dict),
+    Route("GET", "/admin/api/audit", "Who changed what.", None, dict),
     Route("GET", "/admin/api/prices", "What tokens cost.", None, dict),
     Route("PUT", "/admin/api/prices/{model}", "Set a model's price.", NewPrice, dict),
     Route("DELETE", "/admin/api/prices/{model}", "Take a price back.", None, dict),

@@ -15,6 +15,7 @@ from aiohttp import (
     TCPConnector,
 )
 
+from engine.tracing import NO_SPAN, Span
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
 from gateway.fleet.registry import EngineRecord
 from gateway.fleet.vllm import VllmAdapters
@@ -56,7 +57,7 @@ class EngineRefused(Exception):
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One request as it goes to an engine, whichever. body: OpenAI's; its model is replaced by what engines know.
 
-    prompt_tokens: of all prompts together. traceparent: W3C's, if there is one to pass on.
+    prompt_tokens: of all prompts together. span: what this is a part of. trace: W3C's headers that tell an engine so.
     """
 
     request_id: str
@@ -65,7 +66,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     model: Model
     tenant: Tenant
     prompt_tokens: int
-    traceparent: str | None = None
+    span: Span = NO_SPAN
+    trace: dict[str, str] = {}
 
 
 def new_session(read_timeout: float) -> ClientSession:
@@ -142,9 +144,7 @@ class EngineClient:
     async def _send(
         self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]
     ) -> ClientResponse:
-        headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **headers}
-        if call.traceparent is not None:
-            headers["traceparent"] = call.traceparent
+        headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
         digest = call.model.digest
         wire = msgspec.json.encode({**body, "model": f"sha256:{digest}" if digest else call.model.name})
         return await self._session.post(f"{engine.url}{call.path}", data=wire, headers=headers)

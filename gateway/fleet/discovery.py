@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from redis.exceptions import RedisError
 
 from gateway.fleet.addresses import Address, parse_address
+from gateway.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class Discovery:
         self._addresses = addresses
         self._announcements = announcements
         self._last: dict[str, list[Address]] = {}
+        self._outages = {address.url: Outage(log, f"resolving {address.url}") for address in addresses}
+        self._outages[ANNOUNCEMENTS] = Outage(log, "listing announced engines")
 
     async def __call__(self) -> list[Address]:
         found: list[Address] = []
@@ -77,8 +80,9 @@ class Discovery:
     async def _announced(self, announcements: Announcements) -> list[Address]:
         try:
             self._last[ANNOUNCEMENTS] = [parse_address(text) for text in await announcements.all()]
+            self._outages[ANNOUNCEMENTS].over()
         except (RedisError, OSError, TimeoutError) as error:
-            log.warning("announced engines could not be listed: %s", type(error).__name__)
+            self._outages[ANNOUNCEMENTS].failed(type(error).__name__, "those that were last heard of stay")
         return self._last.get(ANNOUNCEMENTS, [])
 
     async def _resolve(self, address: Address) -> list[Address]:
@@ -88,8 +92,9 @@ class Discovery:
             async with asyncio.timeout(DNS_SECONDS):
                 infos = await loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError) as error:
-            log.warning("%s could not be resolved: %s", address.url, type(error).__name__)
+            self._outages[address.url].failed(type(error).__name__, "the engines that were last found stay")
         else:
+            self._outages[address.url].over()
             hosts = sorted({str(info[4][0]) for info in infos})
             urls = [f"http://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts]
             self._last[address.url] = [replace(address, url=url) for url in urls]

@@ -7,12 +7,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 from aiohttp import ClientResponse
+from msgspec.structs import replace
 
 from gateway.admission.overload import Gate, Place
 from gateway.errors import Overloaded, Unavailable, UpstreamFailed
 from gateway.fleet.client import Call, EngineClient, EngineGone, EngineRefused
 from gateway.fleet.registry import EngineRecord, Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
+from gateway.tracing import upstream
 
 # Engines that may go away with a request in hand before it is given to no other: it may be the request that ends them.
 MAX_DEATHS = 2
@@ -47,7 +49,8 @@ class Fleet:
         place = Place(tenant.id, tenant.weight, tenant.priority, call.prompt_tokens)
         async with AsyncExitStack() as held:
             try:
-                await held.enter_async_context(self._gate.enter(place, lambda: bill.completion_tokens))
+                with call.span.child("routing"):
+                    await held.enter_async_context(self._gate.enter(place, lambda: bill.completion_tokens))
             except Overloaded as error:
                 raise EngineRefused(error) from error
             yield await self._begin(call, bill, held)
@@ -103,8 +106,10 @@ class Fleet:
         engine.breaker.sent()
         learn = engine.breaker.gave_up
         try:
-            with engine.busy(call.model.digest):
-                async with self._client.open(engine, call) as response:
+            with upstream(call, engine) as span, engine.busy(call.model.digest):
+                told = span.headers()
+                sent = replace(call, trace=told) if told else call
+                async with self._client.open(engine, sent) as response:
                     yield response
                     # An answer that broke off has been told to the client by now; here it only counts.
                     broken = response.content.exception() is not None

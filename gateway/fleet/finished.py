@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from engine.responses import FinishedRequest, FinishedRequestList
+from gateway.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ class FinishedClient:
 
     def __init__(self, session: ClientSession, internal_token: str) -> None:
         self._session = session
+        # Of the engines that do not answer.
+        self._outages: dict[str, Outage] = {}
         self._headers = {"x-loraplex-internal-token": internal_token}
 
     async def ask(
@@ -47,10 +50,14 @@ class FinishedClient:
                 if response.status == 404:
                     return []
                 response.raise_for_status()
-                return msgspec.json.decode(await response.read(), type=FinishedRequestList).data
+                found = msgspec.json.decode(await response.read(), type=FinishedRequestList).data
         except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-            log.warning("engine %s could not be asked what requests have cost: %s", engine_url, type(error).__name__)
+            outage = Outage(log, f"asking engine {engine_url} what requests have cost")
+            self._outages.setdefault(engine_url, outage).failed(type(error).__name__)
             return None
+        if engine_url in self._outages:
+            self._outages.pop(engine_url).over()
+        return found
 
     async def outcome(self, engine_url: str, request_id: str, seconds: float) -> FinishedRequest | None:
         """What one request has cost in the end. None: the engine does not know, is away, or it runs for longer."""

@@ -1,20 +1,45 @@
-"""Who changed what. A row is written in the same transaction as the change it tells of."""
+"""Who changed what, when and from where. A row is written in the same transaction as the change it tells of."""
 
 import uuid
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import insert
+from sqlalchemy import Row, and_, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from gateway.caller import CALLER
+from gateway.errors import BadRequest
+from gateway.records.database import Database
 from gateway.records.tables import audit
 
 
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """actor: the id of the key that asked. tenant: whose things were changed, by the name it had; None: nobody's alone.
+    address, request_id: of the HTTP request; None where there was none."""
+
+    id: str
+    at: datetime
+    actor: str
+    action: str
+    target: str
+    tenant: str | None
+    address: str | None
+    request_id: str | None
+    detail: dict[str, Any]
+
+
 async def record_change(
-    connection: AsyncConnection, actor: str, action: str, target: str, detail: dict[str, Any] | None = None
+    connection: AsyncConnection,
+    actor: str,
+    action: str,
+    target: str,
+    detail: dict[str, Any] | None = None,
+    *,
+    tenant: str | None = None,
 ) -> None:
-    """actor: the id of the key that asked. action: "tenant.create" and the like. detail: never a secret."""
+    """action: "tenant.create" and the like. detail: never a secret."""
+    caller = CALLER.get()
     await connection.execute(
         insert(audit).values(
             id=uuid.uuid4().hex,
@@ -22,6 +47,53 @@ async def record_change(
             actor=actor,
             action=action,
             target=target,
+            tenant=tenant,
+            address=None if caller is None else caller.address,
+            request_id=None if caller is None else caller.request_id,
             detail=msgspec.json.encode(detail or {}).decode(),
         )
     )
+
+
+class Audit:
+    """Reads what was written. Raises Unavailable when the database is away."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list(
+        self,
+        *,
+        tenant: str | None = None,
+        actor: str | None = None,
+        action: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        after: str | None = None,
+        limit: int = 100,
+    ) -> tuple[list[AuditEntry], bool]:
+        """The newest first, and whether there are more. action: "key.create", or "key" for all that is done to keys.
+        after: the id of the last entry that is known already. Raises BadRequest if it is none."""
+        query = select(audit).order_by(audit.c.at.desc(), audit.c.id.desc()).limit(limit + 1)
+        if tenant is not None:
+            query = query.where(audit.c.tenant == tenant)
+        if actor is not None:
+            query = query.where(audit.c.actor == actor)
+        if action is not None:
+            query = query.where(or_(audit.c.action == action, audit.c.action.startswith(f"{action}.", autoescape=True)))
+        if since is not None:
+            query = query.where(audit.c.at >= since)
+        if until is not None:
+            query = query.where(audit.c.at < until)
+        async with self._database.read() as connection:
+            if after is not None:
+                last = (await connection.execute(select(audit.c.at, audit.c.id).where(audit.c.id == after))).first()
+                if last is None:
+                    raise BadRequest("after: there is no such entry.", param="after")
+                query = query.where(or_(audit.c.at < last.at, and_(audit.c.at == last.at, audit.c.id < last.id)))
+            rows = (await connection.execute(query)).all()
+        return [_entry(row) for row in rows[:limit]], len(rows) > limit
+
+
+def _entry(row: Row[Any]) -> AuditEntry:
+    return AuditEntry(**{**row._mapping, "detail": msgspec.json.decode(row.detail)})

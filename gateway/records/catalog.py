@@ -136,7 +136,7 @@ class Catalog:
             )
             target = f"{tenant.name}/{name}"
             detail = {"version": version, "digest": content["digest"]}
-            await record_change(connection, actor, "adapter.push", target, detail)
+            await record_change(connection, actor, "adapter.push", target, detail, tenant=tenant.name)
             await count_change(connection)
         return Adapter(name=name, version=version, created_at=now, **content)
 
@@ -170,7 +170,8 @@ class Catalog:
             result = await connection.execute(delete(adapters).where(owned))
             if result.rowcount == 0:
                 raise RecordNotFound("There is no adapter of this name.", param="name")
-            await record_change(connection, actor, "adapter.delete", f"{tenant.name}/{name}")
+            target = f"{tenant.name}/{name}"
+            await record_change(connection, actor, "adapter.delete", target, tenant=tenant.name)
             await count_change(connection)
         await asyncio.sleep(self._believed_seconds)
 

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 import migrations
 from gateway.errors import Unavailable
+from gateway.outage import Outage
 from gateway.settings import SettingsError
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Database:
     def __init__(self, url: str) -> None:
         self._url = async_url(url)
         self.dialect = self._url.get_backend_name()
+        self._outage = Outage(log, "the database")
         # Parameters hold hashes and names; errors are logged without them.
         options: dict[str, Any] = {"pool_pre_ping": True, "pool_timeout": STATEMENT_SECONDS, "hide_parameters": True}
         if self.dialect == "sqlite":
@@ -58,7 +60,7 @@ class Database:
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
         """One transaction that only reads."""
-        with _translated():
+        with _translated(self._outage):
             async with self._engine.connect() as connection, connection.begin():
                 yield connection
 
@@ -66,7 +68,7 @@ class Database:
     async def write(self) -> AsyncIterator[AsyncConnection]:
         """One transaction that may write. On SQLite it holds the write lock from its start, so that what it
         reads cannot change under it and it never fails for a stale snapshot."""
-        with _translated():
+        with _translated(self._outage):
             async with self._engine.connect() as connection:
                 await connection.execution_options(loraplex_write=True)
                 async with connection.begin():
@@ -127,14 +129,15 @@ def is_datas_fault(error: DBAPIError) -> bool:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _translated(outage: Outage) -> Iterator[None]:
     try:
         yield
+        outage.over()
     except (DBAPIError, PoolTimeoutError, OSError, TimeoutError) as error:
         if isinstance(error, DBAPIError) and (is_datas_fault(error) or isinstance(error, ProgrammingError)):
             raise
         cause = error.orig if isinstance(error, DBAPIError) else error
-        log.warning("database: %s: %s", type(cause).__name__, cause)
+        outage.failed(f"{type(cause).__name__}: {cause}")
         raise Unavailable("The database is unavailable; try again shortly.", code="database_unavailable") from error
 
 

@@ -53,7 +53,7 @@ class Keys:
     async def add(self, key: ApiKey, actor: str) -> None:
         async with self._database.write() as connection:
             await connection.execute(insert(api_keys).values(**_values(key)))
-            await record_change(connection, actor, "key.create", key.id, _detail(key))
+            await record_change(connection, actor, "key.create", key.id, _detail(key), tenant=_owner(key))
             await count_change(connection)
 
     async def find(self, key_id: str) -> ApiKey | None:
@@ -92,7 +92,7 @@ class Keys:
             if key.revoked_at is None:
                 revoke = update(api_keys).where(api_keys.c.id == key_id).values(revoked_at=datetime.now(UTC))
                 await connection.execute(revoke)
-                await record_change(connection, actor, "key.revoke", key_id)
+                await record_change(connection, actor, "key.revoke", key_id, tenant=_owner(key))
                 await count_change(connection)
 
     async def replace(self, new: ApiKey, old_id: str, expires_at: datetime, actor: str) -> None:
@@ -108,7 +108,7 @@ class Keys:
             await connection.execute(update(api_keys).where(api_keys.c.id == old_id).values(expires_at=until))
             await connection.execute(insert(api_keys).values(**_values(new)))
             detail = _detail(new) | {"old": old_id, "old_expires_at": until.isoformat()}
-            await record_change(connection, actor, "key.rotate", new.id, detail)
+            await record_change(connection, actor, "key.rotate", new.id, detail, tenant=_owner(new))
             await count_change(connection)
 
     async def touch(self, used: Mapping[str, datetime]) -> None:
@@ -160,9 +160,13 @@ def _values(key: ApiKey) -> dict[str, Any]:
     }
 
 
+def _owner(key: ApiKey) -> str | None:
+    return None if key.tenant is None else key.tenant.name
+
+
 def _detail(key: ApiKey) -> dict[str, Any]:
     return {
-        "tenant": key.tenant.name if key.tenant else None,
+        "label": key.label,
         "scopes": sorted(key.scopes),
         "expires_at": key.expires_at and key.expires_at.isoformat(),
         "allowed_models": key.allowed_models,

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from gateway.errors import Unavailable
+from gateway.outage import Outage
 from gateway.records.journal import Journal
 from gateway.records.usage import UsageRow, encode
 from gateway.records.usage_stream import UsageStream
@@ -81,9 +82,10 @@ class Ledger:
     async def run(self) -> None:
         self._ended = False
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._forever(self._arrived, None, self._write_held))
-            tasks.create_task(self._forever(None, SWEEP_SECONDS, self._sweep))
-            tasks.create_task(self._forever(self._journal.appended, SWEEP_SECONDS, self._replay))
+            tasks.create_task(self._forever(self._arrived, None, self._write_held, self._describe_rows))
+            tasks.create_task(self._forever(None, SWEEP_SECONDS, self._sweep, self._describe_rows))
+            appended = self._journal.appended
+            tasks.create_task(self._forever(appended, SWEEP_SECONDS, self._replay, self._describe_journal))
             try:
                 await asyncio.get_running_loop().create_future()
             finally:
@@ -99,20 +101,36 @@ class Ledger:
             log.warning("usage rows stay behind, to be written by the next gateway: %s", error)
         await self._journal.close()
 
+    def _describe_rows(self) -> str:
+        return f"{self.waiting} rows wait" if self.waiting else ""
+
+    def _describe_journal(self) -> str:
+        return f"{self.journal_bytes} bytes of the journal wait" if self.journal_bytes else ""
+
     async def _forever(
-        self, event: asyncio.Event | None, seconds: float | None, work: Callable[[], Awaitable[None]]
+        self,
+        event: asyncio.Event | None,
+        seconds: float | None,
+        work: Callable[[], Awaitable[None]],
+        describe: Callable[[], str],
     ) -> None:
-        """Does the work at each event and every so many seconds; tries again, ever later, while something is away."""
+        """Does the work at each event and every so many seconds; tries again, ever later, while something is away.
+
+        describe: what waits for it, if anything does. What is away is said by its own log.
+        """
         delay = FIRST_RETRY_SECONDS
+        outage = Outage(log, "writing usage to the database")
         while not self._ended:
             try:
                 await work()
             except (Unavailable, OSError) as error:
-                log.warning("usage: %d rows and %d bytes wait: %s", self.waiting, self.journal_bytes, error)
+                if waiting := describe():
+                    outage.failed(str(error), waiting)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
                 continue
             delay = FIRST_RETRY_SECONDS
+            outage.over()
             if self._ended:
                 return
             if event is None:

@@ -205,5 +205,8 @@ audit = Table(
     Column("actor", String(64), nullable=False),
     Column("action", String(64), nullable=False),
     Column("target", String(256), nullable=False),
+    Column("tenant", String(64)),
+    Column("address", String(64)),
+    Column("request_id", String(64)),
     Column("detail", Text, nullable=False),
 )

@@ -85,7 +85,7 @@ class Tenants:
         try:
             async with self._database.write() as connection:
                 await connection.execute(insert(tenants).values(**_values(tenant)))
-                await record_change(connection, actor, "tenant.create", name, dict(fields))
+                await record_change(connection, actor, "tenant.create", name, dict(fields), tenant=name)
                 await count_change(connection)
         except IntegrityError as error:
             raise NameTaken(f"A tenant named '{name}' exists already.", param="name") from error
@@ -116,7 +116,7 @@ class Tenants:
             row = (await connection.execute(select(tenants).where(tenants.c.name == name))).one_or_none()
             if row is None:
                 raise RecordNotFound(NO_TENANT, param="tenant")
-            await record_change(connection, actor, "tenant.update", name, dict(changes))
+            await record_change(connection, actor, "tenant.update", name, dict(changes), tenant=name)
             await count_change(connection)
         return read_tenant(row)
 
@@ -127,7 +127,7 @@ class Tenants:
             result = await connection.execute(delete(tenants).where(tenants.c.name == name))
             if result.rowcount == 0:
                 raise RecordNotFound(NO_TENANT, param="tenant")
-            await record_change(connection, actor, "tenant.delete", name)
+            await record_change(connection, actor, "tenant.delete", name, tenant=name)
             await count_change(connection)
 
 

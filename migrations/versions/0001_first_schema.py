@@ -155,6 +155,9 @@ def upgrade() -> None:
         sa.Column("actor", sa.String(64), nullable=False),
         sa.Column("action", sa.String(64), nullable=False),
         sa.Column("target", sa.String(256), nullable=False),
+        sa.Column("tenant", sa.String(64)),
+        sa.Column("address", sa.String(64)),
+        sa.Column("request_id", sa.String(64)),
         sa.Column("detail", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_audit"),
     )

@@ -1,0 +1,50 @@
+"""`/admin/api/audit`: who changed what, when and from where."""
+
+from aiohttp import web
+
+from gateway.admission.auth import Authenticator
+from gateway.api.bodies import json_response, read_moment
+from gateway.errors import BadRequest
+from gateway.records.audit import Audit
+
+DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1000
+# No database takes a NUL in a text, nor is any of these as long.
+MAX_CHARS = 256
+
+
+class AdminAudit:
+    """The newest first, a page at a time."""
+
+    def __init__(self, *, auth: Authenticator, audit: Audit) -> None:
+        self._auth = auth
+        self._audit = audit
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/admin/api/audit", self.list)]
+
+    async def list(self, request: web.Request) -> web.Response:
+        await self._auth.admin(request.headers.get("Authorization"))
+        entries, has_more = await self._audit.list(
+            tenant=_read_text(request, "tenant"),
+            actor=_read_text(request, "actor"),
+            action=_read_text(request, "action"),
+            since=read_moment(request, "since"),
+            until=read_moment(request, "until"),
+            after=_read_text(request, "after"),
+            limit=_read_limit(request),
+        )
+        return json_response({"object": "list", "data": entries, "has_more": has_more})
+
+
+def _read_text(request: web.Request, name: str) -> str | None:
+    given = request.query.get(name)
+    if given is not None and not (given.isprintable() and 0 < len(given) <= MAX_CHARS):
+        raise BadRequest(f"{name}: expected 1 to {MAX_CHARS} printable characters.", param=name)
+    return given
+
+
+def _read_limit(request: web.Request) -> int:
+    given = request.query.get("limit", str(DEFAULT_ENTRIES))
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= MAX_ENTRIES):
+        raise BadRequest(f"limit: expected a number from 1 to {MAX_ENTRIES}.", param="limit")
+    return int(given)

@@ -1,0 +1,40 @@
+"""What fails again and again, in few lines of the log: one when it begins, one a minute, and one when it is over."""
+
+import logging
+import time
+from collections.abc import Callable
+
+SUMMARY_SECONDS = 60.0
+
+
+class Outage:
+    """Of one thing. Whoever uses it says how each try went."""
+
+    def __init__(self, log: logging.Logger, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """what: a noun, to be followed by "fails"."""
+        self._log = log
+        self._what = what
+        self._clock = clock
+        self._since: float | None = None
+        self._told_at = 0.0
+        self._failures = 0
+
+    def failed(self, reason: str, meanwhile: str = "") -> None:
+        """meanwhile: what that means, for now."""
+        now = self._clock()
+        self._failures += 1
+        because = f"{reason}; {meanwhile}" if meanwhile else reason
+        if self._since is None:
+            self._since = self._told_at = now
+            self._log.warning("%s fails: %s", self._what, because)
+        elif now - self._told_at >= SUMMARY_SECONDS:
+            self._told_at = now
+            seconds = now - self._since
+            self._log.warning("%s has failed %d times in %.0f s: %s", self._what, self._failures, seconds, because)
+
+    def over(self) -> None:
+        """It worked."""
+        if self._since is not None:
+            seconds = self._clock() - self._since
+            self._log.warning("%s works again; it failed %d times in %.1f s", self._what, self._failures, seconds)
+            self._since, self._failures = None, 0

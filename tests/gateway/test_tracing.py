@@ -1,0 +1,155 @@
+"""The gateway's traces: of what failed, of what is not sampled, and no harm from a collector that is away."""
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from engine.tracing import TracingError, start_tracing
+from gateway.settings import SettingsError
+from tests.collector import Collector
+from tests.gateway.running import Gateway, running, settings, until
+from tests.gateway.upstream import Upstream
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+# Of W3C's flags.
+SAMPLED = 1
+CHAT = {"model": "base", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture
+async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
+    async with Collector().serving() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{collector.url}/v1/traces")
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        yield collector
+
+
+@pytest.fixture
+async def traced(
+    collector: Collector, tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
+) -> AsyncIterator[Gateway]:
+    async with running(settings(tmp_path, model_dir, [upstream.url], redis_url)) as gateway:
+        yield gateway
+
+
+async def test_what_failed_says_so_and_where(traced: Gateway, collector: Collector, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "gateway.access")
+    acme = await traced.tenant("acme", requests_per_minute=2)
+    assert (await acme.chat(x_engine={"status": 500})).status == 502
+    cut = await acme.chat(stream=True, x_engine={"tokens": 3, "fail_after": 1})
+    assert "error" in cut.events[-1]
+    assert (await acme.chat()).status == 429
+
+    async def ended() -> bool:
+        return len(collector.named("POST /v1/chat/completions")) == 3
+
+    await until(ended)
+    broken, torn, refused = sorted(collector.named("POST /v1/chat/completions"), key=lambda span: span.start)
+    assert (broken.status, broken.attributes["http.response.status_code"]) == (2, 502)
+    # Its status was sent before it failed.
+    assert (torn.status, torn.attributes["http.response.status_code"]) == (2, 200)
+    assert torn.attributes["loraplex.status"] == "error"
+    # A refusal is no failure of the server's, only of the admission.
+    assert (refused.status, refused.attributes["http.response.status_code"]) == (0, 429)
+    [admission] = [span for span in collector.named("admission") if span.parent_id == refused.span_id]
+    assert (admission.status, admission.attributes["error.type"]) == (2, "RateLimited")
+    assert len({span.trace_id for span in (broken, torn, refused)}) == 3
+    [line] = [r.getMessage() for r in caplog.records if " 429 " in r.getMessage()]
+    assert line.endswith(f" trace={refused.trace_id}")
+
+
+async def test_what_is_not_sampled_is_not_sent_and_the_engine_is_told(
+    collector: Collector, tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    async with running(settings(tmp_path, model_dir, [upstream.url], redis_url)) as gateway:
+        acme = await gateway.tenant("acme")
+        assert (await acme.chat()).status == 200
+        sampled = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=word"}
+        assert (await acme.post("/v1/chat/completions", CHAT, headers=sampled)).status == 200
+    first, second = (headers for headers, _ in upstream.requests)
+    assert int(first["traceparent"][-2:], 16) & SAMPLED == 0
+    # The gateway has been closed, so all has been sent.
+    assert {span.trace_id for span in collector.spans} == {TRACE}
+    [asked] = collector.named("chat base")
+    assert second["traceparent"].startswith(f"00-{TRACE}-{asked.span_id}-")
+    assert int(second["traceparent"][-2:], 16) & SAMPLED
+    assert second["tracestate"] == "vendor=word"
+
+
+async def test_a_collector_that_refuses_harms_nobody_and_is_told_of_once(
+    traced: Gateway, collector: Collector, caplog: pytest.LogCaptureFixture
+):
+    collector.status = 400
+    acme = await traced.tenant("acme")
+
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "collector" in r.getMessage() or "opentele" in r.name]
+
+    for number in range(1, 4):
+        assert (await acme.chat()).status == 200
+
+        async def asked(number: int = number) -> bool:
+            return collector.asked >= number
+
+        await until(asked)
+    collector.status = 200
+
+    async def arrived() -> bool:
+        assert (await acme.chat()).status == 200
+        return bool(collector.spans)
+
+    await until(arrived)
+
+    async def both() -> bool:
+        return len(said()) >= 2
+
+    await until(both)
+    away, back = said()
+    assert "takes no spans" in away
+    assert "takes spans again" in back
+
+
+async def test_a_collector_that_is_gone_keeps_nobody_from_leaving(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    async with Collector().serving() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    async with running(settings(tmp_path, model_dir, [upstream.url], redis_url)) as gateway:
+        assert (await (await gateway.tenant("acme")).chat()).status == 200
+
+
+async def test_without_traces_the_clients_own_are_passed_on(gateway: Gateway, upstream: Upstream):
+    acme = await gateway.tenant("acme")
+    for given in (f"00-{TRACE}-{PARENT}-01", "nonsense"):
+        assert (await acme.post("/v1/chat/completions", CHAT, headers={"traceparent": given})).status == 200
+    assert [headers.get("traceparent") for headers, _ in upstream.requests] == [f"00-{TRACE}-{PARENT}-01", None]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "none"},
+    ],
+)
+def test_where_no_collector_is_asked_for_there_are_no_traces(environ: dict[str, str]):
+    assert start_tracing("x", environ) is None
+
+
+async def test_what_cannot_be_spoken_is_a_wrong_setting(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    with pytest.raises(TracingError, match=r"^OTEL_EXPORTER_OTLP_PROTOCOL: expected http/protobuf, got 'grpc'"):
+        start_tracing("x", environ)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=r"^OTEL_EXPORTER_OTLP_PROTOCOL"):
+        async with running(settings(tmp_path, model_dir, ["http://e"], "redis://r")):
+            pass
