@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from importlib import resources
 from typing import Any
 
@@ -70,7 +71,7 @@ class Store:
         self._digest = hashlib.sha1(self._source.encode()).hexdigest()
         # A cluster's commands go to many nodes, each by a connection that redis-py chooses.
         self._pipeline = None if isinstance(redis, RedisCluster) else Pipeline(redis)
-        self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._connections = nullcontext() if self._pipeline is not None else asyncio.Semaphore(MAX_CONNECTIONS)
         self._beginning = asyncio.Lock()
         self._begun = False
         # ... and raises AttributeError for a connection that it has dropped as another call was about to write to it.
@@ -98,8 +99,7 @@ class Store:
 
     async def _execute(self, *command: Any) -> Any:
         if self._pipeline is None:
-            async with self._connections:
-                return await self._redis.execute_command(*command)
+            return await self._redis.execute_command(*command)
         try:
             return await self._pipeline.send(*command)
         except RedisConnectionError:
@@ -114,7 +114,7 @@ class Store:
         if self.away:
             raise unavailable()
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._timeout), self._connections:
                 if not self._begun:
                     await self._begin()
                 answer = await command()
