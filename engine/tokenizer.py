@@ -20,6 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 # Put behind a message that is to be continued, to find its end in what a template makes of it; the space tells whether
 # the template trims messages. Two characters of private use, which no text that means something holds.
 _CONTINUED = "\ue0c0\ue0c1 "
+# Tokens before a text that can matter to how it is written: a word's, or the bytes of a character.
+_CONTEXT = 8
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -160,9 +162,12 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def stream(self, shown_ids: frozenset[int] = frozenset()) -> Stream:
-        """shown_ids: special tokens that are to be written all the same."""
-        return ByteLevelStream(self, shown_ids) if self._is_byte_level else WindowStream(self, shown_ids)
+    def stream(self, shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()) -> Stream:
+        """shown_ids: special tokens that are to be written all the same. after: the tokens before, such as a prompt's:
+        SentencePiece writes no space before a text's first word, and a character may have begun there.
+        """
+        kind = ByteLevelStream if self._is_byte_level else WindowStream
+        return kind(self, shown_ids, after[-_CONTEXT:])
 
     def token(self, token_id: int) -> str:
         """As the vocabulary writes it; empty for an id that it has not."""
@@ -201,10 +206,13 @@ class Tokenizer:
 class ByteLevelStream:
     """Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM): each token is some bytes, whatever stands before it."""
 
-    def __init__(self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
+    ) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._special_ids = tokenizer.special_ids - shown_ids if shown_ids else tokenizer.special_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.push(after)
 
     def push(self, token_ids: Iterable[int]) -> str:
         token_bytes, special_ids = self._token_bytes, self._special_ids
@@ -222,10 +230,12 @@ class WindowStream:
 
     _MAX_HELD = 16
 
-    def __init__(self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._shown_ids = shown_ids
-        self._before: list[int] = []
+        self._before = [token_id for token_id in after if tokenizer.has_text(token_id)]
         self._held: list[int] = []
 
     def push(self, token_ids: Iterable[int]) -> str:

@@ -124,13 +124,16 @@ class CompletionAnswer(Answer[CompletionChoice]):
         if self._top_logprobs is not None:
             if prompt_ids and delta.prompt_logprobs is not None:
                 tokens += zip(prompt_ids, delta.prompt_logprobs, strict=True)
-                offsets += self._place(delta.index, prompt_ids)
-            # The answer is detokenized by itself, after all of the prompt's text.
+                offsets += self._place(delta.index, prompt_ids, self._tokenizer.stream(self._shown_ids))
             if prompt_ids:
-                self._streams.pop(delta.index, None)
                 self._offsets[delta.index] = len(prompt)
             tokens += [(entry.token_id, entry) for entry in delta.logprobs]
-            offsets += self._place(delta.index, [entry.token_id for entry in delta.logprobs])
+            if delta.index not in self._streams:
+                before = self._prompts[delta.index // (self._body.n or 1)]
+                self._streams[delta.index] = self._tokenizer.stream(self._shown_ids, before)
+            offsets += self._place(
+                delta.index, [entry.token_id for entry in delta.logprobs], self._streams[delta.index]
+            )
         choice = CompletionChoice(delta.index, prompt + delta.text)
         choice.logprobs = self._logprobs(tokens, offsets) if tokens else None
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
@@ -153,9 +156,8 @@ class CompletionAnswer(Answer[CompletionChoice]):
     ) -> Completion:
         return Completion(self._id, "text_completion", self._created, self._body.model, choices, usage, progress)
 
-    def _place(self, index: int, token_ids: list[int]) -> list[int]:
+    def _place(self, index: int, token_ids: list[int], stream: Stream) -> list[int]:
         """Where in the text each token begins; for a piece of a character, where the character will stand."""
-        stream = self._streams.setdefault(index, self._tokenizer.stream(self._shown_ids))
         end = self._offsets.get(index, 0)
         offsets = []
         for token_id in token_ids:

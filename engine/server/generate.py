@@ -213,6 +213,7 @@ class _Run:
                     include_stop=include_stop,
                     min_tokens=body.min_tokens or 0,
                     shown_ids=asked.shown_ids,
+                    after=prompts[index // self._choices],
                 ),
                 include_stop=include_stop,
                 end_ids=routes.eos_token_ids,

@@ -21,9 +21,10 @@ class OutputText:
         include_stop: bool = False,
         min_tokens: int = 0,
         shown_ids: frozenset[int] = frozenset(),
+        after: Sequence[int] = (),
     ) -> None:
-        """shown_ids: special tokens that are text here."""
-        self._stream = tokenizer.stream(shown_ids)
+        """shown_ids: special tokens that are text here. after: the prompt's tokens."""
+        self._stream = tokenizer.stream(shown_ids, after)
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._min_tokens = min_tokens

@@ -141,6 +141,21 @@ def test_streamed_pieces_join_to_the_whole_decode(ours, text):
         assert not any("\ufffd" in piece for piece in pieces), "half a character went out"
 
 
+@pytest.mark.parametrize(
+    "text", ["The capital of France is Paris, and more", "你好 and 🎉🎊 then", "<|start|>a b<|end|> c"]
+)
+def test_an_answer_is_written_as_what_follows_its_prompt(ours, theirs, text):
+    """Not as a text of its own: SentencePiece would lose the space before its first word."""
+    ids = theirs(text)["input_ids"]
+    whole = theirs.decode(ids, skip_special_tokens=True)
+    for cut in range(1, len(ids)):
+        before = theirs.decode(ids[:cut], skip_special_tokens=True)
+        if not whole.startswith(before):
+            continue  # cut within a character
+        stream = ours.stream(after=ids[:cut])
+        assert before + stream.push(ids[cut:]) + stream.finish() == whole
+
+
 def test_streamed_random_tokens_join_to_the_whole_decode(ours):
     """What no text encodes to: cut and invalid UTF-8, special tokens in between, ids beyond the vocabulary."""
     rng = random.Random(0)

@@ -1,6 +1,7 @@
 """A model small enough for a test: two random Llama layers and tokenizers trained on a few lines."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -62,9 +63,11 @@ def _save(tokenizer: Tokenizer, folder: Path, template: str | None) -> None:
     fast.save_pretrained(folder)
 
 
-def save_model(folder: Path, max_model_len: int = 4096) -> None:
+def save_model(
+    folder: Path, max_model_len: int = 4096, save_tokenizer: Callable[[Path], None] = save_byte_level_tokenizer
+) -> None:
     """Weights in fp32, tokenizer and configs: a folder as the engine takes it."""
-    save_byte_level_tokenizer(folder)
+    save_tokenizer(folder)
     vocab_size = len(transformers.AutoTokenizer.from_pretrained(folder))
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from tests.engine.server.running import Client, RunningServer
+from tests.engine.tiny import save_byte_fallback_tokenizer, save_model
 
 ASKED = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -100,6 +101,23 @@ async def test_special_tokens_of_a_prompt(client):
     assert await tokens_of(client, "x", add_special_tokens=False) == await tokens_of(client, "x")
     usage = (await client.complete(**ASKED, add_special_tokens=False))["usage"]
     assert usage["prompt_tokens"] == len(await tokens_of(client, ASKED["prompt"]))
+
+
+async def test_an_answer_begins_with_the_space_that_follows_its_prompt(session, tmp_path):
+    """SentencePiece's decoder leaves it out of a text of its own."""
+    save_model(tmp_path, save_tokenizer=save_byte_fallback_tokenizer)
+    running = RunningServer(tmp_path)
+    try:
+        client = Client(session, running.url)
+        word = (await tokens_of(client, "dog"))[0]
+        fields = {"prompt": "The quick", "max_tokens": 1, "logit_bias": {str(word): 100}, "logprobs": 0}
+        answer = (await client.complete(**fields))["choices"][0]
+        assert answer["text"].startswith(" ")
+        echoed = (await client.complete(**fields, echo=True))["choices"][0]
+        assert echoed["text"] == "The quick" + answer["text"]
+        assert echoed["logprobs"]["text_offset"][-1] == len("The quick")
+    finally:
+        running.close()
 
 
 @pytest.mark.parametrize("source", ["auto", "none"])
