@@ -7,7 +7,7 @@ hears nothing for longer knows that something is wrong.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 import msgspec
@@ -54,7 +54,7 @@ class StateFeed:
         state = await self._loop.call(self._engine.state)
         return self._take(self._response(state))
 
-    async def follow(self) -> AsyncIterator[bytes]:
+    async def follow(self) -> AsyncGenerator[bytes, None]:
         """Lines of JSON, each an EngineStateResponse, until the engine stops. One that takes its time misses those
         that were overtaken. Raises EngineUnavailable."""
         await self.read()
