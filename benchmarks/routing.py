@@ -5,7 +5,7 @@
 A discrete-event simulation around the gateway's own `choose` and `EngineRecord`: 4 engines, 200 adapters of zipf
 popularity, fewer places for adapters than there are adapters. A simulated engine runs batches in steps, loads one
 adapter at a time beside them, evicts the longest unused that no request uses, and lets a request wait that finds all
-places in use, as ours does. The gateway learns who holds what from a poll once a second, and its own requests at once.
+places in use, as ours does. The gateway learns who holds what 50 ms later, and its own requests at once.
 Nothing here depends on the machine: the same seed gives the same table.
 """
 
@@ -20,13 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.fleet.addresses import Address
-from gateway.fleet.registry import POLL_SECONDS, EngineRecord
+from gateway.fleet.registry import EngineRecord
 from gateway.fleet.routing import choose, rank
 
 ENGINES, ADAPTERS, PLACES, SLOTS = 4, 200, 32, 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 # Of a step, in seconds: at all, for each sequence in it, for each prompt token. As ours takes them on two CPU cores.
 STEP, STEP_SEQUENCE, STEP_PROMPT_TOKEN = 0.008, 0.0006, 0.00025
+# Between two words of an engine on what it holds.
+PUSH_SECONDS = 0.05
 
 
 @dataclass(slots=True)
@@ -127,7 +129,7 @@ class Simulation:
     def run(self, requests: list[Request]) -> None:
         for number, request in enumerate(requests):
             self._at(request.arrival, lambda number=number, request=request: self._arrive(number, request))
-        self._at(0.0, self._poll)
+        self._at(0.0, self._push)
         while len(self.done) < len(requests):
             self._now, _, event = heapq.heappop(self._events)
             event()
@@ -135,10 +137,10 @@ class Simulation:
     def _at(self, when: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), event))
 
-    def _poll(self) -> None:
+    def _push(self) -> None:
         for engine in self._engines:
             engine.record.resident = frozenset(engine.resident)
-        self._at(self._now + POLL_SECONDS, self._poll)
+        self._at(self._now + PUSH_SECONDS, self._push)
 
     def _arrive(self, number: int, request: Request) -> None:
         engine = self._policy(self._engines, request, number)
