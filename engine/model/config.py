@@ -120,6 +120,7 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     head_dim = raw.get("head_dim") or need("hidden_size") // num_heads
     if head_dim % 2:
         raise ConfigError("head_dim", f"expected an even number, got {head_dim}")
+    rope = _rope(raw)
     eos: int | list[int] | None = raw.get("eos_token_id")
     ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
     return ModelConfig(
@@ -132,8 +133,8 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        rope=_rope(raw),
+        max_position_embeddings=_context(raw, rope),
+        rope=rope,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family.get("qkv_bias", False) or raw.get("attention_bias", False),
         o_bias=raw.get("attention_bias", False),
@@ -157,6 +158,14 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
         raise ConfigError("partial_rotary_factor", "only full rotary embedding is served")
     parameters.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings", 2048))
     return RopeConfig(theta, kind, parameters)
+
+
+def _context(raw: dict[str, Any], rope: RopeConfig) -> int:
+    """Tokens that the model can attend to. With yarn, Qwen's configs keep the length before its extension."""
+    stated = int(raw.get("max_position_embeddings", 2048))
+    if rope.kind != "yarn":
+        return stated
+    return max(stated, int(rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"]))
 
 
 def _sliding_windows(raw: dict[str, Any], family: dict[str, bool], num_layers: int) -> tuple[int, ...]:

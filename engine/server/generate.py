@@ -99,7 +99,8 @@ class GenerationRoutes:
         prompts = [self.tokenizer.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in given]
         if not body.echo:
             return body, prompts, []
-        texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in given]
+        hidden = body.skip_special_tokens is not False
+        texts = [p if isinstance(p, str) else self.tokenizer.decode(p, skip_special_tokens=hidden) for p in given]
         return body, prompts, [pair for pair in zip(texts, prompts, strict=True) for _ in range(body.n or 1)]
 
     def _read_chat(self, raw: bytes) -> tuple[ChatCompletionRequest, list[list[int]]]:
