@@ -61,6 +61,9 @@ class Abandoned:
             except Unavailable as error:
                 # What is away is said by its own log.
                 log.debug("requests of gateways that died wait to be settled: %s", error)
+            except Exception:
+                # A fault of ours; other requests wait.
+                log.exception("requests of gateways that died could not be settled; tried again")
 
     async def settle_all(self) -> None:
         """Once through all tenants that have any. Raises Unavailable."""

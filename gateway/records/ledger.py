@@ -129,6 +129,12 @@ class Ledger:
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
                 continue
+            except Exception:
+                # A fault of ours; the ledger must not end with it, for the rows are there.
+                log.exception("usage could not be written; tried again")
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LAST_RETRY_SECONDS)
+                continue
             delay = FIRST_RETRY_SECONDS
             outage.over()
             if self._ended:

@@ -71,5 +71,6 @@ class UsageStream:
         try:
             async with asyncio.timeout(self._timeout):
                 return await call
-        except (RedisError, OSError, TimeoutError) as error:
+        except (RedisError, OSError, TimeoutError, AttributeError) as error:
+            # AttributeError: a cluster's client has dropped the connection as the call was about to write to it.
             raise Unavailable("The quota store is unavailable; try again shortly.", code="quota_unavailable") from error

@@ -40,7 +40,7 @@ def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(params=["redis_url", "cluster_url"])
 async def any_redis(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
     """One server, and a cluster."""
-    redis = connect(request.getfixturevalue(request.param), timeout=5.0)
+    redis = connect(request.getfixturevalue(request.param), timeout=30.0)
     yield redis
     await redis.aclose()
 

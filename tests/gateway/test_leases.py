@@ -20,12 +20,12 @@ def redis(any_redis: Client) -> Client:
 
 @pytest.fixture
 def quota(redis: Client) -> Quota:
-    return Quota(redis, timeout=5.0, lease_seconds=30)
+    return Quota(redis, timeout=30.0, lease_seconds=30)
 
 
 async def test_a_lease_that_nobody_extends_frees_its_slot_and_waits_to_be_settled(redis: Client):
-    dying = Quota(redis, timeout=5.0, lease_seconds=0.05)
-    other = Quota(redis, timeout=5.0, lease_seconds=30)
+    dying = Quota(redis, timeout=30.0, lease_seconds=0.05)
+    other = Quota(redis, timeout=30.0, lease_seconds=30)
     who = principal(tenant={"max_concurrent": 1, "max_concurrent_tokens": 1000, "budget_per_month": 1000})
     price = Price(output=1_000_000)
     await take(dying, who, 900, request_id="a", price=price, lease={"model": "m", "price": price})
@@ -45,7 +45,7 @@ async def test_a_lease_that_nobody_extends_frees_its_slot_and_waits_to_be_settle
 
 
 async def test_a_lease_that_is_kept_does_not_end_and_says_how_far_it_is(redis: Client):
-    quota = Quota(redis, timeout=5.0, lease_seconds=0.6)
+    quota = Quota(redis, timeout=30.0, lease_seconds=0.6)
     who = principal(tenant={"max_concurrent": 1})
     running = await take(quota, who, request_id="a")
     quota.progress(running, "http://engine", 7, 9)
@@ -70,7 +70,7 @@ async def test_a_lease_that_is_kept_does_not_end_and_says_how_far_it_is(redis: C
 
 async def test_a_lease_given_up_too_early_is_revived(redis: Client):
     """Its gateway could not reach Redis for a while; its request went on."""
-    quota = Quota(redis, timeout=5.0, lease_seconds=0.05)
+    quota = Quota(redis, timeout=30.0, lease_seconds=0.05)
     who = principal(tenant={"max_concurrent": 1})
     running = await take(quota, who)
     await until(lambda: quota.expired(who.tenant.id))
@@ -89,7 +89,7 @@ async def test_a_lease_that_was_lost_is_put_back(redis: Client):
         tenant={"max_concurrent": 1, "budget_per_month": 10**6},
         key={"max_concurrent_tokens": 900, "tokens_per_day": 900},
     )
-    quota = Quota(redis, timeout=5.0, lease_seconds=600)
+    quota = Quota(redis, timeout=30.0, lease_seconds=600)
     running = await take(quota, who, 400, request_id="a", lease={"model": "m"})
     quota.progress(running, "http://engine", 7, 9)
     tag = f"loraplex:{{{who.tenant.id}}}:"
@@ -112,7 +112,7 @@ async def test_a_lease_that_was_lost_is_put_back(redis: Client):
 
 
 async def test_one_sweep_finds_the_tenants_whose_leases_have_ended(redis: Client):
-    dying, living = Quota(redis, timeout=5.0, lease_seconds=0.01), Quota(redis, timeout=5.0, lease_seconds=600)
+    dying, living = Quota(redis, timeout=30.0, lease_seconds=0.01), Quota(redis, timeout=30.0, lease_seconds=600)
     those = [principal(tenant={"max_concurrent": 1}) for _ in range(250)]
     for number, who in enumerate(those):
         await take(dying if number % 50 == 0 else living, who)
@@ -130,7 +130,7 @@ async def test_one_sweep_finds_the_tenants_whose_leases_have_ended(redis: Client
 
 async def test_of_all_gateways_one_looks_after_the_dead(redis: Client):
     await redis.delete(SWEEPER)
-    quotas = [Quota(redis, timeout=5.0, lease_seconds=30) for _ in range(4)]
+    quotas = [Quota(redis, timeout=30.0, lease_seconds=30) for _ in range(4)]
     first = await asyncio.gather(*(quota.is_first(600) for quota in quotas))
     assert sum(first) == 1
     await redis.delete(SWEEPER)

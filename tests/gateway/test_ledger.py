@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,25 @@ async def test_a_locked_sqlite_is_waited_for(tmp_path: Path, redis: Redis, monke
             assert await count(database) == 0
         await until(lambda: is_count(database, 1), PATIENCE)
     await database.close()
+
+
+async def test_a_fault_of_ours_does_not_end_the_ledger(
+    database: Database, redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    class Faulty(UsageWriter):
+        faults = 3
+
+        async def write(self, rows: Iterable[UsageRow]) -> None:
+            if self.faults:
+                self.faults -= 1
+                raise ZeroDivisionError
+            await super().write(rows)
+
+    ledger = Ledger(Faulty(database), UsageStream(redis, 5.0), Journal(tmp_path / "journal", 10**6), 1000)
+    async with running(ledger):
+        ledger.settled(await add(redis, row("r0")), row("r0"))
+        await until(lambda: is_count(database, 1), PATIENCE)
+    assert "ZeroDivisionError" in caplog.text
 
 
 async def test_a_row_that_no_disk_takes_is_in_the_log(

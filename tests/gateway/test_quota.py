@@ -28,7 +28,7 @@ def redis(any_redis: Client) -> Client:
 
 @pytest.fixture
 def quota(redis: Client) -> Quota:
-    return Quota(redis, timeout=5.0, lease_seconds=30)
+    return Quota(redis, timeout=30.0, lease_seconds=30)
 
 
 @pytest.mark.parametrize(

