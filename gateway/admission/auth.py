@@ -8,7 +8,6 @@ Keys are kept in memory while the database says that nothing has changed: see `A
 """
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import re
@@ -173,6 +172,7 @@ class Authenticator:
         """Keeps what is known of keys true, for ever. Run it as a task."""
         last_written = time.monotonic()
         while True:
+            begun = time.monotonic()
             try:
                 await self.refresh()
                 if self._used and time.monotonic() - last_written > WRITE_USE_SECONDS:
@@ -182,7 +182,7 @@ class Authenticator:
                 # Said by the database's own log. What is known is soon not believed any more; requests then ask
                 # themselves, and get the 503.
                 pass
-            await asyncio.sleep(ASK_SECONDS)
+            await asyncio.sleep(max(0.0, begun + ASK_SECONDS - time.monotonic()))
 
     def forget(self) -> None:
         """What this process has changed itself counts here at once."""
@@ -286,9 +286,7 @@ class Authenticator:
         return self._hash(f"check.{key_id}", random)[:CHECK_HEX]
 
     def _hash(self, key_id: str, secret: str) -> str:
-        return hmac.new(
-            self._pepper, f"{key_id}.{secret}".encode("utf-8", "surrogateescape"), hashlib.sha256
-        ).hexdigest()
+        return hmac.digest(self._pepper, f"{key_id}.{secret}".encode("utf-8", "surrogateescape"), "sha256").hex()
 
 
 def _problem(key: ApiKey | None) -> GatewayError | None:

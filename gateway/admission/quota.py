@@ -92,6 +92,11 @@ class Quota:
         """Whether Redis does not answer."""
         return self._store.away
 
+    @property
+    def in_order(self) -> bool:
+        """Whether what this process asks of Redis is done in the order in which it was asked."""
+        return self._store.in_order
+
     async def acquire(
         self,
         principal: TenantPrincipal,

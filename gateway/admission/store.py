@@ -82,9 +82,13 @@ class Store:
         self._probe: asyncio.Task[None] | None = None
         self.away = False
 
+    @property
+    def in_order(self) -> bool:
+        """Whether scripts are run in the order in which this process called them."""
+        return self._pipeline is not None
+
     async def script(self, tenant_id: str, *arguments: Any) -> Any:
-        """One call of the quota's script on one tenant's keys, done after those that were called before, except on a
-        cluster. Raises Unavailable."""
+        """One call of the quota's script on one tenant's keys. Raises Unavailable."""
         # The hash tag keeps a tenant's keys on one shard of a cluster, where one script may see them all.
         tag = f"loraplex:{{{tenant_id}}}:"
         keys = (tag + "quota", tag + "leases", tag + "held", tag + "usage")

@@ -160,7 +160,7 @@ class Completions:
         account.observe_answer(answer)
         answer.pop("loraplex", None)
         answer["model"] = account.model.name
-        await self._accounting.close_and_wait(account, "ok")
+        await self._accounting.close_ahead(account)
         return web.Response(
             body=msgspec.json.encode(answer), content_type="application/json", headers=account.reservation.headers
         )
@@ -182,7 +182,7 @@ class Completions:
                         visible = visible_event(event, account.model.name, asked.include_usage)
                         if visible is not None:
                             await self._send(response, msgspec.json.encode(visible))
-                await self._accounting.close_and_wait(account, "ok")
+                await self._accounting.close_ahead(account)
                 await self._send(response, b"[DONE]")
             except ClientGone:
                 raise

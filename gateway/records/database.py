@@ -45,13 +45,15 @@ class Database:
         self.dialect = self._url.get_backend_name()
         self._outage = Outage(log, "the database")
         # Parameters hold hashes and names; errors are logged without them.
-        options: dict[str, Any] = {"pool_pre_ping": True, "pool_timeout": STATEMENT_SECONDS, "hide_parameters": True}
+        options: dict[str, Any] = {"pool_timeout": STATEMENT_SECONDS, "hide_parameters": True}
         if self.dialect == "sqlite":
             options["connect_args"] = {"timeout": STATEMENT_SECONDS}
             options["pool_size"] = 5
         else:
             options["connect_args"] = {"timeout": STATEMENT_SECONDS, "command_timeout": STATEMENT_SECONDS}
             options["pool_size"] = POOL_SIZE
+            # A server may have closed a connection since it was used last.
+            options["pool_pre_ping"] = True
         self._engine = create_async_engine(self._url, **options)
         if self.dialect == "sqlite":
             event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)

@@ -20,9 +20,10 @@ from gateway.records.usage_writer import UsageWriter
 
 log = logging.getLogger(__name__)
 
-# Rows in one transaction, and how long the first of them may wait for company (seconds).
+# Rows in one transaction, and how long the first of them may wait for company (seconds). A transaction of SQLite's costs
+# the event loop a millisecond or two beside its rows.
 MAX_BATCH = 500
-LINGER_SECONDS = 0.05
+LINGER_SECONDS = 0.2
 # Rows held in memory beside the stream; what is beyond it the sweep finds.
 MAX_HELD = 5_000
 SWEEP_SECONDS = 5.0
@@ -148,9 +149,9 @@ class Ledger:
             event.clear()
 
     async def _write_held(self) -> None:
-        if self._held:
-            await asyncio.sleep(LINGER_SECONDS)
         while self._held:
+            if len(self._held) < MAX_BATCH:
+                await asyncio.sleep(LINGER_SECONDS)
             batch = [self._held[i] for i in range(min(MAX_BATCH, len(self._held)))]
             await self._writer.write(row for _, row in batch)
             for _ in batch:
