@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -76,6 +77,48 @@ async def test_requests_in_flight_and_in_the_queue_end_with_the_adapter_they_beg
             await client.wait_for(lambda state: digest.removeprefix("sha256:") not in state["adapters_resident"])
             status, _ = await client.post("/v1/completions", FIELDS | {"model": digest})
             assert status == 404
+    finally:
+        running.close()
+
+
+async def test_names_that_change_under_load_harm_no_request_and_leave_nothing_behind(session, model, tmp_path):
+    for i in range(4):
+        save_adapter(tmp_path / str(i), rank=(4, 8, 16, 8)[i], seed=i)
+    # Room for some of them, on the device and on the host.
+    running = RunningServer(model, config={"adapter_memory": 1 << 20}, host_adapter_memory=400_000)
+    rng = random.Random(0)
+    client = Client(session, running.url)
+
+    async def change_names() -> None:
+        for _ in range(40):
+            name = {"lora_name": rng.choice("xyz")}
+            path = str(tmp_path / str(rng.randrange(4)))
+            if rng.random() < 0.5:
+                status, answer = await client.post("/v1/unload_lora_adapter", name)
+                assert status in (200, 404), answer
+            else:
+                body = name | {"lora_path": path, "load_inplace": rng.random() < 0.5}
+                status, answer = await client.post("/v1/load_lora_adapter", body)
+                assert status == 200 or answer["error"]["param"] == "lora_name", answer
+
+    async def ask() -> None:
+        for _ in range(20):
+            body = {
+                "prompt": "hello " * rng.randrange(1, 20),
+                "max_tokens": rng.randrange(1, 30),
+                "n": rng.choice((1, 2)),
+            }
+            status, answer = await client.post("/v1/completions", body | {"model": rng.choice(["tiny", *"xyz"])})
+            assert status == 200 or answer["error"]["code"] == "model_not_found", answer
+
+    try:
+        await asyncio.gather(*(change_names() for _ in range(3)), *(ask() for _ in range(10)))
+        for name in "xyz":
+            await client.post("/v1/unload_lora_adapter", {"lora_name": name})
+        state = await client.wait_for(lambda state: not state["running"] and not state["adapters_resident"])
+        assert state["kv_blocks_free"] == state["kv_blocks_total"]
+        assert state["adapter_pages_free"] == state["adapter_pages_total"]
+        assert running.server._host_cache.stats().num_bytes == 0
     finally:
         running.close()
 
