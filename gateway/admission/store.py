@@ -13,7 +13,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from gateway.admission.pipeline import Pipeline
 from gateway.errors import Unavailable
@@ -79,6 +79,7 @@ class Store:
         self._faults: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError, *dropped)
         self._failures = 0
         self._outage = Outage(log, "redis")
+        self._refusals = Outage(log, "a call to redis")
         self._probe: asyncio.Task[None] | None = None
         self.away = False
 
@@ -122,10 +123,15 @@ class Store:
                 if not self._begun:
                     await self._begin()
                 answer = await command()
+        except ResponseError as error:
+            # It is there and answers; only this cannot be done: a key of another kind, a shard without a master.
+            self._refusals.failed(str(error), "whoever asked is refused")
+            raise unavailable() from error
         except self._faults as error:
             self._failed(error)
             raise unavailable() from error
         self._failures = 0
+        self._refusals.over()
         return answer
 
     async def _begin(self) -> None:

@@ -217,6 +217,18 @@ async def test_the_script_is_brought_to_a_server_that_does_not_know_it(quota: Qu
     await take(quota, who)
 
 
+async def test_one_tenants_broken_state_is_its_own_trouble(quota: Quota, redis: Client):
+    broken, well = principal(tenant={"max_concurrent": 1}), principal(tenant={"max_concurrent": 100})
+    await redis.set(f"loraplex:{{{broken.tenant.id}}}:quota", "no hash")
+    for _ in range(5):
+        with pytest.raises(Unavailable):
+            await take(quota, broken)
+        await take(quota, well)
+        with pytest.raises(Unavailable):
+            await take(quota, broken)
+    assert not quota.away
+
+
 async def test_an_answer_that_came_too_late_is_nobody_elses(redis: Client):
     busy = "local start = os.clock() repeat until os.clock() > start + 0.3 return 'late'"
     store = Store(redis, timeout=0.1)
