@@ -65,7 +65,7 @@ class Connection(asyncio.Protocol):
         path = head.split(b" ", 2)[1]
         if path == b"/health":
             self.transport.write(whole(b'{"status": "ok"}'))
-        elif path == b"/state":
+        elif path.split(b"?")[0] == b"/state":
             state = {"generation": 1, "model": "base", "adapters_resident": [], "running": 0, "waiting": 0}
             self.transport.write(whole(json.dumps(state | {"max_num_seqs": 4096}).encode()))
         else:
