@@ -20,8 +20,8 @@ from gateway.records.usage_writer import UsageWriter
 
 log = logging.getLogger(__name__)
 
-# Rows in one transaction, and how long the first of them may wait for company (seconds). A transaction of SQLite's costs
-# the event loop a millisecond or two beside its rows.
+# Rows in one transaction, and how long the first of them may wait for company (seconds). A transaction of SQLite's
+# costs the event loop a millisecond or two beside its rows.
 MAX_BATCH = 500
 LINGER_SECONDS = 0.2
 # Rows held in memory beside the stream; what is beyond it the sweep finds.
