@@ -76,8 +76,10 @@ class HostCache:
         dtype: torch.dtype,
         num_threads: int = 2,
         base_tensor: BaseTensor | None = None,
+        failed: Callable[[], object] = lambda: None,
     ) -> None:
-        self._base_tensor = base_tensor
+        """failed: called, on the load's own thread, for each load that fails."""
+        self._base_tensor, self._failed = base_tensor, failed
         self._store, self._base, self._max_bytes, self._dtype = store, base, max_bytes, dtype
         self._changed = threading.Condition()
         self._resident: OrderedDict[str, HostAdapter] = OrderedDict()  # least recently used first
@@ -182,6 +184,9 @@ class HostCache:
                     self._evict(digest)
                 self._changed.notify_all()
             return adapter
+        except BaseException:
+            self._failed()
+            raise
         finally:
             with self._changed:
                 del self._loads[digest]

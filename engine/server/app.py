@@ -190,6 +190,7 @@ class Server:
             self._host_adapter_memory,
             dtype,
             base_tensor=partial(base_tensor, path, model_config, dtype),
+            failed=self._metrics.adapter_load_failures.inc,
         )
         self._engine = Engine(self._config, self._host_cache, progress)
         return tokenizer, self._engine

@@ -19,6 +19,9 @@ class Metrics:
         self.kv_used = Gauge(f"{PREFIX}_kv_blocks_used", "KV cache blocks held by requests.", registry=registry)
         self.kv_total = Gauge(f"{PREFIX}_kv_blocks_total", "KV cache blocks.", registry=registry)
         self.adapters = Gauge(f"{PREFIX}_adapters_resident", "Adapters in device memory.", registry=registry)
+        self.adapter_load_failures = Counter(
+            f"{PREFIX}_adapter_load_failures", "Adapters that could not be brought to memory.", registry=registry
+        )
         self.prompt_tokens = Counter(f"{PREFIX}_prompt_tokens", "Prompt tokens of requests.", registry=registry)
         self.cached_tokens = Counter(
             f"{PREFIX}_prompt_tokens_cached", "Prompt tokens found in the prefix cache.", registry=registry

@@ -1,0 +1,79 @@
+"""What deploy/ asks of Prometheus and Grafana is there to be asked for."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.test_docs import METRICS
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "deploy"
+SERVICES = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+[GROUP] = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+ALERTS = {rule["alert"]: rule for rule in GROUP["rules"]}
+PANELS = json.loads((DEPLOY / "grafana/loraplex.json").read_text())["panels"]
+RUNBOOK = (ROOT / "docs/runbook.md").read_text()
+REFERENCE = (ROOT / "docs/reference.md").read_text()
+
+
+def asked(expression: str) -> set[str]:
+    """The metrics of ours in an expression."""
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"loraplex_\w+", expression)}
+
+
+def test_the_dashboard_asks_for_metrics_that_exist():
+    names = set().union(*(asked(target["expr"]) for panel in PANELS for target in panel["targets"]))
+    assert len(names) > 8
+    assert names <= METRICS
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert(name: str):
+    rule: dict[str, Any] = ALERTS[name]
+    assert asked(rule["expr"]) <= METRICS
+    assert asked(rule["expr"]) or 'up{job="' in rule["expr"]
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    # What is in the summary's braces is a label that the expression keeps.
+    kept = set(re.findall(r"by \((\w+)\)", rule["expr"])) or {"instance"}
+    assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= kept
+    assert f"\n## {name}\n" in RUNBOOK
+
+
+def test_the_runbook_has_a_section_for_each_alert_and_no_other():
+    assert re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE) == list(ALERTS)
+    words = set(re.findall(r"`((?:LORAPLEX_|loraplex_|--)[\w-]+)", RUNBOOK))
+    assert words
+    assert {word for word in words if f"`{word}`" not in REFERENCE} == set()
+
+
+def test_statuses_in_expressions_are_those_that_requests_have():
+    row = next(
+        line for line in REFERENCE.splitlines() if line.startswith("| `loraplex_gateway_inference_requests_total`")
+    )
+    named = {
+        each
+        for expr in re.findall(r'status=~"([a-z|]+)"', (DEPLOY / "alerts.yml").read_text())
+        for each in expr.split("|")
+    }
+    assert named
+    assert named <= set(re.findall(r"`(\w+)`", row))
+
+
+def test_prometheus_finds_what_compose_runs():
+    prometheus = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    found = {}
+    for job in prometheus["scrape_configs"]:
+        [lookup] = job["dns_sd_configs"]
+        found[job["job_name"]] = (lookup["names"], lookup["type"], lookup["port"])
+    assert found == {
+        "gateway": (["gateway"], "A", int(SERVICES["gateway"]["environment"]["LORAPLEX_METRICS_PORT"])),
+        "engine": (["engine"], "A", 8000),
+    }
+    assert "--port=8000" in SERVICES["engine"]["command"]
+    mounted = {volume.split(":")[1]: volume.split(":")[0] for volume in SERVICES["prometheus"]["volumes"]}
+    for file in prometheus["rule_files"]:
+        assert (ROOT / mounted[f"/etc/prometheus/{file}"]).is_file()
