@@ -3,6 +3,7 @@ answers promise."""
 
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from fractions import Fraction
 from importlib import resources
 from typing import Any
@@ -167,8 +168,6 @@ def test_never_one_token_more_than_the_limit_and_what_came_back(
 
 @pytest.mark.parametrize("before_it_ends", ["2026-02-28", "2028-02-29", "2026-12-31", "2026-04-30", "2100-02-28"])
 def test_a_budget_is_a_calendar_months(client: redis.Redis, before_it_ends: str):
-    from datetime import UTC, datetime
-
     script = Script(client)
     script.now = int(datetime.fromisoformat(before_it_ends).replace(tzinfo=UTC).timestamp()) * SECOND + DAY - SECOND
     limits, price = [Limit("tenant:b", "tenant", "b", 100)], Price(output=10**6)
@@ -180,3 +179,70 @@ def test_a_budget_is_a_calendar_months(client: redis.Redis, before_it_ends: str)
     assert script.settle("a", 10, 10, True)
     allowed, _, [(remaining, _, _)] = script.acquire("d", limits, 0, 41, 41, price)
     assert (allowed, remaining) == (False, 40)
+
+
+def ask(script: Script, request_id: str, limit: Limit, tokens: int, price: Price) -> list[int]:
+    """The script's own answer: what it says is to be recalled or checked as well."""
+    call = ("acquire", request_id, 10**9, 0, tokens, max(1, tokens), price.highest_input, price.output, "{}")
+    return script.call(*call, limit.field, limit.value)
+
+
+PER_TOKEN = Price(output=10**6)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from("bd"),
+    brought=st.lists(st.tuples(st.integers(0, 500), st.sampled_from([0, 0, 0, -1, 1])), min_size=1, max_size=8),
+)
+def test_what_several_gateways_recall_adds_up_in_any_order(client: redis.Redis, kind: str, brought: list):
+    """The first decides the moment; of that moment the most that is known counts, of any other nothing."""
+    script, limit = Script(client), Limit(f"tenant:{kind}", "tenant", kind, 1000)
+    code, since, number = ask(script, "a", limit, 1, PER_TOKEN)
+    assert (code, since, number) == (UNKNOWN, script.now, 0)
+    first = brought[0][1]
+    for known, moment in brought:
+        script.call("recall", limit.field, limit.value, since + moment, known, known)
+    most = max(known for known, moment in brought if moment == first)
+    allowed, granted, admitted_at, remaining, *_ = ask(script, "a", limit, 100, PER_TOKEN)
+    assert (allowed, granted, admitted_at) == (1, 100, script.now)
+    # Of a day's tokens a microsecond gives nothing back that would show.
+    assert remaining == 1000 - most - 100
+
+
+def test_what_was_recalled_is_checked_at_twice_the_age_each_time(client: redis.Redis):
+    script, limit = Script(client), Limit("key:k:b", "key", "b", 10**6)
+    _, since, _ = ask(script, "a", limit, 1, PER_TOKEN)
+    script.call("recall", limit.field, limit.value, since, 0, 0)
+    checked = []
+    for number in range(400):
+        script.now += 100 * MS
+        asks_for = ask(script, f"r{number}", limit, 1, PER_TOKEN)[6:]
+        if asks_for:
+            assert asks_for == [0, since]
+            checked.append((script.now - since) // MS)
+    assert checked == [300, 600, 1200, 2400, 4800, 9600, 19200, 38400]
+
+
+def test_a_new_month_begins_without_the_ledger_and_is_checked_against_it(client: redis.Redis):
+    script, limit = Script(client), Limit("tenant:b", "tenant", "b", 100)
+    script.now = int(datetime(2026, 11, 30, 23, 59, 59, tzinfo=UTC).timestamp()) * SECOND
+    _, since, _ = ask(script, "a", limit, 1, PER_TOKEN)
+    script.call("recall", limit.field, limit.value, since, 90, 90)
+    assert ask(script, "a", limit, 11, PER_TOKEN)[0] == 0
+    script.now += 2 * SECOND
+    # What an answer that was on the way brings of the old month is too late.
+    script.call("recall", limit.field, limit.value, since, 95, 95)
+    assert ask(script, "b", limit, 50, PER_TOKEN)[6:] == [0, script.now]
+    script.call("recall", limit.field, limit.value, script.now, 30, 30)
+    assert ask(script, "c", limit, 21, PER_TOKEN)[0] == 0
+    assert ask(script, "d", limit, 20, PER_TOKEN)[0] == 1
+
+
+def test_what_is_recalled_of_the_last_month_makes_no_state(client: redis.Redis):
+    script, limit = Script(client), Limit("tenant:b", "tenant", "b", 100)
+    script.now = int(datetime(2026, 12, 31, 23, 59, 59, tzinfo=UTC).timestamp()) * SECOND
+    _, since, _ = ask(script, "a", limit, 1, PER_TOKEN)
+    script.now += 2 * SECOND
+    script.call("recall", limit.field, limit.value, since, 90, 90)
+    assert ask(script, "a", limit, 1, PER_TOKEN)[0] == UNKNOWN

@@ -27,7 +27,7 @@ async def test_usage_is_told_apart_as_asked_for(gateway: Gateway):
     assert (await tenant.get("/v1/usage?until=1")).json["data"] == []
 
 
-@pytest.mark.parametrize("groups", ["", "tenant", "model,", "model;day"])
+@pytest.mark.parametrize("groups", ["", "endpoint", "model,", "model;day"])
 async def test_groups_that_there_are_not(groups: str, gateway: Gateway):
     tenant = await gateway.tenant("grouper")
     refused = await tenant.get("/v1/usage", params={"group_by": groups})
