@@ -18,9 +18,10 @@ from torch import Tensor
 
 from adapters.host_cache import HostAdapter, HostCache
 from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, BaseShape
+from adapters.page_writer import Fence, Lane, PageWriter, lane_for
 from kernels.backend import EmbeddingLora, HeadLora, PackedLinear, dense_linear
 from kernels.memory import lazy_zeros
-from kernels.reference import LoraGroup
+from kernels.reference import LARGEST, LoraGroup
 
 PAGE_RANK = 8
 
@@ -61,8 +62,8 @@ class AdapterPool:
     """Rank pages for one base model on one device.
 
     memory: bytes for pages; LoRA on embed_tokens and lm_head may take a quarter as much beside them. max_rank: the
-    largest rank that is taken. pack: the backend's `pack_linear`. Raises ValueError if not one adapter of that rank
-    would fit.
+    largest rank that is taken. dtype: of the pages; the model's, or one of 8 bits. pack: the backend's `pack_linear`.
+    lane: the order of copies, the device's own if None. Raises ValueError if not one adapter of that rank would fit.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class AdapterPool:
         device: torch.device,
         pack: Callable[[Tensor], PackedLinear] = dense_linear,
         max_slots: int = 4096,
+        lane: Lane | None = None,
     ) -> None:
         self._pack = pack
         self._max_outside_bytes = memory // 4
@@ -85,7 +87,9 @@ class AdapterPool:
         self.max_pages = -(-max_rank // PAGE_RANK)
         offsets = {name: _column_bounds(base, name) for name in GROUPS}
         row_elements = sum(_in_features(base, g) * len(GROUPS[g]) + offsets[g][-1] for g in GROUPS)
-        self.page_bytes = row_elements * PAGE_RANK * base.num_layers * dtype.itemsize
+        has_scales = dtype in LARGEST
+        row_bytes = row_elements * dtype.itemsize + (4 * len(base.projections) if has_scales else 0)
+        self.page_bytes = row_bytes * PAGE_RANK * base.num_layers
         self.num_pages = memory // self.page_bytes
         if self.num_pages < self.max_pages:
             raise ValueError(
@@ -96,10 +100,11 @@ class AdapterPool:
         self.groups = [
             {
                 name: LoraGroup(
-                    lazy_zeros((self.num_pages, len(GROUPS[name]), PAGE_RANK, _in_features(base, name)), dtype, device),
-                    lazy_zeros((self.num_pages, PAGE_RANK, offsets[name][-1]), dtype, device),
+                    _pages((self.num_pages, len(GROUPS[name]), PAGE_RANK, _in_features(base, name)), dtype, device),
+                    _pages((self.num_pages, PAGE_RANK, offsets[name][-1]), dtype, device),
                     torch.zeros(self.num_slots, len(GROUPS[name]), dtype=torch.float32, device=device),
                     offsets[name],
+                    torch.zeros(self.num_pages, len(GROUPS[name]), PAGE_RANK, device=device) if has_scales else None,
                 )
                 for name in GROUPS
             }
@@ -117,6 +122,8 @@ class AdapterPool:
         self._fetching: dict[str, Future[HostAdapter]] = {}
         self._errors: dict[str, str] = {}
         self._reservation: _Reservation | None = None
+        self._lane = lane or lane_for(device)
+        self._writer = PageWriter(self.groups, GROUPS, self.page_table, self.ranks, self._lane)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
 
     @property
@@ -252,52 +259,31 @@ class AdapterPool:
             self.evict(victim)
         pages = [self._free_pages.pop() for _ in range(self._pages_for(adapter))]
         slot = self._free_slots.pop()
-        copying = self._copier.submit(self._copy, adapter, slot, pages)
+        # Steps in flight may still read what was evicted; a step launched from now on does not.
+        copying = self._copier.submit(self._copy, adapter, slot, pages, self._lane.launched())
         self._residents[digest] = Resident(slot, pages, _outside_bytes(adapter), loading=copying)
         if self._reservation is not None and self._reservation.digest == digest:
             self._reservation = None
         return Residency.LOADING
 
-    def _copy(self, adapter: HostAdapter, slot: int, pages: list[int]) -> None:
+    def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: Fence) -> None:
         """Runs on the copy thread. The pages and the slot belong to this adapter alone until the copy is done."""
-        rows = len(pages) * PAGE_RANK
-        index = torch.tensor(pages, device=self._device)
-        for layer, groups in enumerate(self.groups):
-            for name, group in groups.items():
-                projections = GROUPS[name]
-                if not any((layer, p) in adapter.modules for p in projections):
-                    group.scales[slot] = 0.0
-                    continue
-                dtype = group.a_pages.dtype
-                a = torch.zeros(len(projections), rows, group.a_pages.shape[-1], dtype=dtype)
-                b = torch.zeros(rows, group.b_pages.shape[-1], dtype=dtype)
-                scales = torch.zeros(len(projections))
-                for s, projection in enumerate(projections):
-                    module = adapter.modules.get((layer, projection))
-                    if module is not None:
-                        a[s, : len(module.a)] = module.a
-                        b[: len(module.a), group.offsets[s] : group.offsets[s + 1]] = module.b.T
-                        scales[s] = module.scale
-                paged_a = a.unflatten(1, (len(pages), PAGE_RANK)).transpose(0, 1)
-                group.a_pages[index] = paged_a.to(self._device)
-                group.b_pages[index] = b.unflatten(0, (len(pages), PAGE_RANK)).to(self._device)
-                group.scales[slot] = scales.to(self._device)
-        table = torch.full((self.max_pages,), -1, dtype=torch.int32)
-        table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self.page_table[slot] = table.to(self._device)
-        self.ranks[slot] = adapter.rank_in_layers
+        self._writer.write(adapter, slot, pages, behind)
         self._copy_outside(adapter, slot)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
 
     def _copy_outside(self, adapter: HostAdapter, slot: int) -> None:
         embedding, head = adapter.modules.get((OUTSIDE, EMBEDDING)), adapter.modules.get((OUTSIDE, LM_HEAD))
         if embedding is not None:
-            table = embedding.a.T.contiguous().to(self._device)
-            self.embeddings[slot] = EmbeddingLora(table, self._pack(embedding.b.to(self._device)), embedding.scale)
+            table = self._lane.upload(embedding.a.T.contiguous())
+            self.embeddings[slot] = EmbeddingLora(table, self._pack(self._lane.upload(embedding.b)), embedding.scale)
         if head is not None:
-            a, b = head.a.to(self._device), head.b.to(self._device)
+            a, b = self._lane.upload(head.a), self._lane.upload(head.b)
             self.heads[slot] = HeadLora(self._pack(a), self._pack(b), head.scale)
+
+
+def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # As bytes, which every backend can fill with zeros.
+    return lazy_zeros((*shape[:-1], shape[-1] * dtype.itemsize), torch.uint8, device).view(dtype)
 
 
 def _outside_bytes(adapter: HostAdapter) -> int:

@@ -29,12 +29,12 @@ from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import Request, RequestError, RequestOutput, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from kernels.backend import pick_ops
-from kernels.reference import LARGEST_KV
+from kernels.reference import LARGEST
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+DTYPES_OF_8_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int
 
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
     """Keys and values of all layers, with their scales where they have 8 bits."""
-    scales = model.kv_elements_per_token // model.head_dim * 4 if kv_dtype in LARGEST_KV else 0
+    scales = model.kv_elements_per_token // model.head_dim * 4 if kv_dtype in LARGEST else 0
     return model.kv_elements_per_token * kv_dtype.itemsize + scales
 
 
@@ -114,9 +114,10 @@ class Engine:
             raise ConfigError(
                 "max_model_len", f"the model's context is {self.model_config.max_position_embeddings}, got {model_len}"
             )
-        kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
+        kv_dtype = DTYPES_OF_8_BITS.get(config.kv_cache_dtype, self.dtype)
+        lora_dtype = DTYPES_OF_8_BITS.get(config.lora_dtype, self.dtype)
         graph_sizes = resolve_graph_sizes(config, self.device)
-        ops = pick_ops(self.device, self.dtype, self.model_config.head_dim, config.block_size, kv_dtype)
+        ops = pick_ops(self.device, self.dtype, self.model_config.head_dim, config.block_size, kv_dtype, lora_dtype)
         progress = progress or (lambda *_: None)
         decoder = load_decoder(path, self.model_config, ops, self.dtype, self.device, model_len, progress)
         num_blocks = self._kv_cache_bytes() // (kv_bytes_per_token(self.model_config, kv_dtype) * config.block_size)
@@ -136,7 +137,7 @@ class Engine:
                 host_cache,
                 memory=self._adapter_bytes(),
                 max_rank=config.max_lora_rank,
-                dtype=self.dtype,
+                dtype=lora_dtype,
                 device=self.device,
                 pack=ops.pack_linear,
             )

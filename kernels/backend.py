@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import Batch
-from kernels.reference import LARGEST_KV, LoraGroup, LoraRouting
+from kernels.reference import LARGEST, LoraGroup, LoraRouting
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +154,17 @@ def routing_of(batch: Batch, lora: LoraTables | None) -> LoraRouting | None:
 
 
 def pick_ops(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
+    lora_dtype: torch.dtype | None = None,
 ) -> Ops:
     """Triton on a GPU; on the CPU the native library where a compiler is at hand, else plain torch.
 
-    kv_dtype: the caches' own, None for the model's. The native library has none of 8 bits: plain torch serves them.
+    kv_dtype, lora_dtype: of the caches and the rank pages, None for the model's. The native library has none of 8 bits:
+    plain torch serves them.
     """
     if device.type == "cuda":
         from kernels.triton_ops import TritonOps
@@ -167,7 +173,7 @@ def pick_ops(
     from kernels.cpu import TorchOps
     from kernels.native import NativeOps, load
 
-    native = NativeOps.serves(dtype, head_dim, block_size) and kv_dtype not in LARGEST_KV
+    native = NativeOps.serves(dtype, head_dim, block_size) and not {kv_dtype, lora_dtype} & LARGEST.keys()
     library = load() if native else None
     if library is not None:
         return NativeOps(library)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference import LARGEST_KV, SMALLEST_KV_AMAX
+from kernels.reference import LARGEST, SMALLEST_AMAX
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -76,7 +76,7 @@ def rope_and_write_kv(
     """Rotates q and k of qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, stores k and v, returns q `[T, num_heads, D]`.
 
     Tokens with a negative slot (padding of a graph's bucket) store nothing. Caches of 8 bits come with their scales
-    `[num_blocks, num_kv_heads, block_size]` fp32, which are written too (`kernels.reference.quantize_kv`).
+    `[num_blocks, num_kv_heads, block_size]` fp32, which are written too (`kernels.reference.quantize_rows`).
     """
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -110,8 +110,8 @@ def rope_and_write_kv(
             HALF_PADDED=triton.next_power_of_2(head_dim // 2),
             BLOCK_SIZE=block_size,
             BLOCK_HEADS=block_heads,
-            LARGEST=LARGEST_KV.get(k_cache.dtype, 0.0),
-            SMALLEST_AMAX=SMALLEST_KV_AMAX,
+            LARGEST=LARGEST.get(k_cache.dtype, 0.0),
+            SMALLEST_AMAX=SMALLEST_AMAX,
             num_warps=2,
         )
     return q
@@ -134,7 +134,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def check_kv_scales(k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None, v_scales: Tensor | None) -> None:
     """Raises ValueError unless caches of 8 bits come with scales of their shape, and others without."""
     for name, cache, scales in (("k_scales", k_cache, k_scales), ("v_scales", v_cache, v_scales)):
-        if (scales is not None) != (cache.dtype in LARGEST_KV):
+        if (scales is not None) != (cache.dtype in LARGEST):
             raise ValueError(f"{name}: expected {'scales' if scales is None else 'none'} for a cache of {cache.dtype}")
         if scales is not None and (
             scales.shape != cache.shape[:3] or scales.dtype != torch.float32 or not scales.is_contiguous()

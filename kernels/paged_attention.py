@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.fused import check_kv_scales
-from kernels.reference import LARGEST_KV
+from kernels.reference import LARGEST
 from kernels.segments import spread
 
 # A split walks at least this many keys, or combining costs more than it wins. Not measured yet.
@@ -101,7 +101,7 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, cache_dim = k_cache.shape
-    fits = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or k_cache.dtype in LARGEST_KV)
+    fits = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or k_cache.dtype in LARGEST)
     if k_cache.shape != v_cache.shape or cache_dim != head_dim or not fits:
         raise ValueError(
             f"k_cache: expected q's head size, its dtype or 8 bits, v_cache's shape; got q {tuple(q.shape)} {q.dtype}, "

@@ -10,7 +10,7 @@ Shapes used throughout (T = tokens of all requests laid flat, B = requests in th
 * `context_lens`: `[B]` int32; tokens of request i in the cache *including* this step's, so its last query sits
   at position `context_lens[i] - 1`.
 * `slot_mapping`: `[T]` int64; token t's key and value go to block `slot // block_size`, row `slot % block_size`.
-* `k_scales`, `v_scales`: `[num_blocks, num_kv_heads, block_size]` fp32 beside caches of 8 bits, see `quantize_kv`.
+* `k_scales`, `v_scales`: `[num_blocks, num_kv_heads, block_size]` fp32 beside caches of 8 bits, see `quantize_rows`.
 * LoRA pages: see `segmented_lora`.
 """
 
@@ -29,12 +29,15 @@ class LoraGroup:
     scales: `[num_slots, num_slices]` fp32, `alpha / r` (or `alpha / sqrt(r)`) of each adapter's projection,
         0 where the adapter does not target it.
     offsets: `num_slices + 1` column bounds in the group's fused output.
+    row_scales: `[num_pages, num_slices, page_rank]` fp32 beside pages of 8 bits (`quantize_rows`), else None. A row
+        of A and the row of B that it meets in the sum share one: the product of theirs.
     """
 
     a_pages: Tensor
     b_pages: Tensor
     scales: Tensor
     offsets: tuple[int, ...]
+    row_scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,18 @@ def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, routing: LoraRouting)
         out = y[rows].float()
         for s in range(len(group.offsets) - 1):
             columns = slice(group.offsets[s], group.offsets[s + 1])
-            a = group.a_pages[pages, s].flatten(0, 1).float()
-            b = group.b_pages[pages].flatten(0, 1)[:, columns].float()
-            out[:, columns] += group.scales[slot, s] * ((x[rows].float() @ a.T) @ b)
+            a = take(group.a_pages, pages)[:, s].flatten(0, 1).float()
+            b = take(group.b_pages, pages).flatten(0, 1)[:, columns].float()
+            h = x[rows].float() @ a.T
+            if group.row_scales is not None:
+                h *= group.row_scales[pages, s].flatten()
+            out[:, columns] += group.scales[slot, s] * (h @ b)
         y[rows] = out.to(y.dtype)
+
+
+def take(table: Tensor, rows: Tensor) -> Tensor:
+    """`table[rows]`, of any dtype: torch cannot index fp8 but as bytes."""
+    return table.view(torch.uint8)[rows].view(table.dtype) if table.dtype in LARGEST else table[rows]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -90,22 +101,22 @@ def apply_rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
 
 
-# The largest value of each cache dtype of 8 bits. A row of zeros has the smallest scale, so nothing divides by zero.
-LARGEST_KV = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-SMALLEST_KV_AMAX = 1e-20
+# The largest value of each dtype of 8 bits. A row of zeros has the smallest scale, so nothing divides by zero.
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+SMALLEST_AMAX = 1e-20
 
 
-def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x `[..., D]` in 8 bits, one scale for each token and head: `x ~ values * scales`, scales `[...]` fp32.
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x `[..., D]` in 8 bits, one scale for each row: `x ~ values * scales`, scales `[...]` fp32.
 
     The scale maps the row's largest magnitude onto the dtype's largest; int8 rounds half to even. Raises ValueError for
     a dtype that is neither float8_e4m3fn nor int8.
     """
-    if dtype not in LARGEST_KV:
+    if dtype not in LARGEST:
         raise ValueError(f"dtype: expected float8_e4m3fn or int8, got {dtype}")
-    amax = x.float().abs().amax(-1).clamp_min(SMALLEST_KV_AMAX)
-    values = x.float() * (LARGEST_KV[dtype] / amax).unsqueeze(-1)
-    return (values.round() if dtype == torch.int8 else values).to(dtype), amax * (1.0 / LARGEST_KV[dtype])
+    amax = x.float().abs().amax(-1).clamp_min(SMALLEST_AMAX)
+    values = x.float() * (LARGEST[dtype] / amax).unsqueeze(-1)
+    return (values.round() if dtype == torch.int8 else values).to(dtype), amax * (1.0 / LARGEST[dtype])
 
 
 def write_kv(
@@ -128,7 +139,7 @@ def write_kv(
         if scales is None:
             cache[block, :, row] = x[stored]
         else:
-            values, row_scales = quantize_kv(x[stored], cache.dtype)
+            values, row_scales = quantize_rows(x[stored], cache.dtype)
             # As bytes: torch cannot scatter fp8.
             cache.view(torch.uint8)[block, :, row] = values.view(torch.uint8)
             scales[block, :, row] = row_scales
@@ -154,8 +165,7 @@ def rope_and_write_kv(
 
 def read_kv(cache: Tensor, scales: Tensor | None, blocks: Tensor, num_tokens: int) -> Tensor:
     """The first tokens of a request's keys or values, `[num_tokens, num_kv_heads, D]` fp32."""
-    found = cache.view(torch.uint8)[blocks].view(cache.dtype) if scales is not None else cache[blocks]
-    values = found.transpose(1, 2).flatten(0, 1)[:num_tokens].float()
+    values = take(cache, blocks).transpose(1, 2).flatten(0, 1)[:num_tokens].float()
     return values if scales is None else values * scales[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens, :, None]
 
 

@@ -6,6 +6,9 @@ adds into y. No atomics, so the same input gives the same bits; a plane's elemen
 so nothing is zeroed. Both kernels follow the adapter's page table to its own rank and no further, and skip slices
 with scale 0. The slices of a group (q, k, v; gate, up) share each launch.
 
+Pages may have 8 bits, half the bytes that a decode step reads of its adapters: a row of A and the row of B that it
+meets share one scale, which the planes' sum is multiplied with.
+
 The grids depend on shapes only: persistent programs walk over work lists whose length stands on the device, so a CUDA
 graph replays with any mix of adapters, ranks and base rows (see `kernels.segments`).
 
@@ -19,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference import LoraGroup
+from kernels.reference import LARGEST, LoraGroup
 from kernels.segments import Segments
 
 MAX_SLICES = 3
@@ -28,8 +31,9 @@ MAX_SLICES = 3
 def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> None:
     """Adds every token's LoRA delta to y in place; costs nothing when `segments.active` is False.
 
-    y `[T, offsets[-1]]`, x `[T, in_features]`: one dtype with the pages (fp32, fp16 or bf16), last dimension
-    contiguous. Base rows of y are neither read nor written. Raises ValueError for shapes or dtypes that don't fit.
+    y `[T, offsets[-1]]`, x `[T, in_features]`: one dtype (fp32, fp16 or bf16), the pages' too unless these have 8 bits;
+    last dimension contiguous. Base rows of y are neither read nor written. Raises ValueError for shapes or dtypes that
+    don't fit.
     """
     if segments.active:
         expand(y, shrink(x, group, segments), group, segments)
@@ -94,6 +98,7 @@ def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments) -> N
         y,
         group.b_pages,
         group.scales,
+        group.row_scales,
         planes,
         segments.rows,
         segments.chunks,
@@ -127,14 +132,18 @@ def _check(rows: Tensor, name: str, width: int, group: LoraGroup, segments: Segm
             f"{name}: expected [{segments.num_tokens}, {width}] with its last dimension contiguous, "
             f"got {tuple(rows.shape)} with strides {rows.stride()}"
         )
-    if not rows.dtype == group.a_pages.dtype == group.b_pages.dtype:
-        raise ValueError(f"{name}: {rows.dtype}, but pages are {group.a_pages.dtype} and {group.b_pages.dtype}")
+    pages = group.a_pages.dtype
+    if group.b_pages.dtype != pages or (pages != rows.dtype and pages not in LARGEST):
+        raise ValueError(f"{name}: {rows.dtype}, but pages are {pages} and {group.b_pages.dtype}")
+    if (group.row_scales is not None) != (pages in LARGEST):
+        raise ValueError(f"row_scales: expected them beside pages of 8 bits and no others, pages are {pages}")
     if group.a_pages.shape[2] != segments.page_rank:
         raise ValueError(f"a_pages: page rank {group.a_pages.shape[2]}, segments were built for {segments.page_rank}")
     if len(group.offsets) - 1 != group.a_pages.shape[1] or len(group.offsets) - 1 > MAX_SLICES:
         raise ValueError(f"offsets: expected {group.a_pages.shape[1]} slices, at most {MAX_SLICES}: {group.offsets}")
-    if not (group.a_pages.is_contiguous() and group.b_pages.is_contiguous() and group.scales.is_contiguous()):
-        raise ValueError("group: expected contiguous a_pages, b_pages and scales")
+    tensors = (group.a_pages, group.b_pages, group.scales, group.row_scales)
+    if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("group: expected contiguous a_pages, b_pages, scales and row_scales")
 
 
 def _rank_padded(segments: Segments) -> int:
@@ -212,6 +221,8 @@ def _shrink(  # type: ignore[no-untyped-def]
                     k_live = split * K_PER_SPLIT + k0 + k < IN_FEATURES
                     x_tile = tl.load(x_at + k0, mask=row_live[:, None] & k_live[None, :], other=0.0)
                     a_tile = tl.load(a_at + k0, mask=rank_live[None, :] & k_live[:, None], other=0.0)
+                if a_tile.dtype != x_tile.dtype:  # by way of fp32: straight to bf16 takes many registers on Hopper
+                    a_tile = a_tile.to(tl.float32).to(x_tile.dtype)
                 acc = tl.dot(x_tile, a_tile, acc, input_precision="ieee")
             plane_row = (start.to(tl.int64) + m + split * num_tokens) * (NUM_SLICES * RANK_PADDED) + s * RANK_PADDED
             tl.store(planes + plane_row[:, None] + r[None, :], acc, mask=row_live[:, None] & rank_live[None, :])
@@ -222,6 +233,7 @@ def _expand(  # type: ignore[no-untyped-def]
     y,
     b_pages,
     scales,
+    row_scales,
     planes,
     rows,
     chunks,
@@ -288,6 +300,13 @@ def _expand(  # type: ignore[no-untyped-def]
                 h = tl.load(h_at, mask=h_mask, other=0.0)
                 for plane in tl.static_range(1, SPLIT_K):
                     h += tl.load(h_at + plane * plane_stride, mask=h_mask, other=0.0)
+                if row_scales is not None:
+                    scale_at = row_scales + (page * NUM_SLICES + s) * PAGE_RANK + r % PAGE_RANK
+                    # Times 512 until the end, so that h keeps its bits in fp16, where the scale alone is subnormal.
+                    h *= (tl.load(scale_at, mask=rank_live, other=0.0) * 512.0)[None, :]
+                    b_tile = b_tile.to(tl.float16).to(y_tile.dtype)
                 acc = tl.dot(h.to(b_tile.dtype), b_tile, acc, input_precision="ieee")
+            if row_scales is not None:
+                scale *= 1.0 / 512.0
             y_new = y_tile.to(tl.float32) + scale * acc
             tl.store(y_at, y_new.to(y_tile.dtype), mask=y_mask)

@@ -20,7 +20,7 @@ from engine.model.transfer import Download, upload
 from engine.scheduling.request import Request, Status
 from kernels.backend import KvCache
 from kernels.memory import lazy_zeros
-from kernels.reference import LARGEST_KV
+from kernels.reference import LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Runner:
 
 def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KvCache:
     """One layer's cache `[num_blocks, num_kv_heads, block_size, head_dim]`, with scales where it has 8 bits."""
-    if dtype not in LARGEST_KV:
+    if dtype not in LARGEST:
         return KvCache(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device))
     return KvCache(
         lazy_zeros(shape, torch.uint8, device).view(dtype),

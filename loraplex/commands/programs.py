@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import DATA_DIR, one_line
+from loraplex.commands.common import DATA_DIR, examples, one_line
 
 # Addresses to listen on that are none to be reached at.
 ANY_HOST = ("0.0.0.0", "::")
@@ -43,7 +43,7 @@ class Module(click.ParamType):
         name, equals, path = value.partition("=")
         if not (name and equals and path):
             self.fail(f"{value!r} is not name=path", param, ctx)
-        return name, Path(path)
+        return name, Path(path).expanduser()
 
 
 class Sizes(click.ParamType):
@@ -60,7 +60,12 @@ class Sizes(click.ParamType):
             self.fail(f"{value!r} is not numbers with commas between them", param, ctx)
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "loraplex engine --model ~/models/Llama-3.2-1B-Instruct --lora-modules sql=~/adapters/sql",
+        "loraplex engine --model ~/models/Llama-3.2-1B-Instruct --adapter-store /srv/adapters --port 8001",
+    )
+)
 @click.option("--model", required=True, help="A model folder, a .gguf file, or a hub id.")
 @click.option("--tokenizer", help="A folder with the tokenizer to use; default: the model's own.")
 @click.option("--served-model-name", help="The base model's name in the API; default: from --model.")
@@ -79,6 +84,7 @@ class Sizes(click.ParamType):
 @click.option("--prefill-stretch", default=1.8, show_default=True, help="Most that prompts may stretch others' steps.")
 @click.option("--async-scheduling/--no-async-scheduling", default=None, help="Plan ahead; default: on a GPU.")
 @click.option("--max-lora-rank", default=64, show_default=True, help="Largest rank of an adapter.")
+@click.option("--lora-dtype", default="auto", show_default=True, help="Of adapters: auto, fp8_e4m3 or int8.")
 @click.option("--adapter-store", help="Folder of adapters by digest, for `sha256:...` models.")
 @click.option("--adapter-memory", type=Bytes(), help="Device memory for adapters; default: from the device.")
 @click.option("--host-adapter-memory", type=Bytes(), default="1GiB", show_default=True, help="Host memory for them.")
@@ -158,7 +164,7 @@ def engine(**flags: Any) -> None:
     sys.exit(code)
 
 
-@click.command()
+@click.command(epilog=examples("loraplex gateway --port 8080 --workers 4 --metrics-port 9100"))
 @click.option("--host", help="Address to listen on. [env: LORAPLEX_HOST; default: 127.0.0.1]")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port. [env: LORAPLEX_PORT; default: 8080]")
 @click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve /metrics there, openly, instead.")
@@ -184,7 +190,7 @@ def gateway(**flags: Any) -> None:
         run(settings)
 
 
-@click.command()
+@click.command(epilog=examples("LORAPLEX_DATABASE_URL=postgresql://user:password@host/loraplex loraplex migrate"))
 def migrate() -> None:
     """Bring the database at LORAPLEX_DATABASE_URL to the newest schema."""
     from sqlalchemy.exc import SQLAlchemyError

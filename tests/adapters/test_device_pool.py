@@ -1,14 +1,19 @@
 """The device tier: pages by rank, pins, eviction, and promises to whoever is furthest behind."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from adapters.device_pool import GROUPS, PAGE_RANK, AdapterPool, Residency
 from adapters.host_cache import HostCache
+from adapters.page_writer import NUM_BUFFERS
+from kernels.reference import take
 from tests.adapters.files import BASE, CONFIG, tensors, write
 
 DEVICE = torch.device("cpu")
@@ -27,11 +32,10 @@ def host() -> Iterator[HostCache]:
 def make(host: HostCache) -> Iterator[Make]:
     pools: list[AdapterPool] = []
 
-    def make(pages: int, max_rank: int = 16) -> AdapterPool:
-        page_bytes = AdapterPool(
-            BASE, host, memory=1 << 24, max_rank=max_rank, dtype=torch.float32, device=DEVICE
-        ).page_bytes
-        pool = AdapterPool(BASE, host, memory=pages * page_bytes, max_rank=max_rank, dtype=torch.float32, device=DEVICE)
+    def make(pages: int, max_rank: int = 16, dtype: torch.dtype = torch.float32, **options: Any) -> AdapterPool:
+        options |= {"max_rank": max_rank, "dtype": dtype, "device": DEVICE}
+        page_bytes = AdapterPool(BASE, host, memory=1 << 24, **options).page_bytes
+        pool = AdapterPool(BASE, host, memory=pages * page_bytes, **options)
         pools.append(pool)
         return pool
 
@@ -59,38 +63,138 @@ def wait_for(pool: AdapterPool, digest: str, wanted: Residency = Residency.READY
         pool.poll()
 
 
-@pytest.mark.parametrize("rank", [1, 4, 8, 12, 16])
-def test_an_adapter_takes_pages_by_its_own_rank_and_reads_back(
-    make: Make, host: HostCache, adapter: Callable[..., str], rank: int
-) -> None:
-    pool = make(6)
-    other = adapter(rank=16, seed=9)
-    wait_for(pool, other)
-    assert pool.evict(other), "its bytes stay behind in the pages"
-    digest = adapter(rank=rank, seed=1, modules=tuple(m for m in ALL if m != (1, "k_proj")))
-    wait_for(pool, digest)
-    pages = -(-rank // PAGE_RANK)
-    assert pool.num_free_pages == 6 - pages
-    slot = pool.pin(digest)
-    assert int(pool.ranks[slot]) == rank
-    table = pool.page_table[slot, :pages].long()
-    assert (pool.page_table[slot, pages:] == -1).all()
+def check_pages(pool: AdapterPool, host: HostCache, digest: str, slot: int) -> None:
+    """What the pool holds for an adapter is the adapter, and zeros in the rest of its last page."""
     held = host.get(digest)
     assert held is not None
+    pages = -(-held.rank // PAGE_RANK)
+    assert int(pool.ranks[slot]) == held.rank
+    assert (pool.page_table[slot, pages:] == -1).all()
+    table = pool.page_table[slot, :pages].long()
     for layer, groups in enumerate(pool.groups):
         for name, group in groups.items():
             for s, projection in enumerate(GROUPS[name]):
-                a = group.a_pages[table, s].flatten(0, 1)
-                b = group.b_pages[table].flatten(0, 1)[:, group.offsets[s] : group.offsets[s + 1]]
                 module = held.modules.get((layer, projection))
                 if module is None:
                     assert float(group.scales[slot, s]) == 0.0
                     continue
                 assert float(group.scales[slot, s]) == pytest.approx(module.scale)
-                assert torch.equal(a[:rank], module.a)
-                assert torch.equal(b[:rank], module.b.T)
-                assert not a[rank:].any(), "rows beyond the rank must be zero"
-                assert not b[rank:].any()
+                a = take(group.a_pages, table)[:, s].flatten(0, 1).float()
+                b = take(group.b_pages, table).flatten(0, 1)[:, group.offsets[s] : group.offsets[s + 1]].float()
+                assert not a[held.rank :].any(), "rows beyond the rank must be zero"
+                assert not b[held.rank :].any()
+                if group.row_scales is None:
+                    assert torch.equal(a[: held.rank], module.a)
+                    assert torch.equal(b[: held.rank], module.b.T)
+                else:
+                    delta = module.b @ module.a
+                    scaled = a * group.row_scales[table, s].flatten()[:, None]
+                    assert (b.T @ scaled - delta).norm() / delta.norm() < 0.06
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("rank", [1, 4, 8, 12, 16])
+def test_an_adapter_takes_pages_by_its_own_rank_and_reads_back(
+    make: Make, host: HostCache, adapter: Callable[..., str], rank: int, dtype: torch.dtype
+) -> None:
+    pool = make(6, dtype=dtype)
+    other = adapter(rank=16, seed=9)
+    wait_for(pool, other)
+    assert pool.evict(other), "its bytes stay behind in the pages"
+    digest = adapter(rank=rank, seed=1, modules=tuple(m for m in ALL if m != (1, "k_proj")))
+    wait_for(pool, digest)
+    assert pool.num_free_pages == 6 - -(-rank // PAGE_RANK)
+    check_pages(pool, host, digest, pool.pin(digest))
+
+
+class LateLane:
+    """A device that copies as late as it may: when somebody waits, and from what the source holds by then.
+
+    A step is over when `step_ended` is set; copies behind it run no sooner.
+    """
+
+    class Fence:
+        def __init__(self, lane: "LateLane") -> None:
+            self._lane, self._at = lane, len(lane.queue)
+
+        def synchronize(self) -> None:
+            self._lane.run_to(self._at)
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.done = 0
+        self.step_ended = threading.Event()
+        self.most_under_way = 0
+
+    def launched(self) -> Any:
+        return self.step_ended
+
+    def wait(self, fence: Any) -> None:
+        self.queue.append(lambda: fence.wait(60))
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        self.queue.append(lambda: target.copy_(source))
+        self.most_under_way = max(self.most_under_way, len(self.queue) - self.done)
+        return LateLane.Fence(self)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        self.run_to(len(self.queue))
+        return tensor
+
+    def run_to(self, end: int) -> None:
+        while self.done < end:
+            self.queue[self.done]()
+            self.done += 1
+
+
+def test_pages_are_written_behind_the_steps_that_read_them_and_read_when_the_last_copy_is_done(
+    make: Make, host: HostCache, adapter: Callable[..., str]
+) -> None:
+    lane = LateLane()
+    lane.step_ended.set()
+    pool = make(2, lane=lane)
+    first, second = adapter(rank=16, seed=1), adapter(rank=16, seed=2)
+    wait_for(pool, first)
+    slot = pool.pin(first)
+    check_pages(pool, host, first, slot)
+    lane.step_ended.clear()
+    pool.unpin(first)  # its request has ended, but a step that was launched with it still runs
+    deadline = time.monotonic() + 60
+    while pool.resident:
+        assert pool.ensure(second) is Residency.LOADING
+        assert time.monotonic() < deadline
+        pool.poll()
+    for _ in range(20):
+        assert pool.ensure(second) is Residency.LOADING
+        pool.poll()
+        check_pages(pool, host, first, slot)
+        time.sleep(0.002)
+    lane.step_ended.set()
+    wait_for(pool, second)
+    check_pages(pool, host, second, pool.pin(second))
+    assert lane.most_under_way <= NUM_BUFFERS + 1, "a step's own upload waits for what is under way"
+
+
+@pytest.mark.gpu
+def test_pages_on_a_gpu(host: HostCache, adapter: Callable[..., str]) -> None:
+    """Adapters that take each other's pages, while the stream of the steps is kept busy."""
+    device = torch.device("cuda")
+    pool = AdapterPool(BASE, host, memory=1 << 20, max_rank=16, dtype=torch.float32, device=device)
+    matrix = torch.randn(2048, 2048, device=device)
+    for seed in range(12):
+        for _ in range(20):
+            matrix = (matrix @ matrix).tanh()
+        digest = adapter(rank=16, seed=seed)
+        wait_for(pool, digest)
+        slot = pool.pin(digest)
+        held = host.get(digest)
+        assert held is not None
+        table = pool.page_table[slot, :2].long()
+        found = pool.groups[1]["down"].a_pages[table, 0].flatten(0, 1)
+        assert torch.equal(found.cpu(), held.modules[1, "down_proj"].a)
+        pool.unpin(digest)
+        pool.evict(digest)
+    pool.close()
 
 
 def test_the_least_recently_pinned_goes_first_and_a_pinned_one_never(make: Make, adapter: Callable[..., str]) -> None:

@@ -73,13 +73,14 @@ def anywhere(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat((tensor.flatten()[:1], tensor.flatten()))[odd:][: tensor.numel()].view(tensor.shape)
 
 
-def lora(num_tokens: int, in_features: int, offsets: tuple[int, ...], **options) -> None:
-    slices = len(offsets) - 1
+def lora(num_tokens: int, offsets: tuple[int, ...], page_dtype: torch.dtype = torch.bfloat16, **options) -> None:
+    in_features, slices = 4096, len(offsets) - 1
     group = LoraGroup(
-        torch.zeros(4, slices, 8, in_features, dtype=torch.bfloat16),
-        torch.zeros(4, 8, offsets[-1], dtype=torch.bfloat16),
+        torch.zeros(4, slices, 8, in_features).to(page_dtype),
+        torch.zeros(4, 8, offsets[-1]).to(page_dtype),
         torch.ones(3, slices),
         offsets,
+        None if page_dtype == torch.bfloat16 else torch.ones(4, slices, 8),
     )
     index = anywhere(torch.zeros(num_tokens, dtype=torch.int32))
     routing = LoraRouting(index, torch.zeros(3, 8, dtype=torch.int32), torch.tensor([8, 16, 64], dtype=torch.int32))
@@ -137,18 +138,18 @@ def main() -> None:
     run(64, 512)
     step["label"] = "other lengths"
     for n in range(1, 51):
-        run(2 * n, 480 + 37 * n)
+        run(n, 480 + 37 * n)
 
 
 def run(decodes: int, prompt: int) -> None:
     """A decode step of some requests, and one that has a prompt in it."""
     offsets = (0, 4096, 5120, 6144)
-    lora(decodes, 4096, offsets, plan=segments.DECODE)
-    lora(prompt, 4096, offsets, num_adapters=2)
-    lora(prompt, 4096, offsets, single_adapter=True)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
+        lora(decodes, offsets, dtype, plan=segments.DECODE)
+        lora(prompt, offsets, dtype, num_adapters=2)
         attend([1] * decodes, 700 + decodes, dtype)
         attend([prompt, 1, 5], 800 + prompt, dtype)
+    lora(prompt, offsets, single_adapter=True)
     attend([1] * (1 + decodes // 50), 8192)
     elementwise(decodes)
     draw(decodes)

@@ -51,8 +51,8 @@ def make(model, lengths, dtype, device, block_size=16, seed=0):
 
 def quantize(k, v, dtype):
     """Caches of 8 bits and their scales; NaN where no key or value lies stays unread."""
-    k, k_scales = reference.quantize_kv(k.nan_to_num(), dtype)
-    v, v_scales = reference.quantize_kv(v.nan_to_num(), dtype)
+    k, k_scales = reference.quantize_rows(k.nan_to_num(), dtype)
+    v, v_scales = reference.quantize_rows(v.nan_to_num(), dtype)
     for scales in (k_scales, v_scales):
         scales[scales < 1e-15] = float("nan")
     return k, k_scales, v, v_scales

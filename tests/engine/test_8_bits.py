@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: half the memory, nearly the same logits, the same rules for sharing blocks."""
+"""Keys and values, and adapters, in 8 bits: half the memory, nearly the same logits."""
 
 from pathlib import Path
 
@@ -11,33 +11,40 @@ from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
 from kernels.triton_ops import TritonOps
-from tests.engine.tiny import save_model
+from tests.engine.tiny import save_adapter, save_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     save_model(folder, max_model_len=256)
+    save_adapter(folder / "adapter", rank=5)
     return folder
 
 
-def run(model: Path, kv_cache_dtype: str, n: int = 8) -> tuple[list[float], int]:
-    """The log-probabilities that a prompt gets, over several chunks, with `n` tokens decoded after it; blocks."""
+def run(model: Path, kv_cache_dtype: str, n: int = 8, lora_dtype: str | None = None) -> tuple[list[float], int]:
+    """The log-probabilities that a prompt gets, over several chunks, with `n` tokens decoded after it; blocks.
+
+    With a lora_dtype by the adapter, and its pages instead of blocks.
+    """
     host = HostCache(None, BaseShape.from_config_dir(model), 1 << 20, torch.float32)
     config = EngineConfig(
         model=str(model), dtype="float32", device="cpu", max_lora_rank=8, adapter_memory=4 << 20, max_num_seqs=4,
         kv_cache_memory=1 << 20, max_num_batched_tokens=16, kv_cache_dtype=kv_cache_dtype,
+        lora_dtype=lora_dtype or "auto",
     )  # fmt: skip
     engine = Engine(config, host)
     try:
         params = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, prompt_logprobs=0, logprobs=0)
-        engine.add_request("x", [3 + 5 * i % 350 for i in range(40)], params)
+        adapter = host.add_path(model / "adapter") if lora_dtype else None
+        engine.add_request("x", [3 + 5 * i % 350 for i in range(40)], params, adapter=adapter)
         found: list[float] = []
         while engine.has_work():
             for output in engine.step():
                 assert output.error is None
                 found += [entry.logprob for entry in output.prompt_logprobs or [] if entry is not None]
-        return found, engine.state().num_blocks
+        state = engine.state()
+        return found, state.num_adapter_pages if lora_dtype else state.num_blocks
     finally:
         engine.close()
         host.close()
@@ -60,6 +67,23 @@ def test_the_gpu_kernels_serve_it_as_plain_torch_does(model: Path, monkeypatch: 
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_adapters_of_8_bits_change_the_logprobs_little_and_take_less_room(
+    model: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, _ = run(model, "auto", 2)
+    expected, pages = run(model, "auto", 2, "auto")
+    found, more_pages = run(model, "auto", 2, dtype)
+    assert more_pages > 3 * pages
+    changed = torch.tensor(expected) - torch.tensor(base)
+    assert 0 < (torch.tensor(found) - torch.tensor(expected)).norm() < 0.3 * changed.norm()
+    monkeypatch.setattr("engine.engine.pick_ops", lambda *_: TritonOps())
+    on_gpu, _ = run(model, "auto", 2, dtype)
+    torch.testing.assert_close(torch.tensor(on_gpu), torch.tensor(found), atol=1e-3, rtol=0)
+
+
 def test_another_dtype_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype: expected one of auto, fp8_e4m3, int8, got 'int4'"):
         EngineConfig(model="m", kv_cache_dtype="int4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lora_dtype: expected one of auto, fp8_e4m3, int8, got 'bfloat16'"):
+        EngineConfig(model="m", lora_dtype="bfloat16")  # type: ignore[arg-type]
