@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Of `make demo`.
+PORT   ?= 8080
 export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: demo test unit lint types bench gpu clean
 
 demo: $(STAMP)
-	$(BIN)/loraplex up --demo --port 8080 --data-dir .loraplex
+	$(BIN)/loraplex up --demo --port $(PORT) --data-dir .loraplex
 
 test: lint types unit
 

@@ -3,6 +3,7 @@
 secrets.json   generated once: internal token, key pepper, admin key, Valkey's password   (0600)
 local.json     how the other commands find the running gateway                            (0600)
 demo.json      the demo's tenants, their keys and models                                  (0600)
+made.json      what of the demo was made, so that what is deleted is not made again       (0600)
 loraplex.db    tenants, keys' hashes, adapters, usage (SQLite)
 adapters/      the adapters' files by digest        valkey/   the quotas' state
 models/        converted models                     logs/     one file per process

@@ -1,4 +1,5 @@
-"""The demo's two tenants, made through the admin API as an operator would; a second run finds them and their keys."""
+"""The demo's two tenants, made through the admin API as an operator would, once; a second run finds them and
+their keys."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -38,21 +39,56 @@ def adapters_folder() -> Path:
     raise FileNotFoundError("the demo's adapters are in neither " + " nor ".join(map(str, places)))
 
 
-async def provision(gateway: str, admin_key: str, base_model: str, data: DataDir) -> Sequence[DemoTenant]:
-    """Makes what is missing and writes demo.json; keys of an earlier run that are still valid are kept."""
+class Made:
+    """What `loraplex up --demo` has made once in a database, by tenant and adapter.
+
+    What its user then deletes or replaces stays so.
+
+    made.json   {"database", "made": {tenant: {adapter: digest}}}
+    """
+
+    def __init__(self, data: DataDir, database: str) -> None:
+        self._path = data.root / "made.json"
+        self._database = database
+        stored = read_json(self._path) or {}
+        self._made: dict[str, dict[str, str]] = stored["made"] if stored.get("database") == database else {}
+
+    def has(self, tenant: str) -> bool:
+        return tenant in self._made
+
+    def digest(self, tenant: str, adapter: str) -> str | None:
+        return self._made[tenant].get(adapter)
+
+    def note(self, tenant: str, **digests: str) -> None:
+        self._made.setdefault(tenant, {}).update(digests)
+        write_private_json(self._path, {"database": self._database, "made": self._made})
+
+
+async def provision(
+    gateway: str, admin_key: str, base_model: str, data: DataDir, database: str
+) -> Sequence[DemoTenant]:
+    """Makes what was never made and writes demo.json; keys of an earlier run that are still valid are kept.
+
+    database: which one the gateway has, as a name without secrets. Raises GatewayError.
+    """
     path = data.root / "demo.json"
     before = {tenant["name"]: tenant["api_key"] for tenant in (read_json(path) or {"tenants": []})["tenants"]}
+    made = Made(data, database)
     async with GatewayClient(gateway, admin_key) as admin:
         existing = {tenant["name"] for tenant in await admin.tenants()}
         tenants = []
         for name, models in OWNERS.items():
             if name not in existing:
+                if made.has(name):
+                    continue
                 await admin.create_tenant(name, **LIMITS)
+            made.note(name)
             key = before.get(name)
             if key is None or not await _accepted(gateway, key):
                 key = (await admin.create_key(name))["key"]
-            await _push_missing(admin, name, models)
-            tenants.append(DemoTenant(name, key, models))
+            await _push_new(admin, name, models, made)
+            present = {adapter["name"] for adapter in await admin.adapters(name)}
+            tenants.append(DemoTenant(name, key, tuple(model for model in models if model in present)))
     write_private_json(
         path,
         {
@@ -72,13 +108,17 @@ async def _accepted(gateway: str, key: str) -> bool:
         except GatewayError as error:
             if error.status == 401:
                 return False
-            raise
+            if error.code != "tenant_suspended":
+                raise
     return True
 
 
-async def _push_missing(admin: GatewayClient, tenant: str, names: Sequence[str]) -> None:
-    present: dict[str, Any] = {adapter["name"]: adapter.get("digest") for adapter in await admin.adapters(tenant)}
+async def _push_new(admin: GatewayClient, tenant: str, names: Sequence[str], made: Made) -> None:
+    """Those that were never pushed, or have changed since and are still as they were pushed then."""
+    present = {adapter["name"]: adapter["digest"] for adapter in await admin.adapters(tenant)}
     for name in names:
         folder = adapters_folder() / name
-        if present.get(name) != f"sha256:{open_checkpoint(folder).digest}":
+        digest, before = f"sha256:{open_checkpoint(folder).digest}", made.digest(tenant, name)
+        if before is None or (before != digest and before == present.get(name)):
             await admin.push_adapter(tenant, name, folder)
+            made.note(tenant, **{name: digest})

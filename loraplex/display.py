@@ -77,7 +77,11 @@ class Display:
             lines += [f"  Tenant     {tenant.name}", f"    key      {tenant.api_key}"]
             lines += [f"    adapter  {model}" for model in tenant.models] + [""]
         first = tenants[0]
-        ask = {"model": first.models[0], "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
+        ask = {
+            "model": next(iter(first.models), base_model),
+            "temperature": 0,
+            "messages": [{"role": "user", "content": QUESTION}],
+        }
         lines += [
             "Try it:",
             f"curl -s {gateway}/v1/chat/completions -H 'Authorization: Bearer {first.api_key}'"

@@ -13,6 +13,7 @@ import tempfile
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import redis
@@ -56,6 +57,14 @@ class UpOptions:
     def gateway_url(self) -> str:
         host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(self.host, self.host)
         return f"http://{host}:{self.port}"
+
+    @property
+    def database_name(self) -> str:
+        """Which database it is, without a user's name or password."""
+        if self.database_url is None:
+            return "local"
+        url = urlsplit(self.database_url)
+        return f"{url.hostname}:{url.port}{url.path}"
 
 
 def check_port(host: str, port: int) -> None:
@@ -245,7 +254,10 @@ async def run(options: UpOptions, data: DataDir, display: Display, *, demo: bool
             from loraplex.demo_tenants import provision
 
             with display.step("Creating the demo's tenants and adapters"):
-                tenants = await provision(options.gateway_url, service.secrets.admin_key, options.base_model, data)
+                tenants = await provision(
+                    options.gateway_url, service.secrets.admin_key, options.base_model, data, options.database_name
+                )
+        if demo and tenants:
             display.demo_banner(options.gateway_url, service.secrets.admin_key, options.base_model, tenants)
         else:
             display.banner(options.gateway_url, options.base_model, data.root)

@@ -54,6 +54,12 @@ def test_every_command_and_flag(name):
     assert options(COMMANDS[name]) <= CODE
     assert COMMANDS[name].help
     assert all(p.help for p in COMMANDS[name].params if isinstance(p, click.Option))
+    examples = (COMMANDS[name].epilog or "").splitlines()[2:]
+    assert examples, "its --help shows no example"
+    for line in examples:
+        assert f"{name} " in f"{line} "
+        flags = {word for word in line.split() if re.fullmatch(r"--[a-z-]+", word)}
+        assert flags - {"--max-num-seqs"} <= options(COMMANDS[name])  # that one is within --engine-args
 
 
 def test_every_documented_flag_exists():

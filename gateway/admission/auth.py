@@ -291,7 +291,9 @@ class Authenticator:
 
 def _problem(key: ApiKey | None) -> GatewayError | None:
     """Why a key whose secret is right does not open anything. None: it does."""
-    if key is None or key.revoked_at is not None:
+    if key is None:
+        return InvalidKey("This API key does not exist any more: its tenant has been deleted.")
+    if key.revoked_at is not None:
         return InvalidKey("This API key has been revoked.")
     if not key.valid(datetime.now(UTC)):
         return InvalidKey("This API key has expired.")

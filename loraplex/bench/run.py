@@ -29,11 +29,15 @@ class Sample:
     error: str | None = None
 
 
-async def measure(url: str, workload: Workload) -> tuple[list[Sample], float]:
-    """The measured requests' samples, and the seconds from the first sent to the last answered."""
+async def measure(url: str, workload: Workload, internal_token: str | None = None) -> tuple[list[Sample], float]:
+    """The measured requests' samples, and the seconds from the first sent to the last answered.
+
+    internal_token: what an engine behind a gateway wants to be shown.
+    """
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=10)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url.rstrip("/"), timeout=timeout, connector=connector) as session:
+    headers = {} if internal_token is None else {"x-loraplex-internal-token": internal_token}
+    async with aiohttp.ClientSession(url.rstrip("/"), headers=headers, timeout=timeout, connector=connector) as session:
         try:
             async with session.get("/health"):
                 pass

@@ -9,11 +9,16 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import DATA_DIR, is_gateway_of, one_line, whose
+from loraplex.commands.common import DATA_DIR, examples, is_gateway_of, one_line, whose
 from loraplex.datadir import DataDirError, read_json
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        'loraplex chat "Why is the sky blue?" --model pirate',
+        "LORAPLEX_API_KEY=lpx_... loraplex chat --gateway http://127.0.0.1:8080",
+    )
+)
 @click.argument("message", required=False)
 @click.option("--model", help="The base model or an adapter; default: the base model.")
 @click.option("--gateway", envvar="LORAPLEX_GATEWAY", help="The gateway's URL. [env: LORAPLEX_GATEWAY]")
@@ -116,7 +121,12 @@ def _ask() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "loraplex bench --tenants .loraplex/demo.json --n 64 --c 16",
+        "loraplex bench --url http://127.0.0.1:8000 --models a0,a1,a2 --zipf 1.0 --rate 4 --json report.json",
+    )
+)
 @click.option("--url", help="The server; default: the gateway named in --tenants.")
 @click.option("--models", help="Model names, comma separated, the most popular first.")
 @click.option("--api-key", envvar="LORAPLEX_API_KEY", help="Key for --models. [env: LORAPLEX_API_KEY]")
@@ -126,6 +136,9 @@ def _ask() -> str | None:
     help="A file in the form of demo.json: several tenants, their keys and models, instead of --models.",
 )
 @click.option("--keys-to-other-url", is_flag=True, help="Send that file's keys to --url, though it is not its gateway.")
+@click.option(
+    "--internal-token-file", type=click.Path(path_type=Path), help="File with the token of an engine behind a gateway."
+)
 @click.option("--n", default=64, show_default=True, type=click.IntRange(1), help="Requests.")
 @click.option("--c", default=16, show_default=True, type=click.IntRange(1), help="Requests at once (closed loop).")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Poisson arrivals a second, instead of --c.")
@@ -141,6 +154,7 @@ def bench(
     api_key: str | None,
     tenants: Path | None,
     keys_to_other_url: bool,
+    internal_token_file: Path | None,
     n: int,
     c: int,
     rate: float | None,
@@ -172,8 +186,9 @@ def bench(
     if not url or not targets:
         raise click.UsageError("--url is not given" if not url else "no model to ask")
     workload = Workload(tuple(targets), n, c, rate, zipf, input_words, output_tokens, warmup, seed)
-    with one_line(BenchError):
-        samples, seconds = asyncio.run(measure(url, workload))
+    with one_line(BenchError, OSError):
+        token = internal_token_file.read_text().strip() if internal_token_file else None
+        samples, seconds = asyncio.run(measure(url, workload, token))
     report = summarise(workload, samples, seconds)
     if json_path:
         json_path.write_text(json.dumps(report, indent=2) + "\n")

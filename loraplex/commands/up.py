@@ -6,10 +6,16 @@ from pathlib import Path
 
 import click
 
-from loraplex.commands.common import DATA_DIR, one_line
+from loraplex.commands.common import DATA_DIR, examples, one_line
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "loraplex up --demo",
+        "loraplex up --model ~/models/Llama-3.2-1B-Instruct --engines 2",
+        "loraplex up --model HuggingFaceTB/SmolLM2-360M-Instruct --engine-args '--max-num-seqs 32'",
+    )
+)
 @click.option("--demo", is_flag=True, help="With the demo model, two tenants and their adapters.")
 @click.option("--model", help="A model folder, a .gguf file, or a hub id; with --demo it replaces the demo model.")
 @click.option("--served-model-name", help="The base model's name in the API; default: from --model.")
@@ -45,6 +51,7 @@ def up(
     Secrets are generated once into the data directory. DATABASE_URL with a password is better given as
     LORAPLEX_DATABASE_URL to `loraplex gateway`, run by itself.
     """
+    from loraplex.client import GatewayError
     from loraplex.datadir import DataDir, DataDirError
     from loraplex.demo import ModelError, ensure_demo_model, ensure_gguf_folder, ensure_model
     from loraplex.display import Display
@@ -54,7 +61,7 @@ def up(
     if not demo and model is None:
         raise click.UsageError("say which model to serve with --model, or --demo for the demo model")
     display = Display()
-    with one_line(UpError, DataDirError, ModelError, ChildError):
+    with one_line(UpError, DataDirError, ModelError, ChildError, GatewayError):
         check_port(host, port)
         if redis_url is not None:
             check_redis(redis_url)

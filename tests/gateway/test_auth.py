@@ -143,9 +143,13 @@ async def test_running_streams_end_with_their_key(two_gateways: tuple[Gateway, G
     assert not other.done()
     await here.admin.call("PATCH", "/admin/api/tenants/bystander", json={"suspended": True})
     assert (await other).events[-1]["error"]["code"] == "tenant_suspended"
+    deleted = await start_stream(await here.tenant("deleted"), upstream)
+    await here.admin.call("DELETE", "/admin/api/tenants/deleted")
+    message = "This API key does not exist any more: its tenant has been deleted."
+    assert (await deleted).events[-1]["error"]["message"] == message
 
     async def cancelled() -> bool:
-        return upstream.cancelled >= 3
+        return upstream.cancelled >= 4
 
     await until(cancelled)
     ends = 'loraplex_gateway_inference_requests_total{endpoint="completions",status="revoked",tenant="%s"} %d.0'

@@ -296,3 +296,4 @@ def test_limits_money_and_moments_as_people_write_them():
 def test_modules():
     name, path = Module().convert("sql=/adapters/a=b", None, None)
     assert (name, str(path)) == ("sql", "/adapters/a=b")
+    assert Module().convert("sql=~/a", None, None)[1] == Path.home() / "a"
