@@ -1,6 +1,7 @@
 """The gateway's HTTP API as the command line uses it: operators' routes, and a tenant's own adapters and models."""
 
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,17 @@ class GatewayError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+def reason(error: Exception) -> str:
+    """Why a server could not be asked, in the system's words and not in the HTTP client's own."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno
+        # What is below 0 says that a name is not known; os.strerror has no words for that.
+        return os.strerror(number) if number is not None and number > 0 else str(error.strerror)
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error) or type(error).__name__
 
 
 class GatewayClient:
@@ -47,7 +59,7 @@ class GatewayClient:
                     raise _refusal(response.status, body)
                 return await response.json() if body else None
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise GatewayError(f"cannot reach the gateway at {self.url}: {error or type(error).__name__}") from error
+            raise GatewayError(f"cannot reach the gateway at {self.url}: {reason(error)}") from error
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The JSON of each server-sent event of a streamed answer. Raises GatewayError, also for an error event."""
@@ -63,7 +75,7 @@ class GatewayClient:
                         raise _refusal(response.status, line[5:])
                     yield event
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise GatewayError(f"cannot reach the gateway at {self.url}: {error or type(error).__name__}") from error
+            raise GatewayError(f"cannot reach the gateway at {self.url}: {reason(error)}") from error
 
     async def listed(self, path: str, **request: Any) -> list[dict[str, Any]]:
         return (await self.call("GET", path, **request))["data"]

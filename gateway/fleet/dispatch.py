@@ -88,8 +88,10 @@ class Fleet:
                         if not isinstance(error.error, Unavailable):
                             raise
                         if error.error.code == "engine_unavailable":
+                            # As good as not there: its own words, "shutting down" say, are none of the client's.
                             engine.mark_down("it takes no requests")
-                        refusal = error
+                        else:
+                            refusal = error
                     else:
                         self._conversations.served(prefix, engine)
                         return response

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from loraplex.bench.workload import Target, Workload
+from loraplex.client import reason
 
 REQUEST_SECONDS = 1800
 
@@ -42,7 +43,7 @@ async def measure(url: str, workload: Workload, internal_token: str | None = Non
             async with session.get("/health"):
                 pass
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise BenchError(f"cannot reach {url}: {error or type(error).__name__}") from error
+            raise BenchError(f"cannot reach {url}: {reason(error)}") from error
         requests = list(workload.requests())
         await _closed_loop(session, workload, requests[: workload.warmup])
         send = _closed_loop if workload.rate is None else _open_loop

@@ -155,6 +155,16 @@ async def test_if_none_begins_the_last_ones_reason_is_told(pair: tuple[Gateway, 
     assert len(one.requests) == len(two.requests) == 1
 
 
+async def test_if_all_are_on_their_way_out_there_is_none(pair: tuple[Gateway, Upstream, Upstream]):
+    gateway, one, two = pair
+    acme = await gateway.tenant("acme")
+    one.refuses = two.refuses = (503, "engine_unavailable")
+    for stream in (False, True):
+        got = await acme.complete(stream=stream)
+        assert (got.status, got.error["code"], got.headers["Retry-After"]) == (503, "no_engine", "1")
+        assert "not now" not in got.error["message"]
+
+
 async def test_a_request_that_engines_leave_over_is_not_given_to_one_after_the_other(
     tmp_path: Path, model_dir: Path, redis_url: str
 ):

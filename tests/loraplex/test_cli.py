@@ -103,8 +103,16 @@ def test_a_wrong_command_line_is_one_line_and_2(arguments, says):
         (("gateway",), {}, "LORAPLEX_DATABASE_URL: is required"),
         (("gateway",), {"LORAPLEX_DATABASE_URL": "mysql://x"}, "LORAPLEX_"),
         (("migrate",), {"LORAPLEX_DATABASE_URL": "mysql://x"}, "expected a sqlite or postgresql URL"),
-        (("bench", "--url", "http://127.0.0.1:9", "--models", "a"), {}, "cannot reach http://127.0.0.1:9"),
-        (("tenant", "list", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), {}, "cannot reach the gateway"),
+        (
+            ("bench", "--url", "http://127.0.0.1:9", "--models", "a"),
+            {},
+            "Error: cannot reach http://127.0.0.1:9: Connection refused",
+        ),
+        (
+            ("tenant", "list", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"),
+            {},
+            "Error: cannot reach the gateway at http://127.0.0.1:9: Connection refused",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_1(arguments, env, says):
