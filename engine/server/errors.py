@@ -57,6 +57,8 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
             return ApiError(503, str(exc), kind="server_error", code=code, headers=headers)
         case web.HTTPRequestEntityTooLarge():
             return ApiError(413, "the body is too large", code="request_too_large")
+        case web.RequestPayloadError():
+            return ApiError(400, "the body cannot be read: it is not what its headers say")
         case web.HTTPException():
             kind = "invalid_request_error" if exc.status < 500 else "server_error"
             headers = {"Allow": exc.headers["Allow"]} if "Allow" in exc.headers else {}

@@ -16,6 +16,9 @@ T = TypeVar("T")
 # Seconds in which a body must have come.
 BODY_TIMEOUT = web.AppKey("body_timeout", float)
 
+# Of moments: beyond, there is nothing to ask for, and days cannot be reckoned with at the ends of the calendar.
+YEARS = range(1970, 9000)
+
 # msgspec speaks of Python's types; a client knows JSON's.
 WORDS = {
     "int": "an integer",
@@ -31,17 +34,19 @@ UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 
 
 async def read_raw(request: web.Request) -> bytes:
-    """The whole body, of at most the application's client_max_size. Raises TooSlow."""
+    """The whole body, of at most the application's client_max_size. Raises TooSlow, BadRequest."""
     return await in_time(request, request.read())
 
 
 async def in_time(request: web.Request, reading: Awaitable[T]) -> T:
-    """What reads from a body: all of a small one, a piece of an upload. Raises TooSlow."""
+    """What reads from a body: all of a small one, a piece of an upload. Raises TooSlow, BadRequest."""
     try:
         async with asyncio.timeout(request.config_dict[BODY_TIMEOUT]):
             return await reading
     except TimeoutError as error:
         raise TooSlow("The request's body did not come in time.") from error
+    except web.RequestPayloadError as error:
+        raise BadRequest("The request's body is not what its headers say.") from error
 
 
 async def read_body(request: web.Request, kind: type[T]) -> T:
@@ -56,18 +61,22 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
 
 
 def read_moment(request: web.Request, name: str) -> datetime | None:
-    """A query parameter as a moment: ISO 8601 or Unix seconds; without a zone it is UTC."""
+    """A query parameter as a moment, UTC: ISO 8601 or Unix seconds; without a zone it is UTC."""
     given = request.query.get(name)
     if given is None:
         return None
     try:
         if re.fullmatch(r"\d{1,11}(\.\d+)?", given):
-            return datetime.fromtimestamp(float(given), UTC)
-        # An unescaped + of a query is a space.
-        moment = datetime.fromisoformat(given.replace(" ", "+"))
-    except ValueError as error:
+            moment = datetime.fromtimestamp(float(given), UTC)
+        else:
+            # An unescaped + of a query is a space.
+            moment = datetime.fromisoformat(given.replace(" ", "+"))
+        moment = moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+    except (ValueError, OverflowError) as error:
         raise BadRequest(f"Expected '{name}' as ISO 8601 or Unix seconds.", param=name) from error
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    if moment.year not in YEARS:
+        raise BadRequest(f"Expected '{name}' between the years {YEARS[0]} and {YEARS[-1]}.", param=name)
+    return moment
 
 
 def read_flag(request: web.Request, name: str) -> bool:

@@ -76,6 +76,13 @@ async def test_a_body_that_is_no_object(path: str, raw: bytes, acme: Client, gat
     assert got.error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/adapters"])
+async def test_a_body_that_is_not_what_its_headers_say(path: str, acme: Client):
+    got = await acme.call("POST", path, data=b"not gzip", headers={"Content-Encoding": "gzip"})
+    assert got.status == 400, got.body
+    assert got.error["type"] == "invalid_request_error"
+
+
 async def test_a_body_over_the_limit(acme: Client):
     got = await acme.call("POST", "/v1/completions", data=io.BytesIO(b"x" * (9 * 2**20)))
     assert (got.status, got.error["code"]) == (413, "request_too_large")
@@ -133,7 +140,13 @@ async def test_a_text_that_is_too_long_is_said_in_characters(gateway: Gateway):
     assert got.error["message"] == "label: expected a string of at most 100 characters."
 
 
-@pytest.mark.parametrize("path", ["/v1/usage?since=tomorrow", "/v1/usage?until=2026-13-01"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/usage?since=tomorrow", "/v1/usage?until=2026-13-01", "/v1/usage?until=9999-12-31T23:30:00"),
+        *("/v1/usage?until=9999-12-31T23:30:00-12:00", "/v1/usage?since=0001-01-01T00:00:00%2B12:00"),
+    ],
+)
 async def test_a_moment_that_is_none(path: str, acme: Client):
     got = await acme.get(path)
     assert (got.status, got.error["param"]) == (400, path.split("?")[1].split("=")[0])

@@ -1,5 +1,6 @@
 """Bad input over real HTTP: the status, OpenAI's error object, and that nothing of it stays in the engine."""
 
+import gzip
 import io
 import json
 
@@ -83,6 +84,17 @@ async def test_a_body_too_large(client):
     async with client.session.post(client.url + "/v1/completions", data=io.BytesIO(b" " * (17 << 20))) as response:
         assert response.status == 413
         assert error_of(await response.json())["code"] == "request_too_large"
+
+
+async def test_a_body_that_is_not_what_its_headers_say(client):
+    body = gzip.compress(json.dumps(COMPLETION).encode())
+    for data, expected in ((body, 200), (b"not gzip", 400)):
+        async with client.session.post(
+            client.url + "/v1/completions", data=data, headers={"Content-Encoding": "gzip"}
+        ) as response:
+            answer = await response.json()
+        assert response.status == expected, answer
+    assert answer["error"]["type"] == "invalid_request_error"
 
 
 async def test_the_body_is_read_as_json_whatever_its_declared_type(client):
