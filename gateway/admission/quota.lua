@@ -6,8 +6,9 @@
 -- seconds never more than limit * (1 + t / window), and there is no window edge.
 --
 -- What lasts for a day or a month would outlive this server's data, were they lost: its ledger is in SQL. Where such a
--- limit has no state (yet, or any more) nothing is admitted until `recall` has brought what the ledger says was used
--- before `since`. What began before may still reach the ledger, so the state remembers `since` and how much that was
+-- limit has no state (yet, or any more) nothing is admitted, from a moment (`since`) that is noted, until `recall` has
+-- brought what the ledger says was used before it. What is brought of a moment that is not noted is of data that were
+-- lost meanwhile. What began before may still reach the ledger, so the state remembers `since` and how much that was
 -- (`known`), and asks for a check when it is twice as old as at the last. What began later is counted here alone.
 --
 -- KEYS: state (hash: a limit's field -> its state), leases (sorted set: request id -> when the lease ends, ms; negative
@@ -18,9 +19,9 @@
 --     A request for `prompt` and at most `completion` tokens, of which it is granted a multiple of `step` or refused.
 --     -> {1 allowed or 0, completion tokens granted, now, of each limit: remaining, wait, reset (the last two in ms),
 --         of each to be checked: its number from 0 on, since}
---     -> {2, now, the numbers of those to be recalled}, and then nothing was done
+--     -> {2, of each to be recalled: its number, since}, and then nothing was taken
 --   recall, field, limit, since, owed, known
---     owed: of what was used before `since`, what counts then. known: all of it. The first call decides `since`; a later
+--     owed: of what was used before `since`, what counts then. known: all of it. The first call makes the state; a later
 --     one for the same `since` adds what has become known, in any order and however often.
 --   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none
 --     -> the event's id in the stream (the request's own without an event); nothing if the id holds no lease (any more),
@@ -37,6 +38,7 @@
 
 local STATE, LEASES, HELD, USAGE = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local PROGRESS = ':progress'
+local NOTED = '?'
 local WINDOW = {r = 60000000, t = 60000000, d = 86400000000}
 -- The longest that anything here is good for is a month; what nobody touches for longer goes by itself.
 local KEEP_MS = 35 * 86400000
@@ -154,6 +156,17 @@ local function sweep()
   end
 end
 
+-- From when on nothing is admitted on a limit that has no state; noted now if it is not yet.
+local function noted(field, kind)
+  local since = tonumber(redis.call('HGET', STATE, field .. NOTED))
+  if not since or kind == 'b' and since < month_start then
+    since = now
+    redis.call('HSET', STATE, field .. NOTED, string.format('%d', since))
+    redis.call('PEXPIRE', STATE, KEEP_MS)
+  end
+  return since
+end
+
 local function acquire(id, lease_ms, prompt, completion, step, price_in, price_out, note)
   sweep()
   local first = 10
@@ -168,13 +181,13 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
   end
 
   local states = count > 0 and redis.call('HMGET', STATE, unpack(fields)) or {}
-  local unknown = {2, now}
+  local unknown = {2}
   for i = 1, count do
     if is_recalled(kinds[i]) and not states[i] then
-      unknown[#unknown + 1] = i - 1
+      unknown[#unknown + 1], unknown[#unknown + 2] = i - 1, noted(fields[i], kinds[i])
     end
   end
-  if #unknown > 2 then
+  if #unknown > 1 then
     return unknown
   end
 
@@ -303,9 +316,10 @@ local function recall(field, limit, since, owed, known)
     state = struct.pack('ddddd', first, second, since, known, check)
   else
     calendar()
-    if kind == 'b' and since < month_start then
+    if redis.call('HGET', STATE, field .. NOTED) ~= string.format('%d', since) or kind == 'b' and since < month_start then
       return 0
     end
+    redis.call('HDEL', STATE, field .. NOTED)
     local first, second = month, owed
     if kind == 'd' then
       first, second = now, max(0, owed * unit - (now - since))
@@ -401,6 +415,8 @@ local function forget_some()
     elseif kind == 'd' then
       -- The ledger as well must know of nothing that counts.
       gone = debt_of(state) == 0 and struct.unpack('d', state) < now - 2 * WINDOW[kind]
+    elseif kind == NOTED then
+      gone = tonumber(state) < now - WINDOW.d
     else
       gone = WINDOW[kind] and debt_of(state) == 0
     end

@@ -255,8 +255,8 @@ class Quota:
     ) -> list[Any]:
         """Brings what Redis does not know and asks again. Raises Unavailable, of the ledger's database as well."""
         for _ in range(RECALL_TRIES):
-            _, since, *numbers = reply
-            await self._recall.bring(tenant_id, [limits[number] for number in numbers], since)
+            unknown = [(limits[reply[i]], reply[i + 1]) for i in range(1, len(reply), 2)]
+            await self._recall.bring(tenant_id, unknown)
             reply = await self._store.script(tenant_id, *call)
             if reply[0] != UNKNOWN:
                 return reply

@@ -39,12 +39,12 @@ class Recall:
     def __init__(self, script: Script, past: Past | None) -> None:
         self._script = script
         self._past = past
-        # One at a time of each limit, however many requests wait for it.
-        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+        # One at a time of each limit and moment, however many requests wait for it.
+        self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
 
-    async def bring(self, tenant_id: str, limits: Sequence[Limit], since: int) -> None:
-        """What was used of these before `since` (microseconds, Redis' clock). Raises Unavailable."""
-        for task in [self._start(tenant_id, limit, since) for limit in limits]:
+    async def bring(self, tenant_id: str, unknown: Sequence[tuple[Limit, int]]) -> None:
+        """What was used of each before a moment (microseconds, Redis' clock). Raises Unavailable."""
+        for task in [self._start(tenant_id, limit, since) for limit, since in unknown]:
             await asyncio.shield(task)
 
     def check(self, tenant_id: str, limit: Limit, since: int) -> None:
@@ -59,14 +59,14 @@ class Recall:
             await asyncio.wait(set(self._running.values()))
 
     def _start(self, tenant_id: str, limit: Limit, since: int) -> "asyncio.Task[None]":
-        of = (tenant_id, limit.field)
+        of = (tenant_id, limit.field, since)
         task = self._running.get(of)
         if task is None:
             task = self._running[of] = asyncio.create_task(self._bring(tenant_id, limit, since))
             task.add_done_callback(lambda done: self._done(of, done))
         return task
 
-    def _done(self, of: tuple[str, str], task: "asyncio.Task[None]") -> None:
+    def _done(self, of: tuple[str, str, int], task: "asyncio.Task[None]") -> None:
         del self._running[of]
         if not task.cancelled() and (error := task.exception()) is not None:
             # Whoever waits is told. Of a check the next one, at twice the age, makes up for this one.

@@ -1,0 +1,104 @@
+"""What `ledger_chaos` has left: the ledger against the engine's books, its sums, and the tenants' budgets in Redis."""
+
+import asyncio
+import contextlib
+import shutil
+import struct
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+from redis.asyncio import Redis
+
+from engine.server.finished import KILLED, FinishedRequests
+
+COMPARED = ("prompt_tokens", "completion_tokens", "cached_tokens")
+COSTS = "SELECT tenant_id, sum(cost) AS cost FROM usage GROUP BY tenant_id"
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float, otherwise: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(otherwise)
+        await asyncio.sleep(0.1)
+
+
+async def check(database_url: str, books_file: Path, redis_socket: Path, seconds: float) -> dict[str, Any]:
+    """The ledger against the engine's books, once everything is settled."""
+    connection = await asyncpg.connect(database_url)
+    # A copy: the engine goes on with its own.
+    books = FinishedRequests(Path(await asyncio.to_thread(shutil.copy, books_file, f"{books_file}-copy")))
+    engines = {id_: found for id_ in books.ids() if (found := books.get(id_)) is not None}
+
+    async def all_there() -> bool:
+        rows = await connection.fetch("SELECT request_id FROM usage")
+        return engines.keys() <= {row["request_id"] for row in rows}
+
+    with contextlib.suppress(TimeoutError):
+        await until(all_there, seconds, "")
+    ledger = {row["request_id"]: row for row in await connection.fetch("SELECT * FROM usage")}
+    sums = "requests", *COMPARED
+    totals = [
+        [int(value or 0) for value in await connection.fetchrow(f"SELECT {columns} FROM {table}")]
+        for table, columns in (
+            ("usage", ", ".join(["count(*)", *(f"sum({name})" for name in COMPARED)])),
+            ("usage_hourly", ", ".join(f"sum({name})" for name in sums)),
+            ("usage_daily", ", ".join(f"sum({name})" for name in sums)),
+        )
+    ]
+    rejected = await connection.fetchval("SELECT count(*) FROM usage_rejected")
+    costs = {row["tenant_id"]: int(row["cost"]) for row in await connection.fetch(COSTS)}
+    await connection.close()
+    spent = await read_spent(redis_socket, costs, seconds)
+    wrong = {
+        id_: (
+            [ledger[id_][name] for name in COMPARED],
+            [getattr(found, name) for name in COMPARED],
+            found.finish_reason,
+        )
+        for id_, found in engines.items()
+        if id_ in ledger and any(ledger[id_][name] != getattr(found, name) for name in COMPARED)
+    }
+    invented = [id_ for id_, row in ledger.items() if id_ not in engines and row["completion_tokens"]]
+    return {
+        "engine_requests": len(engines),
+        "engine_completion_tokens": sum(found.completion_tokens for found in engines.values()),
+        "ledger_rows": len(ledger),
+        "ledger_completion_tokens": totals[0][2],
+        "missing": len(engines.keys() - ledger.keys()),
+        "invented": len(invented),
+        "different": len(wrong),
+        "different_by_engine_kill": sum(reason == KILLED for *_, reason in wrong.values()),
+        "examples": dict(list(wrong.items())[:5]),
+        "sums_agree": totals[0] == totals[1] == totals[2],
+        "cost": sum(costs.values()),
+        "budgets_agree": spent == costs,
+        "rejected": rejected,
+        "statuses": dict(Counter(row["status"] for row in ledger.values())),
+    }
+
+
+async def read_spent(socket_path: Path, tenant_ids: Iterable[str], seconds: float) -> dict[str, int]:
+    """What Redis holds against each tenant's budget, once no request of theirs holds anything any more."""
+    found = {}
+    async with Redis(unix_socket_path=str(socket_path)) as redis:
+
+        async def all_settled() -> bool:
+            return not any([await redis.exists(f"loraplex:{{{tenant_id}}}:held") for tenant_id in tenant_ids])
+
+        with contextlib.suppress(TimeoutError):
+            await until(all_settled, seconds, "")
+        for tenant_id in tenant_ids:
+            state = await redis.hget(f"loraplex:{{{tenant_id}}}:quota", "tenant:b")
+            found[tenant_id] = int(struct.unpack_from("dd", state)[1]) if state else 0
+    return found
+
+
+def is_exact(found: dict[str, Any]) -> bool:
+    amiss = ("missing", "invented", "different", "rejected")
+    same = found["engine_completion_tokens"] == found["ledger_completion_tokens"]
+    return same and found["sums_agree"] and found["budgets_agree"] and not any(found[name] for name in amiss)
