@@ -18,6 +18,7 @@ from gateway.records.tenants import Tenants
 
 Label = Annotated[str, Meta(max_length=100)]
 Moment = Annotated[datetime, Meta(tz=True)]
+LONGEST_LIFE = timedelta(days=100 * 366)
 MAX_GRACE_SECONDS = 30 * 24 * 3600
 
 
@@ -128,8 +129,8 @@ class AdminKeys:
 
 
 def _check_future(expires_at: datetime | None) -> None:
-    if expires_at is not None and expires_at <= datetime.now(UTC):
-        raise BadRequest("expires_at: expected a moment in the future.", param="expires_at")
+    if expires_at is not None and not timedelta(0) < expires_at - datetime.now(UTC) <= LONGEST_LIFE:
+        raise BadRequest("expires_at: expected a moment in the future, within 100 years.", param="expires_at")
 
 
 def _shown_once(key: ApiKey, clear: str) -> web.Response:
