@@ -80,14 +80,19 @@ class OutputText:
             at, stop = min(found, key=lambda f: (f[0] + len(f[1]), f[0]))
             self.stop = stop
             return text[: at + len(stop)] if self._include_stop else text[:at]
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        certain = _begin_of_stop(text, self._stops)
+        self._held = text[certain:]
+        return text[:certain]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def _begin_of_stop(text: str, stops: Sequence[str]) -> int:
+    """Where the longest end of `text` begins that may become a stop; its length if none does.
+
+    What is passed over is never held again, so that over a whole answer each character is looked at once, however long
+    the stops are and whatever is made to repeat their beginnings.
+    """
+    for start in range(max(0, len(text) - max(map(len, stops)) + 1), len(text)):
+        end = text[start:]
+        if any(stop.startswith(end) for stop in stops):
+            return start
+    return len(text)

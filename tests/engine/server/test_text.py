@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,24 @@ def test_a_stop_of_several_bytes_a_character(tokenizer):
     text = "".join(output.push([token]) for token in tokenizer.encode("你好世界 more"))
     assert text == "你好"
     assert output.stopped
+
+
+def test_many_long_stops_that_almost_come_cost_no_more_than_the_text(tokenizer):
+    """The work is bounded by the text's length, not by the text's times the stops'."""
+    looks = 0
+
+    class Counted(str):
+        def startswith(self, *args: Any) -> bool:
+            nonlocal looks
+            looks += 1
+            return str.startswith(self, *args)
+
+    stops = [Counted("ab" * i + "c" * 50) for i in range(1, 9)] + [Counted("ab" * 500 + "x")]
+    output = OutputText(tokenizer, stops)
+    text = "ab" * 400 + "z" + "ab" * 20
+    said = output.push(tokenizer.encode(text)) + output.finish()
+    assert said == text
+    assert looks <= 2 * len(text) * len(stops)
 
 
 def test_random_texts_are_cut_as_the_whole_text_would_be(tokenizer):
