@@ -59,6 +59,8 @@ NO_SPAN = Span()
 _NO_CHILD: AbstractContextManager[Span] = nullcontext(NO_SPAN)
 
 SPAN = web.RequestKey("span", Span)
+# OpenTelemetry's words for what the generating routes do.
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 
 
 class Tracing(Protocol):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from engine.tracing import Span, Value
+from engine.tracing import OPERATIONS, Span, Value
 from gateway.caller import Caller
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from gateway.fleet.client import Call
     from gateway.fleet.registry import EngineRecord
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 # Asked all the time by machines that watch over us.
 UNTRACED = ("/healthz", "/readyz", "/metrics", "/internal/engines")
 

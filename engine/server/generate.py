@@ -146,7 +146,7 @@ class GenerationRoutes:
                     return await run.stream(request, asked.answer)
                 return await run.whole(asked.answer)
             finally:
-                run.describe(request.get(SPAN, NO_SPAN))
+                run.describe(request.get(SPAN, NO_SPAN), request.path)
 
     def _max_tokens(self, body: SamplingRequest, prompt: int, default: int | None, prompt_field: str) -> int:
         room = self.max_model_len - prompt
@@ -229,10 +229,10 @@ class _Run:
         self._tally = tally
         self._generation.on_gone = self._end_tally
 
-    def describe(self, span: Span) -> None:
+    def describe(self, span: Span, path: str) -> None:
         """Of a request that is traced, how it went."""
         if span.is_recording:
-            describe_generation(span, self._body.model, self._phases, self._progress(), self._reason)
+            describe_generation(span, path, self._body.model, self._phases, self._progress(), self._reason)
 
     def _end_tally(self) -> None:
         assert self._tally is not None

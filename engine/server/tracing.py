@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from engine.responses import Progress
-from engine.tracing import Span, Value
+from engine.tracing import OPERATIONS, Span, Value
 
 
 @dataclass(slots=True)
@@ -26,10 +26,14 @@ class Phases:
             self.prefill = min(self.prefill, prefill)
 
 
-def describe_generation(span: Span, model: str, phases: Phases, done: Progress, reason: str) -> None:
-    """In OpenTelemetry's words for generative AI; the `gen_ai.latency` ones, in seconds, are vLLM's."""
+def describe_generation(span: Span, path: str, model: str, phases: Phases, done: Progress, reason: str) -> None:
+    """In OpenTelemetry's words for generative AI; the `gen_ai.latency` ones, in seconds, are vLLM's.
+
+    reason: why it ended.
+    """
     now = time.time()
     attributes: dict[str, Value] = {
+        "gen_ai.operation.name": OPERATIONS[path],
         "gen_ai.provider.name": "loraplex",
         "gen_ai.request.model": model,
         "gen_ai.usage.input_tokens": done.prompt_tokens,
@@ -46,3 +50,5 @@ def describe_generation(span: Span, model: str, phases: Phases, done: Progress, 
         attributes["gen_ai.latency.time_in_model_prefill"] = phases.decode - phases.prefill
         attributes["gen_ai.latency.time_in_model_decode"] = now - phases.decode
     span.set(attributes)
+    if reason == "error":
+        span.fail("generation_failed")
