@@ -1,6 +1,7 @@
 """What the gateway tells Prometheus. Its own registry: no global state, one per application."""
 
 from collections.abc import Callable
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -107,20 +108,25 @@ class Metrics:
             "Usage events that this process set aside in usage_rejected.",
             registry=self.registry,
         )
+        # Of every request. The library looks a child up under a lock each time; these are as many, and as few.
+        self._requests_of = cache(self._requests.labels)
+        self._latency_of = cache(self._latency.labels)
+        self._finished_of = cache(self._finished.labels)
+        self._tokens_of = cache(self._tokens.labels)
 
     def arrived(self) -> None:
         self._in_flight.inc()
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         self._in_flight.dec()
-        self._requests.labels(method, route, str(status)).inc()
-        self._latency.labels(route).observe(seconds)
+        self._requests_of(method, route, status).inc()
+        self._latency_of(route).observe(seconds)
 
     def finished(self, row: UsageRow) -> None:
-        self._finished.labels(row.tenant, row.endpoint, row.status).inc()
-        self._tokens.labels(row.tenant, "prompt").inc(row.prompt_tokens)
-        self._tokens.labels(row.tenant, "cached").inc(row.cached_tokens)
-        self._tokens.labels(row.tenant, "completion").inc(row.completion_tokens)
+        self._finished_of(row.tenant, row.endpoint, row.status).inc()
+        self._tokens_of(row.tenant, "prompt").inc(row.prompt_tokens)
+        self._tokens_of(row.tenant, "cached").inc(row.cached_tokens)
+        self._tokens_of(row.tenant, "completion").inc(row.completion_tokens)
         if row.ttft_ms is not None:
             self._ttft.labels(row.endpoint).observe(row.ttft_ms / 1000)
 

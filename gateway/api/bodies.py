@@ -35,6 +35,8 @@ UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 
 async def read_raw(request: web.Request) -> bytes:
     """The whole body, of at most the application's client_max_size. Raises TooSlow, BadRequest."""
+    if request.content.is_eof():  # it came with the head
+        return await request.read()
     return await in_time(request, request.read())
 
 

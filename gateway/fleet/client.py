@@ -11,6 +11,7 @@ from aiohttp import (
     ClientResponse,
     ClientSession,
     ClientTimeout,
+    DummyCookieJar,
     ServerDisconnectedError,
     TCPConnector,
 )
@@ -73,7 +74,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 def new_session(read_timeout: float) -> ClientSession:
     """One for the whole gateway. read_timeout: seconds without a byte until a request is given up."""
     timeout = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read_timeout)
-    return ClientSession(connector=TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS), timeout=timeout)
+    connector = TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS)
+    # Engines have nothing to say in cookies, and what they answer is not compressed.
+    no_headers = ("Accept", "Accept-Encoding", "User-Agent")
+    return ClientSession(
+        connector=connector, timeout=timeout, cookie_jar=DummyCookieJar(), skip_auto_headers=no_headers
+    )
 
 
 class EngineClient:
