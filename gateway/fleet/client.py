@@ -54,6 +54,11 @@ class EngineRefused(Exception):
         self.status = status
         self.broken = broken
 
+    @property
+    def failed(self) -> bool:
+        """It answered that something is wrong with itself; not that it is too busy, which an error of 503 says."""
+        return self.status is not None and self.status >= 500 and not isinstance(self.error, Unavailable)
+
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One request as it goes to an engine, whichever. body: OpenAI's; its model is replaced by what engines know.

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
-from aiohttp import ClientResponse
+from aiohttp import ClientConnectionError, ClientResponse
 from msgspec.structs import replace
 
 from gateway.admission.overload import Gate, Place
@@ -16,7 +16,7 @@ from gateway.fleet.registry import EngineRecord, Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.tracing import upstream
 
-# Engines that may go away with a request in hand before it is given to no other: it may be the request that ends them.
+# Engines that may go away or fail with a request in hand before it is given to no other: it may be the request's fault.
 MAX_DEATHS = 2
 
 
@@ -85,7 +85,9 @@ class Fleet:
                             raise EngineRefused(UpstreamFailed("The engine left before it answered.")) from error
                     except EngineRefused as error:
                         bill.refused()
-                        if not isinstance(error.error, Unavailable):
+                        if error.failed:
+                            deaths += 1
+                        if deaths == MAX_DEATHS or not (error.failed or isinstance(error.error, Unavailable)):
                             raise
                         if error.error.code == "engine_unavailable":
                             # As good as not there: its own words, "shutting down" say, are none of the client's.
@@ -114,14 +116,18 @@ class Fleet:
                 async with self._client.open(engine, sent) as response:
                     yield response
                     # An answer that broke off has been told to the client by now; here it only counts.
-                    broken = response.content.exception() is not None
-            learn = engine.breaker.failed if broken else engine.breaker.succeeded
-            engine.observe_request(time.monotonic() - started)
+                    ended = response.content.exception()
+            if ended is None:
+                learn = engine.breaker.succeeded
+                engine.observe_request(time.monotonic() - started)
+            elif type(ended) is not ClientConnectionError:
+                # That very type is left by closing it ourselves, because a key was revoked say: no fault of the engine.
+                learn = engine.breaker.failed
         except EngineGone:
             learn = engine.breaker.failed
             raise
         except EngineRefused as refusal:
-            if refusal.broken:
+            if refusal.broken or refusal.failed:
                 learn = engine.breaker.failed
             elif refusal.status is not None:
                 learn = engine.breaker.succeeded

@@ -109,7 +109,7 @@ class Catalog:
             # Another upload made the name in between (PostgreSQL); this one is its next version.
             adapter = await self._add_version(tenant, name, content, actor)
         if adapter.version > 1:
-            await asyncio.sleep(self._believed_seconds)
+            await self._changed(tenant, name)
         return adapter
 
     async def _add_version(self, tenant: Tenant, name: str, content: dict[str, Any], actor: str) -> Adapter:
@@ -173,6 +173,11 @@ class Catalog:
             target = f"{tenant.name}/{name}"
             await record_change(connection, actor, "adapter.delete", target, tenant=tenant.name)
             await count_change(connection)
+        await self._changed(tenant, name)
+
+    async def _changed(self, tenant: Tenant, name: str) -> None:
+        """Here the old meaning ends at once; what this waits for is that no other worker believes it any more."""
+        self._known.pop((tenant.id, name), None)
         await asyncio.sleep(self._believed_seconds)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
 from tests.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
 from tests.gateway.upstream import TOKEN, Upstream
 
@@ -111,6 +112,13 @@ async def pair(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterator
         yield gateway, one, two
 
 
+@pytest.fixture
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A breaker that opens stays so for the whole test."""
+    monkeypatch.setattr("gateway.fleet.breaker.FIRST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr("gateway.fleet.breaker.LONGEST_PAUSE_SECONDS", 3600.0)
+
+
 async def ask_of_both(acme: Client, one: Upstream, two: Upstream, asked: int) -> None:
     """Requests of ever new conversations until each engine has had `asked`; every one must be answered."""
     numbers = itertools.count()
@@ -163,6 +171,49 @@ async def test_if_all_are_on_their_way_out_there_is_none(pair: tuple[Gateway, Up
         got = await acme.complete(stream=stream)
         assert (got.status, got.error["code"], got.headers["Retry-After"]) == (503, "no_engine", "1")
         assert "not now" not in got.error["message"]
+
+
+async def test_streams_that_a_revocation_ends_are_not_held_against_their_engine(
+    gateway: Gateway, upstream: Upstream, long_pauses: None
+):
+    bystander = await gateway.tenant("bystander")
+    await gateway.tenant("acme")
+    made = (await gateway.admin.post("/admin/api/tenants/acme/keys")).json
+    asked = FAILURES_UNTIL_OPEN + 2
+    long = {"stream": True, "max_tokens": 200, "x_engine": {"tokens": 200, "delay": 0.2}}
+    streams = [asyncio.create_task(gateway.client(made["key"]).complete(**long)) for _ in range(asked)]
+
+    async def all_begun() -> bool:
+        return upstream.events >= asked * 2
+
+    await until(all_begun)
+    assert (await gateway.admin.call("DELETE", f"/admin/api/keys/{made['id']}")).status < 300
+    for stream in await asyncio.gather(*streams):
+        assert stream.events[-1]["error"]["code"] == "invalid_api_key"
+    assert (await bystander.complete()).status == 200
+
+
+@pytest.mark.parametrize("how", [{"drop_after": 1}, {"status": 500}])
+async def test_an_engine_that_breaks_one_answer_after_the_other_gets_no_more(
+    gateway: Gateway, upstream: Upstream, how: dict[str, int], long_pauses: None
+):
+    acme = await gateway.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
+    for _ in range(FAILURES_UNTIL_OPEN):
+        assert "engine_error" in (await acme.complete(stream=True, x_engine=how)).body.decode()
+    got = await acme.complete()
+    assert (got.status, got.error["code"], len(upstream.requests)) == (503, "no_engine", FAILURES_UNTIL_OPEN)
+
+
+async def test_an_engine_that_fails_with_a_request_is_not_the_only_one_asked(pair: tuple[Gateway, Upstream, Upstream]):
+    gateway, one, two = pair
+    acme = await gateway.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
+    one.refuses = (500, "internal")
+    await ask_of_both(acme, one, two, 1)
+    # Both fail: it may be the request.
+    two.refuses = (500, "internal")
+    got = await acme.complete(prompt="what ends them all")
+    assert got.status in (502, 503)
+    assert got.error["code"] in ("engine_error", "no_engine")
 
 
 async def test_a_request_that_engines_leave_over_is_not_given_to_one_after_the_other(
