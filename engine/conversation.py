@@ -1,6 +1,6 @@
 """What a chat request holds beside sampling: messages, tools and the choice among them, as chat templates want them."""
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
@@ -9,6 +9,8 @@ from engine.wire import BadRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOOLS = 128
+# What `chat_template_kwargs` cannot say, for the request says it elsewhere or not at all.
+TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
 
@@ -108,6 +110,41 @@ class Conversation(NamedTuple):
     add_generation_prompt: bool
     continue_final_message: bool
     template_kwargs: dict[str, Any]
+
+
+class TemplateFields(Protocol):
+    """What a request says of how its conversation is rendered. None means: not given."""
+
+    @property
+    def messages(self) -> list[Message] | None: ...
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def check_template_fields(request: TemplateFields) -> None:
+    """Raises BadRequest."""
+    for key in request.chat_template_kwargs or ():
+        if key in TEMPLATE_OWN:
+            raise BadRequest("chat_template_kwargs", f"chat_template_kwargs: {key} cannot be given here")
+    if not request.continue_final_message:
+        return
+    field = "continue_final_message"
+    if request.add_generation_prompt:
+        raise BadRequest(field, f"{field}: the last message is either continued or followed by a new one")
+    if not (request.messages or [])[-1].content:
+        raise BadRequest(field, f"{field}: the last message has no content")
+
+
+def conversation_of(request: TemplateFields, tools: list[Tool] | None) -> Conversation:
+    return Conversation(
+        messages=[message.as_template_input() for message in request.messages or ()],
+        tools=tools_as_template_input(tools),
+        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
+        continue_final_message=bool(request.continue_final_message),
+        template_kwargs=request.chat_template_kwargs or {},
+    )
 
 
 def check_messages(messages: list[Message]) -> None:

@@ -15,8 +15,9 @@ from engine.conversation import (
     Tool,
     ToolChoice,
     check_messages,
+    check_template_fields,
     check_tools,
-    tools_as_template_input,
+    conversation_of,
 )
 from engine.sampling_defaults import OPENAIS, SamplingDefaults
 from engine.scheduling.request import RequestError, SamplingParams
@@ -46,10 +47,6 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 NotServed = Annotated[Any, Meta(description="A field of the API that is not served: refused if it asks for something.")]
-
-
-# What `chat_template_kwargs` cannot say, for the request says it elsewhere or not at all.
-TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
 class StreamOptions(Struct):
@@ -283,7 +280,7 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs", "top_logprobs is only allowed when logprobs is true")
         check_messages(self.messages)
-        _check_template_fields(self)
+        check_template_fields(self)
 
     @property
     def must_call(self) -> bool:
@@ -292,7 +289,7 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
 
     def template_input(self) -> Conversation:
         """A model that may not call is not told of tools."""
-        return _conversation(self, self.messages, None if self.tool_choice == "none" else self.tools)
+        return conversation_of(self, None if self.tool_choice == "none" else self.tools)
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -327,11 +324,11 @@ class TokenizeRequest(Struct, kw_only=True):
         refuse(self, "chat_template")
         if self.messages is not None:
             check_messages(self.messages)
-            _check_template_fields(self)
+            check_template_fields(self)
         check_tools(self.tools or [], None)
 
     def template_input(self) -> Conversation:
-        return _conversation(self, self.messages or [], self.tools)
+        return conversation_of(self, self.tools)
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -358,28 +355,13 @@ class UnloadAdapterRequest(Struct):
         pass
 
 
-def _check_template_fields(request: ChatCompletionRequest | TokenizeRequest) -> None:
-    for key in request.chat_template_kwargs or ():
-        if key in TEMPLATE_OWN:
-            raise BadRequest("chat_template_kwargs", f"chat_template_kwargs: {key} cannot be given here")
-    if not request.continue_final_message:
-        return
-    if request.add_generation_prompt:
-        field = "continue_final_message"
-        raise BadRequest(field, f"{field}: the last message is either continued or followed by a new one")
-    if not (request.messages or [])[-1].content:
-        raise BadRequest("continue_final_message", "continue_final_message: the last message has no content")
-
-
-def _conversation(
-    request: ChatCompletionRequest | TokenizeRequest, messages: list[Message], tools: list[Tool] | None
-) -> Conversation:
-    return Conversation(
-        messages=[message.as_template_input() for message in messages],
-        tools=tools_as_template_input(tools),
-        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
-        continue_final_message=bool(request.continue_final_message),
-        template_kwargs=request.chat_template_kwargs or {},
+def prompt_too_long(field: str, limit: int, at_least: int) -> BadRequest:
+    """limit: the model's context. In OpenAI's words, by which clients know that they must shorten the prompt."""
+    return BadRequest(
+        field,
+        f"This model's maximum context length is {limit} tokens. However, your {field} has more than {at_least} "
+        f"tokens. Please reduce its length.",
+        "context_length_exceeded",
     )
 
 

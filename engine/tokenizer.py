@@ -4,12 +4,11 @@ Equal to transformers' `tokenizer(text)`, `apply_chat_template` and `decode(skip
 Llama-family models. Knows nothing about requests or sampling.
 """
 
-import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 import jinja2.meta
@@ -17,16 +16,28 @@ import tokenizers
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.detokenizer import CONTEXT, ByteLevelStream, Stream, WindowStream
+
 # Put behind a message that is to be continued, to find its end in what a template makes of it; the space tells whether
 # the template trims messages. Two characters of private use, which no text that means something holds.
 _CONTINUED = "\ue0c0\ue0c1 "
-# Tokens before a text that can matter to how it is written: a word's, or the bytes of a character.
-_CONTEXT = 8
+# Characters of a token, on average, beyond which a text's length alone is reason to count before encoding all of it;
+# and of a piece that is counted at once.
+_LONG_TOKEN = 8
+_PIECE = 16384
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TokenizerError(ValueError):
     """A folder without a usable tokenizer, or one whose files cannot be read; the message names the file."""
+
+
+class TextTooLong(ValueError):
+    """A text of more tokens than there is room for; `at_least` of them were counted before the rest was left alone."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the text has more than {at_least} tokens")
+        self.at_least = at_least
 
 
 class ChatTemplateError(ValueError):
@@ -38,16 +49,6 @@ class ChatTemplateError(ValueError):
     def __init__(self, message: str, param: str = "messages") -> None:
         super().__init__(message)
         self.param = param
-
-
-class Stream(Protocol):
-    """Incremental detokenizer of one sequence. All pieces joined equal `Tokenizer.decode` of all ids."""
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """The text that became certain; never half a character."""
-
-    def finish(self) -> str:
-        """What was held back."""
 
 
 class Tokenizer:
@@ -105,8 +106,21 @@ class Tokenizer:
         """A tokenizer.json with the special tokens of every file, for libraries that read the vocabulary themselves."""
         return self._backend.to_str()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        """limit: tokens that can be of use. Raises TextTooLong for a text of far more, without encoding all of it: a
+        prompt of megabytes would hold a processor for seconds only to be refused.
+        """
+        if limit is not None and len(text) > limit * _LONG_TOKEN:
+            self._check_length(text, limit)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _check_length(self, text: str, limit: int) -> None:
+        """Counts piece by piece. Cuts add a token or two each, so twice the limit is beyond it for certain."""
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(self._backend.encode(text[start : start + _PIECE], add_special_tokens=False).ids)
+            if count > 2 * limit:
+                raise TextTooLong(limit)
 
     def encode_chat(
         self,
@@ -115,13 +129,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        limit: int | None = None,
     ) -> list[int]:
-        """The conversation through the model's template, which writes the special tokens itself.
+        """The conversation through the model's template, which writes the special tokens itself. limit: as `encode`'s.
 
-        Raises ChatTemplateError.
+        Raises ChatTemplateError, TextTooLong.
         """
         text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, limit=limit)
 
     def render_chat(
         self,
@@ -167,7 +183,7 @@ class Tokenizer:
         SentencePiece writes no space before a text's first word, and a character may have begun there.
         """
         kind = ByteLevelStream if self._is_byte_level else WindowStream
-        return kind(self, shown_ids, after[-_CONTEXT:])
+        return kind(self, shown_ids, after[-CONTEXT:])
 
     def token(self, token_id: int) -> str:
         """As the vocabulary writes it; empty for an id that it has not."""
@@ -201,70 +217,6 @@ class Tokenizer:
         """Whether the token is one raw byte of a byte-fallback vocabulary, as `<0xE4>`."""
         token = self._backend.id_to_token(token_id) or ""
         return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-
-class ByteLevelStream:
-    """Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM): each token is some bytes, whatever stands before it."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
-    ) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._special_ids = tokenizer.special_ids - shown_ids if shown_ids else tokenizer.special_ids
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.push(after)
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        token_bytes, special_ids = self._token_bytes, self._special_ids
-        return self._utf8.decode(b"".join([token_bytes(i) for i in token_ids if i not in special_ids]))
-
-    def finish(self) -> str:
-        return self._utf8.decode(b"", True)
-
-
-class WindowStream:
-    """Other vocabularies (SentencePiece): decodes a window of the last tokens twice, the newest text is the difference.
-
-    A run of byte-fallback tokens decodes as a whole or not at all, so it is held until it ends.
-    """
-
-    _MAX_HELD = 16
-
-    def __init__(
-        self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._shown_ids = shown_ids
-        self._before = [token_id for token_id in after if tokenizer.has_text(token_id)]
-        self._held: list[int] = []
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        shown, has_text = self._shown_ids, self._tokenizer.has_text
-        return "".join([self._push(i) for i in token_ids if i in shown or has_text(i)])
-
-    def _push(self, token_id: int) -> str:
-        if token_id in self._shown_ids:
-            text = self.finish()
-            self._before, self._held = [], []
-            return text + self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-        self._held.append(token_id)
-        if self._tokenizer.is_byte_token(token_id):
-            return ""
-        text = self._difference()
-        if text.endswith("\ufffd") and len(self._held) < self._MAX_HELD:
-            return ""
-        return self._emit(text)
-
-    def finish(self) -> str:
-        return self._emit(self._difference()) if self._held else ""
-
-    def _difference(self) -> str:
-        before = self._tokenizer.decode(self._before)
-        return self._tokenizer.decode(self._before + self._held)[len(before) :]
-
-    def _emit(self, text: str) -> str:
-        self._before, self._held = self._held, []
-        return text
 
 
 def _cut_at_mark(text: str) -> str:

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from engine.detokenizer import Stream
 from engine.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from engine.responses import (
     CalledFunction,
@@ -27,7 +28,7 @@ from engine.responses import (
 from engine.scheduling.request import TokenLogprobs
 from engine.server.sequence import Delta
 from engine.server.tool_calls import CallDelta, Parsed, ToolCallParser
-from engine.tokenizer import Stream, Tokenizer
+from engine.tokenizer import Tokenizer
 
 ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 

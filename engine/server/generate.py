@@ -3,15 +3,24 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from engine.protocol import BadRequest, ChatCompletionRequest, CompletionRequest, SamplingRequest, decode
+from engine.protocol import (
+    BadRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    SamplingRequest,
+    decode,
+    prompt_too_long,
+)
 from engine.responses import Progress, PromptTokensDetails, Usage
 from engine.sampling_defaults import SamplingDefaults
 from engine.scheduling.request import RequestOutput
@@ -28,7 +37,7 @@ from engine.server.text import OutputText
 from engine.server.tool_calls import ToolCallParser, ToolFormat
 from engine.server.tracing import Phases, describe_generation
 from engine.structured.spec import GrammarSpec
-from engine.tokenizer import Tokenizer
+from engine.tokenizer import TextTooLong, Tokenizer
 from engine.tracing import NO_SPAN, SPAN, Span
 
 T = TypeVar("T")
@@ -65,7 +74,8 @@ class GenerationRoutes:
 
     async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         raw = await request.read()
-        body, prompts, echo = await offload(len(raw), lambda: self._read_completion(raw))
+        with self._naming("prompt"):
+            body, prompts, echo = await offload(len(raw), lambda: self._read_completion(raw))
         request_id = uuid.uuid4().hex
         shown_ids = self._shown_ids(body)
         answer = CompletionAnswer(request_id, body, prompts, self.tokenizer, echo, shown_ids)
@@ -74,7 +84,8 @@ class GenerationRoutes:
 
     async def chat(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         raw = await request.read()
-        body, prompts = await offload(len(raw), lambda: self._read_chat(raw))
+        with self._naming("messages"):
+            body, prompts = await offload(len(raw), lambda: self._read_chat(raw))
         request_id = uuid.uuid4().hex
         parsers, shown_ids, spec = None, self._shown_ids(body), body.grammar_spec()
         if body.tools and body.tool_choice != "none":
@@ -95,8 +106,10 @@ class GenerationRoutes:
         """The body, its prompts' ids, and what `echo` puts before each choice."""
         body = decode(CompletionRequest, raw)
         given = body.prompts()
-        special = body.add_special_tokens is not False
-        prompts = [self.tokenizer.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in given]
+        encode = partial(
+            self.tokenizer.encode, add_special_tokens=body.add_special_tokens is not False, limit=self.max_model_len
+        )
+        prompts = [encode(p) if isinstance(p, str) else p for p in given]
         if not body.echo:
             return body, prompts, []
         hidden = body.skip_special_tokens is not False
@@ -105,7 +118,14 @@ class GenerationRoutes:
 
     def _read_chat(self, raw: bytes) -> tuple[ChatCompletionRequest, list[list[int]]]:
         body = decode(ChatCompletionRequest, raw)
-        return body, [self.tokenizer.encode_chat(*body.template_input())]
+        return body, [self.tokenizer.encode_chat(*body.template_input(), limit=self.max_model_len)]
+
+    @contextmanager
+    def _naming(self, prompt_field: str) -> Iterator[None]:
+        try:
+            yield
+        except TextTooLong as exc:
+            raise prompt_too_long(prompt_field, self.max_model_len, exc.at_least) from None
 
     def _shown_ids(self, body: SamplingRequest) -> frozenset[int]:
         """Special tokens that are written."""

@@ -1,13 +1,14 @@
 """A request's body, checked, and its size in tokens: counted with the engine's own tokenizer and chat template."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from engine.protocol import BadRequest as ProtocolError
-from engine.protocol import ChatCompletionRequest, CompletionRequest, decode
-from engine.tokenizer import Tokenizer
+from engine.protocol import ChatCompletionRequest, CompletionRequest, decode, prompt_too_long
+from engine.tokenizer import TextTooLong, Tokenizer
 from gateway.errors import BadRequest
 
 # OpenAI's default for /v1/completions.
@@ -91,11 +92,14 @@ class PromptReader:
         return await asyncio.to_thread(self._measure, request, raw)
 
     def _measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
-        lengths = self._lengths(request)
-        longest, prompt_tokens = max(lengths), sum(lengths)
-        max_tokens = request.max_new_tokens
         is_chat = isinstance(request, ChatCompletionRequest)
         field = "messages" if is_chat else "prompt"
+        try:
+            lengths = self._lengths(request)
+        except TextTooLong as error:
+            raise prompt_too_long(field, self._max_model_len, error.at_least) from None
+        longest, prompt_tokens = max(lengths), sum(lengths)
+        max_tokens = request.max_new_tokens
         if max_tokens is None:
             default = self._default_max_tokens if is_chat else COMPLETION_MAX_TOKENS
             max_tokens = max(1, min(default, self._max_model_len - longest))
@@ -128,9 +132,10 @@ class PromptReader:
     def _lengths(self, request: AnyRequest) -> list[int]:
         """Tokens of each prompt."""
         if isinstance(request, ChatCompletionRequest):
-            return [len(self._tokenizer.encode_chat(*request.template_input()))]
-        special = request.add_special_tokens is not False
-        return [
-            len(self._tokenizer.encode(p, add_special_tokens=special) if isinstance(p, str) else p)
-            for p in request.prompts()
-        ]
+            return [len(self._tokenizer.encode_chat(*request.template_input(), limit=self._max_model_len))]
+        encode = partial(
+            self._tokenizer.encode,
+            add_special_tokens=request.add_special_tokens is not False,
+            limit=self._max_model_len,
+        )
+        return [len(encode(p) if isinstance(p, str) else p) for p in request.prompts()]

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 import transformers
 from tokenizers.processors import TemplateProcessing
 
-from engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
+from engine.tokenizer import ChatTemplateError, TextTooLong, Tokenizer, TokenizerError
 from tests.engine.tiny import TEMPLATE, save_byte_fallback_tokenizer, save_byte_level_tokenizer
 
 SAVE = {"byte_level": save_byte_level_tokenizer, "byte_fallback": save_byte_fallback_tokenizer}
@@ -215,6 +216,30 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path):
     save_byte_level_tokenizer(tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ChatTemplateError):
         Tokenizer.from_dir(tmp_path).render_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_text_far_too_long_is_not_encoded_to_its_end(ours, monkeypatch):
+    encoded = 0
+    encode = type(ours._backend).encode
+
+    class Backend:
+        def encode(self, text: str, **options: Any) -> Any:
+            nonlocal encoded
+            encoded += len(text)
+            return encode(backend, text, **options)
+
+    backend = ours._backend
+    monkeypatch.setattr(ours, "_backend", Backend())
+    text = "ab " * 200_000
+    with pytest.raises(TextTooLong) as caught:
+        ours.encode(text, limit=1000)
+    assert caught.value.at_least == 1000
+    assert encoded < len(text) / 10
+    # What may fit is encoded as ever, and without a limit everything is.
+    assert ours.encode(text[:3000], limit=1000) == ours.encode(text[:3000])
+    assert len(ours.encode(text)) > 200_000
+    # Few tokens of many characters are not too many.
+    assert ours.encode("<|start|>" * 900, limit=1000) == ours.encode("<|start|>" * 900)
 
 
 @pytest.mark.parametrize("module", ["engine.tokenizer", "engine.protocol", "engine.responses"])

@@ -160,9 +160,12 @@ async def test_tokens_and_text_lead_back_to_each_other(client):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_prompt_too_long_is_said_in_openais_words(client, path):
+@pytest.mark.parametrize("length", [5000, 500_000])
+async def test_a_prompt_too_long_is_said_in_openais_words(client, path, length):
     prompt = (
-        {"prompt": "x " * 5000} if path == "/v1/completions" else {"messages": [MESSAGES[0] | {"content": "x " * 5000}]}
+        {"prompt": "x " * length}
+        if path == "/v1/completions"
+        else {"messages": [MESSAGES[0] | {"content": "x " * length}]}
     )
     status, answer = await client.post(path, {"model": "tiny"} | prompt)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
