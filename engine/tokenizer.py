@@ -136,6 +136,8 @@ class Tokenizer:
 
         Raises ChatTemplateError, TextTooLong.
         """
+        if limit is not None and len(messages) > limit:
+            raise TextTooLong(limit)  # each is a token at least; rendering half a million takes seconds
         text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
         return self.encode(text, add_special_tokens=False, limit=limit)
 

@@ -235,6 +235,8 @@ def test_a_text_far_too_long_is_not_encoded_to_its_end(ours, monkeypatch):
         ours.encode(text, limit=1000)
     assert caught.value.at_least == 1000
     assert encoded < len(text) / 10
+    with pytest.raises(TextTooLong):
+        ours.encode_chat([{"role": "user", "content": ""}] * 1001, limit=1000)
     # What may fit is encoded as ever, and without a limit everything is.
     assert ours.encode(text[:3000], limit=1000) == ours.encode(text[:3000])
     assert len(ours.encode(text)) > 200_000
