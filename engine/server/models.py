@@ -5,7 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from adapters.host_cache import HostCache
 from adapters.manifest import AdapterError, AdapterNotFound
@@ -33,6 +33,8 @@ class ModelRegistry:
         self._users: Counter[str] = Counter()
         # Digests to free once nobody uses them, unless they have a name by then.
         self._unloaded: set[str] = set()
+        # Held while a folder is made known, and while one is forgotten, so that neither undoes the other.
+        self._folders = asyncio.Lock()
         self._created = int(time.time())
         # What bringing an adapter took lately.
         self.load_seconds = 0.0
@@ -89,8 +91,10 @@ class ModelRegistry:
         if name == self.base_name or DIGEST.fullmatch(name):
             raise ApiError(400, f"the name {name!r} is taken", param="lora_name")
         try:
-            digest = await asyncio.to_thread(self._host_cache.add_path, path)
-            async with self._kept(digest):
+            async with AsyncExitStack() as stack:
+                async with self._folders:
+                    digest = await asyncio.to_thread(self._host_cache.add_path, path)
+                    await stack.enter_async_context(self._kept(digest))
                 self._unloaded.add(digest)  # unless it gets the name
                 adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
                 self._check_rank(adapter.rank, "lora_path")
@@ -135,13 +139,14 @@ class ModelRegistry:
 
     async def _forget(self, digest: str) -> None:
         """Frees what no name stands for: now, or when the last request that uses it ends."""
-        self._unloaded.discard(digest)
-        if digest in self._names.values():
-            return
-        if digest in self._users:
-            self._unloaded.add(digest)
-            return
-        self._host_cache.drop(digest)
+        async with self._folders:
+            self._unloaded.discard(digest)
+            if digest in self._names.values():
+                return
+            if digest in self._users:
+                self._unloaded.add(digest)
+                return
+            self._host_cache.drop(digest)
         # An engine that failed has nothing to free.
         with suppress(EngineUnavailable):
             await self._loop.call(lambda: self._engine.unload_adapter(digest))

@@ -63,12 +63,12 @@ async def test_requests_in_flight_and_in_the_queue_end_with_the_adapter_they_beg
             long = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
             async with session.post(running.url + "/v1/completions", json=long) as stream:
                 await stream.content.readany()
-                queued = [asyncio.create_task(said(client, "mine")) for _ in range(3)]
-                await client.wait_for(lambda state: state["waiting"] == 3)
+                answered = asyncio.gather(*(said(client, "mine") for _ in range(3)))
+                await client.wait_for(lambda state, answered=answered: state["waiting"] == 3 or answered.done())
                 body = {"lora_name": "mine", "lora_path": str(tmp_path / "other"), "load_inplace": True}
                 await client.ok(f"/v1/{change}", body)
                 stream.close()
-            assert await asyncio.gather(*queued) == [expected] * 3
+            assert await answered == [expected] * 3
             if change == "unload_lora_adapter":
                 assert await names(client) == ["tiny"]
             else:

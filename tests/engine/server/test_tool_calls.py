@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from engine.conversation import FunctionDefinition, Tool
+from engine.protocol import BadRequest
 from engine.server.tool_calls import FORMATS, HERMES, LLAMA3_JSON, ToolCallParser, ToolFormat, format_of
 from tests.engine.server.tools import TEMPLATES
 
@@ -76,6 +78,14 @@ def test_without_parallel_calls_the_first_one_counts():
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_template_says_which(name):
     assert format_of(TEMPLATES[name]) is FORMATS[name]
+
+
+def test_schemas_too_large_to_enforce_are_refused():
+    tool = Tool("function", FunctionDefinition("f", parameters={"enum": ["x" * 70_000]}))
+    for form in FORMATS.values():
+        with pytest.raises(BadRequest) as caught:
+            form.grammar([tool], "required", True)
+        assert caught.value.param == "tools"
 
 
 def test_other_templates_are_neither():
