@@ -36,10 +36,10 @@ KEY_ID_BYTES = 8
 SECRET_BYTES = 20
 CHECK_HEX = 8
 
-# A revoked key is refused everywhere within a second: so old may be what is known of a key. The database is asked for
-# changes often enough for one answer to be lost.
-TRUST_SECONDS = 0.9
-ASK_SECONDS = 0.35
+# So old may be what is known of a key or a name: a revoked key is refused everywhere within half a second, and so long
+# does the answer to an adapter's deletion wait. The database is asked for changes often enough for answers to be lost.
+TRUST_SECONDS = 0.5
+ASK_SECONDS = 0.1
 CACHE_ENTRIES = 10_000
 # No number of changes that the database would say.
 UNKNOWN = -1
