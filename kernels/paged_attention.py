@@ -11,7 +11,7 @@ bounds alone; which part of them is in use is decided on the device, so a CUDA g
 work list to refill where every query is one token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -23,9 +23,29 @@ from kernels.fused import check_kv_scales
 from kernels.reference import LARGEST
 from kernels.segments import spread
 
-# A split walks at least this many keys, or combining costs more than it wins. Not measured yet.
-MIN_SPLIT_KEYS = 256
 MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """block_m: rows of a program, query tokens times the heads of a group; more where a group is wider.
+
+    block_n: keys it folds in at a time, half as many where a head's row is over 256 bytes. min_split: keys that a split
+    walks at least, or combining costs more than it wins.
+    """
+
+    block_m: int
+    block_n: int
+    min_split: int
+    num_warps: int
+    num_stages: int
+
+
+# Origin: not measured, until benchmarks/gpu/plans.py has run on a GPU. Of decode the smallest tile that tl.dot takes,
+# and splits of two steps, so that one request of 512 tokens keeps 32 programs busy; of prompts 128 rows, two warpgroups
+# of tensor-core work.
+DECODE = Tile(16, 64, 128, num_warps=4, num_stages=3)
+PREFILL = Tile(128, 64, 128, num_warps=8, num_stages=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +54,16 @@ class AttentionMetadata:
 
     num_tiles: tiles the grid has room for. tiles: `[2, num_tiles]` int32, request and first query token (within the
     request) of each tile; None in a decode step, where tile i is request i: what a graph of decode needs follows from
-    its shapes. tiles_in_use: `[1]` int32, None with `tiles`. block_q: query tokens in a tile. block_m: tile rows.
-    num_splits: most splits of a request's keys.
+    its shapes. tiles_in_use: `[1]` int32, None with `tiles`. block_q: query tokens in a tile. num_splits: most splits
+    of a request's keys.
     """
+
+    tile: Tile
 
     num_tiles: int
     tiles: Tensor | None
     tiles_in_use: Tensor | None
     block_q: int
-    block_m: int
     num_splits: int
 
 
@@ -54,6 +75,7 @@ def build_attention_metadata(
     num_tokens: int,
     max_query_len: int,
     max_context_len: int,
+    tile: Tile | None = None,
 ) -> AttentionMetadata:
     """Cuts the step's queries into tiles, by torch ops on the device and without a host sync.
 
@@ -63,20 +85,20 @@ def build_attention_metadata(
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads: expected a multiple of {num_kv_heads} key-value heads, got {num_heads}")
     group = num_heads // num_kv_heads
-    # Decode: the smallest tile tl.dot takes. Else 128 rows, two warpgroups of tensor-core work. Not measured yet.
-    block_m = max(16 if max_query_len == 1 else 128, triton.next_power_of_2(group))
-    block_q = 1 if max_query_len == 1 else block_m // group
+    tile = tile or (DECODE if max_query_len == 1 else PREFILL)
+    tile = replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(group)))
+    block_q = 1 if max_query_len == 1 else tile.block_m // group
     num_requests = query_start.shape[0] - 1
     used = min(num_requests, num_tokens)
     most = num_requests if max_query_len == 1 else used + (num_tokens - used) // block_q
     wanted = 4 * _num_sms(query_start.device) // max(most * num_kv_heads, 1)
-    num_splits = max(1, min(wanted, max_context_len // MIN_SPLIT_KEYS, MAX_SPLITS))
+    num_splits = max(1, min(wanted, max_context_len // tile.min_split, MAX_SPLITS))
     if max_query_len == 1 or most == 0:
-        return AttentionMetadata(most, None, None, block_q, block_m, num_splits)
+        return AttentionMetadata(tile, most, None, None, block_q, num_splits)
     lengths = query_start[1:] - query_start[:-1]
     request, nth, count = spread((lengths + block_q - 1) // block_q, most)
     tiles = torch.stack((request, nth * block_q)).to(torch.int32)
-    return AttentionMetadata(most, tiles, count.to(torch.int32).view(1), block_q, block_m, num_splits)
+    return AttentionMetadata(tile, most, tiles, count.to(torch.int32).view(1), block_q, num_splits)
 
 
 def paged_attention(
@@ -126,7 +148,7 @@ def paged_attention(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if metadata.num_tiles == 0:
         return out
-    splits = metadata.num_splits
+    splits, tile = metadata.num_splits, metadata.tile
     partial = torch.empty(
         (len(context_lens), num_heads, splits, head_dim) if splits > 1 else 0, dtype=torch.float32, device=q.device
     )
@@ -137,7 +159,7 @@ def paged_attention(
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
         "HEAD_PADDED": head_padded,
-        "MIN_SPLIT": MIN_SPLIT_KEYS,
+        "MIN_SPLIT": tile.min_split,
         "WINDOW": sliding_window,
     }
     _attend[(metadata.num_tiles, num_kv_heads, splits)](
@@ -162,11 +184,11 @@ def paged_attention(
         splits,
         BLOCK_SIZE=block_size,
         BLOCK_Q=metadata.block_q,
-        BLOCK_M=metadata.block_m,
-        BLOCK_N=64 if head_padded * q.element_size() <= 256 else 32,  # three stages of K and V fit shared memory
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n if head_padded * q.element_size() <= 256 else tile.block_n // 2,
         **shared,
-        num_warps=8 if metadata.block_m >= 128 else 4,
-        num_stages=3,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     if splits > 1:
         _combine[(len(context_lens), num_heads)](
@@ -183,8 +205,9 @@ def _num_sms(device: torch.device) -> int:
 
 @triton.jit
 def _keys_per_split(num_keys, query_len, num_splits, MIN_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys each split walks; all of them when the request has more than one query."""
-    share = tl.maximum((num_keys + num_splits - 1) // num_splits, MIN_SPLIT)
+    """Keys each split walks, so many that only the last one ends within a tile; all of them when the request has more
+    than one query."""
+    share = tl.maximum((num_keys + num_splits * 64 - 1) // (num_splits * 64) * 64, MIN_SPLIT)
     return tl.where(query_len == 1, share, num_keys)
 
 

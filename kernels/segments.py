@@ -41,11 +41,12 @@ class Plan:
 
 # Few rows per adapter: the adapters' weights are the traffic, so small chunks, wide loads and many programs.
 DECODE = Plan(16, 16, 256, 1024, 256, num_warps=4, num_stages=3, programs_per_sm=6)
-# Many rows per adapter: tensor-core tiles that reuse each weight tile over 64 rows.
-PREFILL = Plan(64, 32, 64, 4096, 128, num_warps=4, num_stages=3, programs_per_sm=4)
+# Many rows per adapter: tensor-core tiles that reuse each weight tile over 64 rows. Two splits of 4,096 features: a
+# prompt chunk of 512 tokens has 8 chunks of rows, too few for 132 multiprocessors as they are.
+PREFILL = Plan(64, 32, 64, 2048, 128, num_warps=4, num_stages=3, programs_per_sm=4)
 
 # (most rows per adapter, plan). Origin: not measured. Chosen by hand from Llama-3.1-8B shapes and the H200's shared
-# memory and latency, until benchmarks/kernels/bench_segmented_lora.py has run on one.
+# memory and latency, until benchmarks/gpu/plans.py has run on one.
 PLANS: tuple[tuple[float, Plan], ...] = ((32, DECODE), (float("inf"), PREFILL))
 
 

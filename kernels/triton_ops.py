@@ -85,12 +85,13 @@ class TritonOps:
         if group is None or plan.routing is None:
             return torch.nn.functional.linear(x, packed.weight, packed.bias)
         segments = plan.segments(plan.routing, group.a_pages.shape[2])
-        if not (self._shrink_beside and x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self._side is None and x.is_cuda:
+            self._side = torch.cuda.Stream(x.device)  # in the run that warms up: none is made within a capture
+        if self._side is None or not (self._shrink_beside and torch.cuda.is_current_stream_capturing()):
             y = torch.nn.functional.linear(x, packed.weight, packed.bias)
             segmented_lora(y, x, group, segments)
             return y
         # Memory of the side stream is used again only behind a fork, which stands behind the expand that read it.
-        self._side = self._side or torch.cuda.Stream(x.device)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             planes = shrink(x, group, segments)

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.machine import Machine
+from benchmarks.kernels.measure import asked
 from engine.model.config import ModelConfig, parse_model_config
 from engine.model.llama import Decoder
 from kernels.backend import EmbeddingLora, HeadLora, KvCache
 from kernels.batch import Batch
-from kernels.reference import LoraGroup
+from kernels.reference import LARGEST, LoraGroup
 from kernels.triton_ops import TritonOps
 
 BLOCK_SIZE, PAGE_RANK = 16, 8
@@ -65,7 +66,9 @@ def elements_per_rank(c: ModelConfig) -> int:
     return c.num_layers * sum(width * (len(bounds) - 1) + bounds[-1] for width, bounds in widths)
 
 
-def make_tables(c: ModelConfig, ranks: list[int], machine: Machine) -> Tables:
+def make_tables(c: ModelConfig, ranks: list[int], machine: Machine, dtype: torch.dtype | None = None) -> Tables:
+    """Adapters of these ranks, their pages in a dtype of 8 bits or the machine's own."""
+    dtype = dtype or machine.dtype
     pages_of = [-(-rank // PAGE_RANK) for rank in ranks]
     free = torch.randperm(sum(pages_of), generator=torch.Generator().manual_seed(0)).tolist()
     page_table = torch.full((len(ranks), max(pages_of)), -1, dtype=torch.int32)
@@ -74,13 +77,17 @@ def make_tables(c: ModelConfig, ranks: list[int], machine: Machine) -> Tables:
             page_table[slot, j] = free.pop()
 
     def pages(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=machine.dtype, device=machine.device).mul_(0.01)
+        drawn = torch.randn(shape, dtype=machine.dtype, device=machine.device)
+        return drawn.mul_(0.01) if dtype == machine.dtype else drawn.mul_(25).clamp_(-127, 127).to(dtype)
 
     def group(width: int, bounds: tuple[int, ...]) -> LoraGroup:
         slices = len(bounds) - 1
         scales = torch.ones(len(ranks), slices, device=machine.device)
         a_pages = pages(sum(pages_of), slices, PAGE_RANK, width)
-        return LoraGroup(a_pages, pages(sum(pages_of), PAGE_RANK, bounds[-1]), scales, bounds)
+        row_scales = None
+        if dtype in LARGEST:
+            row_scales = torch.full((sum(pages_of), slices, PAGE_RANK), (0.01 / 25) ** 2, device=machine.device)
+        return LoraGroup(a_pages, pages(sum(pages_of), PAGE_RANK, bounds[-1]), scales, bounds, row_scales)
 
     layers = [{name: group(*shape) for name, shape in groups_of(c).items()} for _ in range(c.num_layers)]
     rank_table = torch.tensor(ranks, dtype=torch.int32, device=machine.device)
@@ -140,17 +147,17 @@ class DecodeStep:
     def milliseconds(self, batch: Batch) -> float:
         return self.machine.milliseconds(lambda: self.decoder.forward(batch))
 
-    def floor_ms(self, batch_size: int, cache_bytes: float, ranks: list[int]) -> float:
+    def floor_ms(self, batch_size: int, cache_bytes: float, ranks: list[int], lora_bytes: int = 2) -> float:
         """Weights, keys and values, and the adapters in use, each read once at the copy bandwidth of this run.
 
-        cache_bytes: of one element, its share of the scales included.
+        cache_bytes: of one element, its share of the scales included. lora_bytes: of an element of A or B.
         """
         w, c = self.decoder.weights, self.config
         matrices = sum(p.in_features * p.out_features for x in w.layers for p in (x.qkv, x.o, x.gate_up, x.down))
         matrices += w.lm_head.in_features * w.lm_head.out_features
         cache = c.kv_elements_per_token * (self.machine.context + 1) * batch_size * cache_bytes
-        adapters = elements_per_rank(c) * sum(ranks)
-        return 1000 * ((matrices + adapters) * self.machine.dtype.itemsize + cache) / self.machine.bandwidth()
+        adapters = elements_per_rank(c) * sum(ranks) * lora_bytes
+        return 1000 * (matrices * self.machine.dtype.itemsize + adapters + cache) / self.machine.bandwidth()
 
     def _random(self) -> Tensor:
         return torch.randn(self._shape, dtype=self.machine.dtype, device=self.machine.device)
@@ -164,6 +171,7 @@ def base(machine: Machine) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     step = DecodeStep(machine, max(machine.batches))
     itemsize = machine.dtype.itemsize
+    found = []
     for name, dtype, cache_bytes, batches in (
         (str(machine.dtype).removeprefix("torch."), machine.dtype, float(itemsize), machine.batches),
         ("fp8_e4m3", torch.float8_e4m3fn, 1 + 4 / step.config.head_dim, machine.batches[-1:]),
@@ -174,34 +182,47 @@ def base(machine: Machine) -> Iterator[str]:
             taken = step.milliseconds(step.batch(size))
             floor = step.floor_ms(size, cache_bytes, [])
             yield f"| {size} | {name} | {taken:.3f} | {floor:.3f} | {floor / taken:.0%} | {1000 * size / taken:.0f} |"
+            if dtype == machine.dtype:
+                found.append(asked(f"decode, batch {size}, of the memory's floor", floor / taken, least=0.85))
+    yield from ["", *found]
 
 
 def lora(machine: Machine) -> Iterator[str]:
     """Decode of one batch with adapters on all seven projections, beside the base step of the same run."""
-    size = machine.lora_batch
+    size, most = machine.lora_batch, machine.adapters[-1]
     step = DecodeStep(machine, size)
     itemsize = float(machine.dtype.itemsize)
     alone = step.milliseconds(step.batch(size))
     floor_alone = step.floor_ms(size, itemsize, [])
     yield f"batch {size}, context {machine.context}; base step {alone:.3f} ms, its floor {floor_alone:.3f} ms"
     yield ""
-    yield "| adapters | rank | step, ms | of the base's speed | the most that memory allows | of the floor |"
-    yield "|---|---|---|---|---|---|"
-    cases: list[tuple[str, tuple[int, ...]]] = [("16", (16,)), ("64", (64,)), ("8 to 128", MIXED_RANKS)]
-    for label, ranks in cases:
-        counts = machine.adapters if len(ranks) == 1 else machine.adapters[-1:]
-        for count in counts:
-            chosen = [ranks[i % len(ranks)] for i in range(count)]
-            step.use_adapters(make_tables(step.config, chosen, machine))
-            taken = step.milliseconds(step.batch(size, count))
-            floor = step.floor_ms(size, itemsize, chosen)
-            yield (
-                f"| {count} | {label} | {taken:.3f} | {alone / taken:.0%} | {floor_alone / floor:.0%} "
-                f"| {floor / taken:.0%} |"
-            )
-            step.use_adapters(None)
-    count = machine.adapters[-1]
+    yield "| adapters | rank | pages | step, ms | of the base's speed | the most that memory allows | of the floor |"
+    yield "|---|---|---|---|---|---|---|"
+    found, milliseconds = [], {}
+    cases: list[tuple[int, tuple[int, ...], torch.dtype]] = [
+        *((count, (rank,), machine.dtype) for rank in (16, 64) for count in machine.adapters),
+        (most, MIXED_RANKS, machine.dtype),
+        *((count, (16,), torch.float8_e4m3fn) for count in machine.adapters[-2:]),
+    ]
+    for count, ranks, dtype in cases:
+        chosen = [ranks[i % len(ranks)] for i in range(count)]
+        label, pages = "-".join(map(str, ranks)), str(dtype).removeprefix("torch.")
+        step.use_adapters(make_tables(step.config, chosen, machine, dtype))
+        taken = milliseconds[count, ranks, dtype] = step.milliseconds(step.batch(size, count))
+        floor = step.floor_ms(size, itemsize, chosen, dtype.itemsize)
+        yield (
+            f"| {count} | {label} | {pages} | {taken:.3f} | {alone / taken:.0%} | {floor_alone / floor:.0%} "
+            f"| {floor / taken:.0%} |"
+        )
+        step.use_adapters(None)
+        if ranks != MIXED_RANKS:
+            what = f"{count} adapters of rank {label} in {pages}, of the base step's speed"
+            found.append(asked(what, alone / taken, least=0.95 if ranks == (16,) else 0.9))
     step.decoder.ops = TritonOps(shrink_beside=False)
-    step.use_adapters(make_tables(step.config, [16] * count, machine))
-    taken = step.milliseconds(step.batch(size, count))
-    yield f"| {count} | 16, shrink not beside the base projection | {taken:.3f} | {alone / taken:.0%} | | |"
+    step.use_adapters(make_tables(step.config, [16] * most, machine))
+    taken = step.milliseconds(step.batch(size, most))
+    yield f"| {most} | 16, shrink not beside the base product | | {taken:.3f} | {alone / taken:.0%} | | |"
+    mixed = sum(MIXED_RANKS[i % len(MIXED_RANKS)] for i in range(most))
+    each_rank = (milliseconds[most, (64,), machine.dtype] - alone) / (64 * most)
+    costs = (milliseconds[most, MIXED_RANKS, machine.dtype] - alone) / (mixed * each_rank)
+    yield from ["", *found, asked("mixed ranks 8-128, of what their sum costs", costs, most=1.2)]

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.kernels import run
+from benchmarks.kernels.measure import asked
 
 
 def tests(machine: Machine) -> Iterator[str]:
@@ -22,6 +23,10 @@ def tests(machine: Machine) -> Iterator[str]:
     if machine.device.type == "cpu":
         command += ["tests/kernels/test_fused.py", "-k", "test_bad_arguments_are_named"]
     else:
+        # Of the engine's tests those of a GPU alone: the others want the interpreter.
+        graphs = "tests/engine/model/test_graphs.py::test_captured_graphs_answer_as_eager_steps"
+        command += [f"{graphs}_while_adapters_take_each_others_pages"]
+        command += ["tests/adapters/test_device_pool.py::test_pages_on_a_gpu"]
         command += ["tests/kernels", "-m", "not slow", "--ignore", "tests/kernels/test_native.py"]
         command += ["--ignore", "tests/kernels/test_compiles.py"]
         if importlib.util.find_spec("xdist"):
@@ -31,6 +36,8 @@ def tests(machine: Machine) -> Iterator[str]:
     yield f"exit status {ended.returncode}"
     yield ""
     yield from (f"    {line}" for line in (ended.stdout + ended.stderr).splitlines()[-15:])
+    yield ""
+    yield asked("pytest's exit status", ended.returncode, most=0)
 
 
 def figures(machine: Machine) -> Iterator[str]:

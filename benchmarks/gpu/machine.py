@@ -51,7 +51,8 @@ TINY: dict[str, Any] = SMALL | {
 class Machine:
     """A card with full sizes. context: tokens before a decode step; adapters: distinct ones in the LoRA steps.
 
-    new_tokens: decoded by each request of a whole-engine run.
+    new_tokens: decoded by each request of a whole-engine run. copies: sets of inputs that a kernel's calls go round, so
+    that none is left in the L2 when its turn comes. candidates: of each kind of tile sizes.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
@@ -66,10 +67,12 @@ class Machine:
     engine_adapters: int = 16
     new_tokens: int = 64
     disturbances: int = 20
+    copies: int = 4
+    candidates: int = 99
 
-    def milliseconds(self, call: Callable[[], object]) -> float:
-        """Device time of one call, from a replayed graph."""
-        return measure.microseconds([call]) / 1000
+    def milliseconds(self, *calls: Callable[[], object]) -> float:
+        """Device time of one of the calls, from a replayed graph of them all."""
+        return measure.microseconds(list(calls)) / 1000
 
     def bandwidth(self) -> float:
         return measure.bandwidth()
@@ -86,9 +89,9 @@ class Machine:
 class DryMachine(Machine):
     """The same program on the CPU, its kernels in Triton's interpreter. Its figures say nothing."""
 
-    def milliseconds(self, call: Callable[[], object]) -> float:
+    def milliseconds(self, *calls: Callable[[], object]) -> float:
         started = time.perf_counter()
-        call()
+        calls[0]()
         return 1000 * (time.perf_counter() - started)
 
     def bandwidth(self) -> float:
@@ -115,4 +118,6 @@ def dry_machine() -> DryMachine:
         engine_adapters=2,
         new_tokens=2,
         disturbances=2,
+        copies=1,
+        candidates=2,
     )

@@ -15,6 +15,7 @@ from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
 from benchmarks.gpu.files import write_adapter, write_model
 from benchmarks.gpu.machine import Machine
+from benchmarks.kernels.measure import asked
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.config import parse_model_config
@@ -68,6 +69,7 @@ def same_answers(machine: Machine) -> Iterator[str]:
     ranks = (4, 16, 64)
     yield "| dtype | tokens | equal to peft's choice | largest difference of a log-probability | verdict |"
     yield "|---|---|---|---|---|"
+    found = []
     for dtype, tolerance in ((torch.float32, 2e-3), (torch.bfloat16, 0.3)):
         with scratch() as folder:
             model = write_model(machine.small_model, folder / "model", dtype, machine.device)
@@ -105,6 +107,8 @@ def same_answers(machine: Machine) -> Iterator[str]:
                     total += 1
             verdict = "as peft" if max(apart, behind) < tolerance else "DIFFERENT"
             yield f"| {dtype} | {total} | {equal / total:.1%} | {apart:.4f} | {verdict} (tolerance {tolerance}) |"
+            found.append(asked(f"log-probabilities apart from peft's in {dtype}", max(apart, behind), most=tolerance))
+    yield from ["", *found]
 
 
 def speed(machine: Machine) -> Iterator[str]:
@@ -131,9 +135,13 @@ def speed(machine: Machine) -> Iterator[str]:
         yield f"| requests, {count} adapters of rank 16 mixed | ours, tokens/s | peft, tokens/s | ratio |"
         yield "|---|---|---|---|"
         tuned = load_peft(machine, model, paths[:count])
+        found = []
         for size, rate in ours.items():
+            least = 10 if size > 1 else 1
             theirs = peft_rate(tuned, machine, [f"a{i % count}" for i in range(size)])
             yield f"| {size} | {rate:.0f} | {theirs:.0f} | {rate / theirs:.1f} |"
+            found.append(asked(f"{size} requests, of transformers and peft's tokens/s", rate / theirs, least=least))
+        yield from ["", *found]
 
 
 def decode_rate(engine: Engine, machine: Machine, adapters: list[str]) -> float:
@@ -178,7 +186,10 @@ def disturbance(engine: Engine, host: HostCache, machine: Machine, newcomers: li
     p99 = {kind: statistics.quantiles(times, n=100)[98] for kind, times in taken.items()}
     for kind, times in taken.items():
         yield f"| {kind} | {statistics.median(times):.2f} | {p99[kind]:.2f} |"
-    yield f"| p99 of the second to the first | | {p99['to be loaded'] / p99['known']:.2f} |"
+    ratio = p99["to be loaded"] / p99["known"]
+    yield f"| p99 of the second to the first | | {ratio:.2f} |"
+    yield ""
+    yield asked("inter-token p99 while adapters are loaded, to without", ratio, most=1.1)
 
 
 def load_peft(machine: Machine, model: Path, paths: list[Path]) -> Any:

@@ -31,7 +31,7 @@ def make(lengths: list[tuple[int, int]], heads: tuple[int, int, int], dtype: tor
     )
 
 
-def work(name: str, lengths: list[tuple[int, int]]) -> Work:
+def work(name: str, lengths: list[tuple[int, int]], least_bandwidth: float = 0, least_matrix: float = 0) -> Work:
     kv_bytes = sum(context for _, context in lengths) * NUM_KV_HEADS * HEAD_DIM * 2 * 2
     num_tokens = sum(queries for queries, _ in lengths)
     # Query j of q sees context - q + j + 1 keys.
@@ -53,15 +53,17 @@ def work(name: str, lengths: list[tuple[int, int]]) -> Work:
         [lambda a=a: paged_attention(*a, HEAD_DIM**-0.5, metadata=metadata) for a in arguments],
         kv_bytes + 2 * num_tokens * NUM_HEADS * HEAD_DIM * 2,
         4 * scores * NUM_HEADS * HEAD_DIM,
+        least_bandwidth=least_bandwidth,
+        least_matrix=least_matrix,
     )
 
 
 def works(quick: bool) -> Iterator[Work]:
     decodes = [(64, 512), (64, 2048)] if quick else [(1, 512), (1, 8192), (8, 8192), (64, 512), (64, 2048), (32, 8192)]
     for batch, context in decodes:
-        yield work(f"decode {batch} x {context}", [(1, context)] * batch)
+        yield work(f"decode {batch} x {context}", [(1, context)] * batch, 0.9 if context >= 2048 else 0)
     for batch, length in [(4, 512)] if quick else [(4, 512), (1, 2048), (4, 2048), (1, 8192)]:
-        yield work(f"prefill {batch} x {length}", [(length, length)] * batch)
+        yield work(f"prefill {batch} x {length}", [(length, length)] * batch, least_matrix=0.6)
     yield work("mixed: prefill 512 beside decode 32 x 1024", [(512, 512)] + [(1, 1024)] * 32)
 
 

