@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,6 +11,8 @@ from urllib.parse import quote
 
 import aiohttp
 
+# For a silence, not for the whole: a large adapter over a slow line takes as long as it takes.
+UPLOAD_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -122,9 +125,10 @@ class GatewayClient:
         """
         form = aiohttp.FormData()
         form.add_field("name", name)
-        for field, file in _upload_files(path).items():
-            form.add_field(field, file.read_bytes(), filename=file.name)
-        return await self.call("POST", _adapters_path(tenant), data=form)
+        with ExitStack() as files:
+            for field, file in _upload_files(path).items():
+                form.add_field(field, files.enter_context(file.open("rb")), filename=file.name)
+            return await self.call("POST", _adapters_path(tenant), data=form, timeout=UPLOAD_TIMEOUT)
 
     async def usage(self, **query: str) -> Any:
         """Every tenant's, or one's. query: tenant, since, until and group_by."""

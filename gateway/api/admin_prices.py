@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from gateway.admission.auth import Authenticator
 from gateway.api.bodies import json_response, read_body, read_flag
-from gateway.api.named_models import check_models
+from gateway.api.named_models import FORCE, check_models
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.catalog import Catalog
 from gateway.records.prices import EVERYTHING, Price, PricedModel, PriceList, Prices
@@ -80,7 +80,7 @@ class AdminPrices:
                 return
             raise BadRequest(
                 f"model: '{model}' is neither the base model ('{self._catalog.base_model}') nor '*' nor an adapter as "
-                "tenant/name. If it is to come later, force it.",
+                f"tenant/name. If it is to come later, {FORCE}.",
                 param="model",
                 code="unknown_model",
             ) from error

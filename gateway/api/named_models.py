@@ -9,6 +9,7 @@ from gateway.errors import BadRequest, ModelNotFound
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import Tenant
 
+FORCE = "force it: --force, or ?force=true"
 # As many as a message lists.
 MOST_NAMES = 20
 
@@ -27,7 +28,7 @@ async def check_models(
             known = [catalog.base_model, *(adapter.name for adapter in (await catalog.list(tenant) if tenant else ()))]
             listed = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
             whose = f"tenant '{tenant.name}'" if tenant else "a new tenant"
-            message = f"{param}: {whose} has no model '{name}', only: {listed}. If it is to come later, force it."
+            message = f"{param}: {whose} has no model '{name}', only: {listed}. If it is to come later, {FORCE}."
             raise BadRequest(message, param=param, code="unknown_model")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
@@ -63,11 +64,19 @@ def find_gateway(url: str | None, key: str | None, data_dir: Path, key_flag: str
     url = url or local.get("gateway")
     if not url:
         raise click.UsageError(f"--gateway is not given, and {path} does not exist")
+    check_url(url, "--gateway")
     if not key and is_gateway_of(local, url):
         key = local["admin_key"]
     if not key:
         raise click.UsageError(f"{key_flag} is not given, and {path} {whose(local, url)}")
     return Gateway(url, key)
+
+
+def check_url(url: str, flag: str) -> None:
+    """Raises click.UsageError for what is no server's URL."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise click.UsageError(f"{flag}: expected a URL like http://127.0.0.1:8080, got {url!r}")
 
 
 def is_gateway_of(stored: dict[str, Any], url: str) -> bool:

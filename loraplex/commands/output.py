@@ -47,12 +47,17 @@ def print_json(value: Any) -> None:
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     """Plain aligned columns, one line a row: reads well, and pipes into awk. Numbers stand at the right."""
     table = [[_cell(column, row.get(column)) for column in columns] for row in rows]
-    numeric = [all(line[i] == "-" or _NUMBER.fullmatch(line[i]) for line in table) for i in range(len(columns))]
+    numeric = [_is_numeric([line[i] for line in table]) for i in range(len(columns))]
     table.insert(0, [column.upper() for column in columns])
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
     for line in table:
         cells = zip(line, widths, numeric, strict=True)
         click.echo("  ".join(c.rjust(width) if right else c.ljust(width) for c, width, right in cells).rstrip())
+
+
+def _is_numeric(cells: Sequence[str]) -> bool:
+    filled = [cell for cell in cells if cell != "-"]
+    return bool(filled) and all(_NUMBER.fullmatch(cell) for cell in filled)
 
 
 def _cell(column: str, value: Any) -> str:

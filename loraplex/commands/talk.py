@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import DATA_DIR, examples, is_gateway_of, one_line, whose
+from loraplex.commands.common import DATA_DIR, check_url, examples, is_gateway_of, one_line, whose
 from loraplex.datadir import DataDirError, read_json
 
 
@@ -51,6 +51,7 @@ def chat(
     url = gateway or local.get("gateway") or demo.get("gateway")
     if not url:
         raise click.UsageError(f"--gateway is not given, and {data_dir / 'local.json'} does not exist")
+    check_url(url, "--gateway")
     keys = [api_key] if api_key else []
     if not api_key:
         if not is_gateway_of(demo, url):
@@ -177,21 +178,28 @@ def bench(
     if tenants and demo is None:
         raise click.UsageError(f"--tenants: there is no file {tenants}")
     if demo:
-        url = url or demo["gateway"]
+        try:
+            url = url or str(demo["gateway"])
+            targets = [Target(t["name"], t["api_key"], model) for t in demo["tenants"] for model in t["models"]]
+        except (KeyError, TypeError) as error:
+            raise click.UsageError(f"--tenants: {tenants} is not in the form of demo.json") from error
         if not is_gateway_of(demo, url) and not keys_to_other_url:
             raise click.UsageError(f"{tenants} {whose(demo, url)}; with --keys-to-other-url its keys are sent there")
-        targets = [Target(t["name"], t["api_key"], model) for t in demo["tenants"] for model in t["models"]]
     else:
         targets = [Target("-", api_key, model) for model in (models or "").split(",") if model]
     if not url or not targets:
         raise click.UsageError("--url is not given" if not url else "no model to ask")
+    check_url(url, "--url")
+    if json_path and not json_path.parent.is_dir():
+        raise click.UsageError(f"--json: there is no folder {json_path.parent}")
     workload = Workload(tuple(targets), n, c, rate, zipf, input_words, output_tokens, warmup, seed)
     with one_line(BenchError, OSError):
         token = internal_token_file.read_text().strip() if internal_token_file else None
         samples, seconds = asyncio.run(measure(url, workload, token))
     report = summarise(workload, samples, seconds)
-    if json_path:
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
     print_report(report)
+    if json_path:
+        with one_line(OSError):
+            json_path.write_text(json.dumps(report, indent=2) + "\n")
     if report["errors"]:
         raise click.ClickException(f"{report['errors']} of {n} requests failed; the first: {report['first_error']}")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
-from loraplex.commands.output import BUDGET, json_option, limits_text, money, print_json, print_table
+from loraplex.commands.output import BUDGET, json_option, limits_text, moment, money, print_json, print_table
 from loraplex.commands.values import LIMITS, Money, given, limit_options
 
 
@@ -98,6 +98,7 @@ def show(name: str, as_json: bool, gateway: Gateway) -> None:
         return
     fields = {field: value for field, value in _in_money(row).items() if field not in ("object", "model_limits")}
     fields |= {f"model_limits of {model}": limits_text(limits) for model, limits in row["model_limits"].items()}
+    fields["created_at"] = moment(row["created_at"])
     print_table([{"field": field, "value": value} for field, value in fields.items()], ("field", "value"))
 
 

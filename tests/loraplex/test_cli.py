@@ -88,6 +88,12 @@ def test_help_takes_no_second():
         (("adapter", "list"), "--tenant"),
         (("bench",), "--models"),
         (("bench", "--models", "a"), "--url"),
+        (
+            ("bench", "--models", "a", "--url", "127.0.0.1:8000"),
+            "--url: expected a URL like http://127.0.0.1:8080, got",
+        ),
+        (("bench", "--models", "a", "--url", "http://127.0.0.1:9", "--json", "/no/such/x.json"), "no folder /no/such"),
+        (("tenant", "list", "--gateway", "localhost", "--admin-key", "k"), "--gateway: expected a URL like"),
         (("bench", "--tenants", "/no/such/file.json"), "/no/such/file.json"),
     ],
 )
