@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.stack import ROOT, Stack, Tenant, children, data_dir, http, loraplex
+from tests.e2e.stack import Stack, Tenant, children, data_dir, http, loraplex
 
 
 def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
@@ -158,14 +157,9 @@ def test_a_model_by_folder_without_the_demo(tmp_path: Path, stack: Stack, demo: 
         asked = loraplex("chat", "Say hi.", *flags, "--api-key", key)
         assert asked.returncode == 0, asked.stderr
         assert asked.stdout.strip()
-        done = subprocess.run(
-            (sys.executable, "-m", "loraplex.cli", "usage", "--tenant", "solo", *flags),
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=ROOT,
-        )
-        assert '"solo"' in done.stdout
+        done = loraplex("usage", "--tenant", "solo", "--json", *flags)
+        assert done.returncode == 0, done.stderr
+        assert [row["tenant"] for row in json.loads(done.stdout)["data"]] == ["solo"]
         assert plain.stop(signal.SIGTERM) == 0
     finally:
         plain.stop()
