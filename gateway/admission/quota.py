@@ -211,15 +211,16 @@ class Quota:
         for start in range(0, len(tenant_ids), PAGE):
             page = tenant_ids[start : start + PAGE]
             counts = await self._store.call(partial(self._count_expired, page))
+            # An error is an answer too: `expired` says what it is about.
             found += [tenant_id for tenant_id, count in zip(page, counts, strict=True) if count]
         return found
 
-    async def _count_expired(self, tenant_ids: Sequence[str]) -> list[int]:
+    async def _count_expired(self, tenant_ids: Sequence[str]) -> list[int | Exception]:
         seconds, microseconds = await self._redis.time()
         pipeline = self._redis.pipeline(transaction=False)
         for tenant_id in tenant_ids:
             pipeline.zcount(f"loraplex:{{{tenant_id}}}:leases", "-inf", seconds * 1000 + microseconds // 1000)
-        return await pipeline.execute()
+        return await pipeline.execute(raise_on_error=False)
 
     async def is_first(self, seconds: float) -> bool:
         """Whether no other gateway has asked this for so many seconds. Raises Unavailable."""

@@ -72,15 +72,26 @@ class Abandoned:
         in_turn = tenants[self._turn : self._turn + IN_TURN]
         self._turn += IN_TURN
         for tenant_id in {*await self._quota.with_expired(tenants), *in_turn}:
-            leases = await self._quota.expired(tenant_id)
-            if not leases:
-                continue
-            answers = await self._ask(leases)
-            for lease in leases:
-                patient = datetime.now(UTC) - lease.ended < timedelta(seconds=ENGINE_PATIENCE_SECONDS)
-                outcome = find_outcome(lease, answers, patient=patient)
-                if outcome is not None:
-                    await self._settle(lease, outcome)
+            try:
+                await self._settle_of(tenant_id)
+            except Unavailable as error:
+                if self._quota.away:
+                    raise
+                log.error("leases of tenant %s wait: %s", tenant_id, error.__cause__)
+            except Exception:
+                # Whatever it is about this one, the others do not wait for it.
+                log.exception("leases of tenant %s could not be settled; tried again", tenant_id)
+
+    async def _settle_of(self, tenant_id: str) -> None:
+        leases = await self._quota.expired(tenant_id)
+        if not leases:
+            return
+        answers = await self._ask(leases)
+        for lease in leases:
+            patient = datetime.now(UTC) - lease.ended < timedelta(seconds=ENGINE_PATIENCE_SECONDS)
+            outcome = find_outcome(lease, answers, patient=patient)
+            if outcome is not None:
+                await self._settle(lease, outcome)
 
     async def _ask(self, leases: list[ExpiredLease]) -> Answers:
         ids = [lease.reservation.request_id for lease in leases]

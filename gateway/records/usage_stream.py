@@ -1,6 +1,7 @@
 """Each tenant's usage events in Redis: put there by the quota's script as it settles, taken away once SQL has them."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any
 
@@ -9,6 +10,8 @@ from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import RedisError
 
 from gateway.errors import Unavailable
+
+log = logging.getLogger(__name__)
 
 # The ids of tenants that may have events or leases.
 TENANTS = "loraplex:usage:tenants"
@@ -34,15 +37,19 @@ class UsageStream:
         return sorted(member.decode() for member in await self._call(self._redis.smembers(TENANTS)))
 
     async def lengths(self, tenant_ids: Iterable[str]) -> dict[str, int]:
-        """How many events wait, of each tenant that has any."""
+        """How many events wait, of each tenant that has any, as far as its part of Redis says."""
         ids = list(tenant_ids)
         if not ids:
             return {}
         pipeline = self._redis.pipeline(transaction=False)
         for tenant_id in ids:
             pipeline.xlen(stream_key(tenant_id))
-        found = await self._call(pipeline.execute())
-        return {tenant_id: length for tenant_id, length in zip(ids, found, strict=True) if length}
+        found = dict(zip(ids, await self._call(pipeline.execute(raise_on_error=False)), strict=True))
+        for tenant_id, error in found.items():
+            if isinstance(error, Exception):
+                # The others' events do not wait for it.
+                log.error("usage events of tenant %s cannot be counted: %s", tenant_id, error)
+        return {tenant_id: length for tenant_id, length in found.items() if isinstance(length, int) and length}
 
     async def left_behind(self, tenant_id: str, min_age: float) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """Pages of (entry id, event) that have waited for at least `min_age` seconds, by Redis' clock, oldest first."""

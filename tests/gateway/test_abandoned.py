@@ -108,7 +108,7 @@ async def test_a_living_gateway_settles_what_a_dead_one_held(
         assert (await heir.complete(x_engine={"tokens": 2})).status == 200
 
 
-async def test_a_lease_that_cannot_be_read_is_set_aside_and_stops_nobody(
+async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
     tmp_path: Path, model_dir: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ledger_module, "SWEEP_SECONDS", 0.2)
@@ -117,6 +117,11 @@ async def test_a_lease_that_cannot_be_read_is_set_aside_and_stops_nobody(
         of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, lease_seconds=0.6)
         async with running(of) as gateway, connect(server.connection_url, 5.0) as redis:
             await gateway.tenant("heir", max_concurrent=1)
+            # Tenants of whom nothing in Redis is as it should be.
+            for number in range(4):
+                await redis.sadd("loraplex:usage:tenants", f"broken{number}")
+                for part in ("leases", "usage", "quota", "held"):
+                    await redis.set(f"loraplex:{{broken{number}}}:{part}", "not of this kind")
             dead, who = Quota(redis, 5.0, 0.6), principal(tenant={"max_concurrent": 1})
             await dead.acquire(who, "base", "unreadable", 3, 20, lease={"written": "by nobody we know"})
             await dead.close()
