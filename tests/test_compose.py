@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,17 @@ import asyncpg
 import pytest
 import yaml
 
+from engine.server.app import LAST_WORDS_S
+from gateway.app import FLUSH_SECONDS
+from gateway.settings import Settings
+from loraplex.cli import main
 from loraplex.demo import ensure_demo_model
 from loraplex.local import valkey_binary
 from tests.e2e.stack import CACHE, ROOT, Tenant, free_port, http
 
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 OURS = ("migrate", "engine", "gateway")
+SHUTDOWN_SECONDS = next(field.default for field in fields(Settings) if field.name == "shutdown_seconds")
 GIVEN = {
     "POSTGRES_PASSWORD": "a-database-password",
     "LORAPLEX_INTERNAL_TOKEN": "an-internal-token-for-this-test",
@@ -64,7 +70,7 @@ class Local:
         for port, free in self.ports.items():
             text = re.sub(rf"(?<!\d){port}(?!\d)", free, text)
         text = re.sub(r"(?<![\w/.])/model\b", str(self.model), text)
-        return re.sub(r"(?<![\w/.])/(adapters|journal)\b", lambda found: str(self.folder / found[1]), text)
+        return re.sub(r"(?<![\w/.])/(adapters|journal|finished)\b", lambda found: str(self.folder / found[1]), text)
 
     def start(self, name: str, argv: list[str]) -> subprocess.Popen[bytes]:
         environment = {k: self.place(v) for k, v in COMPOSE["services"][name].get("environment", {}).items()}
@@ -161,3 +167,27 @@ def test_no_secret_has_a_default_and_only_the_gateway_is_open():
     ports = {name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service}
     assert ports == {"gateway": ["8080:8080"], "grafana": ["127.0.0.1:3000:3000"]}
     assert {s["build"]["target"] for n, s in COMPOSE["services"].items() if n in OURS} == {"gateway", "engine"}
+
+
+def test_what_is_ours_runs_hardened_and_may_finish_its_streams():
+    for name in OURS:
+        service = COMPOSE["services"][name]
+        assert (service["read_only"], service["cap_drop"], service["tmpfs"]) == (True, ["ALL"], ["/tmp"])
+        assert service["security_opt"] == ["no-new-privileges:true"]
+    grace = {name: int(COMPOSE["services"][name]["stop_grace_period"].removesuffix("s")) for name in OURS[1:]}
+    drain = next(p.default for p in main.commands["engine"].params if p.name == "drain_seconds")
+    assert grace["engine"] > drain + LAST_WORDS_S
+    assert grace["gateway"] > SHUTDOWN_SECONDS + FLUSH_SECONDS
+
+
+def test_what_is_written_lies_in_a_volume_that_the_images_user_owns():
+    """Docker makes a volume's folder as the image has it."""
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    [owned] = re.findall(r"install -d -o loraplex (.*)$", dockerfile, re.MULTILINE)
+    mounted = [volume for name in OURS for volume in COMPOSE["services"][name].get("volumes", [])]
+    written = {volume.rsplit(":", 1)[-1] for volume in mounted if not volume.endswith(":ro")}
+    assert written == set(owned.split())
+    assert re.findall(r"^USER (.*)$", dockerfile, re.MULTILINE) == ["10001", "10001"]
+    assert "useradd --create-home --uid 10001" in dockerfile
+    [cache] = re.findall(r"XDG_CACHE_HOME=(\S+)", dockerfile)
+    assert cache in written

@@ -1,0 +1,150 @@
+"""deploy/kubernetes held to the programs: every variable, flag, route, metric, port and time in it is a real one."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.server.app import LAST_WORDS_S
+from engine.server.description import ROUTES as ENGINE_ROUTES
+from gateway.api.description import ROUTES as GATEWAY_ROUTES
+from gateway.app import FLUSH_SECONDS
+from gateway.metrics import Metrics
+from gateway.settings import Settings, env_name
+from loraplex.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "deploy/kubernetes"
+KUSTOMIZATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+OBJECTS = [made for file in KUSTOMIZATION["resources"] for made in yaml.safe_load_all((FOLDER / file).read_text())]
+# What deploy/README.md puts into the secret.
+SECRETS = dict(re.findall(r"--from-literal=(LORAPLEX_\w+)=(\S+)", (ROOT / "deploy/README.md").read_text()))
+
+
+def the(kind: str, name: str) -> Any:
+    [found] = [made for made in OBJECTS if (made["kind"], made["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pods() -> Iterator[tuple[str, dict[str, Any]]]:
+    for made in OBJECTS:
+        if made["kind"] in ("StatefulSet", "Job"):
+            yield made["metadata"]["name"], made["spec"]["template"]["spec"]
+
+
+PODS = dict(pods())
+CONFIG = the("ConfigMap", "loraplex")["data"]
+
+
+def container(name: str) -> dict[str, Any]:
+    [only] = PODS[name]["containers"]
+    return only
+
+
+def test_every_file_is_applied():
+    assert {path.name for path in FOLDER.iterdir()} == {"kustomization.yaml", *KUSTOMIZATION["resources"]}
+    assert {container(name)["image"] for name in PODS} == {image["name"] for image in KUSTOMIZATION["images"]}
+
+
+def test_the_gateways_environment_is_a_whole_configuration(tmp_path: Path):
+    known = {env_name(field.name) for field in fields(Settings)}
+    assert CONFIG.keys() | SECRETS.keys() <= known
+    assert not CONFIG.keys() & SECRETS.keys()
+    for name in ("gateway", "migrate"):
+        sources = container(name)["envFrom"]
+        assert sources == [{"configMapRef": {"name": "loraplex"}}, {"secretRef": {"name": "loraplex-secrets"}}]
+    (tmp_path / "config.json").write_text("{}")
+    given = {**SECRETS, "LORAPLEX_DATABASE_URL": "postgresql://u:p@h/d", "LORAPLEX_REDIS_URL": "rediss://h:6379/0"}
+    for name in ("LORAPLEX_INTERNAL_TOKEN", "LORAPLEX_ADMIN_KEY", "LORAPLEX_KEY_PEPPER"):
+        given[name] = f"a long enough value of {name}"
+    settings = Settings.load({**CONFIG, **given, "LORAPLEX_MODEL_DIR": str(tmp_path)})
+    ports = {port["name"]: port["containerPort"] for port in container("gateway")["ports"]}
+    assert ports == {"http": settings.port, "metrics": settings.metrics_port}
+    assert settings.engines == (f"dns://{the('Service', 'engine')['metadata']['name']}:8000",)
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_each_program_takes_its_flags_and_variables(name: str):
+    command, *arguments = container(name)["args"]
+    main.commands[command].make_context(command, arguments)
+    for variable in container(name).get("env", []):
+        source = variable["valueFrom"]
+        reference = source.get("configMapKeyRef") or source["secretKeyRef"]
+        assert reference["key"] == variable["name"]
+        assert variable["name"] in (CONFIG if "configMapKeyRef" in source else SECRETS)
+    used = re.findall(r"\$\((\w+)\)", " ".join(arguments))
+    assert set(used) <= {variable["name"] for variable in container(name).get("env", [])}
+
+
+@pytest.mark.parametrize(("name", "routes"), [("engine", ENGINE_ROUTES), ("gateway", GATEWAY_ROUTES)])
+def test_probes_ask_routes_that_are_there(name: str, routes: Any):
+    ports = {port["name"] for port in container(name)["ports"]}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        [asked] = [how for key, how in container(name)[probe].items() if key in ("httpGet", "tcpSocket")]
+        assert asked["port"] in ports
+        if "path" in asked:
+            assert ("GET", asked["path"]) in {(route.method, route.path) for route in routes}
+    [service] = the("Service", name)["spec"]["ports"]
+    assert service.get("targetPort", "http") in ports
+
+
+def test_streams_may_end_before_they_are_killed():
+    drain = next(float(a.split("=")[1]) for a in container("engine")["args"] if a.startswith("--drain-seconds="))
+    assert PODS["engine"]["terminationGracePeriodSeconds"] > drain + LAST_WORDS_S
+    shutdown = next(field.default for field in fields(Settings) if field.name == "shutdown_seconds")
+    before = container("gateway")["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert PODS["gateway"]["terminationGracePeriodSeconds"] > before + shutdown + FLUSH_SECONDS
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_nothing_runs_as_root_or_writes_into_its_image(name: str):
+    pod, security = PODS[name]["securityContext"], container(name)["securityContext"]
+    assert (pod["runAsNonRoot"], pod["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+    assert f"--uid {pod['runAsUser']} " in (ROOT / "deploy/Dockerfile").read_text()
+    assert security == {
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert PODS[name]["automountServiceAccountToken"] is False
+    resources = container(name)["resources"]
+    assert resources["requests"].keys() == {"cpu", "memory"}
+    assert "memory" in resources["limits"]
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_what_is_mounted_is_there(name: str):
+    claims = {made["metadata"]["name"] for made in OBJECTS if made["kind"] == "PersistentVolumeClaim"}
+    volumes = {volume["name"] for volume in PODS[name]["volumes"]}
+    for volume in PODS[name]["volumes"]:
+        if "persistentVolumeClaim" in volume:
+            assert volume["persistentVolumeClaim"]["claimName"] in claims
+    if name != "migrate":
+        volumes |= {made["metadata"]["name"] for made in the("StatefulSet", name)["spec"]["volumeClaimTemplates"]}
+    assert {mount["name"] for mount in container(name)["volumeMounts"]} == volumes
+    # The folders that the image's own user may write to, and /tmp.
+    [owned] = re.findall(r"install -d -o loraplex (.*)$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
+    written = {mount["mountPath"] for mount in container(name)["volumeMounts"] if not mount.get("readOnly")}
+    assert written <= {*owned.split(), "/tmp"}
+
+
+@pytest.mark.parametrize("name", ["engine", "gateway"])
+def test_each_may_lose_one_at_a_time_and_grows_by_what_is_measured(name: str):
+    assert the("PodDisruptionBudget", name)["spec"] == {
+        "maxUnavailable": 1,
+        "selector": {"matchLabels": {"app": name}},
+    }
+    stateful = the("StatefulSet", name)
+    assert stateful["spec"]["serviceName"] == the("Service", name)["metadata"]["name"]
+    assert stateful["spec"]["template"]["metadata"]["labels"] == {"app": name}
+    scaler = the("HorizontalPodAutoscaler", name)["spec"]
+    assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name}
+    assert scaler["minReplicas"] == stateful["spec"]["replicas"] < scaler["maxReplicas"]
+    [metric] = scaler["metrics"]
+    if metric["type"] == "External":
+        named = {family.name for family in Metrics().registry.collect()}
+        assert metric["external"]["metric"]["name"] in named
