@@ -15,6 +15,7 @@ from aiohttp import web
 
 from adapters.manifest import BaseShape
 from adapters.store import open_store
+from engine.http_log import http_logger
 from engine.tokenizer import Tokenizer, TokenizerError
 from engine.tracing import TracingError, start_tracing, trace_requests
 from gateway.access import add_request_id, hide_server, observe
@@ -318,11 +319,12 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
         app,
         handler_cancellation=True,
         access_log=None,
+        logger=http_logger("gateway.http"),
         # aiohttp waits this long for handlers to end, and then once more while it cancels them.
         shutdown_timeout=settings.shutdown_seconds / 2,
         keepalive_timeout=settings.idle_timeout,
     )
-    metrics_runner = web.AppRunner(_metrics_app(app[METRICS]), access_log=None)
+    metrics_runner = web.AppRunner(_metrics_app(app[METRICS]), access_log=None, logger=http_logger("gateway.http"))
     try:
         await runner.setup()
         await _bind(runner, "LORAPLEX_PORT", settings.host, settings.port, shared=settings.workers > 1)

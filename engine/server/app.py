@@ -6,7 +6,6 @@ The port is bound first; until the model is loaded every route but /health and /
 import asyncio
 import hmac
 import logging
-import math
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -23,16 +22,18 @@ from adapters.manifest import BaseShape
 from adapters.store import Store
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine, resolve_dtype
+from engine.http_log import http_logger
 from engine.model.config import parse_model_config, read_config
 from engine.model.weights import Progress, base_tensor
 from engine.responses import Health
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
 from engine.server.announcing import announcing
+from engine.server.caller import Caller, read_caller
 from engine.server.description import engine_description
 from engine.server.errors import ApiError, error_boundary
-from engine.server.finished import MAX_ID_BYTES, FinishedRequests
-from engine.server.generate import Caller, GenerationRoutes
+from engine.server.finished import FinishedRequests
+from engine.server.generate import GenerationRoutes
 from engine.server.generation import EngineUnavailable
 from engine.server.grammars import Grammars
 from engine.server.loop import EngineLoop
@@ -216,7 +217,8 @@ class Server:
             if self._generation is None or self._states is None:
                 raise EngineUnavailable("the model is loading")
             try:
-                return await handler(self._generation, request, self._caller(request))
+                caller = read_caller(request.headers, internal=self._internal_token is not None)
+                return await handler(self._generation, request, caller)
             finally:
                 # What was aborted leaves without a step.
                 self._states.moved()
@@ -236,22 +238,6 @@ class Server:
                     code="invalid_internal_token",
                 )
         return await handler(request)
-
-    def _caller(self, request: web.Request) -> Caller:
-        """The gateway's word on who asks; without the internal token nobody's word counts."""
-        if self._internal_token is None:
-            return Caller()
-        headers = request.headers
-        tenant = headers.get("x-loraplex-tenant", "")
-        if not (tenant.isascii() and tenant.isprintable() and len(tenant) <= 256):
-            raise ApiError(400, "x-loraplex-tenant: expected at most 256 ASCII characters", param="x-loraplex-tenant")
-        return Caller(
-            internal=True,
-            tenant=tenant,
-            weight=_number(headers, "x-loraplex-weight", float, 1.0),
-            priority=int(_number(headers, "x-loraplex-priority", int, 0)),
-            request_id=_request_id(headers),
-        )
 
     async def _health(self, _: web.Request) -> web.Response:
         if self._loop is not None and self._loop.failure is not None:
@@ -279,7 +265,13 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
 
     A handler is cancelled when its client goes away: that is how its requests leave the engine.
     """
-    runner = web.AppRunner(server.make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S)
+    runner = web.AppRunner(
+        server.make_app(),
+        handler_cancellation=True,
+        access_log=None,
+        logger=http_logger("engine.http"),
+        shutdown_timeout=LAST_WORDS_S,
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
@@ -367,26 +359,6 @@ def run(
     finally:
         if tracing is not None:
             tracing.close()
-
-
-def _request_id(headers: Mapping[str, str]) -> str | None:
-    given = headers.get("x-request-id")
-    if given is not None and not (given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_BYTES):
-        raise ApiError(400, f"x-request-id: expected at most {MAX_ID_BYTES} ASCII characters", param="x-request-id")
-    return given
-
-
-def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float], default: float) -> float:
-    text = headers.get(name)
-    if text is None:
-        return default
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ApiError(400, f"{name}: expected a number, got {text[:40]!r}", param=name)
-    return value
 
 
 def tool_format(name: str) -> ToolFormat:

@@ -25,6 +25,7 @@ from engine.responses import Progress, PromptTokensDetails, Usage
 from engine.sampling_defaults import SamplingDefaults
 from engine.scheduling.request import RequestOutput
 from engine.server.answers import Answer, ChatAnswer, CompletionAnswer
+from engine.server.caller import Caller
 from engine.server.errors import ApiError, as_api_error, error_body
 from engine.server.finished import FinishedRequests, Tally
 from engine.server.generation import Generation, Submission
@@ -44,17 +45,6 @@ T = TypeVar("T")
 
 # A longer body is read and tokenized in a thread; a shorter one takes less time than the way there and back.
 OFFLOAD_BYTES = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks. `internal`: proved to be the gateway; the rest is its word, or nothing. request_id: to count it by."""
-
-    internal: bool = False
-    tenant: str = ""
-    weight: float = 1.0
-    priority: int = 0
-    request_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """Bad input: each a 4xx in OpenAI's shape that names the field, and nothing of it reaches an engine."""
 
+import asyncio
 import io
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -81,6 +83,16 @@ async def test_a_body_that_is_not_what_its_headers_say(path: str, acme: Client):
     got = await acme.call("POST", path, data=b"not gzip", headers={"Content-Encoding": "gzip"})
     assert got.status == 400, got.body
     assert got.error["type"] == "invalid_request_error"
+
+
+async def test_what_is_no_http_is_not_quoted_in_the_log(gateway: Gateway, caplog: pytest.LogCaptureFixture):
+    url = urlsplit(gateway.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(b"GET /healthz HTTP/1.1\r\nAuthorization: Bearer my-secret\x01\r\n\r\n")
+    assert b"400 Bad Request" in await reader.read()
+    writer.close()
+    assert "not valid HTTP" in caplog.text
+    assert "secret" not in caplog.text
 
 
 async def test_a_body_over_the_limit(acme: Client):

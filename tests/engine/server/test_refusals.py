@@ -1,5 +1,6 @@
 """Bad input over real HTTP: the status, OpenAI's error object, and that nothing of it stays in the engine."""
 
+import asyncio
 import gzip
 import io
 import json
@@ -95,6 +96,20 @@ async def test_a_body_that_is_not_what_its_headers_say(client):
             answer = await response.json()
         assert response.status == expected, answer
     assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "request_", [b"POST / HTTP/1.1\r\nAuthorization: Bearer my-secret\x01\r\n\r\n", b"my-secret prompt\r\n\r\n"]
+)
+async def test_what_is_no_http_is_not_quoted_in_the_log(server, caplog, request_):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b"200 OK" in await reader.readuntil(b"}")
+    writer.write(request_)
+    assert b"400 Bad Request" in await reader.read()
+    writer.close()
+    assert "not valid HTTP" in caplog.text
+    assert "secret" not in caplog.text
 
 
 async def test_the_body_is_read_as_json_whatever_its_declared_type(client):

@@ -1,0 +1,55 @@
+"""Who asks: the gateway's word on a request, in headers that count with the internal token only."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from engine.server.errors import ApiError
+from engine.server.finished import MAX_ID_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. `internal`: proved to be the gateway; the rest is its word, or nothing. request_id: to count it by."""
+
+    internal: bool = False
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    request_id: str | None = None
+
+
+def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
+    """internal: the request came with the internal token; without it nobody's word counts. Raises ApiError."""
+    if not internal:
+        return Caller()
+    tenant = headers.get("x-loraplex-tenant", "")
+    if not (tenant.isascii() and tenant.isprintable() and len(tenant) <= 256):
+        raise ApiError(400, "x-loraplex-tenant: expected at most 256 ASCII characters", param="x-loraplex-tenant")
+    return Caller(
+        internal=True,
+        tenant=tenant,
+        weight=_number(headers, "x-loraplex-weight", float, 1.0),
+        priority=int(_number(headers, "x-loraplex-priority", int, 0)),
+        request_id=_request_id(headers),
+    )
+
+
+def _request_id(headers: Mapping[str, str]) -> str | None:
+    given = headers.get("x-request-id")
+    if given is not None and not (given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_BYTES):
+        raise ApiError(400, f"x-request-id: expected at most {MAX_ID_BYTES} ASCII characters", param="x-request-id")
+    return given
+
+
+def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float], default: float) -> float:
+    text = headers.get(name)
+    if text is None:
+        return default
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ApiError(400, f"{name}: expected a number, got {text[:40]!r}", param=name)
+    return value
