@@ -53,6 +53,15 @@ async def test_a_whole_answer(route: str, tenant: Client, upstream: Upstream):
     }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_has_the_end_of_an_answer_has_the_slot_back(stream: bool, gateway: Gateway):
+    """Though the answer does not wait for its settlement."""
+    one_at_a_time = await gateway.tenant("acme", max_concurrent=1)
+    for _ in range(30):
+        assert (await one_at_a_time.chat(stream=stream)).status == 200
+    assert (await rows(one_at_a_time, 30))["requests"] == 30
+
+
 async def test_a_clients_request_id_is_not_ours(tenant: Client):
     ids = [(await tenant.post("/v1/completions", {}, headers={"x-request-id": "mine"})).headers["x-request-id"]]
     ids.append((await tenant.complete()).headers["x-request-id"])
