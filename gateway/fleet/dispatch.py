@@ -85,9 +85,9 @@ class Fleet:
                             raise EngineRefused(UpstreamFailed("The engine left before it answered.")) from error
                     except EngineRefused as error:
                         bill.refused()
-                        if error.failed:
-                            deaths += 1
-                        if deaths == MAX_DEATHS or not (error.failed or isinstance(error.error, Unavailable)):
+                        # Another may do better: this one failed, or lacks the adapter's files, say.
+                        deaths += isinstance(error.error, UpstreamFailed)
+                        if deaths == MAX_DEATHS or not isinstance(error.error, UpstreamFailed | Unavailable):
                             raise
                         if error.error.code == "engine_unavailable":
                             # As good as not there: its own words, "shutting down" say, are none of the client's.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientResponseError, ClientSession, ClientTimeout
 
 from gateway.fleet.registry import EngineRecord
 
@@ -54,6 +54,11 @@ class Probe:
         try:
             state = await (self._vllm_state(engine) if engine.address.kind == "vllm" else self._state(engine))
         except (ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+            if isinstance(error, ClientResponseError) and error.status in (401, 403):
+                engine.mark_misconfigured(
+                    "engine refuses the internal token; it must be LORAPLEX_INTERNAL_TOKEN's there"
+                )
+                return
             # /state waits for a step to end; until it answers again, what we knew is the best we know.
             log.debug("engine %s: %s at /state", engine.url, type(error).__name__)
         else:

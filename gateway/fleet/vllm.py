@@ -9,6 +9,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -39,6 +41,9 @@ class VllmAdapters:
         TimeoutError.
         """
         loaded = self._loaded.setdefault(engine, _Loaded())
+        while (leaving := loaded.unloads.get(digest)) is not None:
+            # The load must not overtake the unload on its way there.
+            await leaving.wait()
         if again:
             loaded.names.pop(digest, None)
             engine.resident -= {digest}
@@ -80,10 +85,11 @@ class VllmAdapters:
         for digest in idle[: max(0, surplus)]:
             loaded.names.pop(digest)
             engine.resident -= {digest}
-            try:
-                status, message = await self._post(engine, "unload", {"lora_name": name(digest)})
-            except (ClientError, OSError, TimeoutError) as error:
-                status, message = 0, type(error).__name__
+            with loaded.leaving(digest):
+                try:
+                    status, message = await self._post(engine, "unload", {"lora_name": name(digest)})
+                except (ClientError, OSError, TimeoutError) as error:
+                    status, message = 0, type(error).__name__
             if status not in (200, 404):
                 log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, message)
 
@@ -99,11 +105,21 @@ class VllmAdapters:
 
 
 class _Loaded:
-    """names: the adapters known to be loaded in one engine, the longest unused first. loads: on their way."""
+    """names: the adapters known to be loaded in one engine, the longest unused first. loads, unloads: on their way."""
 
     def __init__(self) -> None:
         self.names: OrderedDict[str, None] = OrderedDict()
         self.loads: dict[str, asyncio.Task[None]] = {}
+        self.unloads: dict[str, asyncio.Event] = {}
+
+    @contextmanager
+    def leaving(self, digest: str) -> Iterator[None]:
+        gone = self.unloads[digest] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self.unloads[digest]
+            gone.set()
 
     def use(self, digest: str) -> None:
         self.names[digest] = None

@@ -110,6 +110,16 @@ async def test_an_engine_of_another_model_is_not_followed_into_service(session: 
         await fleet.until(lambda: fleet.engine.available)
 
 
+async def test_an_engine_with_another_internal_token_gets_nothing(session: ClientSession, upstream: Upstream):
+    upstream.token = "another token"
+    async with Fleet(session, upstream.url) as fleet:
+        await fleet.until(lambda: bool(fleet.registry.problems))
+        assert "internal token" in fleet.registry.problems[0]
+        assert not fleet.engine.available
+        upstream.token = TOKEN
+        await fleet.until(lambda: fleet.engine.available)
+
+
 async def test_who_is_listed_no_more_is_not_listened_to(session: ClientSession, upstream: Upstream):
     async with Fleet(session, upstream.url) as fleet:
         await until(lambda: followed_by(upstream, 1))

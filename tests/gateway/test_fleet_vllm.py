@@ -28,6 +28,12 @@ async def served(
 
 
 @pytest.fixture
+def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's list of models is asked for when the gateway starts, and not while it changes."""
+    monkeypatch.setattr("gateway.fleet.registry.POLL_SECONDS", 3600.0)
+
+
+@pytest.fixture
 async def both(
     tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path, request: pytest.FixtureRequest
 ) -> AsyncIterator[tuple[Gateway, VllmDouble]]:
@@ -141,6 +147,50 @@ async def test_no_more_names_are_kept_than_it_was_told(both: tuple[Gateway, Vllm
     assert len(vllm.names) == 2
     assert (await acme.complete(model=second)).status == 200
     assert len(vllm.names) == 2
+
+
+@pytest.mark.parametrize("both", ["?adapters=1"], indirect=True)
+async def test_who_asks_for_an_adapter_on_its_way_out_gets_it_loaded_after_that(
+    asked_once: None, both: tuple[Gateway, VllmDouble]
+):
+    gateway, vllm = both
+    acme = await gateway.tenant("acme")
+    first, second = await adapters(acme, 2)
+    assert (await acme.complete(model=first)).status == 200
+    vllm.hold_unloads.clear()
+    other = asyncio.create_task(acme.complete(model=second))
+
+    async def leaving() -> bool:
+        return len(vllm.unloads) == 1
+
+    await until(leaving)
+    again = asyncio.create_task(acme.complete(model=first))
+    await until(lambda: in_flight(gateway, 2))
+    vllm.hold_unloads.set()
+    assert [got.status for got in await asyncio.gather(other, again)] == [200, 200]
+    # Loaded once more, after it was gone: nobody met a name that was not there.
+    assert [name for name in vllm.loads if name == vllm.loads[0]] == [vllm.loads[0]] * 2
+    assert len(vllm.requests) == 3
+
+
+async def test_an_adapter_that_one_server_cannot_load_another_may(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    shutil.copy(migrated, tmp_path / "gateway.db")
+    async with VllmDouble(TOKEN).serving() as one, VllmDouble(TOKEN).serving() as two:
+        urls = [f"vllm+{one.url}", f"vllm+{two.url}"]
+        of = settings(tmp_path, model_dir, urls, redis_url, migrate_on_start=False, redis_timeout=30.0)
+        async with running(of) as gateway:
+            acme = await gateway.tenant("acme")
+            one.fail_loads = "no space left"
+            for name in await adapters(acme, 8):
+                assert (await acme.complete(model=name)).status == 200
+            assert one.requests == []
+            assert len(two.requests) == 8
+
+
+async def in_flight(gateway: Gateway, number: int) -> bool:
+    return (await gateway.admin.get("/admin/api/engines")).json["data"][0]["in_flight"] == number
 
 
 async def test_what_vllm_refuses_is_told_in_the_clients_terms(both: tuple[Gateway, VllmDouble]):

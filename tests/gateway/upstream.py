@@ -27,6 +27,7 @@ class Upstream:
         self.finished: dict[str, dict[str, Any]] = {}
         self.events = 0
         self.healthy = True
+        self.token = TOKEN
         self.resident: list[str] = []
         # What others have running here; whether it is on its way out; whether it pushes its state.
         self.running = 0
@@ -63,7 +64,8 @@ class Upstream:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
-        assert request.headers["x-loraplex-internal-token"] == TOKEN
+        if request.headers["x-loraplex-internal-token"] != self.token:
+            return web.Response(status=401)
         if request.query.get("watch") != "true" or not self.pushes:
             return web.json_response(self._state_now())
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})

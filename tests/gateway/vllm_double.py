@@ -33,6 +33,8 @@ class VllmDouble:
         self.running = self.most_running = 0
         self.hold = asyncio.Event()
         self.hold.set()
+        self.hold_unloads = asyncio.Event()
+        self.hold_unloads.set()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["VllmDouble"]:
@@ -98,6 +100,7 @@ class VllmDouble:
     async def _unload(self, request: web.Request) -> web.Response:
         name = (await request.json())["lora_name"]
         self.unloads.append(name)
+        await self.hold_unloads.wait()
         if self.names.pop(name, None) is None:
             return error(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
