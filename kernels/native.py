@@ -94,8 +94,8 @@ class _LoraGroup(Structure):
 
 class _Routing(Structure):
     _fields_ = [
-        ("order", c_void_p), ("items", c_void_p), ("page_table", c_void_p), ("ranks", c_void_p),
-        ("num_items", c_int64), ("max_pages", c_int64), ("page_rank", c_int64), ("pages_in_use", c_int64),
+        ("adapter_index", c_void_p), ("order", c_void_p), ("items", c_void_p), ("page_table", c_void_p),
+        ("ranks", c_void_p), ("num_items", c_int64), ("max_pages", c_int64), ("page_rank", c_int64), ("width", c_int64),
     ]  # fmt: skip
 
 
@@ -140,7 +140,6 @@ class NativePlan:
 
     batch: Batch
     routing: _Routing | None
-    num_lora_rows: int
     keep: tuple[object, ...]
 
 
@@ -181,15 +180,16 @@ class NativeOps:
     def plan(self, batch: Batch, lora: LoraTables | None) -> NativePlan:
         found = routing_of(batch, lora)
         if found is None:
-            return NativePlan(batch, None, 0, ())
+            return NativePlan(batch, None, ())
         order, items = segments(batch.adapter_index.numpy())
         assert lora is not None
         page_rank, table, ranks = lora.page_rank, found.page_table.numpy(), found.ranks.numpy()
         routing = _Routing(
-            order.ctypes.data, items.ctypes.data, found.page_table.data_ptr(), found.ranks.data_ptr(),
-            len(items), table.shape[1], page_rank, -(-int(ranks[list(batch.adapter_slots)].max()) // page_rank),
+            batch.adapter_index.data_ptr(), order.ctypes.data, items.ctypes.data, found.page_table.data_ptr(),
+            found.ranks.data_ptr(), len(items), table.shape[1], page_rank,
+            -(-int(ranks[list(batch.adapter_slots)].max()) // page_rank) * page_rank,
         )  # fmt: skip
-        return NativePlan(batch, routing, len(order), (order, items, found))
+        return NativePlan(batch, routing, (order, items, found))
 
     def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor:
         return weight[token_ids]
@@ -213,7 +213,7 @@ class NativeOps:
         lora, routing, h = None, None, None
         if group is not None and plan.routing is not None:
             lora, routing = byref(_lora_group(group)), byref(plan.routing)
-            h = torch.empty(_shrunk_size(plan, len(group.offsets) - 1))
+            h = torch.empty(_shrunk_size(plan, len(group.offsets) - 1), dtype=x.dtype)
         self._functions[x.dtype]["linear"](
             x.data_ptr(), byref(_packed(packed)), lora, routing, y.data_ptr(), h.data_ptr() if h is not None else None,
             len(x), self.threads,
@@ -282,7 +282,7 @@ class NativeForward:
             self._workspaces = [torch.empty(self._capacity * width, dtype=self._dtype) for width in self._widths]
         plan = self._ops.plan(batch, lora)
         logits = torch.empty(len(batch.logits_rows), self._weights.lm_head.out_features)
-        h = torch.empty(_shrunk_size(plan, 3))
+        h = torch.empty(_shrunk_size(plan, 3), dtype=self._dtype)
         model, token_ids = self._model, batch.token_ids
         if inputs is not None:  # as if they were an embedding that the tokens number
             model, token_ids = _Model.from_buffer_copy(self._model), torch.arange(len(inputs))
@@ -319,7 +319,7 @@ def segments(adapter_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _shrunk_size(plan: NativePlan, slices: int) -> int:
     if plan.routing is None:
         return 0
-    return plan.num_lora_rows * slices * plan.routing.page_rank * plan.routing.pages_in_use
+    return plan.batch.num_tokens * slices * plan.routing.width
 
 
 def _packed(linear: PackedLinear) -> _Packed:

@@ -41,8 +41,8 @@ struct Step {
     const int32_t *block_tables, *query_start, *context_lens;
     int64_t tokens, requests, max_blocks, num_logits;
     const Routing* routing;  // null: no LoRA in this step
-    T *residual, *normed, *wide, *narrow;
-    float *h, *logits;
+    T *residual, *normed, *wide, *narrow, *h;
+    float* logits;
 };
 
 template <class T>
@@ -69,13 +69,50 @@ bool is_last_of_request(const int64_t* slots, int64_t t, int64_t tokens) {
     return t + 1 == tokens || slots[t + 1] != slots[t] + 1;
 }
 
+// Products of a step's rows, with LoRA where it has any: how the rows are cut is the same in all of them.
+template <class T>
+class Product {
+  public:
+    Product(int64_t rows, const Routing* routing)
+        : routing_(routing), tiles_(cut_rows(rows, routing != nullptr ? routing->adapter_index : nullptr)) {
+        if (routing == nullptr) return;
+        for (const RowTile& tile : tiles_)
+            for (int64_t row = tile.first; row < tile.first + tile.rows; row++) {
+                if (routing->adapter_index[row] < 0) continue;
+                all_.push_back(int32_t(row));
+                if (tile.slot < 0) mixed_.push_back(int32_t(row));
+            }
+    }
+
+    // y = x W^T + b, with LoRA by way of h [rows, slices, width].
+    void run(const T* x, const Packed<T>& w, const LoraGroup<T>* lora, T* y, T* h, Team& team) const {
+        if (routing_ == nullptr) return gemm<T, T>(x, w, nullptr, y, tiles_, team);
+        const Delta<T> delta{*lora, *routing_, h};
+        const bool in_product = mixed_.size() < all_.size() && delta.fits_panels();
+        lora->shrink(x, h, *routing_, team);
+        if (in_product) team.barrier();
+        gemm(x, w, in_product ? &delta : nullptr, y, tiles_, team);
+        const std::vector<int32_t>& others = in_product ? mixed_ : all_;
+        if (others.empty()) return;
+        team.barrier();
+        lora->expand(h, y, others, *routing_, team);
+    }
+
+  private:
+    const Routing* routing_;
+    const std::vector<RowTile> tiles_;
+    std::vector<int32_t> all_, mixed_;  // rows of adapters; those in tiles of several
+};
+
 template <class T>
 class Forward {
   public:
     Forward(const Model<T>& model, const Step<T>& step)
         : m_(model),
           s_(step),
-          attention_(step.query_start, step.context_lens, step.requests, model.cache, model.threads) {}
+          attention_(step.query_start, step.context_lens, step.requests, model.cache, model.threads),
+          product_(step.tokens, step.routing),
+          logits_tiles_(cut_rows(step.num_logits, nullptr)) {}
 
     void run() {
         Team team(int(m_.threads));
@@ -116,17 +153,13 @@ class Forward {
         for (int64_t n = wanted.begin; n < wanted.end; n++)
             std::memcpy(s_.narrow + n * m_.hidden, s_.normed + s_.logits_rows[n] * m_.hidden, m_.hidden * sizeof(T));
         team.barrier();
-        gemm(s_.narrow, m_.lm_head, s_.logits, s_.num_logits, team);
+        gemm<T, float>(s_.narrow, m_.lm_head, nullptr, s_.logits, logits_tiles_, team);
     }
 
     // Starts with a barrier: the input is another phase's output, and y may still be read by one.
     void linear(const T* x, const Packed<T>& w, const LoraGroup<T>& lora, T* y, Team& team) {
         team.barrier();
-        gemm(x, w, y, s_.tokens, team);
-        if (s_.routing == nullptr) return;
-        lora.shrink(x, s_.h, *s_.routing, team);
-        team.barrier();
-        lora.expand(s_.h, y, *s_.routing, team);
+        product_.run(x, w, &lora, y, s_.h, team);
     }
 
     void norm_row(int64_t t, const T* weight) {
@@ -156,6 +189,8 @@ class Forward {
     const Model<T>& m_;
     const Step<T>& s_;
     AttentionPlan attention_;
+    const Product<T> product_;
+    const std::vector<RowTile> logits_tiles_;
 };
 
 template <class T>
@@ -167,19 +202,12 @@ void add_rms_norm(const T* x, T* residual, const T* w, T* out, int64_t rows, int
 }
 
 template <class T>
-void linear(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Routing* routing, T* y, float* h,
-            int64_t rows, int64_t threads) {
+void linear(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Routing* routing, T* y, T* h, int64_t rows,
+            int64_t threads) {
     Team team{int(threads)};
+    const Product<T> product(rows, routing);
 #pragma omp parallel num_threads(int(threads))
-    {
-        gemm(x, *w, y, rows, team);
-        team.barrier();
-        if (lora != nullptr) {
-            lora->shrink(x, h, *routing, team);
-            team.barrier();
-            lora->expand(h, y, *routing, team);
-        }
-    }
+    product.run(x, *w, lora, y, h, team);
 }
 
 template <class T>
@@ -210,7 +238,7 @@ void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, T
     int64_t packed_size_##suffix(int64_t out, int64_t in) { return num_panels(out) * kPanel * padded<T>(in); }         \
     void pack_##suffix(const T* w, T* packed, int64_t out, int64_t in) { pack(w, packed, out, in); }                   \
     void linear_##suffix(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Routing* routing, T* y,       \
-                         float* h, int64_t rows, int64_t threads) {                                                    \
+                         T* h, int64_t rows, int64_t threads) {                                                        \
         linear(x, w, lora, routing, y, h, rows, threads);                                                              \
     }                                                                                                                  \
     void add_rms_norm_##suffix(const T* x, T* residual, const T* w, T* out, int64_t rows, int64_t n, float eps) {      \

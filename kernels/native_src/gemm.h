@@ -1,8 +1,11 @@
-// y = x W^T + b over weights packed once: panels of 32 output columns, [panel][in / PAIR][32][PAIR], so that a panel is
+// y = x W^T + b (+ LoRA) over weights packed once: panels of 32 output columns, [panel][in / PAIR][32][PAIR], so that a panel is
 // read in one sweep and each step multiplies two vectors of outputs by a broadcast element (or bf16 pair) of x.
 #pragma once
 #include <omp.h>
 
+#include <vector>
+
+#include "lora.h"
 #include "simd.h"
 #include "team.h"
 
@@ -42,23 +45,74 @@ void pack(const T* w, T* packed, int64_t out_features, int64_t in_features) {
     }
 }
 
-// ROWS rows of x against one panel. The sums of a row depend on that row alone.
-template <class T, class Out, int ROWS>
-inline void multiply_rows(const T* x, int64_t x_stride, const T* panel, const T* bias, Out* y, int64_t y_stride,
-                          int64_t in_features, int64_t columns) {
+// Rows that pass over a panel together: of one adapter, or (-1) of several or the base.
+struct RowTile {
+    int64_t first, rows, slot;
+};
+
+// Tiles for a product's rows. An adapter's rows in a row make tiles of their own if they fill one. slots: of each row, or null.
+inline std::vector<RowTile> cut_rows(int64_t rows, const int32_t* slots) {
+    std::vector<RowTile> tiles;
+    const auto add = [&](int64_t first, int64_t last, int64_t slot) {
+        // In even shares, so that no pass over the panel is thin.
+        for (int64_t left = last - first, n; left > 0; left -= n) {
+            const int64_t passes = (left + kTileRows - 1) / kTileRows;
+            n = (left + passes - 1) / passes;
+            tiles.push_back({last - left, n, slot});
+        }
+    };
+    if (slots == nullptr) {
+        add(0, rows, -1);
+        return tiles;
+    }
+    int64_t mixed = 0;  // the first row that is in no tile yet
+    for (int64_t row = 0, end; row < rows; row = end) {
+        for (end = row + 1; end < rows && slots[end] == slots[row];) end++;
+        if (slots[row] < 0 || end - row < kTileRows) continue;
+        add(mixed, row, -1);
+        add(row, end, slots[row]);
+        mixed = end;
+    }
+    add(mixed, rows, -1);
+    return tiles;
+}
+
+// LoRA for one tile and panel: rows of h, and B packed as the panel is.
+template <class T>
+struct PanelDelta {
+    const T *h, *b;
+    int64_t h_stride, steps;
+};
+
+// sums += ROWS rows of x times `steps` steps of a panel.
+template <class T, int ROWS>
+inline void multiply_add_rows(Float16 (&sums)[ROWS][2], const T* x, int64_t x_stride, const T* panel, int64_t steps) {
     typedef Elem<T> E;
-    Float16 sums[ROWS][2] = {};
-    const int64_t whole = in_features / E::PAIR;
-    for (int64_t k = 0; k < whole; k++) {
+    Float16 acc[ROWS][2];  // the compiler keeps these in registers, which it may not do with the caller's
+    for (int row = 0; row < ROWS; row++)
+        for (int v = 0; v < 2; v++) acc[row][v] = sums[row][v];
+    for (int64_t k = 0; k < steps; k++) {
         const T* w = panel + k * kPanel * E::PAIR;
         const auto w0 = load_vector<typename E::Vector>(w), w1 = load_vector<typename E::Vector>(w + 16 * E::PAIR);
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++) {
             const auto element = E::broadcast(x + row * x_stride + k * E::PAIR);
-            sums[row][0] = E::multiply_add(sums[row][0], element, w0);
-            sums[row][1] = E::multiply_add(sums[row][1], element, w1);
+            acc[row][0] = E::multiply_add(acc[row][0], element, w0);
+            acc[row][1] = E::multiply_add(acc[row][1], element, w1);
         }
     }
+    for (int row = 0; row < ROWS; row++)
+        for (int v = 0; v < 2; v++) sums[row][v] = acc[row][v];
+}
+
+// ROWS rows of x against one panel. The sums of a row depend on that row alone.
+template <class T, class Out, int ROWS>
+inline void multiply_rows(const T* x, int64_t x_stride, const T* panel, const T* bias, const PanelDelta<T>& delta, Out* y,
+                          int64_t y_stride, int64_t in_features, int64_t columns) {
+    typedef Elem<T> E;
+    Float16 sums[ROWS][2] = {};
+    const int64_t whole = in_features / E::PAIR;
+    multiply_add_rows<T>(sums, x, x_stride, panel, whole);
     if (whole * E::PAIR < in_features) {  // an odd last element has no partner
         const T* w = panel + whole * kPanel * E::PAIR;
         for (int row = 0; row < ROWS; row++) {
@@ -66,10 +120,16 @@ inline void multiply_rows(const T* x, int64_t x_stride, const T* panel, const T*
             for (int64_t j = 0; j < kPanel; j++) sums[row][j / 16][j % 16] += element * to_float(w[j * E::PAIR]);
         }
     }
+    if (bias != nullptr)
+        for (int row = 0; row < ROWS; row++)
+            for (int64_t j = 0; j < columns; j++) sums[row][j / 16][j % 16] += to_float(bias[j]);
+    if (delta.steps) {
+        for (int row = 0; row < ROWS; row++)
+            for (int v = 0; v < 2; v++) sums[row][v] = rounded<T>(sums[row][v]);
+        multiply_add_rows<T>(sums, delta.h, delta.h_stride, delta.b, delta.steps);
+    }
     for (int row = 0; row < ROWS; row++) {
         Out* to = y + row * y_stride;
-        if (bias != nullptr)
-            for (int64_t j = 0; j < columns; j++) sums[row][j / 16][j % 16] += to_float(bias[j]);
         if (columns == kPanel) {
             put16(to, sums[row][0]);
             put16(to + 16, sums[row][1]);
@@ -79,25 +139,46 @@ inline void multiply_rows(const T* x, int64_t x_stride, const T* panel, const T*
     }
 }
 
-// x [rows, in_features], y [rows, out_features]; the team's threads share the panels.
+// A product's LoRA: h is shrink's. Tiles of one adapter get it from the product, if panels do not straddle projections.
+template <class T>
+struct Delta {
+    const LoraGroup<T>& group;
+    const Routing& routing;
+    const T* h;
+
+    bool fits_panels() const {
+        bool fits = true;
+        for (int64_t s = 0; s <= group.slices; s++) fits = fits && group.offsets[s] % kPanel == 0;
+        return fits;
+    }
+};
+
+// x [rows, in_features], y [rows, out_features]; the team's threads share the panels. delta: null or LoRA's.
 template <class T, class Out>
-void gemm(const T* x, const Packed<T>& w, Out* y, int64_t rows, Team& team) {
+void gemm(const T* x, const Packed<T>& w, const Delta<T>* delta, Out* y, const std::vector<RowTile>& tiles, Team& team) {
     const int thread = omp_get_thread_num();
     const int64_t k_padded = padded<T>(w.in_features), panels = num_panels(w.out_features);
+    std::vector<T> b(delta != nullptr ? delta->routing.width * kPanel : 0);
     for (int64_t p = team.take_near(panels, thread); p < panels; p = team.take_near(panels, thread)) {
         const T* panel = w.data + p * kPanel * k_padded;
         const int64_t first = p * kPanel, columns = std::min(kPanel, w.out_features - first);
         const T* bias = w.bias == nullptr ? nullptr : w.bias + first;
-        for (int64_t row = 0; row < rows;) {
-            const T* in = x + row * w.in_features;
-            Out* out = y + row * w.out_features + first;
-            // In even shares, so that no pass over the panel is thin.
-            const int64_t left = rows - row, passes = (left + kTileRows - 1) / kTileRows, n = (left + passes - 1) / passes;
-            dispatch<kTileRows>(n, [&](auto rows_at_once) {
-                constexpr int N = decltype(rows_at_once)::value;
-                multiply_rows<T, Out, N>(in, w.in_features, panel, bias, out, w.out_features, w.in_features, columns);
+        int64_t slice = 0, packed_slot = -1, steps = 0;
+        while (delta != nullptr && first >= delta->group.offsets[slice + 1]) slice++;
+        for (const RowTile& tile : tiles) {
+            PanelDelta<T> its{};
+            if (delta != nullptr && tile.slot >= 0 && delta->group.targets(tile.slot, slice)) {
+                if (tile.slot != packed_slot) steps = delta->group.pack_b(tile.slot, first, kPanel, b.data(), delta->routing);
+                packed_slot = tile.slot;
+                const int64_t stride = delta->group.slices * delta->routing.width;
+                its = {delta->h + tile.first * stride + slice * delta->routing.width, b.data(), stride, steps};
+            }
+            const T* in = x + tile.first * w.in_features;
+            Out* out = y + tile.first * w.out_features + first;
+            dispatch<kTileRows>(tile.rows, [&](auto rows) {
+                constexpr int N = decltype(rows)::value;
+                multiply_rows<T, Out, N>(in, w.in_features, panel, bias, its, out, w.out_features, w.in_features, columns);
             });
-            row += n;
         }
     }
 }

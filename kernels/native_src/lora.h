@@ -1,18 +1,23 @@
-// y[t] += scale (x[t] A^T) B by segments of tokens that use one adapter, over rank pages (kernels/reference.py).
-// Two phases with a barrier between: shrink into h, expand into y. Every sum is made by one thread in a fixed order.
-// Where each adapter has one row (decoding), the pages are the traffic: threads then walk their own runs of adapters from
-// front to back and ask for the next four rank rows while they use these.
+// y[t] += scale (x[t] A^T) B, where t's adapter has rank pages of A and B (kernels/reference.py). `shrink` makes h = x A^T by
+// segments of tokens that use one adapter; h B is added where it costs least: in the product's own loop for eight tokens
+// of one adapter (gemm.h), by `expand` for the others, decoding's. Both add to y as it is rounded, in the same order, so a
+// row does not depend on which of them served it. h is rounded to the model's type, as PEFT's is.
 #pragma once
 #include <omp.h>
+
+#include <vector>
 
 #include "simd.h"
 #include "team.h"
 
 struct Routing {
+    const int32_t *adapter_index;  // [tokens], -1: base
     const int32_t *order, *items;  // items: [num_items, 3] of (slot, first, last) into order
     const int32_t *page_table, *ranks;
-    int64_t num_items, max_pages, page_rank, pages_in_use;  // pages_in_use: the most that an adapter of the batch has
+    int64_t num_items, max_pages, page_rank, width;  // width: rank rows of the batch's largest adapter, in whole pages
 };
+
+constexpr int64_t kRanks = 4;  // rank rows taken together: they never straddle a page, those beyond an adapter's own are 0
 
 template <class T>
 struct LoraGroup {
@@ -21,136 +26,124 @@ struct LoraGroup {
     int64_t slices, in_features, out_features;
     int64_t offsets[4];
 
-    // h: [rows of the batch that use an adapter, slices, page_rank * pages_in_use]. May share a phase with a product.
-    void shrink(const T* x, float* h, const Routing& r, Team& team) const {
+    // h: [tokens, slices, width]; rows of the base and slices that an adapter does not target are left as they are. May
+    // share a phase with a product.
+    void shrink(const T* x, T* h, const Routing& r, Team& team) const {
         const int64_t units = r.num_items * slices;
         const int thread = omp_get_thread_num();
         for (int64_t unit = team.take_near(units, thread, 1); unit < units; unit = team.take_near(units, thread, 1)) {
             const int32_t* item = r.items + unit / slices * 3;
-            const int64_t slice = unit % slices, rank = r.ranks[item[0]];
-            const float scale = scales[item[0] * slices + slice];
-            if (scale == 0.0f) continue;
-            for (int64_t row = item[1]; row < item[2]; row += 4) {
-                const int64_t rows = std::min<int64_t>(4, item[2] - row);
-                const T* inputs[4];
-                for (int64_t i = 0; i < 4; i++) inputs[i] = x + int64_t(r.order[row + std::min(i, rows - 1)]) * in_features;
-                if (rows == 1) {
-                    float* to = h + (row * slices + slice) * r.page_rank * r.pages_in_use;
-                    for (int64_t j = 0; j < rank; j += 4) {  // four rank rows never straddle a page
-                        float dot[1][4];
-                        dot_rows<1, 4>(inputs, a_row(item[0], slice, j, r), dot);
-                        for (int i = 0; i < 4; i++) to[j + i] = scale * dot[0][i];
-                    }
-                    continue;
-                }
-                for (int64_t first = 0; first < rank; first += 4) {
-                    float dots[4][4];
-                    dot_rows<4, 4>(inputs, a_row(item[0], slice, first, r), dots);
-                    for (int64_t i = 0; i < rows; i++)
-                        for (int64_t j = 0; j < 4; j++)
-                            h[((row + i) * slices + slice) * r.page_rank * r.pages_in_use + first + j] = scale * dots[i][j];
-                }
+            const int64_t slice = unit % slices;
+            if (!targets(item[0], slice)) continue;
+            for (int64_t row = item[1]; row < item[2];) {
+                const bool four = item[2] - row >= 4;
+                if (four) shrink_rows<4>(x, h, r.order + row, item[0], slice, r);
+                else shrink_rows<1>(x, h, r.order + row, item[0], slice, r);
+                row += four ? 4 : 1;
             }
         }
     }
 
-    void expand(const float* h, T* y, const Routing& r, Team& team) const {
-        int64_t chunks[4] = {};  // column chunks before each slice
-        for (int64_t s = 0; s < slices; s++) chunks[s + 1] = chunks[s] + (offsets[s + 1] - offsets[s] + kColumns - 1) / kColumns;
-        const int64_t units = r.num_items * chunks[slices], stride = slices * r.page_rank * r.pages_in_use;
+    // y += h B for these tokens, none of them the base's.
+    void expand(const T* h, T* y, const std::vector<int32_t>& tokens, const Routing& r, Team& team) const {
+        int64_t runs[4] = {};  // of columns, before each slice
+        for (int64_t s = 0; s < slices; s++) runs[s + 1] = runs[s] + (offsets[s + 1] - offsets[s] + kColumns - 1) / kColumns;
+        const int64_t units = int64_t(tokens.size()) * runs[slices];
         const int thread = omp_get_thread_num();
         for (int64_t unit = team.take_near(units, thread); unit < units; unit = team.take_near(units, thread)) {
-            const int32_t* item = r.items + unit / chunks[slices] * 3;
-            const int64_t chunk = unit % chunks[slices];
+            const int64_t token = tokens[unit / runs[slices]], run = unit % runs[slices];
             int64_t slice = 0;
-            while (chunk >= chunks[slice + 1]) slice++;
-            if (scales[item[0] * slices + slice] == 0.0f) continue;
-            const int64_t first = offsets[slice] + (chunk - chunks[slice]) * kColumns;
-            const int64_t columns = std::min(kColumns, offsets[slice + 1] - first);
-            for (int64_t row = item[1]; row < item[2];) {
-                const float* from = h + row * stride + slice * r.page_rank * r.pages_in_use;
-                if (item[2] - row >= 4) {
-                    add_columns<4>(from, stride, y, first, columns, item[0], row, r);
-                    row += 4;
-                } else {
-                    add_columns<1>(from, stride, y, first, columns, item[0], row, r);
-                    row += 1;
-                }
-            }
+            while (run >= runs[slice + 1]) slice++;
+            if (!targets(r.adapter_index[token], slice)) continue;
+            const int64_t first = offsets[slice] + (run - runs[slice]) * kColumns;
+            add_columns(h + (token * slices + slice) * r.width, y + token * out_features, r.adapter_index[token], first,
+                        std::min(kColumns, offsets[slice + 1] - first), r);
         }
+    }
+
+    bool targets(int64_t slot, int64_t slice) const { return scales[slot * slices + slice] != 0.0f; }
+
+    // B's rows of an adapter and `columns` columns from `first`, as a panel of the product: [rank / PAIR][columns][PAIR].
+    // Returns the number of steps.
+    int64_t pack_b(int64_t slot, int64_t first, int64_t columns, T* panel, const Routing& r) const {
+        constexpr int64_t P = Elem<T>::PAIR;
+        const int64_t rank = (r.ranks[slot] + kRanks - 1) / kRanks * kRanks;
+        for (int64_t k = 0; k < rank; k += kRanks) {
+            const T* b = b_row(slot, k, r) + first;
+            for (int64_t j = 0; j < kRanks; j += P)
+                for (int64_t c = 0; c < columns; c += 16)
+                    store_vector(panel + (k + j) * columns + c * P, Elem<T>::pair(b + j * out_features + c, out_features));
+        }
+        return rank / P;
     }
 
   private:
     static constexpr int64_t kColumns = 4096;
 
+    static int64_t page(int64_t slot, int64_t rank, const Routing& r) {
+        return r.page_table[slot * r.max_pages + rank / r.page_rank];
+    }
     const T* a_row(int64_t slot, int64_t slice, int64_t rank, const Routing& r) const {
-        const int64_t page = r.page_table[slot * r.max_pages + rank / r.page_rank];
-        return a_pages + ((page * slices + slice) * r.page_rank + rank % r.page_rank) * in_features;
+        return a_pages + ((page(slot, rank, r) * slices + slice) * r.page_rank + rank % r.page_rank) * in_features;
+    }
+    const T* b_row(int64_t slot, int64_t rank, const Routing& r) const {
+        return b_pages + (page(slot, rank, r) * r.page_rank + rank % r.page_rank) * out_features;
     }
 
-    // dots[i][j] = inputs[i] . a[j], for ROWS inputs and RANKS rank rows
-    template <int ROWS, int RANKS>
-    void dot_rows(const T* const* inputs, const T* a, float (*dots)[RANKS]) const {
+    template <int ROWS>
+    void shrink_rows(const T* x, T* h, const int32_t* tokens, int64_t slot, int64_t slice, const Routing& r) const {
         typedef Elem<T> E;
         constexpr int64_t step = 16 * E::PAIR;
-        Float16 sums[ROWS][RANKS] = {};
-        int64_t k = 0;
-        for (; k + step <= in_features; k += step) {
-            typename E::Vector ranks[RANKS];
-            for (int j = 0; j < RANKS; j++) {
-                ranks[j] = load_vector<typename E::Vector>(a + j * in_features + k);
-                if (ROWS == 1) __builtin_prefetch(a + (j + 4) * in_features + k, 0, 2);
-            }
-            for (int i = 0; i < ROWS; i++) {
-                const auto input = load_vector<typename E::Vector>(inputs[i] + k);
-                for (int j = 0; j < RANKS; j++) sums[i][j] = E::multiply_add(sums[i][j], input, ranks[j]);
-            }
-        }
-        for (int i = 0; i < ROWS; i++)
-            for (int j = 0; j < RANKS; j++) {
-                dots[i][j] = sum_lanes(sums[i][j]);
-                for (int64_t n = k; n < in_features; n++)
-                    dots[i][j] += to_float(inputs[i][n]) * to_float(a[j * in_features + n]);
-            }
-    }
-
-    const T* rank_row(int64_t slot, int64_t rank, const Routing& r) const {
-        const int64_t page = r.page_table[slot * r.max_pages + rank / r.page_rank];
-        return b_pages + (page * r.page_rank + rank % r.page_rank) * out_features;
-    }
-
-    // A run of columns stays in the first-level cache while the rank rows of B stream past it, four at a time.
-    template <int ROWS>
-    void add_columns(const float* h, int64_t stride, T* y, int64_t first, int64_t columns, int64_t slot, int64_t row,
-                     const Routing& r) const {
-        alignas(64) float sums[ROWS][kColumns];
-        const int64_t whole = columns / 16 * 16, rank = r.ranks[slot];
-        for (int i = 0; i < ROWS; i++) {
-            const T* to = y + int64_t(r.order[row + i]) * out_features + first;
-            for (int64_t c = 0; c < whole; c += 16) put16(sums[i] + c, load16(to + c));
-            for (int64_t c = whole; c < columns; c++) sums[i][c] = to_float(to[c]);
-        }
-        for (int64_t k = 0; k < rank; k += 4) {  // rank rows beyond the adapter's own are zero
-            const T* b = rank_row(slot, k, r) + first;
-            for (int64_t c = 0; c < whole; c += 16) {
-                Float16 rows[4];
-                for (int j = 0; j < 4; j++) rows[j] = load16(b + j * out_features + c);
-                if (ROWS == 1 && c % 32 == 0)
-                    for (int j = 4; j < 8; j++) __builtin_prefetch(b + j * out_features + c, 0, 2);
+        const float scale = scales[slot * slices + slice];
+        const T* inputs[ROWS];
+        for (int i = 0; i < ROWS; i++) inputs[i] = x + tokens[i] * in_features;
+        for (int64_t first = 0; first < r.ranks[slot]; first += kRanks) {
+            const T* a = a_row(slot, slice, first, r);
+            Float16 sums[ROWS][kRanks] = {};
+            int64_t k = 0;
+            for (; k + step <= in_features; k += step) {
+                typename E::Vector ranks[kRanks];
+                for (int j = 0; j < kRanks; j++) {
+                    ranks[j] = load_vector<typename E::Vector>(a + j * in_features + k);
+                    if (ROWS == 1) __builtin_prefetch(a + (j + kRanks) * in_features + k, 0, 2);  // decoding reads A once
+                }
                 for (int i = 0; i < ROWS; i++) {
-                    Float16 sum = load16(sums[i] + c);
-                    for (int j = 0; j < 4; j++) sum += rows[j] * h[i * stride + k + j];
-                    put16(sums[i] + c, sum);
+                    const auto input = load_vector<typename E::Vector>(inputs[i] + k);
+                    for (int j = 0; j < kRanks; j++) sums[i][j] = E::multiply_add(sums[i][j], input, ranks[j]);
                 }
             }
+            for (int i = 0; i < ROWS; i++)
+                for (int j = 0; j < kRanks; j++) {
+                    float dot = sum_lanes(sums[i][j]);
+                    for (int64_t n = k; n < in_features; n++) dot += to_float(inputs[i][n]) * to_float(a[j * in_features + n]);
+                    put(h + (tokens[i] * slices + slice) * r.width + first + j, scale * dot);
+                }
+        }
+    }
+
+    // The columns stay in the first-level cache while the rank rows of B stream past them.
+    void add_columns(const T* h, T* y, int64_t slot, int64_t first, int64_t columns, const Routing& r) const {
+        typedef Elem<T> E;
+        alignas(64) float sums[kColumns];
+        const int64_t whole = columns / 16 * 16;
+        for (int64_t c = 0; c < whole; c += 16) put16(sums + c, load16(y + first + c));
+        for (int64_t c = whole; c < columns; c++) sums[c] = to_float(y[first + c]);
+        for (int64_t k = 0; k < r.ranks[slot]; k += kRanks) {
+            const T* b = b_row(slot, k, r) + first;
+            typename E::Vector weights[kRanks / E::PAIR];
+            for (int64_t j = 0; j < kRanks; j += E::PAIR) weights[j / E::PAIR] = E::broadcast(h + k + j);
+            for (int64_t c = 0; c < whole; c += 16) {
+                if (c % 32 == 0)
+                    for (int64_t j = 0; j < kRanks; j++) __builtin_prefetch(b + (j + kRanks) * out_features + c, 0, 2);
+                Float16 sum = load16(sums + c);
+                for (int64_t j = 0; j < kRanks; j += E::PAIR)
+                    sum = E::multiply_add(sum, weights[j / E::PAIR], E::pair(b + j * out_features + c, out_features));
+                put16(sums + c, sum);
+            }
             for (int64_t c = whole; c < columns; c++)
-                for (int i = 0; i < ROWS; i++)
-                    for (int j = 0; j < 4; j++) sums[i][c] += h[i * stride + k + j] * to_float(b[j * out_features + c]);
+                for (int64_t j = 0; j < kRanks; j++) sums[c] += to_float(h[k + j]) * to_float(b[j * out_features + c]);
         }
-        for (int i = 0; i < ROWS; i++) {
-            T* to = y + int64_t(r.order[row + i]) * out_features + first;
-            for (int64_t c = 0; c < whole; c += 16) put16(to + c, load16(sums[i] + c));
-            for (int64_t c = whole; c < columns; c++) put(to + c, sums[i][c]);
-        }
+        for (int64_t c = 0; c < whole; c += 16) put16(y + first + c, load16(sums + c));
+        for (int64_t c = whole; c < columns; c++) put(y + first + c, sums[c]);
     }
 };

@@ -82,6 +82,7 @@ struct Elem<float> {
     static constexpr int64_t PAIR = 1;
     typedef Float16 Vector;
     static Vector broadcast(const float* p) { return splat(*p); }
+    static Vector pair(const float* p, int64_t) { return load16(p); }
     static Float16 multiply_add(Float16 sum, Vector a, Vector b) { return sum + a * b; }
 };
 template <>
@@ -92,6 +93,11 @@ struct Elem<bf16> {
         uint32_t word;
         std::memcpy(&word, p, 4);
         return Vector{} + word;
+    }
+    // 16 columns of two rows side by side.
+    static Vector pair(const bf16* p, int64_t stride) {
+        return __builtin_convertvector(load_vector<Half16>(p), Word16) |
+               __builtin_convertvector(load_vector<Half16>(p + stride), Word16) << 16;
     }
     static Float16 multiply_add(Float16 sum, Vector a, Vector b) {
 #if defined(__AVX512BF16__)
@@ -105,7 +111,7 @@ struct Elem<bf16> {
 
 // In a fixed order: the same lanes always meet in the same way.
 inline float sum_lanes(Float16 x) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)x);
 #endif
     float lanes[16];
@@ -115,6 +121,9 @@ inline float sum_lanes(Float16 x) {
     return lanes[0];
 }
 inline float max_lanes(Float16 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#endif
     float lanes[16];
     put16(lanes, x);
     return *std::max_element(lanes, lanes + 16);

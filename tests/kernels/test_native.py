@@ -150,11 +150,9 @@ POPULARITY = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("popularity", sorted(POPULARITY))
-@pytest.mark.parametrize("counts", [[1] * 7, [1, 30, 1, 9, 1, 3, 100]])
-def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: list[int]) -> None:
-    in_features, offsets, page_rank = 96, (0, 64, 96, 128), 8
+def make_lora(offsets: tuple[int, ...], dtype: torch.dtype) -> tuple[LoraGroup, SimpleNamespace]:
+    """Adapters of RANKS on pages in no order, and the tables of a pool that holds them. in_features: 96."""
+    in_features, page_rank = 96, 8
     pages = [-(-r // page_rank) for r in RANKS]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(2)).int()
     table = torch.full((len(RANKS), max(pages)), -1, dtype=torch.int32)
@@ -171,12 +169,18 @@ def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: l
         last = table[slot, (rank - 1) // page_rank]
         group.a_pages[last, :, (rank - 1) % page_rank + 1 :] = 0
         group.b_pages[last, (rank - 1) % page_rank + 1 :] = 0
+    ranks = torch.tensor(RANKS, dtype=torch.int32)
+    return group, SimpleNamespace(page_table=table, ranks=ranks, page_rank=page_rank, groups=[])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("popularity", sorted(POPULARITY))
+@pytest.mark.parametrize("counts", [[1] * 7, [1, 30, 1, 9, 1, 3, 100]])
+def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: list[int]) -> None:
+    group, tables = make_lora((0, 64, 96, 128), dtype)
     batch = make_batch(counts, counts, 16, POPULARITY[popularity])
-    routing = LoraRouting(batch.adapter_index, table, torch.tensor(RANKS, dtype=torch.int32))
-    weight = normal(128, in_features, dtype=dtype)
-    x = normal(batch.num_tokens, in_features, dtype=dtype)
-    packed = ops.pack_linear(weight)
-    tables = SimpleNamespace(page_table=table, ranks=routing.ranks, page_rank=page_rank, groups=[])
+    routing = LoraRouting(batch.adapter_index, tables.page_table, tables.ranks)
+    x, packed = normal(batch.num_tokens, 96, dtype=dtype), ops.pack_linear(normal(128, 96, dtype=dtype))
     plan = ops.plan(batch, tables)
     y = ops.linear(x, packed, group, plan)
     base = ops.linear(x, packed, None, plan)
@@ -186,6 +190,28 @@ def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: l
     rows = batch.adapter_index == -1
     assert torch.equal(y[rows], base[rows])
     assert torch.equal(y, ops.linear(x, packed, group, plan))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offsets", [(0, 64, 96, 128), (0, 40, 80, 120), (0, 20, 50, 61)])
+def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, offsets: tuple[int, ...]) -> None:
+    """Whichever way its LoRA takes, in the product or after it; with panels that straddle projections or not."""
+    library = native.load()
+    assert library is not None
+    ops = native.NativeOps(library)
+    group, tables = make_lora(offsets, dtype)
+    packed = ops.pack_linear(normal(offsets[-1], 96, dtype=dtype), normal(offsets[-1], dtype=dtype))
+    counts, adapters = [1, 19, 1, 3, 8, 40, 1], [2, 5, 2, -1, 0, 6, 4]
+    batch = make_batch(counts, counts, 16, adapters)
+    x = normal(batch.num_tokens, 96, dtype=dtype)
+    together = ops.linear(x, packed, group, ops.plan(batch, tables))
+    for row, adapter in enumerate(batch.adapter_index.tolist()):
+        alone = ops.linear(x[row : row + 1], packed, group, ops.plan(make_batch([1], [1], 16, [adapter]), tables))
+        assert torch.equal(alone[0], together[row]), row
+    expected = torch.nn.functional.linear(x, normal(offsets[-1], 96, dtype=dtype), normal(offsets[-1], dtype=dtype))
+    routing = LoraRouting(batch.adapter_index, tables.page_table, tables.ranks)
+    reference.segmented_lora(expected, x, group, routing)
+    torch.testing.assert_close(together, expected, **TOLERANCE[dtype])
 
 
 def test_work_items_cover_every_adapter_row_once() -> None:
