@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from kernels import fused
+from kernels.attention_plan import AttentionMetadata, build_attention_metadata
 from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.batch import Batch
-from kernels.paged_attention import AttentionMetadata, build_attention_metadata, paged_attention
+from kernels.paged_attention import paged_attention
 from kernels.reference import LoraGroup, LoraRouting
 from kernels.sampling import sample
 from kernels.segmented_lora import expand, segmented_lora, shrink

@@ -1,4 +1,4 @@
-"""Tile sizes tried beside each other. `kernels.segments.PLANS`, `kernels.paged_attention.DECODE` and `PREFILL` should
+"""Tile sizes tried beside each other. `kernels.segments.PLANS`, `kernels.attention_plan.DECODE` and `PREFILL` should
 be the fastest; the first line of each table is what they are now.
 """
 
@@ -12,8 +12,9 @@ from benchmarks.gpu.decode import PAGE_RANK, groups_of
 from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.bench_paged_attention import make
 from engine.model.config import parse_model_config
-from kernels import paged_attention, segments
-from kernels.paged_attention import build_attention_metadata
+from kernels import attention_plan, segments
+from kernels.attention_plan import build_attention_metadata
+from kernels.paged_attention import paged_attention
 from kernels.reference import LoraGroup, LoraRouting
 from kernels.segmented_lora import segmented_lora
 from kernels.segments import build_segments
@@ -58,13 +59,13 @@ def figures(machine: Machine) -> Iterator[str]:
         "attention, decode",
         DECODE[: machine.candidates],
         {f"{n} x {k}": (heads, [(1, k)] * n) for n, k in decodes},
-        lambda case, change: _attention(machine, *case, replace(paged_attention.DECODE, **change)),
+        lambda case, change: _attention(machine, *case, replace(attention_plan.DECODE, **change)),
     )
     yield from _table(
         "attention, prefill",
         PREFILL[: machine.candidates],
         {f"{n} x {k}": (heads, [(k, k)] * n) for n, k in ((4, context), (1, long))},
-        lambda case, change: _attention(machine, *case, replace(paged_attention.PREFILL, **change)),
+        lambda case, change: _attention(machine, *case, replace(attention_plan.PREFILL, **change)),
     )
     groups = {name: groups_of(c)[name] for name in ("qkv", "down")}
     adapters = machine.adapters[-1]
@@ -92,7 +93,7 @@ def _table(title: str, candidates: Sequence[dict[str, int]], cases: dict[str, An
 
 
 def _attention(
-    machine: Machine, heads: tuple[int, int, int], lengths: list[tuple[int, int]], tile: paged_attention.Tile
+    machine: Machine, heads: tuple[int, int, int], lengths: list[tuple[int, int]], tile: attention_plan.Tile
 ) -> float:
     num_heads, num_kv_heads, head_dim = heads
     sets = [make(lengths, heads, machine.dtype, machine.device) for _ in range(machine.copies)]
@@ -105,7 +106,7 @@ def _attention(
         max_context_len=max(context for _, context in lengths),
         tile=tile,
     )
-    calls = [lambda a=a: paged_attention.paged_attention(*a, head_dim**-0.5, metadata=metadata) for a in sets]
+    calls = [lambda a=a: paged_attention(*a, head_dim**-0.5, metadata=metadata) for a in sets]
     return 1000 * machine.milliseconds(*calls)
 
 

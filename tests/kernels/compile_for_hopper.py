@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels import fused, paged_attention, sampling, segmented_lora, segments
+from kernels import attention_plan, fused, paged_attention, sampling, segmented_lora, segments
 from kernels.reference import LoraGroup, LoraRouting
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -133,7 +133,7 @@ def draw(num_rows: int) -> None:
 def main() -> None:
     triton.runtime.driver.set_active(H200())
     JITFunction.run = compile_only
-    segmented_lora._num_sms = paged_attention._num_sms = lambda device: 132
+    segmented_lora._num_sms = attention_plan._num_sms = lambda device: 132
     step["label"] = "first"
     run(64, 512)
     step["label"] = "other lengths"

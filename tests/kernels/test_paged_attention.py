@@ -7,7 +7,8 @@ import torch
 
 from kernels import paged_attention as module
 from kernels import reference
-from kernels.paged_attention import build_attention_metadata, paged_attention
+from kernels.attention_plan import build_attention_metadata
+from kernels.paged_attention import paged_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 KV_DTYPES = (torch.float8_e4m3fn, torch.int8)

@@ -167,8 +167,9 @@ def test_chunks_longer_than_a_tile(device):
 
 
 @pytest.mark.parametrize("page_dtype", [torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize(("plan", "dtype"), [(DECODE, torch.float16), (PREFILL, torch.float32)])
-@pytest.mark.parametrize("shape", ["odd", "SmolLM2 qkv"])
+@pytest.mark.parametrize(
+    ("shape", "plan", "dtype"), [("SmolLM2 qkv", DECODE, torch.float16), ("odd", PREFILL, torch.float32)]
+)
 def test_pages_of_8_bits(shape, plan, dtype, page_dtype, device):
     index = indices("base between", 20, 4, torch.Generator().manual_seed(2))
     y, x, group, routing = make(shape, index, dtype, device, ranks=(3, 16, 40, 8), max_rank=64)
