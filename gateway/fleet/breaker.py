@@ -12,37 +12,46 @@ LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Breaker:
-    """Closed until FAILURES_UNTIL_OPEN in a row; open for a pause that doubles each time; then half open: one trial,
-    which closes it or opens it again."""
+    """Closed until FAILURES_UNTIL_OPEN in a row; open for a pause that doubles each time; then half open: one trial.
+
+    A trial that fails opens it again. One that begins to answer closes it, for an answer may take minutes; until one
+    has been answered whole, the next failure opens it again, for twice the pause.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._failures = 0
         self._pause = 0.0
+        self._is_open = False
         self._open_until = 0.0
         self._on_trial = False
 
     @property
     def allows(self) -> bool:
         """Whether a request may be sent now."""
-        return self._pause == 0 or (not self._on_trial and self._clock() >= self._open_until)
+        return not self._is_open or (not self._on_trial and self._clock() >= self._open_until)
 
     def sent(self) -> None:
         """A request goes out; while half open it is the trial."""
-        self._on_trial = self._pause > 0
+        self._on_trial = self._is_open
+
+    def began(self) -> None:
+        """An answer has begun."""
+        if self._on_trial:
+            self._failures, self._is_open, self._on_trial = FAILURES_UNTIL_OPEN - 1, False, False
 
     def succeeded(self) -> None:
-        self._failures, self._pause, self._on_trial = 0, 0.0, False
+        self._failures, self._pause, self._is_open, self._on_trial = 0, 0.0, False, False
 
     def failed(self) -> None:
-        if self._pause and not self._on_trial:
+        if self._is_open and not self._on_trial:
             # Sent before it opened: one death breaks many requests at once, and says it once.
             return
         self._failures += 1
         if self._on_trial or self._failures >= FAILURES_UNTIL_OPEN:
             self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)
             self._open_until = self._clock() + self._pause
-            self._on_trial = False
+            self._is_open, self._on_trial = True, False
 
     def gave_up(self) -> None:
         """The request ended, by its client's will, before it told anything of the engine."""

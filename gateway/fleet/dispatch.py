@@ -114,6 +114,7 @@ class Fleet:
                 told = span.headers()
                 sent = replace(call, trace=told) if told else call
                 async with self._client.open(engine, sent) as response:
+                    engine.breaker.began()
                     yield response
                     # An answer that broke off has been told to the client by now; here it only counts.
                     ended = response.content.exception()

@@ -189,6 +189,31 @@ def test_the_breaker_opens_tries_one_and_waits_longer_each_time():
     assert breaker.allows
 
 
+def test_a_trial_that_begins_to_answer_lets_others_in_and_its_failure_opens_it_for_longer():
+    clock = Clock()
+    breaker = Breaker(clock)
+    for _ in range(FAILURES_UNTIL_OPEN):
+        breaker.failed()
+    clock.now += FIRST_PAUSE_SECONDS
+    breaker.sent()
+    assert not breaker.allows
+    # Its answer may take minutes: nobody waits for that.
+    breaker.began()
+    assert breaker.allows
+    breaker.sent()
+    breaker.failed()
+    assert not breaker.allows
+    clock.now += FIRST_PAUSE_SECONDS
+    assert not breaker.allows
+    clock.now += FIRST_PAUSE_SECONDS
+    breaker.sent()
+    breaker.began()
+    breaker.succeeded()
+    for _ in range(FAILURES_UNTIL_OPEN - 1):
+        breaker.failed()
+        assert breaker.allows
+
+
 def test_many_requests_that_one_death_breaks_cost_one_pause():
     clock = Clock()
     breaker = Breaker(clock)

@@ -204,6 +204,25 @@ async def test_an_engine_that_breaks_one_answer_after_the_other_gets_no_more(
     assert (got.status, got.error["code"], len(upstream.requests)) == (503, "no_engine", FAILURES_UNTIL_OPEN)
 
 
+async def test_while_a_long_answer_proves_an_engine_others_are_served(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS"):
+        monkeypatch.setattr(f"gateway.fleet.breaker.{name}", 0.0)
+    acme = await gateway.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
+    for _ in range(FAILURES_UNTIL_OPEN):
+        await acme.complete(stream=True, x_engine={"drop_after": 1})
+    before = upstream.events
+    trial = asyncio.create_task(acme.complete(stream=True, max_tokens=200, x_engine={"tokens": 200, "delay": 0.5}))
+
+    async def begun() -> bool:
+        return upstream.events > before
+
+    await until(begun)
+    assert (await acme.complete()).status == 200
+    trial.cancel()
+
+
 async def test_an_engine_that_fails_with_a_request_is_not_the_only_one_asked(pair: tuple[Gateway, Upstream, Upstream]):
     gateway, one, two = pair
     acme = await gateway.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
