@@ -15,6 +15,8 @@ import engine.server.metrics
 import gateway.metrics
 from gateway.settings import Settings, env_name
 from loraplex.cli import main
+from loraplex.demo_tenants import DemoTenant
+from loraplex.display import Display
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
@@ -219,6 +221,13 @@ def test_every_error_code_with_its_status_and_no_other():
     documented = {(int(row[1]), code) for row in rows for code in re.findall(r"`(\w+)`", row[2])}
     assert len(documented) > 30
     assert Errors().pairs == documented
+
+
+def test_the_readme_shows_what_make_demo_prints(capsys):
+    tenants = [DemoTenant("acme", "lpx_...", ("pirate", "json")), DemoTenant("globex", "lpx_...", ("brief",))]
+    Display().demo_banner("http://127.0.0.1:8080", "...", "SmolLM2-135M-Instruct", tenants)
+    printed = re.sub(r"-H 'Content-Type.*", "...", capsys.readouterr().out)
+    assert f"```\n{printed.strip()}\n```" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -51,7 +51,7 @@ def usage(
 ) -> None:
     """Show what was used in a time, and what it cost: a tenant's, or as an operator every tenant's.
 
-    Days and moments without a zone are UTC's. A request counts from the moment that it arrived, once it has ended.
+    Days and moments without a zone are UTC's. A request counts at the moment it was admitted, once it has ended.
     """
     if as_csv and as_json:
         raise click.UsageError("give either --csv or --json")

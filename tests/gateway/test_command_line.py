@@ -16,7 +16,8 @@ from click.testing import CliRunner, Result
 
 from loraplex.cli import main
 from tests.adapters.files import write
-from tests.gateway.running import ADMIN_KEY, Gateway, until
+from tests.gateway.running import ADMIN_KEY, BASE_MODEL, Gateway, until
+from tests.gateway.upstream import TOKEN, Upstream
 
 Run = Callable[..., Awaitable[Result]]
 
@@ -137,6 +138,14 @@ async def test_prices_in_money_per_million_tokens(run: Run, gateway: Gateway):
     assert sorted(row.split()[:4] for row in rows) == expected
     await run("price", "delete", "acme/pirate")
     assert "acme/pirate" not in (await run("price", "list")).stdout
+
+
+async def test_bench_shows_an_engine_the_internal_token(run: Run, upstream: Upstream, tmp_path: Path):
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    engine = ("bench", "--url", upstream.url, "--models", BASE_MODEL, "--n", "2", "--warmup", "0")
+    assert "status 401" in (await run(*engine, "--internal-token-file", "/dev/null", code=1)).stderr
+    await run(*engine, "--internal-token-file", str(tmp_path / "token"))
+    assert len(upstream.requests) == 2
 
 
 async def test_usage_of_one_tenant_of_all_and_by_a_tenant_itself(run: Run, gateway: Gateway):
