@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 # How long the end of an answer may wait for its settlement, so that a client that asks again at once finds its slot
 # free. A slower settlement goes on behind the answer.
 SETTLE_PATIENCE_SECONDS = 1.0
-# How long an engine that was left gets to say what it generated; it stops within a step. Else what we heard counts.
+# How long an engine that was left gets to say what it generated: it stops within a step, or was killed and comes back.
+# After it, what we heard counts.
 OUTCOME_PATIENCE_SECONDS = 10.0
 
 

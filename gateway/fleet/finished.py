@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 # What an engine may hold an answer back until a request has ended, and how long one may take beyond that (seconds).
 WAIT_SECONDS = 2.0
 ANSWER_SECONDS = 3.0
+# Between two tries to ask one that is away.
+AWAY_SECONDS = 0.25
 # Request ids in one question: they go into the URL.
 PAGE = 50
 
@@ -60,12 +62,16 @@ class FinishedClient:
         return found
 
     async def outcome(self, engine_url: str, request_id: str, seconds: float) -> FinishedRequest | None:
-        """What one request has cost in the end. None: the engine does not know, is away, or it runs for longer."""
+        """What one request has cost in the end. None: the engine does not know, or for all of `seconds` it is away or
+        the request runs. One that was killed and comes back knows more than what was heard of it."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while (left := deadline - loop.time()) > 0:
             found = await self.ask(engine_url, [request_id], min(left, WAIT_SECONDS))
-            record = None if found is None else found.get(request_id)
+            if found is None:
+                await asyncio.sleep(min(left, AWAY_SECONDS))
+                continue
+            record = found.get(request_id)
             if record is None or record.finish_reason is not None:
                 return record
         return None

