@@ -2,9 +2,10 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
@@ -71,6 +72,28 @@ async def test_a_lost_connection_fails_what_waits_and_the_next_command_takes_a_n
     with pytest.raises(RedisConnectionError):
         await waits
     assert await pipeline.send("CLIENT", "ID") != own
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_command_to_a_connection_that_has_just_closed_fails_as_any_on_a_lost_one(
+    run: Callable[..., None], redis_url: str
+):
+    """uvloop says so with a RuntimeError, before the reader knows."""
+
+    async def main() -> None:
+        redis = connect(redis_url, timeout=10.0)
+        assert isinstance(redis, Redis)
+        pipeline = Pipeline(redis)
+        await pipeline.send("PING")
+        for connection in redis.connection_pool._in_use_connections:
+            connection._writer.transport.abort()
+        with pytest.raises(RedisConnectionError):
+            await pipeline.send("PING")
+        assert await pipeline.send("ECHO", "again") == b"again"
+        await pipeline.reset()
+        await redis.aclose()
+
+    run(main())
 
 
 async def test_a_reset_fails_what_waits_also_before_there_is_a_connection(pipeline: Pipeline):
