@@ -30,7 +30,7 @@ def tests(machine: Machine) -> Iterator[str]:
         command += ["tests/kernels", "-m", "not slow", "--ignore", "tests/kernels/test_native.py"]
         command += ["--ignore", "tests/kernels/test_compiles.py"]
         if importlib.util.find_spec("xdist"):
-            command += ["-n", "8"]  # most of the time is compilation
+            command += ["-n", "12"]  # most of the time is compilation
     environment = {**os.environ, "PYTHONPATH": "."}
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     yield f"exit status {ended.returncode}"

@@ -96,15 +96,14 @@ def test_sliding_window(batch, window, device, monkeypatch):
     check(arguments, window)
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-def test_long_context_is_split(block_size, device, monkeypatch):
+@pytest.mark.parametrize(("block_size", "window"), [(16, 0), (32, 1000)])
+def test_long_context_is_split(block_size, window, device, monkeypatch):
     lengths = [(1, 8192), (1, 900), (1, 100)]
     arguments = make((4, 1, 128), lengths, torch.float16, device, block_size)
     metadata = build_attention_metadata(arguments[4], 4, 1, num_tokens=3, max_query_len=1, max_context_len=8192)
     assert metadata.num_splits >= 16
     poison(monkeypatch)
-    check(arguments, metadata=metadata)
-    check(arguments, sliding_window=1000, metadata=metadata)
+    check(arguments, window, metadata)
 
 
 @pytest.mark.slow
