@@ -72,6 +72,19 @@ def test_a_database_that_cannot_be_reached_is_a_setting(url: str):
     assert "hunter2" not in str(refused.value)
 
 
+async def test_what_a_name_means_changes_at_once_where_it_was_changed(database: Database, tenants: Tenants):
+    """Although the number of changes has not been asked for since."""
+    catalog = Catalog(database, "base", lambda: 1)
+    acme = await tenants.create("acme", {}, actor="op")
+    await add(catalog, acme, "tuned", "1")
+    assert (await catalog.resolve(acme, "tuned")).digest == "1" * 64
+    await add(catalog, acme, "tuned", "2")
+    assert (await catalog.resolve(acme, "tuned")).digest == "2" * 64
+    await catalog.delete(acme, "tuned", "a")
+    with pytest.raises(ModelNotFound):
+        await catalog.resolve(acme, "tuned")
+
+
 async def test_a_tenant_from_birth_to_death(tenants: Tenants, catalog: Catalog, database: Database):
     made = await tenants.create("acme", {"weight": 2.0, "tokens_per_day": 5}, actor="op")
     assert await tenants.get("acme") == made
