@@ -195,6 +195,8 @@ def bench(
     workload = Workload(tuple(targets), n, c, rate, zipf, input_words, output_tokens, warmup, seed)
     with one_line(BenchError, OSError):
         token = internal_token_file.read_text().strip() if internal_token_file else None
+        if token == "":
+            raise click.UsageError(f"--internal-token-file: {internal_token_file} is empty")
         samples, seconds = asyncio.run(measure(url, workload, token))
     report = summarise(workload, samples, seconds)
     print_report(report)

@@ -143,7 +143,9 @@ async def test_prices_in_money_per_million_tokens(run: Run, gateway: Gateway):
 async def test_bench_shows_an_engine_the_internal_token(run: Run, upstream: Upstream, tmp_path: Path):
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     engine = ("bench", "--url", upstream.url, "--models", BASE_MODEL, "--n", "2", "--warmup", "0")
-    assert "status 401" in (await run(*engine, "--internal-token-file", "/dev/null", code=1)).stderr
+    (tmp_path / "wrong").write_text("not this one")
+    assert "status 401" in (await run(*engine, "--internal-token-file", str(tmp_path / "wrong"), code=1)).stderr
+    assert "/dev/null is empty" in (await run(*engine, "--internal-token-file", "/dev/null", code=2)).stderr
     await run(*engine, "--internal-token-file", str(tmp_path / "token"))
     assert len(upstream.requests) == 2
 
