@@ -13,7 +13,8 @@ class Batch:
     """T tokens of B requests laid flat. Shapes as `kernels.reference` names them.
 
     token_ids, positions, slot_mapping: `[T]` int64. query_start `[B + 1]`, context_lens `[B]`, block_tables
-    `[B, max_blocks]`, adapter_index `[T]`: int32. logits_rows: `[L]` int64, rows whose logits are wanted.
+    `[B, max_blocks]`, adapter_index `[T]`: int32. logits_rows: `[L]` int64, rows whose logits are wanted,
+    ascending, each once.
     """
 
     token_ids: Tensor

@@ -29,7 +29,7 @@ from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, r
 from kernels.batch import Batch
 from kernels.cpu_sampling import sample
 from kernels.memory import HugePages
-from kernels.reference import LoraGroup
+from kernels.reference import LoraGroup, LoraRouting
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class _Step(Structure):
         ("token_ids", c_void_p), ("positions", c_void_p), ("slots", c_void_p), ("logits_rows", c_void_p),
         ("block_tables", c_void_p), ("query_start", c_void_p), ("context_lens", c_void_p),
         ("tokens", c_int64), ("requests", c_int64), ("max_blocks", c_int64), ("num_logits", c_int64),
-        ("routing", POINTER(_Routing)),
+        ("routing", POINTER(_Routing)), ("logits_routing", POINTER(_Routing)),
         ("residual", c_void_p), ("normed", c_void_p), ("wide", c_void_p), ("narrow", c_void_p),
         ("h", c_void_p), ("logits", c_void_p),
     ]  # fmt: skip
@@ -181,15 +181,10 @@ class NativeOps:
         found = routing_of(batch, lora)
         if found is None:
             return NativePlan(batch, None, ())
-        order, items = segments(batch.adapter_index.numpy())
         assert lora is not None
-        page_rank, table, ranks = lora.page_rank, found.page_table.numpy(), found.ranks.numpy()
-        routing = _Routing(
-            batch.adapter_index.data_ptr(), order.ctypes.data, items.ctypes.data, found.page_table.data_ptr(),
-            found.ranks.data_ptr(), len(items), table.shape[1], page_rank,
-            -(-int(ranks[list(batch.adapter_slots)].max()) // page_rank) * page_rank,
-        )  # fmt: skip
-        return NativePlan(batch, routing, (order, items, found))
+        most = int(found.ranks.numpy()[list(batch.adapter_slots)].max())
+        routing, keep = route(found, lora.page_rank, -(-most // lora.page_rank) * lora.page_rank)
+        return NativePlan(batch, routing, keep)
 
     def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor:
         return weight[token_ids]
@@ -283,6 +278,11 @@ class NativeForward:
         plan = self._ops.plan(batch, lora)
         logits = torch.empty(len(batch.logits_rows), self._weights.lm_head.out_features)
         h = torch.empty(_shrunk_size(plan, 3), dtype=self._dtype)
+        routing = last_routing = plan.routing
+        last_keep: tuple[object, ...] = ()  # until the call has ended
+        if routing is not None and lora is not None and len(logits) < batch.num_tokens:
+            last = LoraRouting(batch.adapter_index[batch.logits_rows], lora.page_table, lora.ranks)
+            last_routing, last_keep = route(last, lora.page_rank, routing.width)
         model, token_ids = self._model, batch.token_ids
         if inputs is not None:  # as if they were an embedding that the tokens number
             model, token_ids = _Model.from_buffer_copy(self._model), torch.arange(len(inputs))
@@ -291,15 +291,26 @@ class NativeForward:
             token_ids.data_ptr(), batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
             batch.logits_rows.data_ptr(), batch.block_tables.data_ptr(), batch.query_start.data_ptr(),
             batch.context_lens.data_ptr(), batch.num_tokens, len(batch.context_lens), batch.block_tables.shape[1],
-            len(logits), ctypes.pointer(plan.routing) if plan.routing is not None else None,
+            len(logits), *(None if found is None else ctypes.pointer(found) for found in (routing, last_routing)),
             *(w.data_ptr() for w in self._workspaces), h.data_ptr(), logits.data_ptr(),
         )  # fmt: skip
         self._ops.forward(self._dtype, model, step)
+        del last_keep
         return logits
 
     def hidden(self, num_rows: int) -> Tensor:
         width = self._model.hidden
         return self._workspaces[3][: num_rows * width].view(num_rows, width)
+
+
+def route(found: LoraRouting, page_rank: int, width: int) -> tuple[_Routing, tuple[object, ...]]:
+    """The library's form of a routing, and what its pointers point into. width: columns of h, a projection's."""
+    order, items = segments(found.adapter_index.numpy())
+    routing = _Routing(
+        found.adapter_index.data_ptr(), order.ctypes.data, items.ctypes.data, found.page_table.data_ptr(),
+        found.ranks.data_ptr(), len(items), found.page_table.shape[1], page_rank, width,
+    )  # fmt: skip
+    return routing, (order, items, found)
 
 
 def segments(adapter_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

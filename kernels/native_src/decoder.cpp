@@ -40,7 +40,7 @@ struct Step {
     const int64_t *token_ids, *positions, *slots, *logits_rows;
     const int32_t *block_tables, *query_start, *context_lens;
     int64_t tokens, requests, max_blocks, num_logits;
-    const Routing* routing;  // null: no LoRA in this step
+    const Routing *routing, *logits_routing;  // null: no LoRA in this step; of logits_rows alone
     T *residual, *normed, *wide, *narrow, *h;
     float* logits;
 };
@@ -112,6 +112,7 @@ class Forward {
           s_(step),
           attention_(step.query_start, step.context_lens, step.requests, model.cache, model.threads),
           product_(step.tokens, step.routing),
+          logits_product_(step.num_logits, step.logits_routing),
           logits_tiles_(cut_rows(step.num_logits, nullptr)) {}
 
     void run() {
@@ -127,48 +128,68 @@ class Forward {
         for (int64_t t = rows.begin; t < rows.end; t++) {
             const T* from = m_.embedding + s_.token_ids[t] * m_.hidden;
             std::memcpy(s_.residual + t * m_.hidden, from, m_.hidden * sizeof(T));
-            norm_row(t, m_.layers[0].input_norm);
+            norm_row(t, m_.layers[0].input_norm, s_.normed);
         }
         for (int64_t i = 0; i < m_.num_layers; i++) {
             const Layer<T>& layer = m_.layers[i];
-            linear(s_.normed, layer.qkv, layer.lora[0], s_.wide, team);
+            linear(product_, s_.normed, layer.qkv, layer.lora[0], s_.wide, team);
             team.barrier();
             write_cache(layer, rows);
             team.barrier();
             attend(layer, team, scratch, results);
-            linear(s_.narrow, layer.o, layer.lora[1], s_.normed, team);
+            if (i + 1 < m_.num_layers) {
+                finish_layer(product_, layer, m_.layers[i + 1].input_norm, rows, team);
+                continue;
+            }
+            // Of the last layer's outputs only those are needed whose logits are.
             team.barrier();
-            for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, layer.post_norm);
-            linear(s_.normed, layer.gate_up, layer.lora[2], s_.wide, team);
+            if (thread == 0) keep_logits_rows();
             team.barrier();
-            for (int64_t t = rows.begin; t < rows.end; t++)
-                silu_and_mul_row(s_.wide + t * 2 * m_.intermediate, s_.narrow + t * m_.intermediate, m_.intermediate);
-            linear(s_.narrow, layer.down, layer.lora[3], s_.normed, team);
-            team.barrier();
-            const T* following = i + 1 < m_.num_layers ? m_.layers[i + 1].input_norm : m_.norm;
-            for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, following);
+            finish_layer(logits_product_, layer, m_.norm, share(s_.num_logits, thread, team.size()), team);
         }
-        team.barrier();
-        const Range wanted = share(s_.num_logits, thread, team.size());
-        for (int64_t n = wanted.begin; n < wanted.end; n++)
-            std::memcpy(s_.narrow + n * m_.hidden, s_.normed + s_.logits_rows[n] * m_.hidden, m_.hidden * sizeof(T));
         team.barrier();
         gemm<T, float>(s_.narrow, m_.lm_head, nullptr, s_.logits, logits_tiles_, team);
     }
 
-    // Starts with a barrier: the input is another phase's output, and y may still be read by one.
-    void linear(const T* x, const Packed<T>& w, const LoraGroup<T>& lora, T* y, Team& team) {
+    // From attention's output in `narrow` to the next layer's normed input, for some rows; this thread's are `rows`.
+    void finish_layer(const Product<T>& product, const Layer<T>& layer, const T* next_norm, Range rows, Team& team) {
+        linear(product, s_.narrow, layer.o, layer.lora[1], s_.normed, team);
         team.barrier();
-        product_.run(x, w, &lora, y, s_.h, team);
+        for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, layer.post_norm, s_.normed);
+        linear(product, s_.normed, layer.gate_up, layer.lora[2], s_.wide, team);
+        team.barrier();
+        for (int64_t t = rows.begin; t < rows.end; t++)
+            silu_and_mul_row(s_.wide + t * 2 * m_.intermediate, s_.narrow + t * m_.intermediate, m_.intermediate);
+        linear(product, s_.narrow, layer.down, layer.lora[3], s_.normed, team);
+        team.barrier();
+        T* to = next_norm == m_.norm ? s_.narrow : s_.normed;
+        for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, next_norm, to);
     }
 
-    void norm_row(int64_t t, const T* weight) {
-        rms_norm_row(s_.residual + t * m_.hidden, weight, s_.normed + t * m_.hidden, m_.hidden, m_.eps);
+    // The rows are in ascending order: none is overwritten before it is read.
+    void keep_logits_rows() {
+        const int64_t width = m_.cache.heads * m_.cache.dim;
+        for (int64_t n = 0; n < s_.num_logits; n++) {
+            const int64_t t = s_.logits_rows[n];
+            if (t == n) continue;
+            std::memcpy(s_.narrow + n * width, s_.narrow + t * width, width * sizeof(T));
+            std::memcpy(s_.residual + n * m_.hidden, s_.residual + t * m_.hidden, m_.hidden * sizeof(T));
+        }
     }
 
-    void add_and_norm(int64_t t, const T* weight) {
+    // Starts with a barrier: the input is another phase's output, and y may still be read by one.
+    void linear(const Product<T>& product, const T* x, const Packed<T>& w, const LoraGroup<T>& lora, T* y, Team& team) {
+        team.barrier();
+        product.run(x, w, &lora, y, s_.h, team);
+    }
+
+    void norm_row(int64_t t, const T* weight, T* to) {
+        rms_norm_row(s_.residual + t * m_.hidden, weight, to + t * m_.hidden, m_.hidden, m_.eps);
+    }
+
+    void add_and_norm(int64_t t, const T* weight, T* to) {
         add_row(s_.normed + t * m_.hidden, s_.residual + t * m_.hidden, m_.hidden);
-        norm_row(t, weight);
+        norm_row(t, weight, to);
     }
 
     void write_cache(const Layer<T>& layer, Range rows) {
@@ -189,7 +210,7 @@ class Forward {
     const Model<T>& m_;
     const Step<T>& s_;
     AttentionPlan attention_;
-    const Product<T> product_;
+    const Product<T> product_, logits_product_;
     const std::vector<RowTile> logits_tiles_;
 };
 
