@@ -130,7 +130,7 @@ class LateLane:
         return self.step_ended
 
     def wait(self, fence: Any) -> None:
-        self.queue.append(lambda: fence.wait(60))
+        self.queue.append(fence.wait)
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
         self.queue.append(lambda: target.copy_(source))
@@ -159,17 +159,19 @@ def test_pages_are_written_behind_the_steps_that_read_them_and_read_when_the_las
     check_pages(pool, host, first, slot)
     lane.step_ended.clear()
     pool.unpin(first)  # its request has ended, but a step that was launched with it still runs
-    deadline = time.monotonic() + 60
-    while pool.resident:
-        assert pool.ensure(second) is Residency.LOADING
-        assert time.monotonic() < deadline
-        pool.poll()
-    for _ in range(20):
-        assert pool.ensure(second) is Residency.LOADING
-        pool.poll()
-        check_pages(pool, host, first, slot)
-        time.sleep(0.002)
-    lane.step_ended.set()
+    try:
+        deadline = time.monotonic() + 60
+        while pool.resident:
+            assert pool.ensure(second) is Residency.LOADING
+            assert time.monotonic() < deadline
+            pool.poll()
+        for _ in range(20):
+            assert pool.ensure(second) is Residency.LOADING
+            pool.poll()
+            check_pages(pool, host, first, slot)
+            time.sleep(0.002)
+    finally:
+        lane.step_ended.set()
     wait_for(pool, second)
     check_pages(pool, host, second, pool.pin(second))
     assert lane.most_under_way <= NUM_BUFFERS + 1, "a step's own upload waits for what is under way"
