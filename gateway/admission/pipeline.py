@@ -11,7 +11,6 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -74,10 +73,7 @@ class Pipeline:
             self._asked.clear()
             packed = b"".join(self._unsent)
             self._unsent.clear()
-            try:
-                await connection.send_packed_command(packed, check_health=False)
-            except RuntimeError as error:  # uvloop's, for a connection that has just been closed
-                raise RedisConnectionError("The connection is closed.") from error
+            await connection.send_packed_command(packed, check_health=False)
 
     async def _read(self, connection: AbstractConnection) -> None:
         while True:

@@ -15,6 +15,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from gateway.admission.connections import translate
 from gateway.admission.pipeline import Pipeline
 from gateway.errors import Unavailable
 from gateway.outage import Outage
@@ -42,7 +43,7 @@ def connect(url: str, timeout: float) -> Client:
     retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
     scheme, _, rest = url.partition("://")
     if scheme.endswith("+cluster"):
-        return RedisCluster.from_url(
+        cluster = RedisCluster.from_url(
             f"{scheme.removesuffix('+cluster')}://{rest}",
             # Of each node, and without waiting for one: `Store` keeps below it.
             max_connections=2 * MAX_CONNECTIONS,
@@ -50,6 +51,8 @@ def connect(url: str, timeout: float) -> Client:
             socket_connect_timeout=timeout,
             retry=Retry(NoBackoff(), 3),
         )
+        translate(cluster)
+        return cluster
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=MAX_CONNECTIONS,
@@ -58,6 +61,7 @@ def connect(url: str, timeout: float) -> Client:
         socket_connect_timeout=timeout,
         retry=retry,
     )
+    translate(pool)
     return Redis.from_pool(pool)
 
 

@@ -96,6 +96,30 @@ def test_a_command_to_a_connection_that_has_just_closed_fails_as_any_on_a_lost_o
     run(main())
 
 
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("server", ["redis_url", "cluster_url"])
+def test_any_other_call_fails_alike(server: str, run: Callable[..., None], request: pytest.FixtureRequest):
+    async def main() -> None:
+        redis = connect(request.getfixturevalue(server), timeout=10.0)
+        await redis.set("test-closed", "a")
+        if isinstance(redis, Redis):
+            connection = await redis.connection_pool.get_connection()
+        else:
+            connection = redis.get_node_from_key("test-closed").acquire_connection()
+            await connection.connect()
+        connection._writer.transport.abort()
+        with pytest.raises(RedisConnectionError):
+            await connection.send_command("PING")
+        if isinstance(redis, Redis):
+            await redis.connection_pool.release(connection)
+        else:
+            redis.get_node_from_key("test-closed").release(connection)
+        assert await redis.get("test-closed") == b"a"
+        await redis.aclose()
+
+    run(main())
+
+
 async def test_a_reset_fails_what_waits_also_before_there_is_a_connection(pipeline: Pipeline):
     await pipeline.send("PING")
     for started in (True, False):

@@ -1,0 +1,50 @@
+"""redis-py's connections, on every event loop alike: one that is lost fails with redis-py's ConnectionError.
+
+uvloop says RuntimeError where a connection has just been closed, which redis-py hands on as it is.
+"""
+
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+
+class _Translated(AbstractConnection):
+    async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
+        try:
+            await super().send_packed_command(*arguments, **options)
+        except RuntimeError as error:
+            raise RedisConnectionError("The connection is closed.") from error
+
+
+class _Tcp(_Translated, Connection):
+    pass
+
+
+class _Tls(_Translated, SSLConnection):
+    pass
+
+
+class _Unix(_Translated, UnixDomainSocketConnection):
+    pass
+
+
+_CLASSES: dict[type[AbstractConnection], type[AbstractConnection]] = {
+    Connection: _Tcp,
+    SSLConnection: _Tls,
+    UnixDomainSocketConnection: _Unix,
+}
+
+
+def translate(source: BlockingConnectionPool | RedisCluster) -> None:
+    """Has it make such connections. Before its first one."""
+    if isinstance(source, BlockingConnectionPool):
+        source.connection_class = _CLASSES[source.connection_class]
+        return
+    # Nodes yet to be found are made from these, the first ones have been.
+    options = source.connection_kwargs
+    options["connection_class"] = _CLASSES[options["connection_class"]]
+    for node in source.nodes_manager.startup_nodes.values():
+        node.connection_class = options["connection_class"]
