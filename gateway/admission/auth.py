@@ -24,6 +24,7 @@ import msgspec
 from gateway.caller import note_key
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.keys import ApiKey, Keys
+from gateway.records.lookups import Lookups
 from gateway.records.tenants import Limits, Tenant
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Authenticator:
         self._pepper = pepper.encode()
         self._admin_hash = self._hash(BOOTSTRAP_KEY_ID, admin_key)
         self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, the one looked up longest ago first
-        self._lookups: dict[str, asyncio.Task[_Known]] = {}
+        self._lookups = Lookups(self._look_up)
         self._changes = UNKNOWN
         # Counts the times that all became old; what was asked in an earlier era is not believed.
         self._era = 0
@@ -251,12 +252,7 @@ class Authenticator:
     async def _find(self, key_id: str) -> _Known:
         if known := self._current(key_id):
             return known
-        lookup = self._lookups.get(key_id)
-        if lookup is None:
-            # One question for all the requests that wait for the same key; none of them may cancel it for the others.
-            lookup = self._lookups[key_id] = asyncio.create_task(self._look_up(key_id))
-            lookup.add_done_callback(lambda _: self._lookups.pop(key_id, None))
-        return await asyncio.shield(lookup)
+        return await self._lookups.get(key_id)
 
     async def _look_up(self, key_id: str) -> _Known:
         # Both as of now: an answer that a change has overtaken on its way is not believed again.

@@ -20,6 +20,7 @@ from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.changes import count_change
 from gateway.records.database import Database
+from gateway.records.lookups import Lookups
 from gateway.records.tables import adapter_versions, adapters
 from gateway.records.tenants import Tenant
 
@@ -63,6 +64,7 @@ class Catalog:
         self._believed_seconds = believed_seconds
         # By tenant's id and name, with the number of changes before it was read.
         self._known: OrderedDict[tuple[str, str], tuple[int, Model]] = OrderedDict()
+        self._lookups = Lookups(self._look_up)
 
     def check_name(self, name: str) -> None:
         """Raises BadRequest unless a new adapter may be called this."""
@@ -85,10 +87,20 @@ class Catalog:
             return known[1]
         if not ADAPTER_NAME.fullmatch(name):
             raise ModelNotFound(name)
-        async with self._database.read() as connection:
-            row = (await connection.execute(_current(tenant).where(adapters.c.name == name))).one_or_none()
-        if row is None:
+        model = await self._lookups.get(key)
+        if model is None:
             raise ModelNotFound(name)
+        return model
+
+    async def _look_up(self, key: tuple[str, str]) -> Model | None:
+        tenant_id, name = key
+        # As of before the answer: one that a change has overtaken on its way is not believed again.
+        changes = self._changes()
+        query = _current(tenant_id).where(adapters.c.name == name)
+        async with self._database.read() as connection:
+            row = (await connection.execute(query)).one_or_none()
+        if row is None:
+            return None
         model = Model(name=name, digest=row.digest)
         if changes is not None:
             self._known[key] = (changes, model)
@@ -126,7 +138,7 @@ class Catalog:
                     )
                 )
             else:
-                current = (await connection.execute(_current(tenant).where(adapters.c.name == name))).one()
+                current = (await connection.execute(_current(tenant.id).where(adapters.c.name == name))).one()
                 if current.digest == content["digest"]:
                     return _adapter(current)
                 adapter_id, version = found.id, found.current_version + 1
@@ -151,13 +163,13 @@ class Catalog:
 
     async def list(self, tenant: Tenant) -> list[Adapter]:
         async with self._database.read() as connection:
-            rows = (await connection.execute(_current(tenant).order_by(adapters.c.name))).all()
+            rows = (await connection.execute(_current(tenant.id).order_by(adapters.c.name))).all()
         return [_adapter(row) for row in rows]
 
     async def get(self, tenant: Tenant, name: str) -> Adapter:
         _check_possible(name)
         async with self._database.read() as connection:
-            row = (await connection.execute(_current(tenant).where(adapters.c.name == name))).one_or_none()
+            row = (await connection.execute(_current(tenant.id).where(adapters.c.name == name))).one_or_none()
         if row is None:
             raise RecordNotFound("There is no adapter of this name.", param="name")
         return _adapter(row)
@@ -194,9 +206,9 @@ _CURRENT: Select[Any] = select(adapters.c.name, adapter_versions).join_from(
 )
 
 
-def _current(tenant: Tenant) -> Select[Any]:
+def _current(tenant_id: str) -> Select[Any]:
     """The tenant's names, each with its current version."""
-    return _CURRENT.where(adapters.c.tenant_id == tenant.id)
+    return _CURRENT.where(adapters.c.tenant_id == tenant_id)
 
 
 def _adapter(row: Row[Any]) -> Adapter:
