@@ -108,7 +108,7 @@ class AdminTenants:
     async def delete(self, request: web.Request) -> web.Response:
         actor = await self._auth.admin(request.headers.get("Authorization"))
         name = request.match_info["tenant"]
-        await self._tenants.delete(name, actor)
+        await self._tenants.delete(name, actor, self._catalog.base_model)
         self._auth.forget()
         return json_response({"object": "tenant", "name": name, "deleted": True})
 

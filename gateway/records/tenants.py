@@ -7,14 +7,14 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy import Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from gateway.errors import BadRequest, NameTaken, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.changes import count_change
 from gateway.records.database import Database
-from gateway.records.tables import tenants
+from gateway.records.tables import prices, tenants
 
 TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 NO_TENANT = "There is no tenant of this name."
@@ -120,13 +120,19 @@ class Tenants:
             await count_change(connection)
         return read_tenant(row)
 
-    async def delete(self, name: str, actor: str) -> None:
-        """With its keys and adapter names. Usage and audit rows stay."""
+    async def delete(self, name: str, actor: str, base_model: str) -> None:
+        """With its keys, adapter names and their prices. Usage and audit rows stay.
+
+        base_model: whose price stays, though its name may begin as the tenant's adapters do.
+        """
         _check_possible(name)
         async with self._database.write() as connection:
             result = await connection.execute(delete(tenants).where(tenants.c.name == name))
             if result.rowcount == 0:
                 raise RecordNotFound(NO_TENANT, param="tenant")
+            # Another tenant may get the name.
+            of_tenant = func.substr(prices.c.model, 1, len(name) + 1) == f"{name}/"
+            await connection.execute(delete(prices).where(of_tenant, prices.c.model != base_model))
             await record_change(connection, actor, "tenant.delete", name, tenant=name)
             await count_change(connection)
 

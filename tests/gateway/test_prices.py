@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.records.database import Database
 from gateway.records.prices import FREE, Price, PriceList, Prices, format_money
+from gateway.records.tenants import Tenants
 from tests.gateway.running import BASE_MODEL, HI_TOKENS, Gateway, until
 
 amounts = st.integers(0, 10**9)
@@ -52,6 +53,17 @@ async def test_the_nearest_price_holds(database: Database):
     await prices.delete("base", "test")
     await known.refresh()
     assert [known.price("acme", name) for name in ("pirate", "json", "base")] == [own, everything, everything]
+
+
+async def test_a_tenants_prices_end_with_it(database: Database):
+    """Another tenant may get the name. The base model's stays, whatever it is called."""
+    prices, tenants = Prices(database), Tenants(database)
+    await tenants.create("a_b", {}, actor="test")
+    kept = ["*", "A_B/pirate", "a_b", "a_b/base", "a_bc/pirate", "axb/pirate"]
+    for model in [*kept, "a_b/pirate", "a_b/json"]:
+        await prices.put(model, FREE, "test")
+    await tenants.delete("a_b", "test", base_model="a_b/base")
+    assert {each.model for each in await prices.list()} == set(kept)
 
 
 async def test_prices_are_an_operators_to_set(gateway: Gateway):

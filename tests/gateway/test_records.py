@@ -98,8 +98,12 @@ async def test_a_tenant_from_birth_to_death(tenants: Tenants, catalog: Catalog, 
     assert (changed.limits.requests_per_minute, changed.suspended, changed.priority) == (None, True, 9)
     assert (await tenants.get("acme")).model_limits == of_pirate
     await add(catalog, made, "pirate", "a")
-    await tenants.delete("acme", actor="op")
-    for gone in (tenants.get("acme"), tenants.delete("acme", "op"), tenants.update("acme", {"weight": 1.0}, "op")):
+    await tenants.delete("acme", "op", "base")
+    for gone in (
+        tenants.get("acme"),
+        tenants.delete("acme", "op", "base"),
+        tenants.update("acme", {"weight": 1.0}, "op"),
+    ):
         with pytest.raises(RecordNotFound):
             await gone
     with pytest.raises(ModelNotFound):
