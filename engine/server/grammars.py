@@ -42,7 +42,8 @@ class Grammars:
         job, compiled = self._pending[spec]
         try:
             # Shielded: others may wait for the same one, and the thread could not be stopped anyway.
-            return (await asyncio.wait_for(asyncio.shield(compiled), COMPILE_SECONDS)).blaming(spec.param)
+            async with asyncio.timeout(COMPILE_SECONDS):
+                return (await asyncio.shield(compiled)).blaming(spec.param)
         except TimeoutError:
             if not job.running():
                 raise EngineUnavailable("other grammars are still being compiled", retry_after=1) from None

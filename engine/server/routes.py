@@ -128,7 +128,8 @@ class EngineRoutes:
 
     async def update_gauges(self) -> None:
         try:
-            state: EngineState = await asyncio.wait_for(self.loop.call(self.engine.state), SCRAPE_WAIT_S)
+            async with asyncio.timeout(SCRAPE_WAIT_S):
+                state: EngineState = await self.loop.call(self.engine.state)
         except (TimeoutError, EngineUnavailable):
             return
         self.metrics.running.set(state.num_running)
