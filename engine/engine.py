@@ -185,6 +185,7 @@ class Engine:
         tenant: str = "",
         weight: float = 1.0,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> None:
         """Queues a request. Raises RequestError naming the parameter for one that could never run."""
         if request_id in self.scheduler.requests:
@@ -226,6 +227,7 @@ class Engine:
                 tenant=tenant,
                 weight=weight,
                 priority=priority,
+                cache_salt=cache_salt,
                 arrival=self._arrivals,
                 seed=seed,
                 stop_ids=stop_ids,

@@ -75,6 +75,7 @@ class SamplingRequest(Struct, kw_only=True):
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     prompt_logprobs: TopLogprobs | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

@@ -120,6 +120,6 @@ class KVCache:
 
 
 def _salt(request: Request) -> bytes:
-    # Lengths are written down so that no (adapter, tenant) pair can be read as another.
-    adapter, tenant = (request.adapter or "").encode(), request.tenant.encode()
-    return b"%d:%b%d:%b" % (len(adapter), adapter, len(tenant), tenant)
+    # Lengths are written down so that no (adapter, tenant, client's salt) can be read as another.
+    parts = [part.encode() for part in (request.adapter or "", request.tenant, request.cache_salt)]
+    return b"".join(b"%d:%b" % (len(part), part) for part in parts)

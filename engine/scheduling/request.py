@@ -99,8 +99,8 @@ class Request:
     """
 
     __slots__ = (
-        "adapter", "adapter_slot", "arrival", "block_hashes", "blocks", "error", "error_param", "finish_reason",
-        "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_pending", "num_preemptions",
+        "adapter", "adapter_slot", "arrival", "block_hashes", "blocks", "cache_salt", "error", "error_param",
+        "finish_reason", "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_pending", "num_preemptions",
         "num_prompt_tokens", "num_registered_blocks", "params", "priority", "prompt_logprobs", "request_id", "seat",
         "seed", "started_at", "status", "stop_ids", "tenant", "token_ids", "weight",
     )  # fmt: skip
@@ -115,6 +115,7 @@ class Request:
         tenant: str = "",
         weight: float = 1.0,
         priority: int = 0,
+        cache_salt: str = "",
         arrival: int = 0,
         seed: int = 0,
         stop_ids: frozenset[int] = frozenset(),
@@ -125,6 +126,7 @@ class Request:
         self.tenant = tenant
         self.weight = weight
         self.priority = priority
+        self.cache_salt = cache_salt
         self.arrival = arrival
         self.seed = seed
         self.stop_ids = stop_ids

@@ -143,6 +143,7 @@ class GenerationRoutes:
                 caller.tenant,
                 caller.weight,
                 caller.priority,
+                body.cache_salt or "",
             )
             for prompt, limit in zip(prompts, limits, strict=True)
             for i in range(choices)

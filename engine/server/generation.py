@@ -26,6 +26,7 @@ class Submission:
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    cache_salt: str = ""
 
 
 class Releases(Protocol):

@@ -36,6 +36,7 @@ class StepEngine(Protocol):
         tenant: str = "",
         weight: float = 1.0,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def has_work(self) -> bool: ...
@@ -146,7 +147,8 @@ class EngineLoop:
         self._accepting = False
         if self._routes and self.failure is None:
             try:
-                await asyncio.wait_for(self._empty.wait(), drain_s)
+                async with asyncio.timeout(drain_s):
+                    await self._empty.wait()
             except TimeoutError:
                 logger.warning("aborting %d requests still in flight after %g s", len(self._routes), drain_s)
         for request_id, (generation, _) in list(self._routes.items()):
@@ -174,6 +176,7 @@ class EngineLoop:
                     tenant=s.tenant,
                     weight=s.weight,
                     priority=s.priority,
+                    cache_salt=s.cache_salt,
                 )
             except RequestError as exc:
                 self._to_event_loop(self._refuse, request_id, exc)

@@ -15,8 +15,8 @@ from gateway.errors import BadRequest
 COMPLETION_MAX_TOKENS = 16
 # Bodies beyond this are parsed and tokenized on a thread: a millisecond is as long as the event loop may be held.
 INLINE_BYTES = 8192
-# What an engine may understand and a tenant has no say in: the prefix cache's salt and the scheduler's priority.
-GATEWAYS_OWN = ("cache_salt", "priority")
+# What an engine may understand and a tenant has no say in: the scheduler's priority.
+GATEWAYS_OWN = ("priority",)
 
 AnyRequest = ChatCompletionRequest | CompletionRequest
 

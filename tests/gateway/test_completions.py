@@ -216,7 +216,11 @@ async def test_the_default_of_max_tokens_is_said_to_the_engine(tenant: Client, u
 
 async def test_what_is_the_gateways_own_is_not_passed_on(tenant: Client, upstream: Upstream):
     await tenant.complete(cache_salt="theirs", priority=-100)
-    assert not {"cache_salt", "priority"} & set(upstream.requests[0][1])
+    body = upstream.requests[0][1]
+    # The engine adds the client's salt to the tenant's, which is in a header.
+    assert (body["cache_salt"], "priority" in body) == ("theirs", False)
+    refused = await tenant.complete(cache_salt="")
+    assert (refused.status, refused.json["error"]["param"]) == (400, "cache_salt")
 
 
 async def test_the_prompt_is_counted_with_the_template(tenant: Client, upstream: Upstream):

@@ -63,10 +63,14 @@ async def test_the_base_model_is_asked_as_vllm_knows_it(both: tuple[Gateway, Vll
     [(headers, body)] = vllm.requests
     assert body["model"] == BASE_MODEL
     # The tenant's own salt, and nothing that names the tenant to others.
-    assert body["cache_salt"]
+    own_salt = body["cache_salt"]
+    assert own_salt
     assert headers["authorization"] == f"Bearer {TOKEN}"
     assert headers["x-request-id"] == got.headers["x-request-id"]
     await until(lambda: billed(acme, (1, PROMPT_TOKENS, 3)))
+    # The client's salt adds to the tenant's and never takes its place.
+    await acme.complete(max_tokens=3, cache_salt="mine")
+    assert vllm.requests[1][1]["cache_salt"] == f"{own_salt}:mine"
 
 
 async def test_an_adapter_is_loaded_once_for_all_who_wait_and_its_name_is_the_tenants(

@@ -44,6 +44,7 @@ def test_a_prefix_is_found_by_whole_blocks_and_one_token_is_always_left() -> Non
         {"tenant": ""},
         {"adapter": "a"},
         {"tenant": "1:a", "adapter": ""},
+        {"tenant": "a", "cache_salt": "a"},
     ],
 )
 def test_another_tenant_or_adapter_never_shares(other: dict[str, str]) -> None:

@@ -33,6 +33,20 @@ async def test_the_stop_reason_is_the_string_or_the_token_that_was_asked_for(cli
     assert (ended["choices"][0]["finish_reason"], ended["choices"][0]["stop_reason"]) == ("stop", None)
 
 
+async def test_prompts_of_another_salt_share_no_cache(client):
+    asked = ASKED | {"prompt": list(range(20, 60)), "max_tokens": 1}
+
+    async def cached(**salt: str) -> int:
+        return (await client.complete(**asked, **salt))["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert (await cached(), await cached()) == (0, 32)
+    assert (await cached(cache_salt="one"), await cached(cache_salt="one")) == (0, 32)
+    assert await cached(cache_salt="two") == 0
+    for wrong in ("", 1):
+        status, answer = await client.post("/v1/completions", asked | {"cache_salt": wrong})
+        assert (status, answer["error"]["param"]) == (400, "cache_salt")
+
+
 async def test_token_ids_come_with_the_text(client):
     prompt = await tokens_of(client, ASKED["prompt"])
     asked = ASKED | {"return_token_ids": True, "skip_special_tokens": False}
