@@ -133,7 +133,7 @@ class Server:
         )
         assert self._host_cache is not None
         name = self._config.served_model_name or Path(self._config.model).name.removesuffix(".gguf")
-        models = ModelRegistry(name, engine, self._loop, self._host_cache)
+        models = ModelRegistry(name, engine, self._loop, self._host_cache, self._metrics.adapter_load_failures.inc)
         for lora_name, path in self._lora_modules.items():
             try:
                 await models.load(lora_name, path)

@@ -157,6 +157,7 @@ class GenerationRoutes:
                     return await run.stream(request, asked.answer)
                 return await run.whole(asked.answer)
             finally:
+                run.count_left()
                 run.describe(request.get(SPAN, NO_SPAN), request.path)
 
     def _max_tokens(self, body: SamplingRequest, prompt: int, default: int | None, prompt_field: str) -> int:
@@ -239,6 +240,11 @@ class _Run:
         """Counts there as it goes on, and what was generated in the end, whoever still wanted it."""
         self._tally = tally
         self._generation.on_gone = self._end_tally
+
+    def count_left(self) -> None:
+        """Sequences that were wanted no more before their end: mostly the client has gone."""
+        if not self._generation.failed and (left := sum(not sequence.finished for sequence in self._sequences)):
+            self._metrics.finished.labels("abort").inc(left)
 
     def describe(self, span: Span, path: str) -> None:
         """Of a request that is traced, how it went."""
@@ -334,6 +340,8 @@ class _Run:
                     continue
                 delta = sequence.take(news)
                 self._reason = delta.finish_reason or self._reason
+                if delta.finish_reason is not None:
+                    self._metrics.finished.labels(delta.finish_reason).inc()
                 if delta.error_param is not None:
                     raise BadRequest(delta.error_param, delta.error or "")
                 if delta.error is not None:

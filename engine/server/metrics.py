@@ -28,7 +28,10 @@ class Metrics:
         )
         self.generation_tokens = Counter(f"{PREFIX}_generation_tokens", "Tokens generated.", registry=registry)
         self.finished = Counter(
-            f"{PREFIX}_requests_finished", "Sequences that the engine ended.", ["finish_reason"], registry=registry
+            f"{PREFIX}_requests_finished",
+            "Sequences that ended, also those that a client left.",
+            ["finish_reason"],
+            registry=registry,
         )
         self.step_seconds = Histogram(
             f"{PREFIX}_step_seconds", "Time of one engine step.", buckets=STEP_BUCKETS, registry=registry
@@ -55,8 +58,6 @@ class Metrics:
             if output.token_ids and output.num_output_tokens == len(output.token_ids):
                 self.prompt_tokens.inc(output.num_prompt_tokens)
                 self.cached_tokens.inc(output.num_cached_tokens)
-            if output.finish_reason is not None:
-                self.finished.labels(output.finish_reason).inc()
         if tokens:
             self.generation_tokens.inc(tokens)
 

@@ -4,8 +4,8 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
 from adapters.host_cache import HostCache
 from adapters.manifest import AdapterError, AdapterNotFound
@@ -23,7 +23,11 @@ DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 class ModelRegistry:
     """Names of this engine, and adapters brought to host memory before their requests are queued."""
 
-    def __init__(self, base_name: str, engine: Engine, loop: EngineLoop, host_cache: HostCache) -> None:
+    def __init__(
+        self, base_name: str, engine: Engine, loop: EngineLoop, host_cache: HostCache, refused: Callable[[], object]
+    ) -> None:
+        """refused: called for each load that fails before or after the host cache, which counts its own failures."""
+        self._refused = refused
         self.base_name = base_name
         self._engine = engine
         self._loop = loop
@@ -81,7 +85,8 @@ class ModelRegistry:
             raise ApiError(
                 500, f"the adapter cannot be read: {exc.strerror}", kind="server_error", code="adapter_unreadable"
             ) from exc
-        self._check_rank(adapter.rank, "model")
+        with self._counted():
+            self._check_rank(adapter.rank, "model")
 
     async def load(self, name: str, path: str, replace: bool = False) -> str:
         """Makes an adapter folder known under a name and returns its digest. The same again changes nothing.
@@ -93,11 +98,13 @@ class ModelRegistry:
         try:
             async with AsyncExitStack() as stack:
                 async with self._folders:
-                    digest = await asyncio.to_thread(self._host_cache.add_path, path)
+                    with self._counted():
+                        digest = await asyncio.to_thread(self._host_cache.add_path, path)
                     await stack.enter_async_context(self._kept(digest))
                 self._unloaded.add(digest)  # unless it gets the name
                 adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
-                self._check_rank(adapter.rank, "lora_path")
+                with self._counted():
+                    self._check_rank(adapter.rank, "lora_path")
                 before = self._names.get(name, digest)
                 if before != digest and not replace:
                     raise ApiError(
@@ -165,6 +172,15 @@ class ModelRegistry:
             if model.id == name:
                 return model
         raise ModelNotFound(name)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Around what a load does outside of the host cache."""
+        try:
+            yield
+        except (AdapterError, ApiError, OSError):
+            self._refused()
+            raise
 
     def _check_rank(self, rank: int, param: str) -> None:
         limit = self._engine.config.max_lora_rank
