@@ -39,6 +39,9 @@ class Leases:
         held = _Held(reservation, limits, note)
         self._held.setdefault(reservation.tenant_id, {})[reservation.request_id] = held
 
+    def holds(self, tenant_id: str, request_id: str) -> bool:
+        return request_id in self._held.get(tenant_id, {})
+
     def let_go(self, tenant_id: str, request_id: str) -> None:
         held = self._held.get(tenant_id)
         if held is not None:

@@ -182,6 +182,18 @@ class Quota:
                     raise
         raise AssertionError("unreachable")
 
+    async def leave(self, reservation: Reservation) -> bool:
+        """Leaves a request, as far as it is known to be, to whoever settles what dead gateways held.
+
+        False: it cannot be left, for it was admitted without Redis. Raises Unavailable; then, too.
+        """
+        tenant_id, request_id = reservation.tenant_id, reservation.request_id
+        if not self._leases.holds(tenant_id, request_id):
+            return False
+        await self._leases.extend(tenant_id)
+        self._leases.let_go(tenant_id, request_id)
+        return True
+
     async def expired(self, tenant_id: str) -> list[ExpiredLease]:
         """Leases that nobody extended any more, some at a time, until they are settled. Raises Unavailable."""
         found = []

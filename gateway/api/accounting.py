@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 # free. A slower settlement goes on behind the answer.
 SETTLE_PATIENCE_SECONDS = 1.0
 # How long an engine that was left gets to say what it generated: it stops within a step, or was killed and comes back.
-# After it, what we heard counts.
+# After it the request is left to `abandoned`, which waits longer while the tenant has its place back.
 OUTCOME_PATIENCE_SECONDS = 10.0
 
 
@@ -218,7 +218,12 @@ class Accounting:
         ended = time.monotonic()
         if account.status != "ok" and account.engine is not None and account.engine_remembers:
             request_id = account.reservation.request_id
-            outcome = await self._finished.outcome(account.engine, request_id, OUTCOME_PATIENCE_SECONDS)
+            try:
+                outcome = await self._finished.outcome(account.engine, request_id, OUTCOME_PATIENCE_SECONDS)
+            except TimeoutError:
+                if await self._leave(account, account.engine):
+                    return
+                outcome = None
             if outcome is not None:
                 account.correct(outcome)
         row = account.row(ended)
@@ -237,6 +242,15 @@ class Accounting:
             await self._ledger.keep(row)
         else:
             self._ledger.settled(entry_id, row)
+
+    async def _leave(self, account: Account, engine: str) -> bool:
+        """To whoever settles for dead gateways, if that is possible: what was heard of it counts now otherwise."""
+        self._quota.progress(account.reservation, engine, account.prompt_tokens, account.completion_tokens)
+        try:
+            return await self._quota.leave(account.reservation)
+        except Unavailable as error:
+            log.info("request %s is settled by what was heard of it: %s", account.reservation.request_id, error)
+            return False
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

@@ -62,8 +62,8 @@ class FinishedClient:
         return found
 
     async def outcome(self, engine_url: str, request_id: str, seconds: float) -> FinishedRequest | None:
-        """What one request has cost in the end. None: the engine does not know, or for all of `seconds` it is away or
-        the request runs. One that was killed and comes back knows more than what was heard of it."""
+        """What one request has cost in the end. None: the engine does not know. Raises TimeoutError where for all of
+        `seconds` it is away or the request runs. One that was killed and comes back knows more than what was heard."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while (left := deadline - loop.time()) > 0:
@@ -74,4 +74,4 @@ class FinishedClient:
             record = found.get(request_id)
             if record is None or record.finish_reason is not None:
                 return record
-        return None
+        raise TimeoutError

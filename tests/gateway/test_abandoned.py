@@ -1,6 +1,7 @@
 """Requests whose gateway died are settled by another, once: by what the engine says, or by what is known at last."""
 
 import asyncio
+import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,8 @@ async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
         port = int(gone.url.rpartition(":")[2])
     async with aiohttp.ClientSession() as session:
         client = FinishedClient(session, TOKEN)
-        assert await client.outcome(gone.url, "r", 0.3) is None
+        with pytest.raises(TimeoutError):
+            await client.outcome(gone.url, "r", 0.3)
         asking = asyncio.create_task(client.outcome(gone.url, "r", 60))
         back = Upstream()
         back.finished["r"] = msgspec.structs.asdict(FinishedRequest("r", "killed", PROMPT_TOKENS, 9, CACHED_TOKENS))
@@ -155,6 +157,49 @@ async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
             assert outcome is not None
             assert (outcome.completion_tokens, outcome.finish_reason) == (9, "killed")
             assert await client.outcome(back.url, "nobody's", 60) is None
+
+
+async def test_an_engine_that_stays_away_for_long_is_left_to_who_settles_for_dead_gateways(
+    upstream: Upstream, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """They wait longer, while the tenant has its place back."""
+
+    async def is_away(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(FinishedClient, "outcome", is_away)
+    with ValkeyServer() as server:
+        of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, lease_seconds=0.6)
+        async with running(of) as gateway:
+            heir = await gateway.tenant("heir", max_concurrent=1)
+            got = await heir.complete(stream=True, x_engine={"tokens": 5, "drop_after": 2})
+            assert "error" in got.events[-1]
+            await until(lambda: has_used(gateway, 1), 60)
+            [used] = await heir.usage()
+            assert (used["prompt_tokens"], used["completion_tokens"]) == (PROMPT_TOKENS, 2)
+            assert 'status="abandoned"' in (await gateway.admin.get("/metrics")).body.decode()
+            assert (await heir.complete()).status == 200
+
+
+async def test_who_was_admitted_without_redis_is_settled_by_what_was_heard(
+    upstream: Upstream, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def is_away(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(FinishedClient, "outcome", is_away)
+    with socket.socket() as bound:  # and does not listen, so that connections are refused
+        bound.bind(("127.0.0.1", 0))
+        nobody = f"redis://127.0.0.1:{bound.getsockname()[1]}"
+        of = settings(tmp_path, model_dir, [upstream.url], nobody, quota_fallback=("open",))
+        async with running(of) as gateway:
+            heir = await gateway.tenant("heir")
+            got = await heir.complete(stream=True, x_engine={"tokens": 5, "drop_after": 2})
+            assert "error" in got.events[-1]
+            await until(lambda: has_used(gateway, 1), 60)
+            [used] = await heir.usage()
+            assert (used["prompt_tokens"], used["completion_tokens"]) == (PROMPT_TOKENS, 2)
+            assert 'status="error"' in (await gateway.admin.get("/metrics")).body.decode()
 
 
 async def has_failed(url: str, client: FinishedClient) -> bool:
