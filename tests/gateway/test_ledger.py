@@ -52,8 +52,10 @@ async def running(ledger: Ledger) -> AsyncIterator[Ledger]:
     try:
         yield ledger
     finally:
-        task.cancel()
-        await asyncio.wait({task})
+        # A library may take a cancellation for the end of its own patience: asked until it is heard.
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=1.0)
         await ledger.close()
 
 
