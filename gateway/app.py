@@ -16,6 +16,7 @@ from aiohttp import web
 from adapters.manifest import BaseShape
 from adapters.store import open_store
 from engine.http_log import http_logger
+from engine.model.config import context_length
 from engine.tokenizer import Tokenizer, TokenizerError
 from engine.tracing import TracingError, start_tracing, trace_requests
 from gateway.access import add_request_id, hide_server, observe
@@ -361,10 +362,9 @@ def _read_model(settings: Settings) -> tuple[Tokenizer, BaseShape, int]:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (TokenizerError, ValueError, OSError) as error:
         raise SettingsError("LORAPLEX_MODEL_DIR", str(error)) from error
-    max_model_len = settings.max_model_len or config.get("max_position_embeddings")
-    if not isinstance(max_model_len, int):
+    if settings.max_model_len is None and not isinstance(config.get("max_position_embeddings"), int):
         raise SettingsError("LORAPLEX_MAX_MODEL_LEN", "is required: config.json has no max_position_embeddings")
-    return tokenizer, base, max_model_len
+    return tokenizer, base, settings.max_model_len or context_length(config)
 
 
 @asynccontextmanager

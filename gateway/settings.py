@@ -50,7 +50,7 @@ class Settings:
     workers: int = 1
     # None: /metrics is on the main port, for admin keys only.
     metrics_port: int | None = None
-    # None: `max_position_embeddings` of the model's config.json. Set it to the engines' --max-model-len.
+    # None: what the model's config.json says, as the engines read it. Set it to the engines' --max-model-len.
     max_model_len: int | None = None
     # What a chat request without `max_tokens` reserves and may generate, if the context has room for it.
     default_max_tokens: int = 512

@@ -15,6 +15,7 @@ ALLOWED_UP = {("gateway", "migrations")}
 # What the gateway may take from lower floors: the wire, the tokenizer, and what an adapter is. None loads torch.
 GATEWAY_MAY = {
     "engine.http_log",
+    "engine.model.config",
     "engine.openapi",
     "engine.protocol",
     "engine.responses",

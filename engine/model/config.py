@@ -133,7 +133,7 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=_context(raw, rope),
+        max_position_embeddings=context_length(raw),
         rope=rope,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family.get("qkv_bias", False) or raw.get("attention_bias", False),
@@ -160,12 +160,13 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
     return RopeConfig(theta, kind, parameters)
 
 
-def _context(raw: dict[str, Any], rope: RopeConfig) -> int:
-    """Tokens that the model can attend to. With yarn, Qwen's configs keep the length before its extension."""
+def context_length(raw: dict[str, Any]) -> int:
+    """Tokens that a model can attend to, of its config.json. With yarn, Qwen's keep the length before its extension."""
     stated = int(raw.get("max_position_embeddings", 2048))
-    if rope.kind != "yarn":
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if (scaling.get("rope_type") or scaling.get("type")) != "yarn":
         return stated
-    return max(stated, int(rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"]))
+    return max(stated, int(scaling.get("original_max_position_embeddings", stated) * scaling.get("factor", 1)))
 
 
 def _sliding_windows(raw: dict[str, Any], family: dict[str, bool], num_layers: int) -> tuple[int, ...]:

@@ -134,8 +134,8 @@ class EngineClient:
         return await self._send(engine, call, call.body, headers)
 
     async def _post_to_vllm(self, engine: EngineRecord, call: Call) -> ClientResponse:
-        # The salt keeps one tenant's timing from telling of another's prompts, as our engine does by itself. The client's
-        # own only adds to it: no tenant's id has a colon, so nobody's salt is another tenant's.
+        # The salt keeps one tenant's timing from telling of another's prompts, as our engine does by itself. The
+        # client's own only adds to it: no tenant's id has a colon, so nobody's salt is another tenant's.
         own_salt = call.body.get("cache_salt")
         body = {**call.body, "cache_salt": f"{call.tenant.id}:{own_salt}" if own_salt else call.tenant.id}
         if call.body.get("stream") and _is_one_sequence(call.body):
