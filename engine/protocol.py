@@ -212,7 +212,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("max_tokens", "max_tokens must be at least 1 without echo, got 0")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise BadRequest("best_of", "best_of other than n is not served")
+            raise BadRequest("best_of", "best_of other than n is not served", "unsupported_parameter")
         self.prompts()
 
     def prompts(self) -> list[str] | list[list[int]]:

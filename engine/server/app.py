@@ -4,7 +4,6 @@ The port is bound first; until the model is loaded every route but /health and /
 """
 
 import asyncio
-import hmac
 import logging
 import signal
 import sys
@@ -28,6 +27,7 @@ from engine.model.weights import Progress, base_tensor
 from engine.responses import Health
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
+from engine.server.access import IS_INTERNAL, Access, is_loopback, request_lines, say_request_id
 from engine.server.announcing import announcing
 from engine.server.caller import Caller, read_caller
 from engine.server.description import engine_description
@@ -42,6 +42,7 @@ from engine.server.models import ModelRegistry
 from engine.server.routes import EngineRoutes, json_response
 from engine.server.state import StateFeed
 from engine.server.tool_calls import FORMATS, ToolFormat, format_of
+from engine.server.work_log import log_work
 from engine.structured.compiler import GrammarCompiler
 from engine.tokenizer import Tokenizer, TokenizerError
 from engine.tracing import Tracing, TracingError, start_tracing, trace_requests
@@ -49,7 +50,6 @@ from engine.tracing import Tracing, TracingError, start_tracing, trace_requests
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
-OPEN_ROUTES = ("/health", "/metrics")
 GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions")
 # What clients get to take the end of their answers once all requests have ended.
 LAST_WORDS_S = 5.0
@@ -71,17 +71,22 @@ class Server:
         tool_call_parser: str | None = None,
         finished_file: Path | None = None,
         tracing: Tracing | None = None,
+        api_keys: Sequence[str] = (),
+        access_log: bool = False,
     ) -> None:
         """host_adapter_memory: bytes. max_waiting: requests beyond the batch that may wait; more get 503.
 
         lora_modules: adapter folders by the name to serve them under. drain_s: time that `stop` gives requests to end.
         tool_call_parser: how the model writes tool calls, "hermes" or "llama3_json"; None: as its template says.
-        finished_file: keeps what requests have cost over a restart, however the process ended. Raises ConfigError.
+        finished_file: keeps what requests have cost over a restart, however the process ended. api_keys: clients must
+        show one of them. access_log: a line for each request. Raises ConfigError.
         """
         self._config = config
         self._store = adapter_store
         self._host_adapter_memory = host_adapter_memory
-        self._internal_token = internal_token
+        self.access = Access(internal_token, api_keys)
+        self._access_log = access_log
+        self._work_log: asyncio.Task[None] | None = None
         self._lora_modules = dict(lora_modules or {})
         self._max_waiting = max_waiting
         self._drain_s = drain_s
@@ -101,7 +106,16 @@ class Server:
 
     def make_app(self) -> web.Application:
         traced = [] if self._tracing is None else [trace_requests(self._tracing, GENERATING_ROUTES.__contains__)]
-        app = web.Application(middlewares=[*traced, error_boundary, self._authenticate], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(
+            middlewares=[
+                *traced,
+                request_lines(access_log=self._access_log),
+                error_boundary,
+                self.access.authenticate,
+            ],
+            client_max_size=MAX_BODY_BYTES,
+        )
+        app.on_response_prepare.append(say_request_id)
         app.router.add_post("/v1/completions", self._generating(GenerationRoutes.completions))
         app.router.add_post("/v1/chat/completions", self._generating(GenerationRoutes.chat))
         app.router.add_get("/v1/models", self._route(EngineRoutes.list_models))
@@ -154,6 +168,7 @@ class Server:
             defaults,
         )
         self._states = StateFeed(engine, self._loop, models, self._finished)
+        self._work_log = asyncio.create_task(log_work(engine, self._loop))
         self._routes = EngineRoutes(tokenizer, engine, self._loop, models, self._metrics, self._finished, self._states)
 
     async def stop(self) -> None:
@@ -163,6 +178,9 @@ class Server:
             self._states.drain()
         if self._loop is not None:
             await self._loop.close(self._drain_s)
+        if self._work_log is not None:
+            self._work_log.cancel()
+            await asyncio.wait([self._work_log])
         if self._states is not None:
             await self._states.close()
         if self._grammars is not None:
@@ -217,27 +235,13 @@ class Server:
             if self._generation is None or self._states is None:
                 raise EngineUnavailable("the model is loading")
             try:
-                caller = read_caller(request.headers, internal=self._internal_token is not None)
+                caller = read_caller(request.headers, internal=request[IS_INTERNAL])
                 return await handler(self._generation, request, caller)
             finally:
                 # What was aborted leaves without a step.
                 self._states.moved()
 
         return handle
-
-    @web.middleware
-    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._internal_token is not None and request.path not in OPEN_ROUTES:
-            given = request.headers.get("x-loraplex-internal-token", "")
-            # aiohttp hands over bytes that are no UTF-8 as surrogates.
-            if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._internal_token.encode()):
-                raise ApiError(
-                    401,
-                    "x-loraplex-internal-token is missing or wrong",
-                    kind="authentication_error",
-                    code="invalid_internal_token",
-                )
-        return await handler(request)
 
     async def _health(self, _: web.Request) -> web.Response:
         if self._loop is not None and self._loop.failure is not None:
@@ -324,6 +328,8 @@ def run(
     drain_s: float = 30.0,
     tool_call_parser: str | None = None,
     finished_file: Path | None = None,
+    api_keys: Sequence[str] = (),
+    access_log: bool = False,
     gateways: Sequence[str] = (),
     advertise_url: str | None = None,
     ready: Callable[[int], None] | None = None,
@@ -348,7 +354,12 @@ def run(
         tool_call_parser=tool_call_parser,
         finished_file=finished_file,
         tracing=tracing,
+        api_keys=api_keys,
+        access_log=access_log,
     )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if server.access.is_open and not is_loopback(host):
+        logger.warning("anyone who reaches %s may use this engine: set --api-key or LORAPLEX_INTERNAL_TOKEN", host)
 
     def announce(bound_port: int) -> AbstractAsyncContextManager[None]:
         own = advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"

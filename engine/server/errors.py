@@ -59,14 +59,19 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
             return ApiError(413, "the body is too large", code="request_too_large")
         case web.RequestPayloadError():
             return ApiError(400, "the body cannot be read: it is not what its headers say")
+        case web.HTTPNotFound():
+            return ApiError(404, exc.reason, code="unknown_url")
+        case web.HTTPMethodNotAllowed():
+            return ApiError(405, exc.reason, code="method_not_allowed", headers={"Allow": exc.headers["Allow"]})
         case web.HTTPException():
             kind = "invalid_request_error" if exc.status < 500 else "server_error"
-            headers = {"Allow": exc.headers["Allow"]} if "Allow" in exc.headers else {}
-            return ApiError(exc.status, exc.reason, kind=kind, headers=headers)
+            return ApiError(exc.status, exc.reason, kind=kind)
         case _:
             # repr: the header is the client's own and may hold anything.
             logger.error("unexpected error in %s, request %r", request.path, _request_id(request), exc_info=exc)
-            return ApiError(500, "the engine could not answer: internal error", kind="server_error")
+            return ApiError(
+                500, "the engine could not answer: internal error", kind="server_error", code="internal_error"
+            )
 
 
 def _request_id(request: web.Request) -> str | None:

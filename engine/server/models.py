@@ -1,19 +1,24 @@
 """What `model` may name: the base model, a name given to /v1/load_lora_adapter, or `sha256:<digest>` from the store."""
 
 import asyncio
+import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 
-from adapters.host_cache import HostCache
+from adapters.device_pool import PAGE_RANK
+from adapters.host_cache import HostAdapter, HostCache
 from adapters.manifest import AdapterError, AdapterNotFound
 from engine.engine import Engine
 from engine.responses import Model
 from engine.server.errors import ApiError, ModelNotFound
 from engine.server.generation import EngineUnavailable
 from engine.server.loop import EngineLoop
+
+logger = logging.getLogger(__name__)
 
 # How much the newest load says of the next.
 LOAD_SHARE = 0.3
@@ -72,21 +77,23 @@ class ModelRegistry:
             return
         if await self._loop.call(lambda: self._engine.adapter_ready(digest)):
             return
+        started = time.monotonic()
         try:
             # Shielded, for others may wait for the same load.
-            started = time.monotonic()
             adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
             self.load_seconds += LOAD_SHARE * (time.monotonic() - started - self.load_seconds)
         except AdapterNotFound:
             raise ModelNotFound(model) from None
         except AdapterError as exc:
+            _log_failure(model, exc)
             raise ApiError(400, f"the adapter cannot be served: {exc}", param="model", code="adapter_refused") from None
         except OSError as exc:
+            _log_failure(model, exc)
             raise ApiError(
                 500, f"the adapter cannot be read: {exc.strerror}", kind="server_error", code="adapter_unreadable"
             ) from exc
-        with self._counted():
-            self._check_rank(adapter.rank, "model")
+        self._check_rank(model, adapter.rank, "model")
+        _log_load(model, adapter, started)
 
     async def load(self, name: str, path: str, replace: bool = False) -> str:
         """Makes an adapter folder known under a name and returns its digest. The same again changes nothing.
@@ -95,16 +102,15 @@ class ModelRegistry:
         """
         if name == self.base_name or DIGEST.fullmatch(name):
             raise ApiError(400, f"the name {name!r} is taken", param="lora_name")
+        started = time.monotonic()
         try:
             async with AsyncExitStack() as stack:
                 async with self._folders:
-                    with self._counted():
-                        digest = await asyncio.to_thread(self._host_cache.add_path, path)
+                    digest = await asyncio.to_thread(self._add_path, path)
                     await stack.enter_async_context(self._kept(digest))
                 self._unloaded.add(digest)  # unless it gets the name
                 adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
-                with self._counted():
-                    self._check_rank(adapter.rank, "lora_path")
+                self._check_rank(name, adapter.rank, "lora_path")
                 before = self._names.get(name, digest)
                 if before != digest and not replace:
                     raise ApiError(
@@ -114,11 +120,15 @@ class ModelRegistry:
                     )
                 self._names[name] = digest
         except AdapterNotFound as exc:
-            raise ApiError(404, str(exc), param="lora_path", code="adapter_not_found") from None
+            _log_failure(name, exc)
+            raise ApiError(404, _as_given(exc, path), param="lora_path", code="adapter_not_found") from None
         except AdapterError as exc:
-            raise ApiError(400, str(exc), param="lora_path", code="adapter_refused") from None
+            _log_failure(name, exc)
+            raise ApiError(400, _as_given(exc, path), param="lora_path", code="adapter_refused") from None
         except OSError as exc:
+            _log_failure(name, exc)
             raise ApiError(400, f"lora_path cannot be read: {exc.strerror}", param="lora_path") from None
+        _log_load(name, adapter, started)
         if before != digest:
             await self._forget(before)
         return digest
@@ -128,6 +138,7 @@ class ModelRegistry:
         digest = self._names.pop(name, None)
         if digest is None:
             raise ApiError(404, f"no adapter is loaded as {name[:200]!r}", param="lora_name", code="adapter_not_found")
+        logger.info("adapter %s unloaded: sha256:%s", name, digest)
         await self._forget(digest)
         return digest
 
@@ -173,18 +184,35 @@ class ModelRegistry:
                 return model
         raise ModelNotFound(name)
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Around what a load does outside of the host cache."""
+    def _add_path(self, path: str) -> str:
         try:
-            yield
-        except (AdapterError, ApiError, OSError):
+            return self._host_cache.add_path(path)
+        except (AdapterError, OSError):
             self._refused()
             raise
 
-    def _check_rank(self, rank: int, param: str) -> None:
+    def _check_rank(self, name: str, rank: int, param: str) -> None:
         limit = self._engine.config.max_lora_rank
         if rank > limit:
-            raise ApiError(
+            error = ApiError(
                 400, f"the adapter's rank is {rank}, the most served is {limit}", param=param, code="adapter_refused"
             )
+            self._refused()
+            _log_failure(name, error)
+            raise error
+
+
+def _log_load(name: str, adapter: HostAdapter, started: float) -> None:
+    pages = -(-adapter.rank_in_layers // PAGE_RANK)
+    milliseconds = (time.monotonic() - started) * 1000
+    line = (name, adapter.digest, adapter.rank, pages, milliseconds)
+    logger.info("adapter %s loaded: sha256:%s, rank %d, %d pages, %.0f ms", *line)
+
+
+def _log_failure(name: str, error: Exception) -> None:
+    logger.warning("adapter %s not loaded: %s", name, " ".join(str(error).split()))
+
+
+def _as_given(error: Exception, path: str) -> str:
+    """The message, with the path as the client wrote it: where the server stands is not its business."""
+    return str(error).replace(str(Path(path).absolute()), path)

@@ -115,6 +115,14 @@ class Sizes(click.ParamType):
 @click.option("--advertise-url", help="Where gateways reach this engine; default: --host and --port.")
 @click.option("--drain-seconds", default=30.0, show_default=True, help="What requests get to end in on SIGTERM.")
 @click.option("--internal-token-file", type=click.Path(path_type=Path), help="Instead of LORAPLEX_INTERNAL_TOKEN.")
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    envvar="LORAPLEX_ENGINE_API_KEY",
+    help="Clients must show it as Authorization: Bearer; repeat. [env: LORAPLEX_ENGINE_API_KEY, spaces between]",
+)
+@click.option("--access-log", is_flag=True, help="A line of log for each request.")
 def engine(**flags: Any) -> None:
     """Serve one base model and its adapters over the OpenAI API, without tenants or quotas."""
     # OpenMP reads this once, when torch is loaded; spinning threads would take the cores from the server.
@@ -131,6 +139,9 @@ def engine(**flags: Any) -> None:
     with one_line(ConfigError, ModelError, AdapterError, UpError, OSError):
         check_port(host, port)
         token = _internal_token(flags.pop("internal_token_file"))
+        api_keys, access_log = flags.pop("api_keys"), flags.pop("access_log")
+        if not all(api_keys):
+            raise click.UsageError("--api-key is empty")
         host_memory = flags.pop("host_adapter_memory")
         gateways, advertise_url = flags.pop("gateways"), flags.pop("advertise_url")
         if gateways and not advertise_url and host in ANY_HOST:
@@ -151,6 +162,8 @@ def engine(**flags: Any) -> None:
                 adapter_store=open_store(store) if store else None,
                 host_adapter_memory=host_memory,
                 internal_token=token,
+                api_keys=api_keys,
+                access_log=access_log,
                 lora_modules={lora_name: str(path) for lora_name, path in modules.items()},
                 max_waiting=max_waiting,
                 tool_call_parser=tool_call_parser,

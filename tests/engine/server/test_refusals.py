@@ -38,6 +38,7 @@ def error_of(answer: dict) -> dict:
         ("/v1/completions", COMPLETION | {"stop_token_ids": [99999]}, 400, "stop_token_ids", None),
         ("/v1/completions", COMPLETION | {"prompt": ["a"] * 2000}, 400, "prompt", None),
         ("/v1/completions", COMPLETION | {"suffix": "x"}, 400, "suffix", "unsupported_parameter"),
+        ("/v1/completions", COMPLETION | {"best_of": 2}, 400, "best_of", "unsupported_parameter"),
         ("/v1/chat/completions", CHAT | {"messages": []}, 400, "messages", None),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", None),
         ("/v1/chat/completions", CHAT | {"tools": [TOOL]}, 400, "tools", None),
@@ -75,10 +76,10 @@ async def test_bad_input_is_a_plain_error_also_for_a_stream(client, path, body, 
 
 
 async def test_unknown_routes_and_methods(client):
-    assert (await client.get("/nowhere"))[0] == 404
+    status, answer = await client.get("/nowhere")
+    assert (status, error_of(answer)["code"]) == (404, "unknown_url")
     status, answer = await client.get("/v1/completions")
-    assert status == 405
-    error_of(answer)
+    assert (status, error_of(answer)["code"]) == (405, "method_not_allowed")
 
 
 async def test_a_body_too_large(client):

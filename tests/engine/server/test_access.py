@@ -1,0 +1,91 @@
+"""Who may ask an engine: API keys, the internal token, and what only this machine may do without either."""
+
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+from engine.server.access import Access, is_loopback
+from engine.server.errors import ApiError
+from tests.engine.server.running import Client, RunningServer
+
+TOKEN, KEYS = "of-the-gateways", ("first-key", "second-key")
+PROMPT = {"model": "tiny", "prompt": "Hi", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def server(model: Path):
+    running = RunningServer(model, internal_token=TOKEN, api_keys=KEYS, access_log=True)
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/tokenize", {"prompt": "Hi"})])
+async def test_a_key_or_the_token_opens_the_api(client: Client, path: str, body: dict):
+    for key in KEYS:
+        await client.ok(path, body, headers={"Authorization": f"Bearer {key}"})
+    await client.ok(path, body, headers={"x-loraplex-internal-token": TOKEN})
+    for wrong in ({}, {"Authorization": "Bearer first"}, {"Authorization": KEYS[0]}, {"Authorization": "Bearer \xff"}):
+        status, answer = await client.post(path, body, headers=wrong)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_the_gateways_routes_take_no_key(client: Client):
+    status, answer = await client.get("/state", headers={"Authorization": f"Bearer {KEYS[0]}"})
+    assert (status, answer["error"]["code"]) == (401, "invalid_internal_token")
+    assert (await client.get("/state", headers={"x-loraplex-internal-token": TOKEN}))[0] == 200
+    assert (await client.get("/health"))[0] == 200
+
+
+async def test_a_clients_word_on_its_tenant_counts_with_the_token_only(client: Client):
+    """A malformed one is not even read."""
+    headers = {"Authorization": f"Bearer {KEYS[0]}", "x-loraplex-weight": "heavy"}
+    await client.ok("/v1/completions", PROMPT, headers=headers)
+    status, _ = await client.post("/v1/completions", PROMPT, headers={**headers, "x-loraplex-internal-token": TOKEN})
+    assert status == 400
+
+
+async def load_from(access: Access, remote: str) -> web.StreamResponse:
+    async def loaded(_: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+    request = make_mocked_request("POST", "/v1/load_lora_adapter").clone(remote=remote)
+    return await access.authenticate(request, loaded)
+
+
+async def test_without_token_or_key_only_this_machine_loads_by_path():
+    assert (await load_from(Access(None, ()), "127.0.0.1")).status == 200
+    with pytest.raises(ApiError, match="from this machine only") as refused:
+        await load_from(Access(None, ()), "192.0.2.7")
+    assert refused.value.status == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        *(("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("localhost", True)),
+        *(("0.0.0.0", False), ("::", False), ("192.0.2.7", False), ("host.example", False), (None, False)),
+    ],
+)
+def test_which_addresses_are_this_machine(host: str | None, own: bool):
+    assert is_loopback(host) is own
+
+
+async def test_request_ids_and_access_log(client: Client, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "engine.server")
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    for given, same in (("mine-1", True), ("x" * 65, False), (None, False)):
+        sent = headers if given is None else headers | {"X-Request-Id": given}
+        async with client.session.get(f"{client.url}/v1/models", headers=sent) as response:
+            got = response.headers["X-Request-Id"]
+        assert (got == given) is same
+        assert got
+    async with client.session.post(
+        f"{client.url}/v1/completions", json=PROMPT | {"stream": True}, headers=headers | {"X-Request-Id": "mine-2"}
+    ) as response:
+        assert response.headers["X-Request-Id"] == "mine-2"
+        await response.read()
+    assert (await client.get("/some-secret"))[0] in (401, 404)
+    assert "mine-1 GET /v1/models 200" in caplog.text
+    assert not any(secret in caplog.text for secret in (*KEYS, TOKEN, "some-secret"))
