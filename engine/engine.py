@@ -142,7 +142,7 @@ class Engine:
                 pack=ops.pack_linear,
             )
         except ValueError as error:
-            raise ConfigError("adapter_memory", str(error)) from error
+            raise ConfigError("adapter_memory", str(error).removeprefix("adapter_memory: ")) from error
         self.runner = Runner(
             decoder,
             self.adapters,

@@ -87,6 +87,8 @@ def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: Progress
         return path.absolute()
     if path.exists():
         raise ModelError(f"{path} is a file; expected a .gguf, or a model folder with config.json and *.safetensors")
+    if path.suffix == ".gguf":
+        raise ModelError(f"no such file: {path_or_hub_id}")
     if not _HUB_ID.fullmatch(path_or_hub_id):
         raise ModelError(f"no model folder at {path_or_hub_id} (a hub id is written owner/name)")
     folder = Path(models_dir).absolute() / path_or_hub_id

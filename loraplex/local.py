@@ -185,10 +185,12 @@ class LocalService:
         """Returns its URL."""
         port = free_port()
         name = "engine" if self.options.engines == 1 else f"engine-{index}"
+        finished = self.data.root / "finished"
+        finished.mkdir(mode=0o700, exist_ok=True)
         argv = self._program(
             *("engine", "--model", str(self.options.model_dir), "--served-model-name", self.options.base_model),
             *("--adapter-store", str(self.data.adapters), "--host", LOOPBACK, "--port", str(port)),
-            *("--finished-file", str(self.data.root / "finished" / name)),
+            *("--finished-file", str(finished / name)),
             *self.options.engine_args,
         )
         # OpenMP's threads spin while they wait by default, which takes the cores from the gateway.

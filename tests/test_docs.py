@@ -15,6 +15,7 @@ import engine.server.metrics
 import gateway.metrics
 from gateway.settings import Settings, env_name
 from loraplex.cli import main
+from loraplex.commands.vllm_flags import INSTEAD
 from loraplex.demo_tenants import DemoTenant
 from loraplex.display import Display
 
@@ -66,7 +67,8 @@ def test_every_command_and_flag(name):
 
 def test_every_documented_flag_exists():
     exist = set().union(*(options(command) for command in COMMANDS.values()))
-    assert {word for word in CODE if word.startswith("--")} <= exist | {"--version", "--help"}
+    assert {word for word in CODE if word.startswith("--")} <= exist | {"--version", "--help"} | set(INSTEAD)
+    assert set(INSTEAD) <= CODE - exist
 
 
 def spelt(node: ast.expr, names: dict[str, str]) -> str:

@@ -1,5 +1,6 @@
 """`loraplex gateway | engine | migrate`: each program by itself, as a deployment runs it."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from loraplex.commands.common import DATA_DIR, examples, one_line
+from loraplex.commands.vllm_flags import EngineCommand
 
 # Addresses to listen on that are none to be reached at.
 ANY_HOST = ("0.0.0.0", "::")
@@ -33,16 +35,22 @@ class Bytes(click.ParamType):
 
 
 class Module(click.ParamType):
-    """`name=path`, as vLLM writes it."""
+    """`name=path` or `{"name": ..., "path": ...}`, as vLLM writes it."""
 
     name = "name=path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
         if isinstance(value, tuple):
             return value
-        name, equals, path = value.partition("=")
-        if not (name and equals and path):
-            self.fail(f"{value!r} is not name=path", param, ctx)
+        name, _, path = value.partition("=")
+        if value.lstrip().startswith("{"):
+            try:
+                fields = json.loads(value)
+            except ValueError:
+                fields = {}
+            name, path = fields.get("name"), fields.get("path")
+        if not (isinstance(name, str) and isinstance(path, str) and name and path):
+            self.fail(f"""{value!r} is neither name=path nor {{"name": "...", "path": "..."}}""", param, ctx)
         return name, Path(path).expanduser()
 
 
@@ -61,10 +69,11 @@ class Sizes(click.ParamType):
 
 
 @click.command(
+    cls=EngineCommand,
     epilog=examples(
         "loraplex engine --model ~/models/Llama-3.2-1B-Instruct --lora-modules sql=~/adapters/sql",
         "loraplex engine --model ~/models/Llama-3.2-1B-Instruct --adapter-store /srv/adapters --port 8001",
-    )
+    ),
 )
 @click.option("--model", required=True, help="A model folder, a .gguf file, or a hub id.")
 @click.option("--tokenizer", help="A folder with the tokenizer to use; default: the model's own.")
@@ -149,6 +158,12 @@ def engine(**flags: Any) -> None:
         drain_s = flags.pop("drain_seconds")
         max_waiting, tool_call_parser = flags.pop("max_waiting"), flags.pop("tool_call_parser")
         finished_file = flags.pop("finished_file")
+        _check_parent("--finished-file", finished_file)
+        for folder in modules.values():
+            if not folder.is_dir():
+                raise click.ClickException(f"--lora-modules: no such folder: {folder}")
+        if store and "://" not in store:
+            _check_parent("--adapter-store", Path(store))
         name = flags["served_model_name"] or Path(flags["model"]).name.removesuffix(".gguf")
         flags["model"] = str(ensure_model(flags["model"], flags.pop("download_dir")))
         config = EngineConfig(**flags | {"served_model_name": name})
@@ -227,9 +242,18 @@ def _needs_extra(extra: str) -> Iterator[None]:
         raise click.ClickException(f"{error.name} is not installed; pip install 'loraplex[{extra}]'") from error
 
 
+def _check_parent(flag: str, path: Path | None) -> None:
+    """A folder in which something is to be made must be there: a misspelt path is not to become one."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise click.ClickException(f"{flag}: no such folder: {path.absolute().parent}")
+
+
 def _internal_token(file: Path | None) -> str | None:
     """The file's content if one is named, else the environment's; an empty one is refused, not taken for none."""
-    token = file.read_text().strip() if file else os.environ.get("LORAPLEX_INTERNAL_TOKEN")
+    try:
+        token = file.read_text().strip() if file else os.environ.get("LORAPLEX_INTERNAL_TOKEN")
+    except OSError as error:
+        raise click.ClickException(f"--internal-token-file: {error}") from error
     if token == "":
         raise click.UsageError("the internal token is empty")
     return token

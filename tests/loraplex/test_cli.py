@@ -62,7 +62,7 @@ def test_help_takes_no_second():
         (("up", "--demo", "--port", "99999"), "--port"),
         (("engine",), "--model"),
         (("engine", "--model", "x", "--kv-cache-memory", "lots"), "'lots' is not a size"),
-        (("engine", "--model", "x", "--lora-modules", "nameonly"), "'nameonly' is not name=path"),
+        (("engine", "--model", "x", "--lora-modules", "nameonly"), "'nameonly' is neither name=path nor"),
         (("engine", "--model", "x", "--max-num-seqs", "many"), "--max-num-seqs"),
         (("migrate",), "LORAPLEX_DATABASE_URL"),
         (("tenant", "create"), "NAME"),
@@ -95,6 +95,10 @@ def test_help_takes_no_second():
         (("bench", "--models", "a", "--url", "http://127.0.0.1:9", "--json", "/no/such/x.json"), "no folder /no/such"),
         (("tenant", "list", "--gateway", "localhost", "--admin-key", "k"), "--gateway: expected a URL like"),
         (("bench", "--tenants", "/no/such/file.json"), "/no/such/file.json"),
+        (("engine", "--model", "x", "--gpu-memory-utilization", "0.9"), "is vLLM's: use --kv-cache-memory"),
+        (("engine", "--model", "x", "--enable-lora"), "is vLLM's: leave it out"),
+        (("engine", "--model", "x", "--lora-modules", '{"name": "a"}'), "is neither name=path nor"),
+        (("engine", "--model", "x", "--api-key", ""), "--api-key is empty"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_2(arguments, says):
@@ -105,7 +109,15 @@ def test_a_wrong_command_line_is_one_line_and_2(arguments, says):
     ("arguments", "env", "says"),
     [
         (("engine", "--model", "/no/such/folder"), {}, "/no/such/folder"),
-        (("engine", "--model", "x", "--internal-token-file", "/no/token"), {}, "/no/token"),
+        (("engine", "--model", "x", "--internal-token-file", "/no/token"), {}, "Error: --internal-token-file: "),
+        (("engine", "--model", "x", "--lora-modules", "a=/no/dir"), {}, "--lora-modules: no such folder: /no/dir"),
+        (("engine", "--model", "x/none.gguf"), {}, "no such file: x/none.gguf"),
+        (
+            ("engine", "--model", "x", "--finished-file", "/no/such/file"),
+            {},
+            "--finished-file: no such folder: /no/such",
+        ),
+        (("engine", "--model", "x", "--adapter-store", "/no/such/store"), {}, "--adapter-store: no such folder: /no"),
         (("gateway",), {}, "LORAPLEX_DATABASE_URL: is required"),
         (("gateway",), {"LORAPLEX_DATABASE_URL": "mysql://x"}, "LORAPLEX_"),
         (("migrate",), {"LORAPLEX_DATABASE_URL": "mysql://x"}, "expected a sqlite or postgresql URL"),
@@ -311,3 +323,4 @@ def test_modules():
     name, path = Module().convert("sql=/adapters/a=b", None, None)
     assert (name, str(path)) == ("sql", "/adapters/a=b")
     assert Module().convert("sql=~/a", None, None)[1] == Path.home() / "a"
+    assert Module().convert('{"name": "sql", "path": "/a"}', None, None) == ("sql", Path("/a"))

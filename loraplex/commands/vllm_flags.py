@@ -1,0 +1,29 @@
+"""vLLM's flags that the engine has under another name or does without, said to who brings a vLLM command line."""
+
+import click
+
+INSTEAD = {
+    "--gpu-memory-utilization": "use --kv-cache-memory and --adapter-memory, in bytes or such as 4GiB",
+    "--enable-lora": "leave it out: adapters are always served",
+    "--max-loras": "use --adapter-memory: as many adapters run in one batch as it holds",
+    "--max-cpu-loras": "use --host-adapter-memory: as many adapters are kept as it holds",
+    "--tensor-parallel-size": "leave it out: an engine serves one device; start one engine a device",
+    "--pipeline-parallel-size": "leave it out: an engine serves one device",
+    "--data-parallel-size": "leave it out: start several engines behind a gateway",
+    "--quantization": "leave it out: a .gguf file says its own; see --kv-cache-dtype and --lora-dtype",
+    "--swap-space": "leave it out: what does not fit is computed again",
+    "--cpu-offload-gb": "leave it out: weights are held on the device",
+    "--disable-log-requests": "leave it out: requests are logged with --access-log only",
+    "--enable-auto-tool-choice": "leave it out: calls are read where a request brings tools; see --tool-call-parser",
+    "--trust-remote-code": "leave it out: no code of a model is run",
+}
+
+
+class EngineCommand(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in INSTEAD:
+                raise
+            raise click.UsageError(f"{error.option_name} is vLLM's: {INSTEAD[error.option_name]}", ctx) from None
