@@ -163,6 +163,10 @@ class DetokenizeResponse(Struct):
     prompt: str
 
 
+class Version(Struct):
+    version: str
+
+
 class AdapterLoaded(Struct):
     lora_name: str
     digest: str

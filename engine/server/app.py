@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from engine.engine import Engine, resolve_dtype
 from engine.http_log import http_logger
 from engine.model.config import parse_model_config, read_config
 from engine.model.weights import Progress, base_tensor
-from engine.responses import Health
+from engine.responses import Health, Version
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
 from engine.server.access import IS_INTERNAL, Access, is_loopback, request_lines, say_request_id
@@ -127,6 +128,8 @@ class Server:
         app.router.add_get("/state", self._route(EngineRoutes.state))
         app.router.add_get("/finished", self._route(EngineRoutes.finished_requests))
         app.router.add_get("/health", self._health)
+        app.router.add_get("/ping", self._health)
+        app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._render_metrics)
         app.router.add_get("/openapi.json", self._describe)
         return app
@@ -251,6 +254,9 @@ class Server:
         if self._routes is None:
             return json_response(Health("loading"), 503)
         return json_response(Health("ok"))
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return json_response(Version(version("loraplex")))
 
     async def _describe(self, _: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(engine_description()), content_type="application/json")

@@ -22,6 +22,7 @@ from engine.responses import (
     Model,
     ModelList,
     TokenizeResponse,
+    Version,
 )
 
 ROUTES = (
@@ -38,6 +39,8 @@ ROUTES = (
     Route("GET", "/state", "What is resident, queued and free.", None, EngineStateResponse),
     Route("GET", "/finished", "What requests have cost, by the gateway's ids.", None, FinishedRequestList),
     Route("GET", "/health", "Whether requests can be served.", None, Health),
+    Route("GET", "/ping", "The same.", None, Health),
+    Route("GET", "/version", "The engine's version.", None, Version),
     Route("GET", "/metrics", "For Prometheus."),
     Route("GET", "/openapi.json", "This description.", None, dict),
 )

@@ -38,6 +38,8 @@ class ModelRegistry:
         self._loop = loop
         self._host_cache = host_cache
         self._names: dict[str, str] = {}
+        # When each of them was loaded.
+        self._named_at: dict[str, int] = {}
         # Requests from their arrival to their end, by digest: what they use is not freed under them.
         self._users: Counter[str] = Counter()
         # Digests to free once nobody uses them, unless they have a name by then.
@@ -118,6 +120,8 @@ class ModelRegistry:
                         f"the name {name!r} is taken by another adapter; unload it first, or send load_inplace",
                         param="lora_name",
                     )
+                if self._names.get(name) != digest:
+                    self._named_at[name] = int(time.time())
                 self._names[name] = digest
         except AdapterNotFound as exc:
             _log_failure(name, exc)
@@ -136,6 +140,7 @@ class ModelRegistry:
     async def unload(self, name: str) -> str:
         """Forgets a name, and its adapter's memory with the last name. Requests in flight end as they began."""
         digest = self._names.pop(name, None)
+        self._named_at.pop(name, None)
         if digest is None:
             raise ApiError(404, f"no adapter is loaded as {name[:200]!r}", param="lora_name", code="adapter_not_found")
         logger.info("adapter %s unloaded: sha256:%s", name, digest)
@@ -172,7 +177,7 @@ class ModelRegistry:
     def list(self, max_model_len: int) -> list[Model]:
         base = Model(self.base_name, self._created, max_model_len, root=self.base_name)
         named = [
-            Model(name, self._created, max_model_len, root=f"sha256:{digest}", parent=self.base_name)
+            Model(name, self._named_at[name], max_model_len, root=f"sha256:{digest}", parent=self.base_name)
             for name, digest in self._names.items()
         ]
         return [base, *named]

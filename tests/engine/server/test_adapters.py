@@ -35,6 +35,7 @@ async def test_a_loaded_name_answers_differently_until_it_is_unloaded(client, ad
     models = (await client.get("/v1/models"))[1]["data"]
     assert [(m["id"], m["parent"]) for m in models] == [("tiny", None), ("mine", "tiny")]
     assert models[1]["root"] == loaded["digest"]
+    assert models[1]["created"] >= models[0]["created"]
     assert await said(client, "mine") != await said(client, "tiny")
     assert await said(client, loaded["digest"]) == await said(client, "mine")
     assert (await client.state())["adapters_resident"] == [loaded["digest"].removeprefix("sha256:")]

@@ -82,6 +82,11 @@ async def test_unknown_routes_and_methods(client):
     assert (status, error_of(answer)["code"]) == (405, "method_not_allowed")
 
 
+async def test_ping_and_version(client):
+    assert (await client.get("/ping"))[0] == 200
+    assert (await client.get("/version"))[1]["version"]
+
+
 async def test_a_body_too_large(client):
     async with client.session.post(client.url + "/v1/completions", data=io.BytesIO(b" " * (17 << 20))) as response:
         assert response.status == 413
