@@ -40,6 +40,7 @@ from gateway.api.dashboard import Dashboard
 from gateway.api.engines import Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.idempotency import Idempotency
+from gateway.api.parameters import known_parameters
 from gateway.api.prompts import PromptReader
 from gateway.api.usage import Usage
 from gateway.errors import error_boundary
@@ -190,7 +191,7 @@ async def make_app(settings: Settings) -> web.Application:
     # A request meets these from the outside in.
     wrong_keys = FailedLogins(metrics).middleware()
     observed = observe(metrics, settings.proxy_networks)
-    middlewares = [observed, error_boundary, wrong_keys, idempotency.for_admin_calls(auth)]
+    middlewares = [observed, error_boundary, wrong_keys, known_parameters, idempotency.for_admin_calls(auth)]
     if tracing is not None:
         middlewares.insert(0, trace_requests(tracing, lambda route: route not in UNTRACED))
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)

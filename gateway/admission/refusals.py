@@ -20,8 +20,8 @@ UNITS = {
     "o": "concurrent tokens",
     "b": "of budget per month",
 }
-# Those that have headers.
-HEADERS = {"r": "requests", "t": "tokens"}
+# What has headers, and the kinds of limits that are told there.
+HEADERS = {"requests": "r", "tokens": "td"}
 
 
 def check_possible(limits: Sequence[Limit], prompt_tokens: int, completion_tokens: int, price: Price) -> None:
@@ -61,12 +61,12 @@ def refusal(limits: Sequence[Limit], states: States, tokens: int, cost: int, hea
 
 
 def rate_headers(limits: Sequence[Limit], states: States) -> dict[str, str]:
-    """`x-ratelimit-*`, of each kind for the limit with the least remaining."""
+    """`x-ratelimit-*`, of requests and of tokens, each for the limit with the least remaining."""
     headers = {}
-    for kind, name in HEADERS.items():
+    for name, kinds in HEADERS.items():
         tightest = None
         for limit, state in zip(limits, states, strict=True):
-            if limit.kind == kind and (tightest is None or state[0] < tightest[1][0]):
+            if limit.kind in kinds and (tightest is None or state[0] < tightest[1][0]):
                 tightest = limit, state
         if tightest is not None:
             limit, (remaining, _, reset) = tightest

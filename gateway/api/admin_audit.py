@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from gateway.admission.auth import Authenticator
-from gateway.api.bodies import json_response, read_moment
+from gateway.api.bodies import json_response, read_period
 from gateway.errors import BadRequest
 from gateway.records.audit import Audit
 
@@ -24,12 +24,13 @@ class AdminAudit:
 
     async def list(self, request: web.Request) -> web.Response:
         await self._auth.admin(request.headers.get("Authorization"))
+        since, until = read_period(request)
         entries, has_more = await self._audit.list(
             tenant=_read_text(request, "tenant"),
             actor=_read_text(request, "actor"),
             action=_read_text(request, "action"),
-            since=read_moment(request, "since"),
-            until=read_moment(request, "until"),
+            since=since,
+            until=until,
             after=_read_text(request, "after"),
             limit=_read_limit(request),
         )

@@ -7,7 +7,7 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from gateway.admission.auth import Authenticator
-from gateway.api.bodies import json_response, read_body, read_flag
+from gateway.api.bodies import check_text, json_response, read_body, read_flag
 from gateway.api.named_models import FORCE, check_models
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.catalog import Catalog
@@ -57,6 +57,7 @@ class AdminPrices:
         cached = given.input if given.cached is None else given.cached
         price = Price(input=given.input, cached=cached, output=given.output)
         model = request.match_info["model"]
+        check_text(model, "model")
         if model not in (EVERYTHING, self._catalog.base_model):
             await self._check_adapter(request, model)
         entry = await self._prices.put(model, price, actor)

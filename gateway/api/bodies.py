@@ -2,9 +2,10 @@
 
 import asyncio
 import re
+import unicodedata
 from collections.abc import Awaitable
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -18,6 +19,10 @@ BODY_TIMEOUT = web.AppKey("body_timeout", float)
 
 # Of moments: beyond, there is nothing to ask for, and days cannot be reckoned with at the ends of the calendar.
 YEARS = range(1970, 9000)
+
+# Unicode's categories of what no text of a body has: control characters (a NUL fits no database, others forge lines of
+# logs and tables), lone surrogates, and separators of lines and paragraphs.
+UNFIT = {"Cc", "Cs", "Zl", "Zp"}
 
 # msgspec speaks of Python's types; a client knows JSON's.
 WORDS = {
@@ -52,14 +57,37 @@ async def in_time(request: web.Request, reading: Awaitable[T]) -> T:
 
 
 async def read_body(request: web.Request, kind: type[T]) -> T:
-    """The body as `kind` (a struct that forbids unknown fields). An empty body is `{}`. Raises BadRequest."""
+    """The body as `kind` (a struct that forbids unknown fields), all its texts of one line. An empty body is `{}`.
+
+    Raises BadRequest.
+    """
     raw = await read_raw(request) or b"{}"
     try:
-        return msgspec.json.decode(raw, type=kind)
+        body = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest("The body is not valid JSON.") from error
+    _check_texts(msgspec.to_builtins(body), "")
+    return body
+
+
+def check_text(text: str, name: str) -> None:
+    """Raises BadRequest for a text that is not of one line, or that a database cannot hold."""
+    if any(unicodedata.category(character) in UNFIT for character in text):
+        raise BadRequest(f"{name}: expected a text without control characters.", param=name)
+
+
+def _check_texts(value: Any, place: str) -> None:
+    if isinstance(value, str):
+        check_text(value, place)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_texts(item, f"{place}[{i}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_text(key, place)
+            _check_texts(item, _within(place or None, key))
 
 
 def read_moment(request: web.Request, name: str) -> datetime | None:
@@ -79,6 +107,14 @@ def read_moment(request: web.Request, name: str) -> datetime | None:
     if moment.year not in YEARS:
         raise BadRequest(f"Expected '{name}' between the years {YEARS[0]} and {YEARS[-1]}.", param=name)
     return moment
+
+
+def read_period(request: web.Request) -> tuple[datetime | None, datetime | None]:
+    """`?since=` and `?until=`. Raises BadRequest where the one is after the other."""
+    since, until = read_moment(request, "since"), read_moment(request, "until")
+    if since is not None and until is not None and since > until:
+        raise BadRequest("since: expected a moment that is not after 'until'.", param="since")
+    return since, until
 
 
 def read_flag(request: web.Request, name: str) -> bool:

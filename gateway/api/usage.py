@@ -5,7 +5,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.admission.auth import Authenticator
-from gateway.api.bodies import json_response, read_moment
+from gateway.api.bodies import json_response, read_period
 from gateway.errors import BadRequest
 from gateway.records.usage_report import GROUPS, SUMMED, UsageReport
 
@@ -26,7 +26,7 @@ async def usage_answer(
     request: web.Request, report: UsageReport, *, tenant_id: str | None = None, tenant: str | None = None
 ) -> web.Response:
     """Sums by tenant and what `?group_by=` names, in the time from `?since=` to `?until=`, and over all of it."""
-    since, until = read_moment(request, "since"), read_moment(request, "until")
+    since, until = read_period(request)
     sums = await report.sums(_read_groups(request), tenant_id=tenant_id, tenant=tenant, since=since, until=until)
     total: dict[str, Any] = {name: sum(getattr(part, name) for part in sums) for name in SUMMED}
     return json_response({"object": "usage", "data": sums, "total": total})

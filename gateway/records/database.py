@@ -24,6 +24,8 @@ from gateway.outage import Outage
 from gateway.settings import SettingsError
 
 log = logging.getLogger(__name__)
+# Alembic tells of its context whenever a schema's version is looked at; what changes is told below.
+logging.getLogger("alembic").setLevel(logging.WARNING)
 
 # How long one statement, or the wait for a connection, may take before the caller gets an error (seconds).
 STATEMENT_SECONDS = 10
@@ -121,7 +123,16 @@ def _reachable() -> Iterator[None]:
     try:
         yield
     except Unavailable as error:
-        raise SettingsError("LORAPLEX_DATABASE_URL", f"the database cannot be reached: {error.__cause__}") from error
+        cause = _cause(error.__cause__)
+        raise SettingsError("LORAPLEX_DATABASE_URL", f"the database cannot be reached: {cause}") from error
+    except (DBAPIError, sqlite3.Error) as error:
+        raise SettingsError("LORAPLEX_DATABASE_URL", f"the schema cannot be read or made: {_cause(error)}") from error
+
+
+def _cause(error: BaseException | None) -> str:
+    """In one line: SQLAlchemy adds where to read on about its own errors."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def is_datas_fault(error: DBAPIError) -> bool:
@@ -138,8 +149,7 @@ def _translated(outage: Outage) -> Iterator[None]:
     except (DBAPIError, PoolTimeoutError, OSError, TimeoutError) as error:
         if isinstance(error, DBAPIError) and (is_datas_fault(error) or isinstance(error, ProgrammingError)):
             raise
-        cause = error.orig if isinstance(error, DBAPIError) else error
-        outage.failed(f"{type(cause).__name__}: {cause}")
+        outage.failed(_cause(error))
         raise Unavailable("The database is unavailable; try again shortly.", code="database_unavailable") from error
 
 
@@ -209,4 +219,8 @@ def _alembic_config() -> Config:
 def _upgrade(connection: Connection) -> None:
     config = _alembic_config()
     config.attributes["connection"] = connection
+    before = MigrationContext.configure(connection).get_current_revision()
     command.upgrade(config, "head")
+    after = MigrationContext.configure(connection).get_current_revision()
+    if before != after:
+        log.info("the database's schema went from %s to %s", before or "nothing", after)

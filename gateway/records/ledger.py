@@ -31,6 +31,7 @@ SWEEP_SECONDS = 5.0
 LEFT_BEHIND_SECONDS = 3.0
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
+AWAY = {"quota_unavailable": "redis does not answer", "database_unavailable": "the database does not answer"}
 
 
 class Ledger:
@@ -120,13 +121,13 @@ class Ledger:
         describe: what waits for it, if anything does. What is away is said by its own log.
         """
         delay = FIRST_RETRY_SECONDS
-        outage = Outage(log, "writing usage to the database")
+        outage = Outage(log, "writing usage down")
         while not self._ended:
             try:
                 await work()
             except (Unavailable, OSError) as error:
                 if waiting := describe():
-                    outage.failed(str(error), waiting)
+                    outage.failed(_what_fails(error), waiting)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
                 continue
@@ -172,3 +173,10 @@ class Ledger:
     async def _replay(self) -> None:
         async for events in self._journal.batches():
             await self._writer.write_events(events)
+
+
+def _what_fails(error: Unavailable | OSError) -> str:
+    """Which of those that usage passes through."""
+    if isinstance(error, OSError):
+        return f"the journal's disk: {error}"
+    return AWAY.get(error.code or "", error.message)

@@ -162,3 +162,59 @@ async def test_a_text_that_is_too_long_is_said_in_characters(gateway: Gateway):
 async def test_a_moment_that_is_none(path: str, acme: Client):
     got = await acme.get(path)
     assert (got.status, got.error["param"]) == (400, path.split("?")[1].split("=")[0])
+
+
+async def test_a_period_that_ends_before_it_begins(acme: Client, gateway: Gateway):
+    backwards = {"since": "2026-11-02", "until": "2026-11-01"}
+    for client, path in ((acme, "/v1/usage"), (gateway.admin, "/admin/api/usage"), (gateway.admin, "/admin/api/audit")):
+        got = await client.get(path, params=backwards)
+        assert (got.status, got.error["param"]) == (400, "since")
+
+
+async def test_a_query_parameter_that_is_none_is_named_with_those_that_are(acme: Client, gateway: Gateway):
+    got = await gateway.admin.get("/admin/api/usage?tenat=alpha")
+    assert (got.status, got.error["param"]) == (400, "tenat")
+    assert got.error["message"] == (
+        "tenat: there is no such query parameter; known are: tenant, since, until, group_by."
+    )
+    for client, method, path in (
+        (acme, "GET", "/v1/usage?tenant=acme"),
+        (gateway.admin, "GET", "/admin/api/audit?tenat=acme"),
+        (gateway.admin, "GET", "/admin/api/tenants?limit=3"),
+        (gateway.admin, "DELETE", "/admin/api/tenants/acme?dry_run=true"),
+        (gateway.admin, "PUT", "/admin/api/prices/base?forse=true"),
+    ):
+        got = await client.call(method, path)
+        assert (got.status, "no such query parameter" in got.error["message"]) == (400, True), path
+    twice = await gateway.admin.get("/admin/api/usage?tenant=acme&tenant=other")
+    assert (twice.status, twice.error["message"]) == (400, "tenant: expected once.")
+    assert (await gateway.admin.get("/admin/api/tenants/acme")).status == 200
+
+
+UNFIT: list[tuple[str, dict[str, Any], str]] = [
+    ("keys", {"label": "nul\0"}, "label"),
+    ("keys", {"label": "two\nlines"}, "label"),
+    ("keys", {"label": "\x1b[31mred"}, "label"),
+    ("tenants/acme/keys?force=true", {"label": "\x85"}, "label"),
+    ("tenants/acme/keys?force=true", {"allowed_models": ["\0"]}, "allowed_models[0]"),
+    ("tenants?force=true", {"name": "x", "model_limits": {"\0": {}}}, "model_limits"),
+    ("tenants", {"name": "x\n"}, "name"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), UNFIT)
+async def test_a_text_with_control_characters_is_named(
+    path: str, body: dict[str, Any], param: str, acme: Client, gateway: Gateway
+):
+    got = await gateway.admin.post(f"/admin/api/{path}", body)
+    assert (got.status, got.error["param"]) == (400, param), got.body
+
+
+async def test_texts_that_no_database_holds(acme: Client, gateway: Gateway):
+    for raw in (b'{"label": "\\ud800x"}', b'{"label": "\\udc00"}', b'{"label": "\xed\xa0\x80"}'):
+        got = await gateway.admin.call("POST", "/admin/api/keys", data=raw)
+        assert got.status == 400, got.body
+    for model in ("%00", "acme%2F%00", "nobody%2Fa%1Bb"):
+        got = await gateway.admin.call("PUT", f"/admin/api/prices/{model}?force=true", json={"input": 1, "output": 1})
+        assert (got.status, got.error["param"]) == (400, "model"), model
+    assert (await gateway.admin.post("/admin/api/keys", {"label": "Zoë's 👩\u200d💻"})).status == 201

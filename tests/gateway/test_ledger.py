@@ -220,3 +220,18 @@ async def test_a_row_that_no_disk_takes_is_in_the_log(
     (tmp_path / "journal").touch()
     await make_ledger(database, redis, tmp_path).keep(row("r0"))
     assert '"request_id":"r0"' in caplog.text
+
+
+async def test_the_log_says_which_part_keeps_usage_waiting(
+    database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    nobody = Redis.from_url("redis://127.0.0.1:1")
+    ledger = make_ledger(database, nobody, tmp_path)
+    ledger._left_behind = 3  # of the last sweep, before Redis went
+    async with running(ledger):
+        await until(lambda: is_said(caplog, "writing usage down fails: redis does not answer; 3 rows wait"), PATIENCE)
+    await nobody.aclose()
+
+
+async def is_said(caplog: pytest.LogCaptureFixture, line: str) -> bool:
+    return line in [record.getMessage() for record in caplog.records]

@@ -80,8 +80,16 @@ async def test_prices_are_an_operators_to_set(gateway: Gateway):
         got = await gateway.admin.call("PUT", path, json=body)
         assert (got.status, got.error["param"]) == (400, param)
     assert (await gateway.admin.call("PUT", "/admin/api/prices/%20x", json={"input": 1, "output": 1})).status == 400
+    path = path.removesuffix("?force=true")
     assert (await gateway.admin.call("DELETE", path)).status == 200
     assert (await gateway.admin.call("DELETE", path)).status == 404
+
+
+async def test_a_price_may_come_before_its_tenant_where_that_is_forced(gateway: Gateway):
+    path, price = "/admin/api/prices/nobody/pirate", {"input": 1, "output": 2}
+    refused = await gateway.admin.call("PUT", path, json=price)
+    assert (refused.status, refused.error["code"]) == (400, "unknown_model")
+    assert (await gateway.admin.call("PUT", f"{path}?force=true", json=price)).status == 200
 
 
 async def test_a_request_costs_what_it_used_and_a_budget_ends_it(gateway: Gateway):

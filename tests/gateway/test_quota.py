@@ -101,6 +101,17 @@ async def test_headers_are_those_of_the_tightest_limit(quota: Quota):
     }
 
 
+async def test_headers_tell_of_a_days_tokens_where_fewer_are_left_of_them(quota: Quota):
+    who = principal(tenant={"tokens_per_minute": 1000, "tokens_per_day": 500})
+    headers = (await take(quota, who, 100)).headers
+    assert (headers["x-ratelimit-limit-tokens"], headers["x-ratelimit-remaining-tokens"]) == ("500", "400")
+    with pytest.raises(RateLimited) as refused:
+        await take(quota, who, 450)
+    told = refused.value.headers
+    assert told["x-ratelimit-limit-tokens"] == "500"
+    assert 400 <= int(told["x-ratelimit-remaining-tokens"]) < 450
+
+
 @pytest.mark.parametrize("limit", ["tokens_per_minute", "tokens_per_day", "max_concurrent_tokens", "budget_per_month"])
 async def test_an_answer_is_shortened_to_what_is_left_if_the_tenant_chose_that(limit: str, quota: Quota):
     who = principal(tenant={limit: 10_000}, on_token_limit="shorten")

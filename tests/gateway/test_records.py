@@ -1,6 +1,7 @@
 """The records on SQLite and on PostgreSQL: schema, tenants, names and versions."""
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,28 @@ async def test_the_base_models_name_is_not_an_adapters(catalog: Catalog):
 async def test_sqlite_makes_its_folder(tmp_path: Path):
     await asyncio.to_thread(migrate, f"sqlite:///{tmp_path}/not/yet/there.db")
     assert (tmp_path / "not" / "yet" / "there.db").is_file()
+
+
+async def test_a_database_that_cannot_be_used_is_said_in_one_line(tmp_path: Path):
+    (tmp_path / "none.db").write_bytes(b"this is no database, though it is as long as one's head. " * 20)
+    for url in (f"sqlite:///{tmp_path}/none.db", "postgresql://someone:secret-of-tests@127.0.0.1:1/nowhere"):
+        database = Database(url)
+        for ask in (database.upgrade, database.check_schema):
+            with pytest.raises(SettingsError) as refused:
+                await ask()
+            assert "\n" not in str(refused.value)
+            assert "Background" not in str(refused.value)
+            assert "secret" not in str(refused.value)
+        await database.close()
+
+
+async def test_a_schema_that_is_new_already_is_nothing_to_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    database = Database(f"sqlite:///{tmp_path}/a.db")
+    await database.upgrade()
+    assert [record.getMessage().split(" from ")[0] for record in caplog.records] == ["the database's schema went"]
+    caplog.clear()
+    await database.upgrade()
+    await database.check_schema()
+    assert caplog.records == []
+    await database.close()
