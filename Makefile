@@ -36,7 +36,7 @@ gpu:
 # torch comes first and alone, so that no other package's requirement picks a build with CUDA.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into .venv (about 2.4 GB, a minute or two) ..."
+	@echo "Installing into .venv (about 2.4 GB, a few minutes) ..."
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)

@@ -6,10 +6,9 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -43,6 +42,8 @@ from gateway.api.idempotency import Idempotency
 from gateway.api.parameters import known_parameters
 from gateway.api.prompts import PromptReader
 from gateway.api.usage import Usage
+from gateway.background import running
+from gateway.drain import Drain
 from gateway.errors import error_boundary
 from gateway.fleet.addresses import ANNOUNCED
 from gateway.fleet.client import EngineClient, new_session
@@ -76,6 +77,7 @@ DATABASE = web.AppKey("database", Database)
 QUOTA = web.AppKey("quota", Quota)
 REGISTRY = web.AppKey("registry", Registry)
 LEDGER = web.AppKey("ledger", Ledger)
+DRAIN = web.AppKey("drain", Drain)
 
 # How long the last usage rows may take to reach the database on the way out, beside the requests' own time.
 FLUSH_SECONDS = 20.0
@@ -124,7 +126,7 @@ async def make_app(settings: Settings) -> web.Application:
     token = settings.internal_token
     announcements = Announcements(redis, settings.redis_timeout) if ANNOUNCED in settings.engines else None
     discovery = Discovery(settings.engine_addresses, announcements)
-    registry = Registry(discovery, Probe(session, token, settings.base_model))
+    registry = Registry(discovery, Probe(session, token, settings.base_model, settings.engine_silence))
     gate = Gate(lambda: registry.capacity, settings.queue_length, settings.queue_seconds)
     client = EngineClient(session, token, VllmAdapters(session, token, store))
     fleet = Fleet(registry, client, gate, settings.engine_timeout)
@@ -151,32 +153,33 @@ async def make_app(settings: Settings) -> web.Application:
         await database.close()
 
     async def schema(_: web.Application) -> AsyncIterator[None]:
+        await database.wait(settings.database_wait)
         if settings.migrate_on_start:
             await database.upgrade()
         await database.check_schema()
         yield
 
     async def access(_: web.Application) -> AsyncIterator[None]:
-        async with _running(auth.watch()):
+        async with running(auth.watch()):
             yield
 
     async def leases(_: web.Application) -> AsyncIterator[None]:
-        async with _running(quota.keep_leases()):
+        async with running(quota.keep_leases()):
             yield
         await quota.close()
 
     async def costs(_: web.Application) -> AsyncIterator[None]:
         await price_list.refresh()
-        async with _running(price_list.watch()):
+        async with running(price_list.watch()):
             yield
 
     async def engines(_: web.Application) -> AsyncIterator[None]:
         await registry.poll()
-        async with _running(registry.watch(gate.admit)):
+        async with running(registry.watch(gate.admit)):
             yield
 
     async def usage(_: web.Application) -> AsyncIterator[None]:
-        async with _running(ledger.run()), _running(abandoned.run()):
+        async with running(ledger.run()), running(abandoned.run()):
             yield
         try:
             async with asyncio.timeout(FLUSH_SECONDS):
@@ -195,7 +198,9 @@ async def make_app(settings: Settings) -> web.Application:
     if tracing is not None:
         middlewares.insert(0, trace_requests(tracing, lambda route: route not in UNTRACED))
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
-    app.on_response_prepare.extend([add_request_id, hide_server])
+    drain = Drain()
+    app[DRAIN] = drain
+    app.on_response_prepare.extend([add_request_id, hide_server, drain.close_connection])
     # Ended in reverse: requests' accounts first, then what they are written to.
     app.cleanup_ctx.extend([traces, connections, schema, access, costs, leases, engines, usage, accounts])
     app[BODY_TIMEOUT] = settings.body_timeout
@@ -226,7 +231,7 @@ async def make_app(settings: Settings) -> web.Application:
     own = Adapters(auth=auth, catalog=catalog, intake=intake)
     admin = Admin(auth=auth, tenants=tenants, catalog=catalog, intake=intake, report=report, registry=registry)
     dashboard = Dashboard(auth=auth, tenants=tenants, catalog=catalog, report=report, registry=registry)
-    health = Health(database=database, quota=quota, ledger=ledger, registry=registry)
+    health = Health(database=database, quota=quota, ledger=ledger, registry=registry, drain=drain)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat),
@@ -298,11 +303,27 @@ def _steady() -> None:
 async def _serve(settings: Settings, parent: int | None, ready: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    starting, serving = asyncio.timeout(None), False
+
+    def end() -> None:
+        if not serving and not stop.is_set():
+            starting.reschedule(loop.time())
+        stop.set()
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, end)
     if parent is not None:
-        loop.add_reader(parent, stop.set)
-    async with listening(settings) as url:
+        loop.add_reader(parent, end)
+    async with AsyncExitStack() as life:
+        try:
+            async with starting:
+                url = await life.enter_async_context(listening(settings))
+        except TimeoutError:
+            if not starting.expired():
+                raise
+            log.info("stopped before any request was taken")
+            return
+        serving = True
         _steady()
         ready(url)
         await stop.wait()
@@ -335,6 +356,7 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
             await _bind(metrics_runner, "LORAPLEX_METRICS_PORT", settings.host, settings.metrics_port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         yield f"http://{host}:{runner.addresses[0][1]}"
+        await app[DRAIN].run(runner, settings.drain_delay)
     finally:
         # Whoever scrapes sees the drain as well.
         await runner.cleanup()
@@ -366,22 +388,3 @@ def _read_model(settings: Settings) -> tuple[Tokenizer, BaseShape, int]:
     if settings.max_model_len is None and not isinstance(config.get("max_position_embeddings"), int):
         raise SettingsError("LORAPLEX_MAX_MODEL_LEN", "is required: config.json has no max_position_embeddings")
     return tokenizer, base, settings.max_model_len or context_length(config)
-
-
-@asynccontextmanager
-async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs endless work beside the block."""
-    task = asyncio.create_task(work)
-    task.add_done_callback(_report_death)
-    try:
-        yield
-    finally:
-        # A library may take a cancellation for the end of its own patience: asked until it is heard.
-        while not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=1.0)
-
-
-def _report_death(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.critical("a background task died", exc_info=task.exception())

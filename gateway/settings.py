@@ -66,6 +66,8 @@ class Settings:
     quota_fallback: tuple[str, ...] = ("closed",)
     # No byte from the engine for this long ends the request.
     engine_timeout: float = 300.0
+    # An engine that says nothing of its state for this long is down; its requests without a first byte go elsewhere.
+    engine_silence: float = 5.0
     # Requests that wait here while every engine is full, and seconds that one waits at most; beyond either, 429.
     queue_length: int = 512
     queue_seconds: float = 30.0
@@ -81,6 +83,10 @@ class Settings:
     trusted_proxies: tuple[str, ...] = ()
     # On SIGTERM, streams may go on for this long.
     shutdown_seconds: float = 20.0
+    # Before that: `/readyz` says 503 for this long and requests are still taken, for load balancers to move on.
+    drain_delay: float = 0.0
+    # How long a gateway waits on start for a database that is away.
+    database_wait: float = 30.0
     # Usage rows that may wait while SQL is away; beyond them no request is admitted.
     ledger_queue: int = 20_000
     # Where usage is written down while Redis is away: on a disk that outlives this process, one folder for a host.
@@ -136,11 +142,21 @@ class Settings:
             "body_timeout",
             "request_timeout",
         )
-        durations = ("redis_timeout", "lease_seconds", "engine_timeout", "client_timeout", "shutdown_seconds")
+        durations = (
+            "redis_timeout",
+            "lease_seconds",
+            "engine_timeout",
+            "client_timeout",
+            "shutdown_seconds",
+            "engine_silence",
+        )
         for name in (*positive, *durations, "queue_length", "queue_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SettingsError(env_name(name), f"expected a number above 0, got {value}")
+        for name in ("drain_delay", "database_wait"):
+            if not getattr(self, name) >= 0:
+                raise SettingsError(env_name(name), f"expected seconds, 0 or more, got {getattr(self, name)}")
 
     @property
     def engine_addresses(self) -> list[Address]:

@@ -8,6 +8,7 @@ from gateway.admission.auth import Authenticator
 from gateway.admission.quota import Quota
 from gateway.api.bodies import json_response
 from gateway.api.description import gateway_description
+from gateway.drain import Drain
 from gateway.errors import GatewayError
 from gateway.fleet.registry import Registry
 from gateway.metrics import CONTENT_TYPE, Metrics
@@ -21,7 +22,8 @@ PROBE_SECONDS = 2.0
 class Health:
     """The tokenizer was loaded before the gateway listened, so it is ready whenever this answers."""
 
-    def __init__(self, *, database: Database, quota: Quota, ledger: Ledger, registry: Registry) -> None:
+    def __init__(self, *, database: Database, quota: Quota, ledger: Ledger, registry: Registry, drain: Drain) -> None:
+        self._drain = drain
         self._database = database
         self._quota = quota
         self._ledger = ledger
@@ -44,6 +46,7 @@ class Health:
             "engines": "ok" if up else "; ".join(self._registry.problems) or "none is up",
             "tokenizer": "ok",
             "ledger": "ok" if self._ledger.has_room else "full",
+            "process": "stopping" if self._drain.begun else "ok",
         }
         # Requests are served without Redis where the operator chose that.
         needed = {name: state for name, state in parts.items() if name != "redis"}

@@ -77,7 +77,8 @@ class Fleet:
                     tried.add(engine)
                     bill.sent(engine, call.prompt_tokens)
                     try:
-                        response = await held.enter_async_context(self._attempt(engine, call))
+                        async with _while_it_speaks(engine):
+                            response = await held.enter_async_context(self._attempt(engine, call))
                     except EngineGone as error:
                         bill.refused()
                         deaths += error.had_it
@@ -135,3 +136,19 @@ class Fleet:
             raise
         finally:
             learn()
+
+
+@asynccontextmanager
+async def _while_it_speaks(engine: EngineRecord) -> AsyncIterator[None]:
+    """For the wait until an engine begins to answer. Raises EngineGone when it is let go of for its silence."""
+    try:
+        async with asyncio.timeout(None) as wait:
+            engine.unanswered.add(wait)
+            try:
+                yield
+            finally:
+                engine.unanswered.discard(wait)
+    except TimeoutError as error:
+        if not wait.expired():
+            raise
+        raise EngineGone(had_it=True) from error

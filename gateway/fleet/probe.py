@@ -16,8 +16,6 @@ from gateway.fleet.registry import EngineRecord
 log = logging.getLogger(__name__)
 
 TIMEOUT = ClientTimeout(total=3.0)
-# An engine that pushes says something every second.
-PUSH_TIMEOUT = ClientTimeout(total=None, sock_connect=3.0, sock_read=3.0)
 PUSHED = "application/x-ndjson"
 # The longest line: 70 bytes an adapter.
 MAX_LINE_BYTES = 8 * 2**20
@@ -26,10 +24,14 @@ VLLM_REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})?
 
 
 class Probe:
-    """base_model: the name under which every engine must serve the base."""
+    """base_model: the name under which every engine must serve the base. silence_seconds: an engine that pushes says
+    something every second; one that is silent for so long is down."""
 
-    def __init__(self, session: ClientSession, internal_token: str, base_model: str) -> None:
+    def __init__(
+        self, session: ClientSession, internal_token: str, base_model: str, silence_seconds: float = 5.0
+    ) -> None:
         self._session = session
+        self._push_timeout = ClientTimeout(total=None, sock_connect=TIMEOUT.total, sock_read=silence_seconds)
         self._base_model = base_model
         self._headers = {
             "loraplex": {"x-loraplex-internal-token": internal_token},
@@ -76,7 +78,7 @@ class Probe:
                 f"{engine.url}/state",
                 params={"watch": "true"},
                 headers=self._headers["loraplex"],
-                timeout=PUSH_TIMEOUT,
+                timeout=self._push_timeout,
                 read_bufsize=MAX_LINE_BYTES,
             ) as response:
                 if response.status != 200 or response.content_type != PUSHED:
@@ -90,7 +92,11 @@ class Probe:
                     heard()
                     pushed = True
         except TimeoutError:
-            engine.missed("it has fallen silent")
+            # One that has not said anything yet may have a long step to end first.
+            if pushed:
+                engine.mark_down("it has fallen silent", silent=True)
+            else:
+                engine.missed("it says nothing of its state")
         except (ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
             # Why it ended is asked of /health.
             log.debug("engine %s: %s while it was listened to", engine.url, type(error).__name__)

@@ -34,6 +34,8 @@ class EngineRecord:
     resident: digests (no prefix) of the adapters it holds. serving: this process' requests by digest, the base model's
     under None. others: requests of other gateways. slots: what it runs at once. load_seconds: what bringing an adapter
     takes. request_seconds: what a request takes. problem: why it gets no requests although it lives, and what to do.
+    silent: it is down because it says nothing, though its connections stand. unanswered: ends the wait of each request
+    that it has not begun to answer.
     """
 
     address: Address
@@ -49,6 +51,8 @@ class EngineRecord:
     state: dict[str, Any] = field(default_factory=dict)
     misses: int = 0
     problem: str | None = None
+    silent: bool = False
+    unanswered: set[asyncio.Timeout] = field(default_factory=set)
     breaker: Breaker = field(default_factory=Breaker)
 
     @property
@@ -104,16 +108,24 @@ class EngineRecord:
         if isinstance(seconds, int | float) and seconds > 0:
             self.load_seconds = max(float(seconds), LEAST_LOAD_SECONDS)
 
-    def mark_down(self, reason: str, *, draining: bool = False) -> None:
+    def let_go(self) -> None:
+        """Sends the requests that it has not begun to answer elsewhere."""
+        now = asyncio.get_running_loop().time()
+        for wait in self.unanswered:
+            if not wait.expired():
+                wait.reschedule(now)
+
+    def mark_down(self, reason: str, *, draining: bool = False, silent: bool = False) -> None:
         if self.healthy:
             log.warning("engine %s is %s: %s", self.url, "leaving" if draining else "down", reason)
-        self.healthy, self.problem, self.draining = False, None, draining
+        self.healthy, self.problem, self.draining, self.silent = False, None, draining, silent
         self.resident, self.others = frozenset(), 0
 
     def mark_misconfigured(self, problem: str) -> None:
         if self.problem != problem:
             log.error("engine %s is misconfigured: %s", self.url, problem)
         self.healthy, self.misses, self.problem, self.draining = False, 0, problem, False
+        self.silent = False
         self.resident = frozenset()
 
     def mark_up(self) -> None:
@@ -122,12 +134,13 @@ class EngineRecord:
             # What the one before it did is not held against an engine that comes back.
             self.breaker = Breaker()
         self.healthy, self.misses, self.problem, self.draining = True, 0, None, False
+        self.silent = False
 
     def missed(self, reason: str) -> None:
         """One health check went unanswered."""
         self.misses += 1
         if self.misses >= MISSES_UNTIL_DOWN:
-            self.mark_down(reason)
+            self.mark_down(reason, silent=True)
 
 
 class Watch(Protocol):
@@ -196,10 +209,17 @@ class Registry:
     async def _watch_one(self, engine: EngineRecord, changed: Callable[[], None]) -> None:
         """Asks and listens once; when an engine stops talking, what has become of it is asked at once."""
         await self._watch(engine)
+        self._spread(engine)
         changed()
         if engine.healthy and await self._watch.follow(engine, changed):
+            self._spread(engine)
             await self._watch(engine)
             changed()
+
+    def _spread(self, engine: EngineRecord) -> None:
+        """Who waits for the first word of a silent engine gets another; where there is none, it may yet come back."""
+        if engine.silent and any(other.available for other in self._engines.values()):
+            engine.let_go()
 
     def _watched(self, url: str, task: "asyncio.Task[None]") -> None:
         self._watching.pop(url, None)

@@ -30,6 +30,8 @@ logging.getLogger("alembic").setLevel(logging.WARNING)
 # How long one statement, or the wait for a connection, may take before the caller gets an error (seconds).
 STATEMENT_SECONDS = 10
 POOL_SIZE = 10
+# Between two looks on start for a database that is away.
+RETRY_SECONDS = 0.5
 # Classes of SQLSTATE.
 DATA_EXCEPTION, INTEGRITY_VIOLATION = "22", "23"
 # Any number, the same in every gateway: two that start at once migrate one after the other.
@@ -83,6 +85,19 @@ class Database:
         async with self.read() as connection:
             await connection.execute(text("SELECT 1"))
 
+    async def wait(self, seconds: float) -> None:
+        """Until the database answers, `seconds` at most; who comes then learns what is wrong. The log says so once.
+        A file is there or is made."""
+        if self.dialect == "sqlite":
+            return
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                await self.ping()
+                break
+            except Unavailable:
+                await asyncio.sleep(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
+
     async def upgrade(self) -> None:
         """Brings the schema to the newest version; safe to call from several processes at once.
 
@@ -119,7 +134,7 @@ class Database:
 
 @contextmanager
 def _reachable() -> Iterator[None]:
-    """On start there is nobody to wait for: a database that is away is a setting to look at."""
+    """A database that is still away when a start has waited for it is a setting to look at."""
     try:
         yield
     except Unavailable as error:

@@ -4,7 +4,7 @@ tokens made up. What it does is said in the request's own `x_engine` field, whic
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -42,6 +42,9 @@ class Upstream:
         # An engine that doesn't speak our extension, as vLLM.
         self.says_progress = True
         self.remembers = True
+        # Says nothing of itself any more, as if stopped; begins no answer.
+        self.mute = False
+        self.holds = False
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator["Upstream"]:
@@ -60,7 +63,14 @@ class Upstream:
         finally:
             await runner.cleanup()
 
+    async def _wait_out(self, condition: Callable[[], bool]) -> None:
+        while True:
+            if not condition():
+                return
+            await asyncio.sleep(0.01)
+
     async def _health(self, _: web.Request) -> web.Response:
+        await self._wait_out(lambda: self.mute)
         return web.Response(status=200 if self.healthy else 503)
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
@@ -75,7 +85,7 @@ class Upstream:
             generation, quiet = -1, 0.0
             while self.healthy and self.pushes:
                 state = self._state_now()
-                if state["generation"] != generation or quiet >= 1.0:
+                if not self.mute and (state["generation"] != generation or quiet >= 1.0):
                     generation, quiet = state["generation"], 0.0
                     await response.write(json.dumps(state).encode() + b"\n")
                 await asyncio.sleep(0.01)
@@ -130,6 +140,7 @@ class Upstream:
         if self.remembers:
             self.finished[mine["id"]] = mine
         try:
+            await self._wait_out(lambda: self.holds)
             if body.get("stream"):
                 response = await self._stream(request, body, how, mine)
                 mine["finish_reason"] = "stop"
