@@ -71,8 +71,8 @@ class Quota:
         self._presence = Presence(redis)
         self._local = LocalLimits()
         self._leases = Leases(self._store, self._lease_ms, self._register)
-        # What may have been taken for a request that is gone: given back when Redis answers.
-        self._unwanted: dict[str, set[str]] = {}
+        # Of requests that are gone, what they used (tokens, cost, requests): settled when Redis answers.
+        self._unwanted: dict[str, dict[str, tuple[int, int, int]]] = {}
         self._has_unwanted = asyncio.Event()
         self._registered: set[str] = set()
         self._budgets: OrderedDict[str, int] = OrderedDict()
@@ -91,6 +91,11 @@ class Quota:
     def away(self) -> bool:
         """Whether Redis does not answer."""
         return self._store.away
+
+    @property
+    def answers_for(self) -> float:
+        """Seconds since Redis came back; without end where it was never away."""
+        return self._store.answers_for
 
     @property
     def in_order(self) -> bool:
@@ -168,9 +173,10 @@ class Quota:
 
         Returns the event's id in the stream. None: Redis holds no lease of this id, because it was settled before, was
         admitted without Redis, or Redis has lost it; nothing was added, and the event is the caller's to keep.
-        Raises Unavailable; then, too.
+        Raises Unavailable; then, too, and the limits are corrected when Redis is back.
         """
         tenant_id, request_id = reservation.tenant_id, reservation.request_id
+        held = self._leases.holds(tenant_id, request_id)
         self._leases.let_go(tenant_id, request_id)
         self._local.settle(tenant_id, request_id, tokens, cost, counts=counts)
         arguments = ("settle", request_id, tokens, cost, int(counts), event)
@@ -179,8 +185,17 @@ class Quota:
                 return await self._store.script(tenant_id, *arguments)
             except Unavailable:
                 if left == 0 or self._store.away:
+                    if held:
+                        self._give_back(tenant_id, request_id, (tokens, cost, int(counts)))
                     raise
         raise AssertionError("unreachable")
+
+    async def release(self, reservation: Reservation) -> None:
+        """Gives all of it back, the request as well, and adds nothing to the stream: it was never served."""
+        try:
+            await self.settle(reservation, tokens=0, cost=0, event=b"", counts=False)
+        except Unavailable:
+            log.debug("request %s is given back when redis answers", reservation.request_id)
 
     async def leave(self, reservation: Reservation) -> bool:
         """Leaves a request, as far as it is known to be, to whoever settles what dead gateways held.
@@ -320,8 +335,8 @@ class Quota:
                 if len(self._budgets) > KNOWN_BUDGETS:
                     self._budgets.popitem(last=False)
 
-    def _give_back(self, tenant_id: str, request_id: str) -> None:
-        self._unwanted.setdefault(tenant_id, set()).add(request_id)
+    def _give_back(self, tenant_id: str, request_id: str, used: tuple[int, int, int] = (0, 0, 0)) -> None:
+        self._unwanted.setdefault(tenant_id, {})[request_id] = used
         self._has_unwanted.set()
 
     async def _register(self, tenant_ids: set[str]) -> None:
@@ -335,9 +350,9 @@ class Quota:
             self._has_unwanted.clear()
             try:
                 for tenant_id in list(self._unwanted):
-                    for request_id in list(self._unwanted[tenant_id]):
-                        await self._store.script(tenant_id, "settle", request_id, 0, 0, 0, b"")
-                        self._unwanted[tenant_id].discard(request_id)
+                    for request_id, used in list(self._unwanted[tenant_id].items()):
+                        await self._store.script(tenant_id, "settle", request_id, *used, b"")
+                        del self._unwanted[tenant_id][request_id]
                     if not self._unwanted[tenant_id]:
                         del self._unwanted[tenant_id]
             except Unavailable:

@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from importlib import resources
@@ -86,6 +88,12 @@ class Store:
         self._refusals = Outage(log, "a call to redis")
         self._probe: asyncio.Task[None] | None = None
         self.away = False
+        self._answers_since = -math.inf
+
+    @property
+    def answers_for(self) -> float:
+        """Seconds since the server came back; without end where it was never away."""
+        return 0.0 if self.away else time.monotonic() - self._answers_since
 
     @property
     def in_order(self) -> bool:
@@ -184,6 +192,7 @@ class Store:
                 continue
             self._failures = 0
             self.away = False
+            self._answers_since = time.monotonic()
             self._outage.over()
             return
 

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # An engine that is away may come back and know: that is waited for so long. After it the last progress counts.
 ENGINE_PATIENCE_SECONDS = 60.0
+# How long the gateways that live have, after Redis was away, to settle themselves what ended meanwhile.
+RETURN_SECONDS = 5.0
 # Tenants that are looked at in each round though no lease of theirs has ended, so that what is paid off is forgotten.
 IN_TURN = 10
 
@@ -54,7 +56,9 @@ class Abandoned:
     async def run(self) -> None:
         """For ever, one process of all at a time. Run it as a task."""
         while True:
-            await asyncio.sleep(self._every_seconds)
+            await asyncio.sleep(max(self._every_seconds, RETURN_SECONDS - self._quota.answers_for))
+            if self._quota.answers_for < RETURN_SECONDS:
+                continue
             try:
                 if await self._quota.is_first(self._every_seconds / 2):
                     await self.settle_all()
@@ -111,7 +115,7 @@ class Abandoned:
         used = row.prompt_tokens + row.completion_tokens
         entry_id = await self._quota.settle(lease.reservation, tokens=used, cost=row.cost, event=encode(row))
         if entry_id is not None:
-            log.warning("request %s of a gateway that died is settled: %d tokens", row.request_id, used)
+            log.warning("request %s, given up by its gateway or with it, is settled: %d tokens", row.request_id, used)
             self._metrics.finished(row)
             self._ledger.settled(entry_id, row)
 

@@ -62,6 +62,8 @@ class Account:
         self.status = "error"
         # Against the limit of requests.
         self.counts = True
+        # No engine was there for it: unless one says that it worked, it is none of the tenant's requests.
+        self.unserved = False
         self.settlement: asyncio.Task[None] | None = None
         self.tell: Callable[[Reservation, str, int, int], None] | None = None
         self.arrived = arrived
@@ -221,7 +223,7 @@ class Accounting:
             try:
                 outcome = await self._finished.outcome(account.engine, request_id, OUTCOME_PATIENCE_SECONDS)
             except TimeoutError:
-                if await self._leave(account, account.engine):
+                if not account.unserved and await self._leave(account, account.engine):
                     return
                 outcome = None
             if outcome is not None:
@@ -229,6 +231,9 @@ class Accounting:
         row = account.row(ended)
         self._metrics.finished(row)
         used = row.prompt_tokens + row.completion_tokens
+        if account.unserved and not used:
+            await self._quota.release(account.reservation)
+            return
         entry_id = None
         try:
             entry_id = await self._quota.settle(
@@ -236,8 +241,8 @@ class Accounting:
             )
             self._outage.over()
         except Unavailable as error:
-            # The row goes to the journal; another gateway's sweep does the rest.
-            self._outage.failed(str(error), "what requests took of their limits is corrected when their leases run out")
+            # The row goes to the journal; the quota sees to the rest.
+            self._outage.failed(str(error), "what requests took of their limits is corrected when redis is back")
         if entry_id is None:
             await self._ledger.keep(row)
         else:

@@ -147,10 +147,13 @@ class Completions:
         except EngineRefused as refusal:
             # A 4xx comes before any work: nothing of it is held against the tenant. Overload is, or a client could
             # knock without end.
-            account.refused(counts=not (refusal.status and 400 <= refusal.status < 500))
+            account.unserved = refusal.error.code == "no_engine"
+            of_client = refusal.status is not None and 400 <= refusal.status < 500
+            account.refused(counts=not (of_client or account.unserved))
             # Whose fault it was: only the client's is a refusal, a wrong token or a missing model is our error.
             status = "refused" if isinstance(refusal.error, BadRequest) else "error"
             await self._accounting.close_and_wait(account, status)
+            refusal.error.headers = {**account.reservation.headers, **refusal.error.headers}
             raise refusal.error from refusal
 
     async def _relay_answer(

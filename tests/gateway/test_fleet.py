@@ -74,6 +74,29 @@ async def test_an_engine_of_another_model_gets_no_requests(
     assert caplog.text.count(problem) == 1
 
 
+async def test_a_request_that_no_engine_was_there_for_is_given_back(gateway: Gateway, upstream: Upstream):
+    acme = await gateway.tenant("acme", requests_per_minute=1)
+    upstream.healthy = False
+    await until(lambda: up(gateway, 0))
+    for _ in range(3):
+        got = await acme.complete()
+        assert (got.status, got.error["code"]) == (503, "no_engine")
+        assert got.headers["x-ratelimit-limit-requests"] == "1"
+    upstream.healthy = True
+    await until(lambda: up(gateway, 1))
+    assert (await acme.complete()).status == 200
+
+    async def requests() -> int:
+        return sum(row["requests"] for row in await acme.usage())
+
+    async def is_written() -> bool:
+        return await requests() > 0
+
+    await until(is_written)
+    assert await requests() == 1
+    assert 'status="abandoned"' not in (await gateway.admin.get("/metrics")).body.decode()
+
+
 async def test_without_an_engine(gateway: Gateway, upstream: Upstream):
     acme = await gateway.tenant("acme", tokens_per_minute=100)
     upstream.healthy = False
