@@ -1,5 +1,9 @@
 """`loraplex audit`: who changed what, when and from where."""
 
+import csv
+import json
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -8,12 +12,17 @@ from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.values import Moment, given
 
+COLUMNS = ("id", "at", "action", "target", "tenant", "actor", "address", "request_id", "detail")
+# Of a request's id, in the table: enough to find it in a log.
+SHORT_CHARS = 12
+
 
 @click.command(
     epilog=examples(
         "loraplex audit --since 7d",
         "loraplex audit --tenant acme --action key",
         "loraplex audit --actor bootstrap --limit 1000 --json",
+        "loraplex audit --since 2026-11-01 --limit 1000 --csv > november.csv",
     )
 )
 @click.option("--tenant", help="Of this tenant's things only; also one that was deleted.")
@@ -23,15 +32,37 @@ from loraplex.commands.values import Moment, given
 @click.option("--until", type=Moment(ahead=False), help="Before this moment; default: now.")
 @click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Entries at most.")
 @click.option("--after", help="Only what is older than the entry of this id: the next page.")
+@click.option("--csv", "as_csv", is_flag=True, help="As CSV, with all that is known; the detail is JSON.")
 @json_option
 @admin_options
-def audit(as_json: bool, gateway: Gateway, **query: Any) -> None:
+def audit(as_csv: bool, as_json: bool, gateway: Gateway, **query: Any) -> None:
     """Show what was changed, the newest first: by which key, from which address."""
+    if as_csv and as_json:
+        raise click.UsageError("give either --csv or --json")
     answer = gateway.run(lambda client: client.audit(**given(query)))
     if as_json:
         print_json(answer)
         return
-    rows = [{**row, "changed_at": row["at"]} for row in answer["data"]]
-    print_table(rows, ("changed_at", "action", "target", "actor", "address"))
+    if as_csv:
+        _print_csv(answer["data"])
+    else:
+        rows = [_shown(row) for row in answer["data"]]
+        print_table(rows, ("changed_at", "action", "target", "actor", "address", "request", "detail"))
     if answer["has_more"]:
-        click.echo(f"there are older ones: --after {rows[-1]['id']}", err=True)
+        click.echo(f"there are older ones: --after {answer['data'][-1]['id']}", err=True)
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    detail = " ".join(f"{name}={_value(value)}" for name, value in row["detail"].items())
+    request = (row["request_id"] or "").removeprefix("req_")[:SHORT_CHARS]
+    return {**row, "changed_at": row["at"], "request": request, "detail": detail}
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def _print_csv(rows: Sequence[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows({**row, "detail": json.dumps(row["detail"])} for row in rows)

@@ -1,6 +1,7 @@
 """The audit: every change with who made it, when and from where, and no secret."""
 
 import asyncio
+import csv
 import json
 import os
 from datetime import UTC, datetime, timedelta
@@ -108,9 +109,17 @@ async def test_the_command(gateway: Gateway):
     await gateway.tenant("acme")
     first = await run("--limit", "1", "--since", "1h")
     head, row = first.stdout.splitlines()
-    assert head.split() == ["CHANGED_AT", "ACTION", "TARGET", "ACTOR", "ADDRESS"]
+    assert head.split() == ["CHANGED_AT", "ACTION", "TARGET", "ACTOR", "ADDRESS", "REQUEST", "DETAIL"]
     assert row.split()[1] == "key.create"
-    assert row.split()[3:] == ["bootstrap", "127.0.0.1"]
+    assert row.split()[3:5] == ["bootstrap", "127.0.0.1"]
+    [told] = await entries(gateway.admin, limit=1)
+    assert told["request_id"].removeprefix("req_").startswith(row.split()[5])
+    for name in told["detail"]:
+        assert f"{name}=" in row
+    [written] = csv.DictReader((await run("--limit", "1", "--csv")).stdout.splitlines())
+    assert {**written, "detail": json.loads(written["detail"])} == {n: v or "" for n, v in told.items()} | {
+        "detail": told["detail"]
+    }
     after = first.stderr.split("--after ")[1].strip()
     [older] = json.loads((await run("--after", after, "--tenant", "acme", "--json")).stdout)["data"]
     assert (older["action"], older["target"]) == ("tenant.create", "acme")
