@@ -4,6 +4,7 @@ tokens made up. What it does is said in the request's own `x_engine` field, whic
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -82,14 +83,15 @@ class Upstream:
         await response.prepare(request)
         self.followers += 1
         try:
-            generation, quiet = -1, 0.0
+            generation, told_at = -1, 0.0
             while self.healthy and self.pushes:
                 state = self._state_now()
-                if not self.mute and (state["generation"] != generation or quiet >= 1.0):
-                    generation, quiet = state["generation"], 0.0
+                now = time.monotonic()
+                # By the clock, however slow the machine: silence is the sign of an engine that hangs.
+                if not self.mute and (state["generation"] != generation or now - told_at >= 0.5):
+                    generation, told_at = state["generation"], now
                     await response.write(json.dumps(state).encode() + b"\n")
                 await asyncio.sleep(0.01)
-                quiet += 0.01
         finally:
             self.followers -= 1
         return response
