@@ -48,3 +48,40 @@ async def test_requests_without_a_first_byte_leave_a_silent_engine(
             finally:
                 one.mute = two.mute = one.holds = two.holds = False
                 asking.cancel()
+
+
+async def test_a_stream_that_has_begun_stays_with_a_silent_engine(tmp_path: Path, model_dir: Path, redis_url: str):
+    async with Upstream().serving() as one, Upstream().serving() as two:
+        of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, engine_silence=4.0)
+        async with running(of) as gateway:
+            acme = await gateway.tenant("acme")
+
+            async def ups() -> int:
+                return (await gateway.nobody.get("/readyz")).json["engines_up"]
+
+            async def both_are_up() -> bool:
+                return one.followers == two.followers == 1 and await ups() == 2
+
+            await until(both_are_up)
+            # One event now, the last when the test has seen what it waits for.
+            asking = asyncio.create_task(acme.complete(stream=True, x_engine={"tokens": 2, "pause": True}))
+
+            async def has_begun() -> bool:
+                return one.events + two.events == 1
+
+            try:
+                await until(has_begun)
+                serving = one if one.events else two
+                serving.mute = True
+
+                async def is_down() -> bool:
+                    return await ups() == 1
+
+                await until(is_down)
+                one.paused = two.paused = False
+                got = await asyncio.wait_for(asking, 60.0)
+                assert (got.status, got.events[-1]) == (200, "[DONE]")
+                assert len(one.requests) + len(two.requests) == 1
+            finally:
+                one.mute = two.mute = one.paused = two.paused = False
+                asking.cancel()

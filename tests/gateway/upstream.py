@@ -46,6 +46,8 @@ class Upstream:
         # Says nothing of itself any more, as if stopped; begins no answer.
         self.mute = False
         self.holds = False
+        # Streams of requests that ask for a `pause` wait after their first event.
+        self.paused = True
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator["Upstream"]:
@@ -181,6 +183,8 @@ class Upstream:
                 event["loraplex"] = counts
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             self.events += 1
+            if how.get("pause") and made == step:
+                await self._wait_out(lambda: self.paused)
             if how.get("drop_after") == made:
                 assert request.transport is not None
                 request.transport.abort()
