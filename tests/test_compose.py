@@ -130,7 +130,8 @@ def stack() -> Iterator[ExitStack]:
 
 async def test_the_services_start_in_order_and_serve_a_request(tmp_path: Path, stack: ExitStack):
     local = Local(tmp_path, stack)
-    (tmp_path / "adapters").mkdir()
+    for folder in ("adapters", "finished"):
+        (tmp_path / folder).mkdir()
     await local.postgres()
     local.valkey()
     assert local.ours("migrate").wait(60) == 0, (tmp_path / "migrate.log").read_text()

@@ -55,6 +55,7 @@ class Account:
         self.engine: str | None = None
         # Whether the engine can be asked what it did: ours can.
         self.engine_remembers = False
+        self._before: tuple[str | None, bool] = None, False
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -76,8 +77,14 @@ class Account:
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """The engine has the prompt; from here on it costs, whoever leaves."""
+        self._before = self.engine, self.engine_remembers
         self.engine, self.prompt_tokens = engine.url, prompt_tokens
         self.engine_remembers = engine.address.kind == "loraplex"
+
+    def unsent(self) -> None:
+        """It never came to that engine, which has nothing to tell of it."""
+        self.engine, self.engine_remembers = self._before
+        self.prompt_tokens = 0
 
     def refused(self, *, counts: bool = True) -> None:
         """The engine did nothing with it. counts: whether it still is one of the tenant's requests."""
@@ -218,20 +225,20 @@ class Accounting:
 
     async def _close(self, account: Account) -> None:
         ended = time.monotonic()
+        outcome = None
         if account.status != "ok" and account.engine is not None and account.engine_remembers:
             request_id = account.reservation.request_id
             try:
                 outcome = await self._finished.outcome(account.engine, request_id, OUTCOME_PATIENCE_SECONDS)
             except TimeoutError:
-                if not account.unserved and await self._leave(account, account.engine):
+                if await self._leave(account, account.engine):
                     return
-                outcome = None
             if outcome is not None:
                 account.correct(outcome)
         row = account.row(ended)
         self._metrics.finished(row)
         used = row.prompt_tokens + row.completion_tokens
-        if account.unserved and not used:
+        if account.unserved and outcome is None and not used:
             await self._quota.release(account.reservation)
             return
         entry_id = None

@@ -28,6 +28,9 @@ class Bill(Protocol):
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """The engine is being asked; the last one that this is called with serves the request."""
 
+    def unsent(self) -> None:
+        """It did not come to that engine."""
+
     def refused(self) -> None:
         """That engine did nothing with it."""
 
@@ -80,7 +83,11 @@ class Fleet:
                         async with _while_it_speaks(engine):
                             response = await held.enter_async_context(self._attempt(engine, call))
                     except EngineGone as error:
-                        bill.refused()
+                        # One that died with it may have worked, and is asked once it is back.
+                        if error.had_it:
+                            bill.refused()
+                        else:
+                            bill.unsent()
                         deaths += error.had_it
                         if deaths == MAX_DEATHS:
                             raise EngineRefused(UpstreamFailed("The engine left before it answered.")) from error
@@ -92,6 +99,7 @@ class Fleet:
                             raise
                         if error.error.code == "engine_unavailable":
                             # As good as not there: its own words, "shutting down" say, are none of the client's.
+                            bill.unsent()
                             engine.mark_down("it takes no requests")
                         else:
                             refusal = error
