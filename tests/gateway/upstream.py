@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from tests.serving import serving
+
 TOKEN = "an-internal-token-of-tests"
 PROMPT_TOKENS = 11
 CACHED_TOKENS = 3
@@ -57,14 +59,8 @@ class Upstream:
         app.router.add_get("/health", self._health)
         app.router.add_get("/state", self._state)
         app.router.add_get("/finished", self._finished)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", port).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving(app, port) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _wait_out(self, condition: Callable[[], bool]) -> None:
         while True:

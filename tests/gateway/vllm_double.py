@@ -12,6 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.serving import serving
+
 PROMPT_TOKENS = 7
 
 
@@ -46,14 +48,8 @@ class VllmDouble:
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving(app) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Any) -> web.StreamResponse:

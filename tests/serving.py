@@ -1,0 +1,18 @@
+"""An aiohttp application on a free port of this machine, for the doubles of servers that are not ours."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+
+@asynccontextmanager
+async def serving(app: web.Application, port: int = 0) -> AsyncIterator[str]:
+    """Its URL. A client that leaves cancels its request's handler."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
