@@ -15,6 +15,7 @@ from loraplex.commands.vllm_flags import EngineCommand
 
 # Addresses to listen on that are none to be reached at.
 ANY_HOST = ("0.0.0.0", "::")
+MODULE_FIELDS = ("name", "path", "base_model_name")
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -35,7 +36,7 @@ class Bytes(click.ParamType):
 
 
 class Module(click.ParamType):
-    """`name=path` or `{"name": ..., "path": ...}`, as vLLM writes it."""
+    """`name=path` or `{"name": ..., "path": ...}`, as vLLM writes it; there is one base model, whatever its name."""
 
     name = "name=path"
 
@@ -49,6 +50,8 @@ class Module(click.ParamType):
             except ValueError:
                 fields = {}
             name, path = fields.get("name"), fields.get("path")
+            if unknown := fields.keys() - MODULE_FIELDS:
+                self.fail(f"{value!r} has a field {min(unknown)!r}; known are {', '.join(MODULE_FIELDS)}", param, ctx)
         if not (isinstance(name, str) and isinstance(path, str) and name and path):
             self.fail(f"""{value!r} is neither name=path nor {{"name": "...", "path": "..."}}""", param, ctx)
         return name, Path(path).expanduser()
@@ -71,7 +74,7 @@ class Sizes(click.ParamType):
 @click.command(
     cls=EngineCommand,
     epilog=examples(
-        "loraplex engine --model ~/models/Llama-3.2-1B-Instruct --lora-modules sql=~/adapters/sql",
+        "loraplex engine --model ~/models/Llama-3.2-1B-Instruct --lora-modules sql=~/adapters/sql fr=~/adapters/fr",
         "loraplex engine --model ~/models/Llama-3.2-1B-Instruct --adapter-store /srv/adapters --port 8001",
     ),
 )
@@ -97,7 +100,7 @@ class Sizes(click.ParamType):
 @click.option("--adapter-store", help="Folder of adapters by digest, for `sha256:...` models.")
 @click.option("--adapter-memory", type=Bytes(), help="Device memory for adapters; default: from the device.")
 @click.option("--host-adapter-memory", type=Bytes(), default="1GiB", show_default=True, help="Host memory for them.")
-@click.option("--lora-modules", type=Module(), multiple=True, help="An adapter folder to serve under a name; repeat.")
+@click.option("--lora-modules", type=Module(), multiple=True, help="Adapter folders to serve under names.")
 @click.option(
     "--max-waiting", default=1024, show_default=True, type=click.IntRange(0), help="Longest queue; 503 past it."
 )
@@ -144,7 +147,7 @@ def engine(**flags: Any) -> None:
     from loraplex.local import UpError, check_port
 
     host, port = flags.pop("host"), flags.pop("port")
-    store, modules = flags.pop("adapter_store"), dict(flags.pop("lora_modules"))
+    store, modules = flags.pop("adapter_store"), _by_name(flags.pop("lora_modules"))
     with one_line(ConfigError, ModelError, AdapterError, UpError, OSError):
         check_port(host, port)
         token = _internal_token(flags.pop("internal_token_file"))
@@ -240,6 +243,14 @@ def _needs_extra(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error.name} is not installed; pip install 'loraplex[{extra}]'") from error
+
+
+def _by_name(modules: tuple[tuple[str, Path], ...]) -> dict[str, Path]:
+    named = dict(modules)
+    for name, path in modules:
+        if named[name] != path:
+            raise click.UsageError(f"--lora-modules: {name!r} is given to {path} and to {named[name]}")
+    return named
 
 
 def _check_parent(flag: str, path: Path | None) -> None:

@@ -1,4 +1,6 @@
-"""vLLM's flags that the engine has under another name or does without, said to who brings a vLLM command line."""
+"""vLLM's command line, for who brings one: several values behind one flag, and what stands in for the flags that the
+engine has under another name or does without.
+"""
 
 import click
 
@@ -19,11 +21,28 @@ INSTEAD = {
 }
 
 
+# Take several values, as in `--lora-modules a=/path b=/path`; click knows one behind each flag.
+LISTS = ("--lora-modules",)
+
+
 class EngineCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, _one_value_a_flag(args))
         except click.NoSuchOption as error:
             if error.option_name not in INSTEAD:
                 raise
             raise click.UsageError(f"{error.option_name} is vLLM's: {INSTEAD[error.option_name]}", ctx) from None
+
+
+def _one_value_a_flag(args: list[str]) -> list[str]:
+    """`--flag a b` as `--flag a --flag b`. No word is anything but a flag's value: the command takes no arguments."""
+    spread: list[str] = []
+    flag = ""
+    for word in args:
+        if word.startswith("-"):
+            flag = word.partition("=")[0]
+        elif flag in LISTS and spread[-1] != flag:
+            spread.append(flag)
+        spread.append(word)
+    return spread

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from loraplex.cli import main
 from loraplex.commands.output import money
-from loraplex.commands.programs import Bytes, Module
+from loraplex.commands.programs import Bytes, Module, engine
 from loraplex.commands.values import Duration, Limit, Moment, Money, given
 from loraplex.local import free_port
 
@@ -98,6 +98,10 @@ def test_help_takes_no_second():
         (("engine", "--model", "x", "--gpu-memory-utilization", "0.9"), "is vLLM's: use --kv-cache-memory"),
         (("engine", "--model", "x", "--enable-lora"), "is vLLM's: leave it out"),
         (("engine", "--model", "x", "--lora-modules", '{"name": "a"}'), "is neither name=path nor"),
+        (("engine", "--model", "x", "--lora-modules", "a=/a", "nameonly"), "'nameonly' is neither name=path nor"),
+        (("engine", "--model", "x", "--lora-modules", '{"name": "a", "path": "/a", "r": 8}'), "has a field 'r'; known"),
+        (("engine", "--model", "x", "--lora-modules", "a=/a", "a=/b"), "'a' is given to /a and to /b"),
+        (("engine", "--model", "x", "stray"), "unexpected extra argument (stray)"),
         (("engine", "--model", "x", "--api-key", ""), "--api-key is empty"),
     ],
 )
@@ -324,3 +328,20 @@ def test_modules():
     assert (name, str(path)) == ("sql", "/adapters/a=b")
     assert Module().convert("sql=~/a", None, None)[1] == Path.home() / "a"
     assert Module().convert('{"name": "sql", "path": "/a"}', None, None) == ("sql", Path("/a"))
+    of_vllm = '{"name": "sql", "path": "/a", "base_model_name": "llama"}'
+    assert Module().convert(of_vllm, None, None) == ("sql", Path("/a"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--lora-modules", "a=/a", "--lora-modules", "b=/b", "--port", "1"],
+        ["--lora-modules", "a=/a", "b=/b", "--port", "1"],
+        ["--port", "1", "--lora-modules=a=/a", '{"name": "b", "path": "/b"}'],
+        ["--lora-modules", "a=/a", "--port", "1", "--lora-modules", "b=/b"],
+    ],
+)
+def test_several_modules_may_follow_one_flag_as_vllm_has_it(words):
+    params = engine.make_context("engine", ["--model", "x", *words]).params
+    assert params["lora_modules"] == (("a", Path("/a")), ("b", Path("/b")))
+    assert params["port"] == 1
