@@ -197,7 +197,9 @@ class AdapterPool:
             reservation.draining.add(victim)
 
     def no_longer_wanted(self, digest: str) -> None:
-        """The last request for it has gone: a promise made to it is void."""
+        """The last request for it has gone: a promise made to it is void, and what went wrong is nobody's news."""
+        self._fetching.pop(digest, None)
+        self._errors.pop(digest, None)
         if self._reservation is not None and self._reservation.digest == digest:
             self._reservation = None
 

@@ -47,6 +47,8 @@ REFUSED = {
     "kasa_config": "KaSA's singular values are not served",
     "target_parameters": "LoRA on bare parameters is not served",
 }
+# To PEFT an empty object turns a setting on, with its defaults.
+_OFF: tuple[Any, ...] = (None, False, [])
 # These set up the adapter by changing the base weights, so the file is no delta to the base model that we serve.
 _BASE_CHANGING_INIT = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -137,9 +139,8 @@ class AdapterManifest:
         """Whether PEFT would put LoRA on this module of this decoder layer. Raises AdapterError on a costly pattern."""
         if self._ask("exclude_modules", module) or not self._ask("target_modules", module):
             return False
-        if layer == OUTSIDE and module in self.target_modules:
-            return True  # a module's full name wins over layers_to_transform, and lm_head's is just that
-        return self.layers is None or layer in self.layers
+        # A module's full name wins over layers_to_transform, and lm_head's is just that.
+        return self.layers is None or layer in self.layers or module in self.target_modules
 
     def rank_of(self, module: str) -> int:
         return int(self._ask("rank_pattern", module))
@@ -164,10 +165,10 @@ def parse_manifest(config: object) -> AdapterManifest:
     _refuse(config)
     layers = _layers(config)
     targets = _names(config, "target_modules", default=("q_proj", "v_proj"))  # PEFT's for Llama, Mistral and Qwen
-    if targets == "all-linear":
-        targets = PROJECTIONS
     if isinstance(targets, str) and layers is not None:
         raise AdapterError("layers_to_transform", "works only with a list of target_modules, not with a pattern")
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        targets = PROJECTIONS
     return AdapterManifest(
         rank=_rank("r", config.get("r", 8)),
         alpha=_number("lora_alpha", config.get("lora_alpha", 8)),
@@ -187,7 +188,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
     if config.get("task_type") not in (None, "CAUSAL_LM"):
         raise AdapterError("task_type", f"expected 'CAUSAL_LM' or null, got {config['task_type']!r}")
     for name, why in REFUSED.items():
-        if config.get(name):
+        if config.get(name) not in _OFF:
             raise AdapterError(name, why)
     if config.get("bias") not in (None, "none"):
         raise AdapterError("bias", f"expected 'none', got {config['bias']!r}; trained biases are not served")
@@ -250,6 +251,8 @@ def _patterns(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _layers(config: Mapping[str, Any]) -> frozenset[int] | None:
     value = config.get("layers_to_transform")
+    if value is None and config.get("layers_pattern"):
+        raise AdapterError("layers_pattern", "works only with layers_to_transform")
     if value is None or value == []:
         return None
     if config.get("layers_pattern") not in (None, "", [], "layers", ["layers"]):

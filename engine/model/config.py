@@ -18,6 +18,14 @@ FAMILIES: dict[str, dict[str, bool]] = {
     "Qwen2ForCausalLM": {"qkv_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
 }
+# Rope types, with the numbers that each cannot do without.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "factors": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +112,21 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         raise ConfigError("architectures", f"{architecture} is not served; these are: {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[architecture]
 
-    def need(name: str) -> Any:
-        if raw.get(name) is None:
+    def need(name: str) -> int:
+        value = raw.get(name)
+        if value is None:
             raise ConfigError(name, "missing from config.json")
-        return raw[name]
+        return _positive(name, value)
 
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError("hidden_act", f"expected silu, got {raw['hidden_act']!r}")
     if raw.get("quantization_config"):
         raise ConfigError("quantization_config", "quantised weights are not served; give the dense checkpoint")
     num_heads, num_layers = need("num_attention_heads"), need("num_hidden_layers")
-    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    num_kv_heads = _positive("num_key_value_heads", raw.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError("num_key_value_heads", f"expected a divisor of num_attention_heads ({num_heads})")
-    head_dim = raw.get("head_dim") or need("hidden_size") // num_heads
+    head_dim = _positive("head_dim", raw.get("head_dim") or need("hidden_size") // num_heads)
     if head_dim % 2:
         raise ConfigError("head_dim", f"expected an even number, got {head_dim}")
     rope = _rope(raw)
@@ -132,7 +141,7 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=_positive_number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=context_length(raw),
         rope=rope,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
@@ -146,15 +155,33 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     )
 
 
+def _positive(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(name, f"expected a positive integer, got {value!r}")
+    return value
+
+
+def _positive_number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ConfigError(name, f"expected a number above 0, got {value!r}")
+    return float(value)
+
+
 def _rope(raw: dict[str, Any]) -> RopeConfig:
     # transformers 5 writes rope_parameters; before it, rope_theta stood alone and rope_scaling beside it.
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    given = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    parameters = raw.get(given) or {}
+    if not isinstance(parameters, dict):
+        raise ConfigError(given, f"expected an object, got {parameters!r}")
+    parameters = dict(parameters)
+    theta = _positive_number("rope_theta", parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
-    if kind not in ("default", "linear", "llama3", "yarn", "factors"):
-        raise ConfigError("rope_scaling", f"rope type {kind!r} is not served; these are: default, linear, llama3, yarn")
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise ConfigError(given, f"rope type {kind!r} is not served; these are: default, linear, llama3, yarn")
+    for name in ROPE_TYPES[kind]:
+        _positive_number(f"{given}.{name}", parameters.get(name))
+    if any(fields.get("partial_rotary_factor") not in (None, 1.0) for fields in (raw, parameters)):
         raise ConfigError("partial_rotary_factor", "only full rotary embedding is served")
     parameters.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings", 2048))
     return RopeConfig(theta, kind, parameters)
@@ -162,7 +189,7 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
 
 def context_length(raw: dict[str, Any]) -> int:
     """Tokens that a model can attend to, of its config.json. With yarn, Qwen's keep the length before its extension."""
-    stated = int(raw.get("max_position_embeddings", 2048))
+    stated = _positive("max_position_embeddings", raw.get("max_position_embeddings", 2048))
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if (scaling.get("rope_type") or scaling.get("type")) != "yarn":
         return stated
@@ -170,14 +197,15 @@ def context_length(raw: dict[str, Any]) -> int:
 
 
 def _sliding_windows(raw: dict[str, Any], family: dict[str, bool], num_layers: int) -> tuple[int, ...]:
-    window = raw.get("sliding_window") or 0
-    layer_types = raw.get("layer_types")
-    if layer_types and not family.get("sliding_window"):
-        return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
     if not (family.get("sliding_window") or raw.get("use_sliding_window")):
-        window = 0
-    first = 0 if family.get("sliding_window") else raw.get("max_window_layers", 0)
-    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+        return (0,) * num_layers
+    # Where config.json says nothing: transformers' own defaults.
+    window = raw.get("sliding_window", 4096) or 0
+    if family.get("sliding_window"):
+        return (window,) * num_layers
+    if raw.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in raw["layer_types"])
+    return tuple(window if layer >= raw.get("max_window_layers", 28) else 0 for layer in range(num_layers))
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[list[float], float]:

@@ -261,6 +261,23 @@ def test_what_cannot_be_loaded_says_why_once_and_can_be_tried_again(make: Make, 
     assert pool.num_free_pages == 4
 
 
+def test_a_failure_that_nobody_waits_for_is_not_the_next_requests(
+    make: Make, host: HostCache, adapter: Callable[..., str], tmp_path: Path
+) -> None:
+    pool, digest = make(4), adapter(seed=7)
+    (tmp_path / "4-7").rename(tmp_path / "away")
+    assert pool.ensure(digest) is Residency.LOADING
+    assert host.fetch(digest).exception(60) is not None
+    pool.no_longer_wanted(digest)
+    pool.poll()
+    assert not pool.is_loading
+    (tmp_path / "away").rename(tmp_path / "4-7")
+    wait_for(pool, digest)
+    wait_for(pool, "0" * 64, Residency.FAILED)
+    pool.no_longer_wanted("0" * 64)
+    assert pool.ensure("0" * 64) is Residency.LOADING
+
+
 def test_a_pool_too_small_for_one_adapter_is_refused(host: HostCache) -> None:
     with pytest.raises(ValueError, match="adapter_memory"):
         AdapterPool(BASE, host, memory=100, max_rank=16, dtype=torch.float32, device=DEVICE)

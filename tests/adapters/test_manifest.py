@@ -111,6 +111,9 @@ def test_bad_values_are_refused_by_name(name, value):
         ({**CONFIG, "alpha_pattern": {"q_proj": None}}, "alpha_pattern['q_proj']"),
         ({**CONFIG, "layers_to_transform": [0], "layers_pattern": "blocks"}, "layers_pattern"),
         ({**CONFIG, "layers_to_transform": [0], "target_modules": ".*q_proj"}, "layers_to_transform"),
+        ({**CONFIG, "layers_to_transform": [0], "target_modules": "all-linear"}, "layers_to_transform"),
+        ({**CONFIG, "layers_pattern": "layers"}, "layers_pattern"),
+        ({**CONFIG, "kasa_config": {}}, "kasa_config"),  # to PEFT this is KaSA with its defaults
         ([CONFIG], "adapter_config.json"),
     ],
 )
@@ -161,11 +164,16 @@ def llama():
 LORA_CONFIGS = {
     "list": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
     "rslora": {"r": 9, "lora_alpha": 5, "use_rslora": True, "target_modules": ["k_proj", "o_proj", "up_proj"]},
-    "all-linear": {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"},
+    "all-linear": {"r": 2, "lora_alpha": 3, "target_modules": "All-Linear"},
     "regex": {"r": 4, "target_modules": r".*\.(1|3)\.(self_attn\.[qk]_proj|mlp\.(gate|down)_proj)"},
     "exclude": {"r": 4, "target_modules": "all-linear", "exclude_modules": ["mlp.up_proj", "layers.2.mlp.down_proj"]},
     "exclude-regex": {"r": 4, "target_modules": ["q_proj", "gate_proj"], "exclude_modules": r"model\.layers\.0\..*"},
     "layers": {"r": 4, "target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0, 3]},
+    "layers-and-full-names": {
+        "r": 4,
+        "target_modules": ["q_proj", "model.layers.1.mlp.up_proj"],
+        "layers_to_transform": [0, 2],
+    },
     "one-layer": {"r": 4, "target_modules": ["v_proj"], "layers_to_transform": 2, "layers_pattern": "layers"},
     "patterns": {
         "r": 4,

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from engine.config import ConfigError
 from engine.model.config import parse_model_config
@@ -40,9 +41,56 @@ def test_another_architecture_is_refused_with_those_that_are_served() -> None:
         {"quantization_config": {"quant_method": "awq"}},
         {"num_key_value_heads": 3},
         {"vocab_size": None},
+        {"hidden_size": "64"},
+        {"num_hidden_layers": 0},
+        {"max_position_embeddings": "4k"},
+        {"rms_norm_eps": None},
+        {"rope_theta": "1e6"},
+        {"rope_scaling": "linear"},
+        {"rope_parameters": {"rope_type": ["yarn"]}},
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused_by_name(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model_config(QWEN | change)
     assert caught.value.field == next(iter(change))
+
+
+@pytest.mark.parametrize(
+    ("rope", "field"),
+    [
+        ({"type": "linear"}, "rope_scaling.factor"),
+        ({"type": "yarn", "factor": "4"}, "rope_scaling.factor"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "rope_scaling.high_freq_factor"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_a_rope_without_what_its_type_needs_is_refused_by_name(rope: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_model_config(QWEN | {"rope_scaling": rope})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": None}, {"sliding_window": 12}, {"num_hidden_layers": 3}])
+@pytest.mark.parametrize(
+    "family",
+    [
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 30, "head_dim": 16}
+        | {"use_sliding_window": True},
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"] * 2},
+    ],
+    ids=lambda family: f"{family['model_type']}-{len(family)}",
+)
+def test_windows_are_those_of_transformers_also_where_config_json_says_nothing(
+    family: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    raw = QWEN | family | fields
+    if "layer_types" in raw:
+        raw["num_hidden_layers"] = len(raw["layer_types"])
+    theirs = AutoConfig.for_model(**raw)
+    window = theirs.sliding_window or 0
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    expected = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    assert parse_model_config(raw).sliding_windows == expected

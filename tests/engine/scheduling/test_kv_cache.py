@@ -75,6 +75,25 @@ def test_shared_blocks_outlive_their_first_holder_and_the_oldest_go_first() -> N
     assert len(cache.find_prefix(request([*range(8), 1]))) >= 1, "the start of a prompt outlives its end"
 
 
+def test_what_was_used_longest_ago_is_reused_first_and_a_hit_counts_as_use() -> None:
+    cache = KVCache(6, 4)
+    old, hit, new = ([n, n, n, n, n] for n in (10, 20, 30))
+    for prompt in (old, hit, new):
+        r = request(prompt)
+        prefill(cache, r)
+        cache.free(r)
+    again = request(hit)
+    assert prefill(cache, again) == 4
+    cache.free(again)
+    left = [old, new, hit]
+    taken = request([40])
+    while left:
+        assert [bool(cache.find_prefix(request(prompt))) for prompt in left] == [True] * len(left)
+        while cache.find_prefix(request(left[0])):
+            assert cache.grow(taken, (len(taken.blocks) + 1) * 4)
+        left.pop(0)
+
+
 def test_growth_that_does_not_fit_takes_nothing() -> None:
     cache = KVCache(3, 4)
     r = request(list(range(8)))

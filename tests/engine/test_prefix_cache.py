@@ -1,0 +1,145 @@
+"""Blocks that requests share change no answer: not in chunks, not when they run out, not beside aborts."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.host_cache import HostCache
+from adapters.manifest import BaseShape
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.scheduling.request import RequestOutput, SamplingParams
+from tests.engine.tiny import save_adapter, save_model
+
+BLOCK = 8
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * BLOCK  # keys and values, layers, heads, head_dim, fp32, tokens
+
+Make = Callable[..., tuple[Engine, list[str | None]]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder / "base", max_model_len=256)
+    for i in range(2):
+        save_adapter(folder / f"adapter-{i}", rank=4, seed=i)
+    return folder
+
+
+@pytest.fixture
+def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
+    """An engine; the base model and two adapters as requests name them."""
+
+    def make(**options: Any) -> tuple[Engine, list[str | None]]:
+        host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
+        request.addfinalizer(host.close)
+        options = {
+            "dtype": "float32", "device": "cpu", "block_size": BLOCK, "max_lora_rank": 8, "adapter_memory": 4 << 20,
+            "max_num_seqs": 6, "kv_cache_memory": 256 * BLOCK_BYTES, "max_num_batched_tokens": 32, **options,
+        }  # fmt: skip
+        engine = Engine(EngineConfig(model=str(model / "base"), **options), host)
+        request.addfinalizer(engine.close)
+        return engine, [None, *(host.add_path(model / f"adapter-{i}") for i in range(2))]
+
+    return make
+
+
+def answers(engine: Engine, aborts: dict[str, int] | None = None) -> dict[str, list[RequestOutput]]:
+    """Runs until nothing is left. aborts: after how many tokens a request's client leaves."""
+    said: dict[str, list[RequestOutput]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            said.setdefault(output.request_id, []).append(output)
+            if aborts is not None and output.num_output_tokens == aborts.get(output.request_id):
+                engine.abort(output.request_id)
+    assert engine.state().num_free_blocks == engine.state().num_blocks
+    return said
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_shared_blocks_change_no_answer(make_engine: Make, async_scheduling: bool) -> None:
+    """Conversations that begin alike, of several tenants and adapters, in a cache that holds two of them."""
+    scripted = random.Random(5)
+    beginnings = [[scripted.randrange(3, 380) for _ in range(40)] for _ in range(2)]
+    asked = []
+    for _ in range(48):
+        beginning = scripted.choice(beginnings)[: scripted.choice((7, 8, 16, 23, 40))]
+        ending = [scripted.randrange(3, 380) for _ in range(scripted.choice((0, 1, 9)))]
+        params = {"seed": scripted.randrange(4), "max_tokens": scripted.choice((1, 4, 25)), "ignore_eos": True}
+        asked.append((beginning + ending, params, scripted.randrange(3), scripted.choice("ab")))
+
+    def ask(engine: Engine, names: list[str | None], i: int) -> None:
+        prompt, params, adapter, tenant = asked[i]
+        engine.add_request(str(i), prompt, SamplingParams(**params), adapter=names[adapter], tenant=tenant)
+
+    plain, names = make_engine(enable_prefix_caching=False)
+    expected = {}
+    for i in range(len(asked)):
+        ask(plain, names, i)
+        expected |= answers(plain)
+    assert plain.state().prefix_hit_tokens == 0
+    # Without a clock (nobody waits for adapters, prompts are not paced) the same blocks run out every time.
+    engine, names = make_engine(
+        kv_cache_memory=17 * BLOCK_BYTES, max_model_len=128, max_num_batched_tokens=16, prefill_stretch=1e9,
+        async_scheduling=async_scheduling,
+    )  # fmt: skip
+    for name in names:
+        engine.add_request(f"warm {name}", [2], SamplingParams(max_tokens=1), adapter=name)
+    answers(engine)
+    aborts = {str(i): scripted.choice((1, 2, 5)) for i in range(0, len(asked), 5)}
+    said: dict[str, list[RequestOutput]] = {}
+    for first in range(0, len(asked), 12):
+        for i in range(first, first + 12):
+            ask(engine, names, i)
+        said |= answers(engine, aborts)
+    for i in range(len(asked)):
+        whole, found = tokens(expected[str(i)]), tokens(said[str(i)])
+        assert found == (whole[: aborts[str(i)]] if str(i) in aborts else whole)
+        assert all(0 <= output.num_cached_tokens < len(asked[i][0]) for output in said[str(i)])
+    assert engine.state().prefix_hit_tokens > 0
+    assert engine.state().num_preemptions > 0
+
+
+def test_a_prompt_in_chunks_reports_what_was_cached_when_it_began(make_engine: Make) -> None:
+    engine, _ = make_engine(max_num_batched_tokens=8, max_num_seqs=4)
+    prompt = list(range(3, 73))
+    for cached, asked in ((0, prompt[:40]), (40, prompt), (64, prompt), (64, [*prompt, 5])):
+        engine.add_request("r", asked, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+        assert {output.num_cached_tokens for output in answers(engine)["r"]} == {cached}
+
+
+def test_choices_of_one_prompt_share_its_blocks_once_they_are_there(make_engine: Make) -> None:
+    engine, _ = make_engine(max_num_seqs=1)
+    for i in range(3):
+        params = SamplingParams(max_tokens=3, seed=i, ignore_eos=True)
+        engine.add_request(f"choice-{i}", list(range(3, 40)), params)
+    said = answers(engine)
+    assert [said[f"choice-{i}"][0].num_cached_tokens for i in range(3)] == [0, 32, 32]
+
+
+def test_prompt_logprobs_are_whole_whatever_is_cached(make_engine: Make) -> None:
+    """They need every position's logits, so such a prompt is computed as a whole; what it leaves is shared again."""
+    engine, _ = make_engine()
+    prompt = list(range(3, 70))
+
+    def ask(prompt_logprobs: int | None) -> RequestOutput:
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=prompt_logprobs)
+        engine.add_request("r", prompt, params)
+        return answers(engine)["r"][-1]
+
+    first = ask(2)
+    assert ask(None).num_cached_tokens == 64
+    again = ask(2)
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 0)
+    assert again.prompt_logprobs == first.prompt_logprobs
+    assert len(first.prompt_logprobs or []) == len(prompt)
+    assert ask(None).num_cached_tokens == 64
