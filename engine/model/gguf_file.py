@@ -4,20 +4,24 @@ Knows no model. The format: ggml's docs/gguf.md. Read by hand because the `gguf`
 and makes an object of every token of the vocabulary.
 """
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.config import ConfigError
-from engine.model.weights_file import Entry, MappedFile
+from engine.model.weights_file import Entry, MappedFile, check_ends, damaged
+
+T = TypeVar("T", str, bool, int, float)
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
+_KINDS: dict[type, str] = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "a list"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,46 @@ class GgufFile:
         file = MappedFile(path)
         try:
             return cls(file, *_Reader(file).read())
-        except (struct.error, ValueError, IndexError, OverflowError) as error:
-            file.close()
-            raise ConfigError("model", f"{path} is damaged or cut off: {error}") from None
         except ConfigError:
             file.close()
             raise
+        except (ValueError, KeyError, OverflowError) as error:
+            file.close()
+            raise damaged(path, str(error)) from None
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """A value of the metadata, None if it is not there. Raises ConfigError for one of another kind."""
+        value = self.metadata.get(key)
+        return None if value is None else self._checked(key, value, kind)
+
+    def get_list(self, key: str, kind: type[T]) -> list[T]:
+        """Likewise; empty if it is not there. All items of a list are of one kind."""
+        items = self.metadata.get(key, [])
+        if not isinstance(items, list):
+            raise self._unexpected(key, list, items)
+        if items:
+            self._checked(key, items[0], kind)
+        return items
+
+    def _checked(self, key: str, value: Any, kind: type[T]) -> T:
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+            raise self._unexpected(key, kind, value)
+        return value
+
+    def _unexpected(self, key: str, kind: type, value: Any) -> ConfigError:
+        return ConfigError("model", f"{self.file.path}: {key}: expected {_KINDS[kind]}, got {str(value)[:40]!r}")
+
+
+def end_ids(gguf: GgufFile, vocab_size: int) -> list[int]:
+    """The tokens that end an answer. Raises ConfigError for one outside of the vocabulary."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    found = {key: token_id for key in keys if (token_id := gguf.get(key, int)) is not None}
+    for key, token_id in found.items():
+        if not 0 <= token_id < vocab_size:
+            raise ConfigError("model", f"{gguf.file.path}: {key}: {token_id} is not one of {vocab_size} tokens")
+    return sorted(set(found.values()))
 
 
 class _Reader:
@@ -50,7 +88,7 @@ class _Reader:
 
     def read(self) -> tuple[dict[str, Any], dict[str, Entry]]:
         if self._data[:4] != b"GGUF":
-            raise ConfigError("model", f"{self._path} is not a GGUF file: it does not begin with 'GGUF'")
+            raise ValueError("it does not begin with 'GGUF'")
         self._at = 4
         version, num_tensors, num_values = self._scalar("I"), self._scalar("Q"), self._scalar("Q")
         if version not in (2, 3):
@@ -66,11 +104,10 @@ class _Reader:
         begin = -(-self._at // alignment) * alignment
         tensors = {}
         for name, shape, kind, offset, size in infos:
-            if begin + offset + size > len(self._data):
-                raise ValueError(f"tensor {name} ends behind the end of the file")
             if name in tensors:
                 raise ValueError(f"tensor {name} is there twice")
             tensors[name] = Entry(shape, kind, begin + offset, size)
+        check_ends(self._path, len(self._data), tensors)
         return metadata, tensors
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], str, int, int]:
@@ -82,10 +119,7 @@ class _Reader:
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if min(shape) < 1 or shape[-1] % block:
             raise ValueError(f"tensor {name} has shape {shape} in {kind.name}")
-        elements = 1
-        for size in shape:
-            elements *= size
-        return name, shape, kind.name, offset, elements // block * block_bytes
+        return name, shape, kind.name, offset, math.prod(shape) // block * block_bytes
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -94,7 +128,7 @@ class _Reader:
             return self._scalar(self._form(kind))
         kind, count = self._scalar("I"), self._scalar("Q")
         if kind == _STRING:
-            if count > len(self._data) // 8:
+            if count > len(self._data) // 8:  # each has a length of 8 bytes at least
                 raise ValueError(f"an array of {count} strings is longer than the file")
             return [self._string() for _ in range(count)]
         dtype = np.dtype(self._form(kind)).newbyteorder("<")
@@ -108,8 +142,7 @@ class _Reader:
         return _SCALARS[kind]
 
     def _scalar(self, form: str) -> Any:
-        (value,) = struct.unpack_from("<" + form, self._data, self._at)
-        self._at += struct.calcsize("<" + form)
+        (value,) = struct.unpack("<" + form, self._take(struct.calcsize("<" + form)))
         return value
 
     def _string(self) -> str:
@@ -118,7 +151,7 @@ class _Reader:
     def _take(self, size: int) -> bytes:
         end = self._at + size
         if end > len(self._data):
-            raise ValueError(f"a value of {size} bytes ends behind the end of the file")
+            raise ValueError(f"a value of its header, at byte {self._at}, ends behind the end of the file")
         data = self._data[self._at : end]
         self._at = end
         return data

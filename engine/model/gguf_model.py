@@ -14,7 +14,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.model.gguf_file import GgufFile
+from engine.model.gguf_file import GgufFile, end_ids
 from engine.model.weights_file import Entry
 
 # general.architecture -> the family that serves it. Mistral's files say "llama".
@@ -37,6 +37,7 @@ _IN_LAYER = {
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
 # Rotary frequencies' divisors (Llama 3.1's scaling): config, not weights.
 _ROPE_FACTORS = "rope_freqs.weight"
+_MAX_SIZE = 1 << 24  # of any length in the metadata: what is larger is damage, and would be taken of memory
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -50,47 +51,48 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _config(gguf: GgufFile, path: Path) -> dict[str, Any]:
-    meta, tensors = gguf.metadata, gguf.tensors
-    kind = meta.get("general.architecture")
+    tensors = gguf.tensors
+    kind = gguf.get("general.architecture", str)
     if kind not in ARCHITECTURES:
         raise ConfigError(
             "model", f"{path}: architecture {kind!r} is not served; these are: {', '.join(ARCHITECTURES)}"
         )
-    if meta.get("split.count", 1) > 1:
-        raise ConfigError("model", f"{path} is one of {meta['split.count']} parts: join them with llama-gguf-split")
+    if (parts := gguf.get("split.count", int) or 1) > 1:
+        raise ConfigError("model", f"{path} is one of {parts} parts: join them with llama-gguf-split")
 
-    def get(name: str, default: Any = None) -> Any:
-        return meta.get(f"{kind}.{name}", default)
-
-    def need(name: str) -> int:
-        value = get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError("model", f"{path}: {kind}.{name}: expected a positive integer, got {value!r}")
+    def size(name: str, default: int | None = None) -> int:
+        value = gguf.get(f"{kind}.{name}", int)
+        value = default if value is None else value
+        if value is None or not 1 <= value <= _MAX_SIZE:
+            raise ConfigError(
+                "model", f"{path}: {kind}.{name}: expected an integer from 1 to {_MAX_SIZE}, got {value!r}"
+            )
         return value
 
-    if get("expert_count"):
+    if gguf.get(f"{kind}.expert_count", int):
         raise ConfigError("model", f"{path}: {kind}.expert_count: mixtures of experts are not served")
-    heads, hidden = need("attention.head_count"), need("embedding_length")
-    head_dim = get("attention.key_length") or hidden // heads
-    if get("attention.value_length", head_dim) != head_dim or get("rope.dimension_count", head_dim) != head_dim:
+    heads, hidden, layers = size("attention.head_count"), size("embedding_length"), size("block_count")
+    head_dim = size("attention.key_length", hidden // heads)
+    if size("attention.value_length", head_dim) != head_dim or size("rope.dimension_count", head_dim) != head_dim:
         raise ConfigError("model", f"{path}: expected values and rotary embedding as wide as keys ({head_dim})")
-    if "token_embd.weight" not in tensors:
-        raise ConfigError("model", f"{path} has no tensor token_embd.weight")
-    window = get("attention.sliding_window") or None
-    eos = {meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
+    for name in ("token_embd.weight", f"blk.{layers - 1}.attn_q.weight"):
+        if name not in tensors:
+            raise ConfigError("model", f"{path} has no tensor {name}")
+    window = size("attention.sliding_window") if gguf.get(f"{kind}.attention.sliding_window", int) else None
+    vocab_size = tensors["token_embd.weight"].shape[0]
     matrices = [entry.dtype for entry in tensors.values() if len(entry.shape) > 1]
     return {
         "architectures": ["MistralForCausalLM" if kind == "llama" and window else ARCHITECTURES[kind]],
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": need("feed_forward_length"),
-        "num_hidden_layers": need("block_count"),
+        "intermediate_size": size("feed_forward_length"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-6),
-        "max_position_embeddings": need("context_length"),
-        "rope_parameters": _rope(gguf, get),
+        "rms_norm_eps": gguf.get(f"{kind}.attention.layer_norm_rms_epsilon", float) or 1e-6,
+        "max_position_embeddings": size("context_length"),
+        "rope_parameters": _rope(gguf, kind, head_dim),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": kind == "llama" and "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
@@ -99,33 +101,44 @@ def _config(gguf: GgufFile, path: Path) -> dict[str, Any]:
         "max_window_layers": 0,
         # Not float16 for a file of it: bfloat16 holds its range and is what the CPU's fast path reads.
         "dtype": "float32" if set(matrices) == {"F32"} else "bfloat16",
-        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": sorted(eos) or None,
+        "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": end_ids(gguf, vocab_size) or None,
     }
 
 
-def _rope(gguf: GgufFile, get: Any) -> dict[str, Any]:
+def _rope(gguf: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
     """As transformers 5 writes it, and rope type `factors`: divisors of the frequencies, from a tensor of the file."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": get("rope.freq_base", 10000.0)}
-    kind = get("rope.scaling.type", "none")
-    linear = get("rope.scaling.factor", get("rope.scale_linear"))
-    if kind == "none" and linear not in (None, 0.0, 1.0):
+
+    def number(name: str) -> float | None:
+        value = gguf.get(f"{architecture}.rope.{name}", float) or None
+        if value is not None and not 1e-3 <= value <= 1e12:
+            raise ConfigError("model", f"{gguf.file.path}: {architecture}.rope.{name}: {value:g} is out of range")
+        return value
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("freq_base") or 10000.0}
+    kind = gguf.get(f"{architecture}.rope.scaling.type", str) or "none"
+    linear = number("scaling.factor") or number("scale_linear")
+    if kind == "none" and linear not in (None, 1.0):
         kind = "linear"  # as files before rope.scaling.type said it
     if _ROPE_FACTORS in gguf.tensors:
         entry = gguf.tensors[_ROPE_FACTORS]
         factors = torch.empty(entry.shape)
         _copy(gguf, _ROPE_FACTORS, entry, factors, None)
+        if entry.shape != (head_dim // 2,) or not (factors > 0).all():
+            raise ConfigError("model", f"{gguf.file.path}: tensor {_ROPE_FACTORS}: expected {head_dim // 2} divisors")
         rope |= {"rope_type": "factors", "factors": factors.tolist()}
     elif kind in ("linear", "yarn"):
+        if linear is None:
+            raise ConfigError("model", f"{gguf.file.path}: {architecture}.rope.scaling.factor is missing")
         rope |= {"rope_type": kind, "factor": linear}
         if kind == "yarn":
-            original = get("rope.scaling.original_context_length") or get("context_length")
+            original = number("scaling.original_context_length") or gguf.get(f"{architecture}.context_length", int)
             rope["original_max_position_embeddings"] = original
             for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-                if get(f"rope.scaling.{key}") is not None:
-                    rope[name] = get(f"rope.scaling.{key}")
-            if get("rope.scaling.attn_factor") is not None:
-                rope["attention_factor"] = get("rope.scaling.attn_factor")
+                if (beta := number(f"scaling.{key}")) is not None:
+                    rope[name] = beta
+            if (factor := number("scaling.attn_factor")) is not None:
+                rope["attention_factor"] = factor
     elif kind != "none":
         raise ConfigError("model", f"rope.scaling.type {kind!r} is not served; these are: none, linear, yarn")
     return rope
@@ -136,15 +149,16 @@ class GgufWeights:
 
     def __init__(self, path: Path) -> None:
         self._gguf = GgufFile.open(path)
-        meta = self._gguf.metadata
         self._names = {_hf_name(name, path): name for name in self._gguf.tensors if name != _ROPE_FACTORS}
         self.entries = {name: self._gguf.tensors[ggml] for name, ggml in self._names.items()}
-        heads = meta.get("llama.attention.head_count", 0)
-        kv_heads = meta.get("llama.attention.head_count_kv", heads)
+        heads = self._gguf.get("llama.attention.head_count", int)
+        kv_heads = self._gguf.get("llama.attention.head_count_kv", int) or heads
         self._permuted_heads = {"q_proj": heads, "k_proj": kv_heads} if heads else {}
 
     def read(self, name: str, out: Tensor) -> None:
         heads = self._permuted_heads.get(name.split(".")[-2])
+        if heads is not None and (heads < 1 or out.shape[0] % (2 * heads)):
+            raise ConfigError("model", f"tensor {name} has {out.shape[0]} rows, no pairs of which are {heads} heads'")
         order = None if heads is None else _rotary_order(out.shape[0], heads)
         _copy(self._gguf, self._names[name], self.entries[name], out, order)
 

@@ -5,12 +5,12 @@ whose merges follow from the pieces' scores. For any other: TokenizerError, whic
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from engine.model.gguf_file import GgufFile
+from engine.model.gguf_file import GgufFile, end_ids
 from engine.tokenizer import Tokenizer, TokenizerError
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -44,48 +44,53 @@ def read_parts(path: Path) -> Parts:
     """Raises TokenizerError for a vocabulary that we can't rebuild exactly, ConfigError for a damaged file."""
     gguf = GgufFile.open(path)
     gguf.file.close()
-    meta = {key.removeprefix("tokenizer.ggml."): value for key, value in gguf.metadata.items()}
-    tokens, kind = meta.get("tokens"), meta.get("model")
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+    tokens, kind = gguf.get_list("tokenizer.ggml.tokens", str), gguf.get("tokenizer.ggml.model", str)
+    if not tokens:
         raise TokenizerError(f"{path} holds no vocabulary; {_HINT}")
     if kind == "gpt2":
-        backend = _byte_level(meta, tokens, path)
+        backend = _byte_level(gguf, tokens, path)
     elif kind == "llama":
-        backend = _sentence_piece(meta, tokens, path)
+        backend = _sentence_piece(gguf, tokens, path)
     else:
         raise TokenizerError(f"{path}: tokenizer.ggml.model {kind!r} is not known; {_HINT}")
-    backend.add_tokens([AddedToken(tokens[i], normalized=False) for i in _of_type(meta, _USER_DEFINED)])
-    backend.add_special_tokens([AddedToken(tokens[i], normalized=False) for i in _of_type(meta, _CONTROL)])
+    backend.add_tokens([AddedToken(tokens[i], normalized=False) for i in _of_type(gguf, _USER_DEFINED, tokens)])
+    backend.add_special_tokens([AddedToken(tokens[i], normalized=False) for i in _of_type(gguf, _CONTROL, tokens)])
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: meta[f"{key}_token_id"] for name, key in names.items() if meta.get(f"{key}_token_id") is not None}
-    if any(not isinstance(i, int) or not 0 <= i < len(tokens) for i in ids.values()):
+    found = {name: gguf.get(f"tokenizer.ggml.{key}_token_id", int) for name, key in names.items()}
+    ids = {name: i for name, i in found.items() if i is not None}
+    if any(not 0 <= i < len(tokens) for i in ids.values()):
         raise TokenizerError(f"{path}: a special token's id is outside of the vocabulary of {len(tokens)} tokens")
     special = {name: tokens[i] for name, i in ids.items()}
-    adds_bos = meta.get("add_bos_token", kind == "llama" or meta.get("pre") == "llama-bpe")
-    if meta.get("add_eos_token"):
+    adds_bos = gguf.get("tokenizer.ggml.add_bos_token", bool)
+    if adds_bos is None:
+        adds_bos = kind == "llama" or gguf.get("tokenizer.ggml.pre", str) == "llama-bpe"
+    if gguf.get("tokenizer.ggml.add_eos_token", bool):
         raise TokenizerError(f"{path}: a vocabulary that ends each text with a token is not served; {_HINT}")
     if adds_bos and "bos_token" in special:
         bos = special["bos_token"]
         backend.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, ids["bos_token"])]
         )
-    ends = [meta[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if meta.get(key) is not None]
-    return Parts(backend, special, meta.get("tokenizer.chat_template"), ends)
+    return Parts(backend, special, gguf.get("tokenizer.chat_template", str), end_ids(gguf, len(tokens)))
 
 
-def _of_type(meta: dict[str, Any], kind: int) -> list[int]:
-    return [i for i, found in enumerate(meta.get("token_type") or ()) if found == kind]
+def _of_type(gguf: GgufFile, kind: int, tokens: list[str]) -> list[int]:
+    types = gguf.get_list("tokenizer.ggml.token_type", int)[: len(tokens)]
+    return [i for i, found in enumerate(types) if found == kind]
 
 
-def _byte_level(meta: dict[str, Any], tokens: list[str], path: Path) -> tokenizers.Tokenizer:
-    pre = meta.get("pre")
+def _byte_level(gguf: GgufFile, tokens: list[str], path: Path) -> tokenizers.Tokenizer:
+    pre = gguf.get("tokenizer.ggml.pre", str)
     if pre not in _PRE_TOKENIZERS:
         raise TokenizerError(
             f"{path}: tokenizer.ggml.pre {pre!r} is not known; these are: {', '.join(_PRE_TOKENIZERS)}; {_HINT}"
         )
-    merges = [tuple(merge.split(" ")) for merge in meta.get("merges") or ()]
+    merges: list[tuple[str, str]] = []
+    for merge in gguf.get_list("tokenizer.ggml.merges", str):
+        left, _, right = merge.partition(" ")
+        merges.append((left, right))
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    if not merges or any(len(pair) != 2 or not vocabulary.keys() >= {*pair, "".join(pair)} for pair in merges):
+    if not merges or any(not vocabulary.keys() >= {left, right, left + right} for left, right in merges):
         raise TokenizerError(f"{path}: its merges do not fit its vocabulary; is the file damaged?")
     # Llama 3's vocabulary has words that no chain of its merges reaches.
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
@@ -108,9 +113,9 @@ def _byte_level(meta: dict[str, Any], tokens: list[str], path: Path) -> tokenize
     return backend
 
 
-def _sentence_piece(meta: dict[str, Any], tokens: list[str], path: Path) -> tokenizers.Tokenizer:
-    scores, types = meta.get("scores"), meta.get("token_type")
-    if not isinstance(scores, list) or not isinstance(types, list) or not len(scores) == len(types) == len(tokens):
+def _sentence_piece(gguf: GgufFile, tokens: list[str], path: Path) -> tokenizers.Tokenizer:
+    scores, types = gguf.get_list("tokenizer.ggml.scores", float), gguf.get_list("tokenizer.ggml.token_type", int)
+    if not len(scores) == len(types) == len(tokens):
         raise TokenizerError(f"{path}: expected a score and a type of each of {len(tokens)} tokens; {_HINT}")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = []
@@ -122,14 +127,14 @@ def _sentence_piece(meta: dict[str, Any], tokens: list[str], path: Path) -> toke
             if left is not None and right is not None:
                 merges.append((-scores[i], left, right))
     merges.sort()  # best score first, as SentencePiece merges
-    unknown = meta.get("unknown_token_id", 0)
+    unknown = gguf.get("tokenizer.ggml.unknown_token_id", int) or 0
     if not 0 <= unknown < len(tokens):
         raise TokenizerError(f"{path}: unknown_token_id {unknown} is outside of the vocabulary")
     pairs = [(tokens[left], tokens[right]) for _, left, right in merges]
     backend = tokenizers.Tokenizer(
         models.BPE(vocabulary, pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     )
-    prefix = [normalizers.Prepend("▁")] if meta.get("add_space_prefix", True) else []
+    prefix = [] if gguf.get("tokenizer.ggml.add_space_prefix", bool) is False else [normalizers.Prepend("▁")]
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])

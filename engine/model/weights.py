@@ -36,6 +36,8 @@ class Checkpoint:
 
     def fused(self, parts: list[tuple[str, int]], *columns: int) -> Tensor:
         """Rows of several tensors under one another: `[sum of rows, *columns]`."""
+        for name, rows in parts:
+            self._check(name, (rows, *columns))
         out = torch.empty(sum(rows for _, rows in parts), *columns, dtype=self._dtype, device=self._device)
         first = 0
         for name, rows in parts:
@@ -47,15 +49,18 @@ class Checkpoint:
         """Says that all is read: tensors that the decoder has no use for are never asked for."""
         self._progress("Loading weights", self._num_bytes, self._num_bytes)
 
-    def _read(self, name: str, out: Tensor) -> None:
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Before memory is taken: sizes that no tensor has may be far more than there is."""
         if name not in self.files:
             raise ConfigError("model", f"tensor {name} is missing from the weights")
+        found = self.files[name].entries[name].shape
+        if found != shape:
+            raise ConfigError("model", f"tensor {name} has shape {found}, the config says {shape}")
+
+    def _read(self, name: str, out: Tensor) -> None:
         file = self.files[name]
-        entry = file.entries[name]
-        if entry.shape != tuple(out.shape):
-            raise ConfigError("model", f"tensor {name} has shape {entry.shape}, the config says {tuple(out.shape)}")
         file.read(name, out)
-        self._bytes_read += entry.num_bytes
+        self._bytes_read += file.entries[name].num_bytes
         self._progress("Loading weights", self._bytes_read, self._num_bytes)
 
 

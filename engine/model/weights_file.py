@@ -5,8 +5,9 @@ memory twice: not as file pages beside tensors, and not as a whole in another dt
 """
 
 import json
+import math
 import mmap
-import struct
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,6 +46,18 @@ class WeightsFile(Protocol):
     def close(self) -> None: ...
 
 
+def damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError("model", f"{path} is damaged or cut off: {what}")
+
+
+def check_ends(path: Path, size: int, entries: Mapping[str, Entry]) -> None:
+    """Raises ConfigError for a file of `size` bytes in which a tensor ends later than that."""
+    ends = {name: entry.start + entry.num_bytes for name, entry in entries.items()}
+    for name, end in ends.items():
+        if end > size:
+            raise damaged(path, f"tensor {name} ends behind the end of the file: {size} bytes of {max(ends.values())}")
+
+
 class MappedFile:
     """The bytes of a file. Raises ConfigError for one that can't be opened or is empty."""
 
@@ -52,10 +65,14 @@ class MappedFile:
         self.path = path
         try:
             with path.open("rb") as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise damaged(path, "it is empty")
                 # Copy-on-write, because torch wants writable memory; nothing writes.
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise ConfigError("model", f"{path} can't be read: {error}") from None
+        except OSError as error:
+            raise ConfigError("model", f"{path} can't be read: {error.strerror}") from None
+        if self.data[:20] == b"version https://git-":
+            raise ConfigError("model", f"{path} is a Git LFS pointer and not the file itself: run git lfs pull")
 
     def rows(self, entry: Entry) -> Iterator[tuple[int, int, Tensor]]:
         """A tensor's bytes some rows at a time: first row, last row, uint8 `[rows, bytes of a row]`.
@@ -106,29 +123,28 @@ class SafetensorsFile:
 
     def _read_header(self) -> dict[str, Entry]:
         data, path = self._file.data, self._file.path
-        if len(data) < 8:
-            raise ConfigError("model", f"{path} is not a safetensors file: too short")
-        (length,) = struct.unpack("<Q", data[:8])
-        if length > min(_MAX_HEADER_BYTES, len(data) - 8):
-            raise ConfigError("model", f"{path} is not a safetensors file, or cut off inside its header")
+        length = int.from_bytes(data[:8], "little")
+        # The header is a JSON object: whatever begins otherwise is no such file, or one whose beginning is gone.
+        if len(data) >= 9 and (length > _MAX_HEADER_BYTES or data[8:9] != b"{"):
+            raise damaged(path, "it does not begin as a safetensors file does")
+        if len(data) < 9 or length > len(data) - 8:
+            raise damaged(path, f"it ends inside of its header, after {len(data)} bytes")
         try:
             header: Any = json.loads(data[8 : 8 + length])
             header.pop("__metadata__", None)
-            entries = {name: self._entry(value, 8 + length) for name, value in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError("model", f"{path} has a damaged header: {error}") from None
-        for name, entry in entries.items():
-            if entry.start + entry.num_bytes > len(data):
-                raise ConfigError("model", f"{path} is cut off: tensor {name} ends behind the end of the file")
+            entries = {name: self._entry(name, value, 8 + length) for name, value in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise damaged(path, f"its header cannot be read: {error}") from None
+        check_ends(path, len(data), entries)
         return entries
 
     @staticmethod
-    def _entry(value: Any, begin: int) -> Entry:
+    def _entry(name: str, value: Any, begin: int) -> Entry:
         start, end = value["data_offsets"]
-        shape = tuple(int(size) for size in value["shape"])
+        shape = tuple(value["shape"])
+        if not all(type(number) is int and number >= 0 for number in (start, end, *shape)) or start > end:
+            raise ValueError(f"tensor {name} has offsets {start!r}, {end!r} and shape {shape}")
         dtype = _DTYPES.get(value["dtype"])
-        if not 0 <= start <= end or min(shape, default=1) < 0:
-            raise ValueError(f"offsets {start}, {end} with shape {shape}")
-        if dtype is not None and torch.Size(shape).numel() * dtype.itemsize != end - start:
-            raise ValueError(f"{end - start} bytes for shape {shape} in {value['dtype']}")
+        if dtype is not None and math.prod(shape) * dtype.itemsize != end - start:
+            raise ValueError(f"tensor {name} has {end - start} bytes for shape {shape} in {value['dtype']}")
         return Entry(shape, value["dtype"], begin + start, end - start)

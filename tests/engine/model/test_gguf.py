@@ -1,5 +1,6 @@
 """GGUF models: equal to the folder they were written from, and to transformers reading the same file."""
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ROUNDED = [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
 K_QUANTS = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+
+KEYS = [
+    "general.architecture", "llama.block_count", "llama.context_length", "llama.embedding_length",
+    "llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.key_length",
+    "llama.rope.dimension_count", "llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon",
+    "llama.feed_forward_length", "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type",
+    "tokenizer.ggml.merges", "tokenizer.ggml.pre", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.add_bos_token",
+    "tokenizer.chat_template",
+]  # fmt: skip
 
 
 def make(folder: Path, family: str) -> Path:
@@ -177,32 +187,63 @@ def test_what_we_do_not_serve_is_refused_by_name(llama: Path, tmp_path: Path) ->
         tensors(gguf_files.write(llama, tmp_path / "moe.gguf", extra=gate))
 
 
-def test_a_file_cut_off_anywhere_is_refused(llama: Path, tmp_path: Path) -> None:
-    whole = gguf_files.write(llama, tmp_path / "whole.gguf").read_bytes()
+@pytest.fixture(scope="module")
+def whole(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file with its vocabulary."""
+    folder = tmp_path_factory.mktemp("whole")
+    tiny.save_byte_level_tokenizer(folder)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(llama / name)
+    return gguf_files.write(folder, folder / "model.gguf", vocabulary=True).read_bytes()
+
+
+def load(file: Path) -> None:
+    """All that a server reads of a file."""
+    config = read_model_config(file)
+    rope_frequencies(config.rope, config.head_dim)
+    read_tokenizer(file)
+    tensors(file)
+
+
+def test_a_file_cut_off_anywhere_is_refused(whole: bytes, tmp_path: Path) -> None:
     file = tmp_path / "cut.gguf"
-    for size in [0, 3, 4, 8, 30, 200, 900, 2000, len(whole) // 2, len(whole) - 64]:
+    for size in [0, 3, 4, 8, 30, 200, 900, 2000, 20_000, len(whole) // 2, len(whole) - 64]:
         file.write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match=r"model: .*cut\.gguf"):
-            tensors(file)
+        with pytest.raises(ConfigError, match=r"^model: \S*cut\.gguf is damaged or cut off: "):
+            load(file)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=r"is a Git LFS pointer .* run git lfs pull"):
+        load(file)
+    file.write_bytes(whole[:4] + struct.pack("<I", 1) + whole[8:])
+    with pytest.raises(ConfigError, match="GGUF version 1"):
+        load(file)
 
 
-def test_damaged_headers_are_refused_never_crash(llama: Path, tmp_path: Path) -> None:
-    whole = gguf_files.write(llama, tmp_path / "whole.gguf").read_bytes()
+def test_damaged_files_are_refused_never_crash(whole: bytes, tmp_path: Path) -> None:
     file, generator, refused = tmp_path / "bad.gguf", np.random.default_rng(0), 0
-    for _ in range(60):
+    header = whole.index(b"token_embd.weight") + 1000
+    for _ in range(150):
         data = bytearray(whole)
-        for at in generator.integers(0, 1500, 4):
+        for at in generator.integers(0, header if generator.integers(2) else 1500, 4):
             data[at] = generator.integers(256)
         file.write_bytes(data)
         try:
-            read_config(file)
-            tensors(file)
-        except ConfigError:
+            load(file)
+        except (ConfigError, TokenizerError):
             refused += 1
-    assert refused > 30
-    file.write_bytes(whole[:4] + struct.pack("<I", 1) + whole[8:])
-    with pytest.raises(ConfigError, match="GGUF version 1"):
-        read_config(file)
+    assert refused > 50
+
+
+def test_values_of_another_kind_or_of_no_size_are_refused(whole: bytes, tmp_path: Path) -> None:
+    """In place of each key's value: a string and a list longer than any file, and no number."""
+    values = struct.pack("<IQ", 8, 2**40), struct.pack("<IIQ", 9, 5, 2**40), struct.pack("<If", 6, float("inf"))
+    file = tmp_path / "bad.gguf"
+    for key in KEYS:
+        at = whole.index(key.encode()) + len(key)
+        for value in values:
+            file.write_bytes(whole[:at] + value + whole[at + len(value) :])
+            with pytest.raises((ConfigError, TokenizerError), match=re.escape(str(file))):
+                load(file)
 
 
 def test_weights_that_are_no_numbers_are_refused(llama: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,14 +70,46 @@ def _open(folder: Path):
 def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path, size: int) -> None:
     file = save(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(ConfigError, match=r"model: .*model\.safetensors"), _open(tmp_path):
+    with pytest.raises(ConfigError, match=r"^model: \S*model\.safetensors is damaged or cut off: "), _open(tmp_path):
+        pass
+
+
+def test_what_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for data in (b"<!DOCTYPE html><p>404</p>", b"\0" * 64, b"\x02" + b"\0" * 7 + b"[]", b"\xff" * 64):
+        file.write_bytes(data)
+        with pytest.raises(ConfigError, match="damaged or cut off: it does not begin as a"), _open(tmp_path):
+            pass
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=r"is a Git LFS pointer .* run git lfs pull"), _open(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 64]},
+        {"dtype": "F32", "shape": [4.0, 4], "data_offsets": [0, 64]},
+        {"dtype": "F32", "shape": [4, 4], "data_offsets": [-64, 0]},
+        {"dtype": "F32", "shape": [4, 4], "data_offsets": [0.0, 64.0]},
+        {"dtype": "F32", "shape": [4, 4], "data_offsets": [0]},
+        {"dtype": ["F32"], "shape": [4, 4], "data_offsets": [0, 64]},
+        {"dtype": "F32", "shape": "44", "data_offsets": [0, 64]},
+        {"dtype": "F32", "data_offsets": [0, 64]},
+        [],
+    ],
+)
+def test_a_header_that_is_none_is_refused(tmp_path: Path, entry: Any) -> None:
+    header = json.dumps({"a": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(ConfigError, match=r"is damaged or cut off: its header cannot be read"), _open(tmp_path):
         pass
 
 
 def test_a_header_that_lies_about_sizes_is_refused(tmp_path: Path) -> None:
     file = save(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"shape":[5,8]', b'"shape":[5,9]'))
-    with pytest.raises(ConfigError, match="damaged header"), _open(tmp_path):
+    with pytest.raises(ConfigError, match=r"tensor a has 160 bytes for shape .5, 9. in F32"), _open(tmp_path):
         pass
 
 
