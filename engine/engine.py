@@ -210,7 +210,12 @@ class Engine:
             )
         if weight <= 0:
             raise RequestError("weight", f"expected a number above 0, got {weight}")
-        for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for field, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", () if params.allowed is None else (params.allowed.largest,)),
+            ("bad_words", () if params.bad_words is None else (params.bad_words.largest,)),
+        ):
             if any(not 0 <= i < self.model_config.vocab_size for i in ids):
                 raise RequestError(field, f"expected token ids from 0 to {self.model_config.vocab_size - 1}")
         seed = params.seed

@@ -28,11 +28,14 @@ from engine.wire import refuse
 
 if TYPE_CHECKING:
     from engine.structured.compiler import Grammar
+    from engine.structured.tokens import AllowedTokens, BannedWords
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 256
 MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 1024
+MAX_ALLOWED_TOKENS = 1 << 18
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 2048
 # A draw colder or narrower than these is the likeliest token, and its numbers would no longer be finite in fp32.
@@ -46,6 +49,7 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 NotServed = Annotated[Any, Meta(description="A field of the API that is not served: refused if it asks for something.")]
 
 
@@ -74,6 +78,8 @@ class SamplingRequest(Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: TopLogprobs | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -90,8 +96,6 @@ class SamplingRequest(Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     # vLLM's: to leave them out would give another answer than was asked for.
-    allowed_token_ids: NotServed = None
-    bad_words: NotServed = None
     ec_transfer_params: NotServed = None
     kv_transfer_params: NotServed = None
     length_penalty: NotServed = None
@@ -131,15 +135,22 @@ class SamplingRequest(Struct, kw_only=True):
         """Likeliest tokens to report beside the chosen one; None: no log-probabilities at all."""
         raise NotImplementedError
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is to be a call of a tool and nothing else."""
+        return False
+
     def check(self) -> None:
         """Raises BadRequest for the first field out of range."""
-        refuse(self, "allowed_token_ids", "bad_words", "logits_processors", "vllm_xargs", allowed=([], {}))
+        refuse(self, "logits_processors", "vllm_xargs", allowed=([], {}))
         refuse(self, "use_beam_search", "watermarking", allowed=(False,))
         refuse(self, "length_penalty", allowed=(1,))
         refuse(self, "thinking_token_budget", allowed=(-1,))
         refuse(self, "logprob_token_ids", "repetition_detection", "truncate_prompt_tokens")
         refuse(self, "ec_transfer_params", "kv_transfer_params")
-        self.grammar_spec()
+        if (self.grammar_spec() is not None or self.must_call) and self.allowed_token_ids is not None:
+            # Together they may leave no token at all.
+            raise BadRequest("allowed_token_ids", "allowed_token_ids is not served beside a grammar or a required call")
         limit = self.max_new_tokens
         if limit is not None and (self.min_tokens or 0) > limit:
             raise BadRequest("min_tokens", f"min_tokens must be at most {self.max_new_tokens_field} ({limit})")
@@ -165,6 +176,8 @@ class SamplingRequest(Struct, kw_only=True):
         index: int,
         grammar: "Grammar | None" = None,
         defaults: SamplingDefaults = OPENAIS,
+        allowed: "AllowedTokens | None" = None,
+        bad_words: "BannedWords | None" = None,
     ) -> SamplingParams:
         """Parameters of the choice `index`: each choice of a seeded request has a seed of its own."""
         temperature = _or(self.temperature, defaults.temperature)
@@ -185,6 +198,8 @@ class SamplingRequest(Struct, kw_only=True):
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
             grammar=grammar,
+            allowed=allowed,
+            bad_words=bad_words,
         )
 
     @property
@@ -285,7 +300,6 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is to be a call of a tool and nothing else."""
         return self.tool_choice not in (None, "none", "auto")
 
     def template_input(self) -> Conversation:

@@ -1,7 +1,7 @@
 """Next tokens from logits, vectorised over the batch, without waiting for the device. Rows are independent: a request's
 draw depends on its own seed and position only, never on what else is in the batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ def sample(logits: Tensor, requests: Sequence[Request], draw: Callable[..., Tens
 
     draw: the backend's `sample`; a draw's position is that of its token in the output, from 1.
     """
-    constrain(logits, [request.matcher for request in requests])
+    constrain(logits, [request.mask for request in requests])
     if any(request.params.edits_logits for request in requests):
         edit_logits(logits, requests)
     params = [request.params for request in requests]
@@ -46,9 +46,9 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
-    """Penalties, bias and the ban on stopping early, in place: one gather and scatter for all rows of each kind."""
-    scaled, lowered, banned = _Edits(), _Edits(), _Edits()
-    banned_by_grammar: list[tuple[int, list[int]]] = []
+    """Penalties, bias and bans, in place: one gather and scatter for all rows of each kind."""
+    scaled, lowered, biased, banned = _Edits(), _Edits(), _Edits(), _Edits()
+    banned_where_masked: list[tuple[int, np.ndarray]] = []
     for row, request in enumerate(requests):
         p = request.params
         if p.repetition_penalty != 1.0:
@@ -56,15 +56,13 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
         if (p.presence_penalty or p.frequency_penalty) and request.num_output_tokens:
             used, counts = np.unique(request.token_ids[request.num_prompt_tokens :], return_counts=True)
             lowered.add(row, used, p.presence_penalty + p.frequency_penalty * counts)
-        if request.num_output_tokens < p.min_tokens and request.stop_ids:
-            if request.matcher is None:
-                banned.add(row, sorted(request.stop_ids), 0.0)
+        if p.logit_bias:
+            biased.add(row, list(p.logit_bias), list(p.logit_bias.values()))
+        for found in _bans(request):
+            if request.mask is None:
+                banned.add(row, found, 0.0)
             else:
-                banned_by_grammar.append((row, sorted(request.stop_ids)))
-    biased = _Edits()
-    for row, request in enumerate(requests):
-        if request.params.logit_bias:
-            biased.add(row, list(request.params.logit_bias), list(request.params.logit_bias.values()))
+                banned_where_masked.append((row, found))
     device = logits.device
     if scaled:
         rows, ids, penalty = scaled.upload(device)
@@ -79,15 +77,26 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
     if banned:
         rows, ids, _ = banned.upload(device)
         logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
-    for row, stop_ids in banned_by_grammar:
-        # A grammar may leave nothing but its end; then the text ends short of its minimum.
-        [ids] = upload(device, [np.array(stop_ids)])
+    for row, found in banned_where_masked:
+        # A grammar may leave nothing but its end, or but a banned word: then that comes all the same.
+        [ids] = upload(device, [found])
         rest = logits[row].index_fill(0, ids, -torch.inf)
         logits[row] = torch.where(rest.amax() > -torch.inf, rest, logits[row])
 
 
+def _bans(request: Request) -> Iterator[np.ndarray]:
+    """Tokens that may not come next, the banned words' before the ends that would come too early. None is empty."""
+    p = request.params
+    if p.bad_words is not None:
+        ids = p.bad_words.after(request.token_ids, request.num_output_tokens)
+        if len(ids):
+            yield ids
+    if request.num_output_tokens < p.min_tokens and request.stop_ids:
+        yield np.array(sorted(request.stop_ids))
+
+
 class _Edits:
-    """(row, token, value) triples of many rows. No (row, token) comes twice."""
+    """(row, token, value) triples of many rows. No (row, token) comes twice with two values."""
 
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []

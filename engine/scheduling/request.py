@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from engine.structured.compiler import Grammar, Matcher
+    from engine.structured.tokens import AllowedTokens, BannedWords
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -23,7 +24,10 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose the next tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How to choose the next tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+
+    allowed: no other tokens come; not together with a grammar.
+    """
 
     max_tokens: int = 16
     temperature: float = 1.0
@@ -41,6 +45,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: "Grammar | None" = None
+    allowed: "AllowedTokens | None" = None
+    bad_words: "BannedWords | None" = None
 
     @property
     def edits_logits(self) -> bool:
@@ -50,6 +56,7 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
             or self.logit_bias
             or self.min_tokens
+            or self.bad_words
         )
 
 
@@ -168,6 +175,11 @@ class Request:
     def is_decoding(self) -> bool:
         num_tokens = len(self.token_ids) + self.num_pending
         return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed == 1
+
+    @property
+    def mask(self) -> "Matcher | AllowedTokens | None":
+        """What fills in which tokens may come next; None: any."""
+        return self.params.allowed if self.matcher is None else self.matcher
 
     @property
     def wants_prompt_logprobs(self) -> bool:

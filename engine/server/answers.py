@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from engine.conversation import NamedTool
 from engine.detokenizer import Stream
 from engine.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from engine.responses import (
@@ -52,6 +53,10 @@ class Answer(ABC, Generic[ChoiceT]):
     @abstractmethod
     def chunk(self, delta: Delta) -> ChoiceT:
         """A stream's next piece of a choice."""
+
+    def is_silent(self, chunk: ChoiceT) -> bool:
+        """Whether a piece of a choice says nothing, so that its client need not have it."""
+        return False
 
     @abstractmethod
     def whole(self, delta: Delta) -> ChoiceT:
@@ -200,20 +205,26 @@ class ChatAnswer(Answer[ChatChoice]):
         """parsers: one for each choice of a request with tools."""
         super().__init__(request_id, body, prompts, tokenizer)
         self._parsers = parsers
+        self._must_call = body.must_call
+        self._is_named = isinstance(body.tool_choice, NamedTool)
         self._whole_prompt: PromptLogprobs | UnsetType = UNSET
         self._is_opened = False
 
     def opening(self, index: int) -> ChatChoice:
-        return ChatChoice(index, delta=ChatMessage("assistant", ""))
+        return ChatChoice(index, delta=ChatMessage("assistant", None if self._must_call else ""))
 
     def chunk(self, delta: Delta) -> ChatChoice:
-        # The last chunk's delta is empty, unless it brings text.
+        # The last chunk's delta is empty, unless it brings text; so is one whose text is a call's that has not begun.
         parsed, finish_reason = self._parse(delta)
-        says = parsed.content or not (finish_reason or parsed.calls)
+        says = parsed.content or not (finish_reason or self._parsers)
         message = ChatMessage(content=parsed.content if says else UNSET)
         if parsed.calls:
             message.tool_calls = [_called(call, call.index) for call in parsed.calls]
         return self._choice(delta, finish_reason, delta=message)
+
+    def is_silent(self, chunk: ChatChoice) -> bool:
+        says = chunk.delta != ChatMessage() or chunk.logprobs is not None or chunk.token_ids
+        return not says and chunk.finish_reason is None
 
     def whole(self, delta: Delta) -> ChatChoice:
         if self._whole_prompt is UNSET:
@@ -245,7 +256,8 @@ class ChatAnswer(Answer[ChatChoice]):
             return parsed, None
         rest = parser.finish()
         parsed = Parsed(parsed.content + rest.content, parsed.calls + rest.calls)
-        called = parser.has_calls and delta.finish_reason == "stop"
+        # OpenAI's and vLLM's word for the call of a named function, which nobody chose to make, is "stop".
+        called = parser.has_calls and delta.finish_reason == "stop" and not self._is_named
         return parsed, "tool_calls" if called else delta.finish_reason
 
     def envelope(

@@ -35,6 +35,7 @@ from engine.server.metrics import Metrics
 from engine.server.models import ModelRegistry
 from engine.server.sequence import Delta, Sequence
 from engine.server.text import OutputText
+from engine.server.token_rules import token_rules
 from engine.server.tool_calls import ToolCallParser, ToolFormat
 from engine.server.tracing import Phases, describe_generation
 from engine.structured.spec import GrammarSpec
@@ -131,6 +132,7 @@ class GenerationRoutes:
         body, prompts, prompt_field = asked.body, asked.prompts, asked.prompt_field
         limits = [self._max_tokens(body, len(prompt), asked.default_max_tokens, prompt_field) for prompt in prompts]
         grammar = None if asked.spec is None else await self.grammars.get(asked.spec)
+        allowed, bad_words = await token_rules(body, self.tokenizer)
         choices = body.n or 1
         if choices * len(prompts) > self.loop.max_requests:
             raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {self.loop.max_requests} sequences")
@@ -138,7 +140,7 @@ class GenerationRoutes:
             Submission(
                 # Who wants the prompt alone has a token made all the same: with it come the prompt's log-probabilities.
                 prompt,
-                body.sampling_params(max(limit, 1), i, grammar, self.defaults),
+                body.sampling_params(max(limit, 1), i, grammar, self.defaults, allowed, bad_words),
                 adapter,
                 caller.tenant,
                 caller.weight,
@@ -314,13 +316,15 @@ class _Run:
                 opened.add(delta.index)
                 if (opening := answer.opening(delta.index)) is not None:
                     choices.append(opening)
-            # The gateway wants to know of every token, also of one whose text is held back.
             told = delta.text or delta.logprobs or delta.prompt_logprobs or (wants_tokens and delta.token_ids)
-            if told or delta.finish_reason or self._internal:
-                choices.append(answer.chunk(delta))
+            if (told or delta.finish_reason) and not answer.is_silent(chunk := answer.chunk(delta)):
+                choices.append(chunk)
             for choice in choices:
-                chunk = answer.envelope([choice], stream=True, usage=usage, progress=progress)
-                payload.append(_event(msgspec.json.encode(chunk)))
+                event = answer.envelope([choice], stream=True, usage=usage, progress=progress)
+                payload.append(_event(msgspec.json.encode(event)))
+        if self._internal and not payload:
+            # The gateway wants to know of every token, also of one whose text is held back.
+            payload.append(_event(msgspec.json.encode(answer.envelope([], stream=True, progress=progress))))
         return b"".join(payload)
 
     async def _deltas(self) -> AsyncGenerator[list[Delta], None]:

@@ -1,8 +1,8 @@
-"""Grammars' masks on logits: all constrained rows of a step. Without a grammar, llguidance need not be installed."""
+"""Masks on logits, of grammars and allowed tokens: all constrained rows of a step. Knows neither's library."""
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,24 +10,28 @@ from torch import Tensor
 
 from engine.model.transfer import upload
 
-if TYPE_CHECKING:
-    from engine.structured.compiler import Matcher
+
+class Mask(Protocol):
+    """`engine.structured.compiler.Matcher` or `engine.structured.tokens.AllowedTokens`."""
+
+    def fill(self, bits: np.ndarray) -> None:
+        """Writes which tokens may come next: bit i of uint32 `[ceil(vocab / 32)]`, given as zeros, is token i."""
 
 
-def constrain(logits: Tensor, matchers: "Sequence[Matcher | None]") -> None:
-    """logits `[n, vocab]` fp32, in place: -inf for each token that row i's matcher forbids; rows of None untouched."""
-    rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
+def constrain(logits: Tensor, masks: Sequence[Mask | None]) -> None:
+    """logits `[n, vocab]` fp32, in place: -inf for each token that row i's mask forbids; rows of None untouched."""
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
     if not rows:
         return
     bits = np.zeros((len(rows), (logits.shape[1] + 31) // 32), np.uint32)
-    for row_bits, matcher in zip(bits, filter(None, matchers), strict=True):
-        matcher.fill(row_bits)
+    for row_bits, mask in zip(bits, filter(None, masks), strict=True):
+        mask.fill(row_bits)
     if logits.device.type == "cpu":
         for row, row_bits in zip(rows, bits, strict=True):
             _forbid(logits[row].numpy(), row_bits)
     else:
-        masks, index = upload(logits.device, (bits.view(np.uint8), np.array(rows)))
-        logits.index_add_(0, index, _bias(masks)[:, : logits.shape[1]])
+        bytes_, index = upload(logits.device, (bits.view(np.uint8), np.array(rows)))
+        logits.index_add_(0, index, _bias(bytes_)[:, : logits.shape[1]])
 
 
 def _forbid(row: np.ndarray, bits: np.ndarray) -> None:

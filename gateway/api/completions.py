@@ -268,8 +268,6 @@ def visible_event(event: dict[str, Any], model: str, include_usage: bool) -> dic
     """A stream's event as its client may see it, None for one that only the gateway asked for."""
     event.pop("loraplex", None)
     event["model"] = model
-    if not include_usage and "usage" in event:
-        usage = event.pop("usage")
-        if usage is not None and not event.get("choices"):
-            return None
-    return event
+    if not include_usage:
+        event.pop("usage", None)
+    return event if event.get("choices") or event.get("usage") is not None else None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gateway.api.completions import visible_event
 from tests.gateway.running import ADMIN_KEY, BASE_MODEL, HI_TOKENS, Client, Gateway, until
 from tests.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, TOKEN, Upstream
 
@@ -249,3 +250,12 @@ async def _true(value: Any) -> bool:
 
 def _basic() -> dict[str, str]:
     return {"Authorization": "Basic " + base64.b64encode(f"x:{ADMIN_KEY}".encode()).decode()}
+
+
+def test_an_event_that_only_says_how_far_an_engine_is_goes_no_further():
+    silent = {"choices": [], "loraplex": {"completion_tokens": 3}}
+    assert visible_event(dict(silent), "m", include_usage=True) is None
+    assert visible_event(dict(silent), "m", include_usage=False) is None
+    usage = {"choices": [], "usage": {"completion_tokens": 3}}
+    assert visible_event(dict(usage), "m", include_usage=True) == usage | {"model": "m"}
+    assert visible_event(dict(usage), "m", include_usage=False) is None

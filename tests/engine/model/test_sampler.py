@@ -1,5 +1,6 @@
 """Sampling: distributions as asked for, rows independent of one another."""
 
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from engine.model.sampler import sample as sample_on_device
 from engine.model.sampler import token_logprobs
 from engine.scheduling.request import Request, SamplingParams
+from engine.structured.tokens import AllowedTokens, BannedWords
 from kernels import cpu_sampling, reference
 
 
@@ -124,6 +126,36 @@ def test_min_tokens_bans_the_stop_token_until_then() -> None:
     logits = torch.tensor([0.0, 0.0, 9.0, 1.0, 0.0])[None]
     assert sample(logits.clone(), [request(temperature=0.0, min_tokens=2, output=[1])]) == [3]
     assert sample(logits.clone(), [request(temperature=0.0, min_tokens=2, output=[1, 1])]) == [2]
+
+
+def test_what_may_not_come_never_comes_and_rows_beside_are_untouched() -> None:
+    """A batch of rows of every kind, against a twin that forbids one token after the other."""
+    rng = random.Random(0)
+    vocab = 70
+    for _ in range(60):
+        requests, kept = [], []
+        for _ in range(rng.randrange(1, 6)):
+            output = [rng.randrange(4) for _ in range(rng.randrange(5))]
+            allowed = rng.sample(range(vocab), rng.randrange(1, 6)) if rng.random() < 0.5 else None
+            words = [[rng.randrange(4) for _ in range(rng.randrange(1, 3))] for _ in range(rng.randrange(3))]
+            params: dict[str, Any] = {"temperature": rng.choice([0.0, 1.0]), "min_tokens": rng.choice([0, 9])}
+            params["allowed"] = None if allowed is None else AllowedTokens(allowed)
+            params["bad_words"] = BannedWords(words) if words else None
+            requests.append(request(rng.randrange(99), output=output, **params))
+            left = set(range(vocab) if allowed is None else allowed)
+            # What would leave nothing at all is not held.
+            left = left - {word[-1] for word in words if len(word) == 1 or word[:1] == output[-1:]} or left
+            kept.append(left - {2} or left if params["min_tokens"] else left)
+        logits = 3 * torch.randn(len(requests), vocab)
+        edited = logits.clone()
+        tokens = sample(edited, requests)
+        for row, left in enumerate(kept):
+            expected = torch.full((vocab,), -torch.inf)
+            expected[sorted(left)] = logits[row, sorted(left)]
+            assert torch.equal(edited[row], expected)
+            assert tokens[row] in left
+            if requests[row].params.temperature == 0:
+                assert tokens[row] == int(expected.argmax())
 
 
 def test_logprobs_name_the_token_its_rank_and_the_likeliest() -> None:

@@ -90,6 +90,69 @@ async def test_a_stop_token_is_written_if_asked(client):
     assert (await client.complete(**fields, include_stop_str_in_output=True))["choices"][0]["text"] == first
 
 
+async def test_only_allowed_tokens_come_and_of_those_the_likeliest(client):
+    ids = [40, 41, 97, 102]
+    names = {(await client.ok("/detokenize", {"tokens": [i]}))["prompt"] for i in ids}
+    assert set(await said(client, **DRAWN, allowed_token_ids=ids)) <= names
+    [drawn] = {tuple(await said(client, **DRAWN, allowed_token_ids=ids[:1]))}
+    assert len(drawn) == 24
+    (choice,) = (await client.complete(**GREEDY | {"logprobs": 20}, allowed_token_ids=ids))["choices"]
+    top = choice["logprobs"]["top_logprobs"][0]
+    assert all(top[choice["logprobs"]["tokens"][0]] >= value for name, value in top.items() if name in names)
+    # The end is a token like any other: it comes if it is allowed.
+    ending = await client.complete(**GREEDY | {"ignore_eos": False}, allowed_token_ids=[2])
+    assert (ending["choices"][0]["finish_reason"], ending["usage"]["completion_tokens"]) == ("stop", 1)
+    # What a minimum and the allowed tokens leave is nothing; then the end comes all the same.
+    ending = await client.complete(**GREEDY | {"ignore_eos": False}, allowed_token_ids=[2], min_tokens=9)
+    assert (ending["choices"][0]["finish_reason"], ending["usage"]["completion_tokens"]) == ("stop", 9)
+
+
+async def test_bad_words_do_not_come_as_one_token_or_as_several(client):
+    free = (await client.complete(**GREEDY, return_token_ids=True))["choices"][0]
+    bad = []
+    for start, length in ((0, 1), (4, 2), (9, 3)):
+        part = (await client.ok("/detokenize", {"tokens": free["token_ids"][start : start + length]}))["prompt"]
+        if "\ufffd" not in part:
+            bad.append(part)
+    assert bad
+    for words in (bad[:1], bad):
+        forbidden = [await ids_of_text(client, form) for word in words for form in (word.lstrip(), " " + word.lstrip())]
+        for fields in (GREEDY, DRAWN):
+            answer = await client.complete(**fields, bad_words=words, return_token_ids=True, n=2)
+            for choice in answer["choices"]:
+                found = choice["token_ids"]
+                for ids in forbidden:
+                    assert all(found[i : i + len(ids)] != ids for i in range(len(found)))
+    # They say nothing of the prompt, and without any nothing changes.
+    assert (await client.complete(**GREEDY, bad_words=[]))["choices"][0]["text"] == free["text"]
+
+
+async def ids_of_text(client, text: str) -> list[int]:
+    return (await client.ok("/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5], "guided_choice": ["a"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5] * (2**18 + 1)}, "allowed_token_ids"),
+        ({"bad_words": ["x", 5]}, "bad_words[1]"),
+    ],
+)
+async def test_rules_for_tokens_that_cannot_be_kept_are_refused(client, fields, param):
+    status, answer = await client.post("/v1/completions", {"model": "tiny", "prompt": "x"} | fields)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+async def test_a_banned_word_gives_way_to_a_grammar(client):
+    fields = {"prompt": PROMPT, "guided_choice": ["a", "b"], "temperature": 1}
+    answer = await client.complete(**fields, bad_words=["a"], n=8)
+    assert {choice["text"] for choice in answer["choices"]} == {"b"}
+    only = await client.complete(**fields | {"guided_choice": ["a"]}, bad_words=["a"])
+    assert only["choices"][0]["text"] == "a"
+
+
 async def test_max_completion_tokens_is_chats(client):
     fields = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
     assert (await client.chat(**fields, max_completion_tokens=3))["usage"]["completion_tokens"] == 3

@@ -68,7 +68,9 @@ async def test_a_call_that_must_come_comes(client: Client, choice):
     fields = {"messages": HISTORY, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "seed": 1}
     answer = await client.chat(**fields, temperature=1)
     (said,) = answer["choices"]
-    assert said["finish_reason"] == "tool_calls"
+    # As OpenAI's and vLLM's: "stop" for a function that was named.
+    ending = "stop" if choice == NAMED else "tool_calls"
+    assert said["finish_reason"] == ending
     assert said["message"]["content"] is None
     (call,) = said["message"]["tool_calls"]
     assert call["type"] == "function"
@@ -77,9 +79,42 @@ async def test_a_call_that_must_come_comes(client: Client, choice):
     events = await client.events("/v1/chat/completions", {"model": "tiny", **fields, "temperature": 1})
     (streamed,) = calls_of(events)
     assert (streamed["name"], streamed["arguments"]) == ("weather", call["function"]["arguments"])
-    assert content_of(events) == ""
-    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    assert sum(len(c["delta"].get("tool_calls", ())) for e in events for c in e["choices"]) > 2
+    choices = [choice for event in events for choice in event["choices"]]
+    assert choices[0]["delta"] == {"role": "assistant", "content": None}
+    assert choices[-1]["finish_reason"] == ending
+    # Nothing is sent of what only leads to a call: each piece in between brings some of one.
+    assert all(choice["delta"].keys() == {"tool_calls"} for choice in choices[1:-1])
+    assert choices[-1]["delta"].keys() <= {"tool_calls"}
+
+
+async def test_the_tokens_that_lead_to_a_call_come_where_they_are_asked_for(client: Client):
+    fields = {"messages": [USER], "tools": [WEATHER], "tool_choice": NAMED, "logprobs": True, "return_token_ids": True}
+    answer = await client.chat(**fields)
+    events = await client.events("/v1/chat/completions", {"model": "tiny", "temperature": 0, **fields})
+    choices = [choice for event in events for choice in event["choices"]]
+    [whole] = answer["choices"]
+    assert [token for choice in choices for token in choice.get("token_ids", ())] == whole["token_ids"]
+    named = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert named == whole["logprobs"]["content"]
+    assert all("content" not in choice["delta"] for choice in choices[1:])
+
+
+async def test_a_gateway_hears_of_every_token_its_client_of_none_that_says_nothing(session, tmp_path):
+    running = RunningServer(save_tool_model(tmp_path / "model", "hermes"), internal_token="secret")
+    try:
+        client, headers = Client(session, running.url), {"x-loraplex-internal-token": "secret"}
+        body = {"model": "tiny", "messages": [USER], "tools": [WEATHER], "tool_choice": NAMED, "temperature": 0}
+        events = await client.events("/v1/chat/completions", body, headers=headers)
+        whole = await client.ok("/v1/chat/completions", body, headers=headers)
+    finally:
+        running.close()
+    counts = [event["loraplex"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == whole["usage"]["completion_tokens"]
+    [call] = whole["choices"][0]["message"]["tool_calls"]
+    assert [call["function"]["arguments"]] == [streamed["arguments"] for streamed in calls_of(events)]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert all(choice["delta"].keys() == {"tool_calls"} for choice in choices[1:-1])
 
 
 async def test_each_choice_has_its_own_calls(client: Client):

@@ -1,0 +1,55 @@
+"""Which tokens an answer may hold, without a grammar: `allowed_token_ids` and `bad_words`.
+
+Made once a request and shared by its choices; what may come next follows from the output tokens alone.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+
+class AllowedTokens:
+    """A fixed set of tokens as a mask, filled in as a grammar's is. largest: the largest id of them."""
+
+    __slots__ = ("_words", "largest")
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        """token_ids: one or more, none negative."""
+        self.largest = max(token_ids)
+        allowed = np.zeros((self.largest // 32 + 1) * 32, np.bool_)
+        allowed[np.asarray(token_ids)] = True
+        self._words = np.packbits(allowed, bitorder="little").view(np.uint32)
+
+    def fill(self, bits: np.ndarray) -> None:
+        """Writes which tokens may come next: bit i of uint32 `[ceil(vocab / 32)]`, given as zeros, is token i."""
+        bits[: len(self._words)] = self._words
+
+
+class BannedWords:
+    """Sequences of tokens that no output may hold: the last token of each is banned where the others were just written.
+
+    A step looks once for each length that the sequences have, however many they are. largest: the largest id of a last
+    token.
+    """
+
+    __slots__ = ("_last_tokens", "_lengths", "largest")
+
+    def __init__(self, words: Iterable[Sequence[int]]) -> None:
+        """words: one or more, none empty."""
+        last_tokens: dict[tuple[int, ...], set[int]] = {}
+        for *before, last in words:
+            last_tokens.setdefault(tuple(before), set()).add(last)
+        self._last_tokens = {before: np.array(sorted(ids)) for before, ids in last_tokens.items()}
+        self._lengths = sorted({len(before) for before in last_tokens})
+        self.largest = max(max(ids) for ids in last_tokens.values())
+
+    def after(self, token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:
+        """The tokens banned behind `token_ids`, whose last `num_output_tokens` are output; some may come twice."""
+        found = [np.empty(0, np.int64)]
+        for length in self._lengths:
+            if length > num_output_tokens:
+                break
+            before = tuple(token_ids[len(token_ids) - length :])
+            if before in self._last_tokens:
+                found.append(self._last_tokens[before])
+        return np.concatenate(found)
