@@ -198,7 +198,6 @@ class Request:
         """RUNNING -> WAITING; what was generated stays and is computed again as a prompt."""
         self.status = Status.WAITING
         self.num_computed = 0
-        self.num_registered_blocks = 0
         self.num_preemptions += 1
 
     def append(self, token_id: int) -> None:

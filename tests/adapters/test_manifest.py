@@ -3,15 +3,20 @@
 import copy
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+from peft.utils.other import get_pattern_key
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapters.checkpoint import open_checkpoint
-from adapters.manifest import HARMLESS, HONOURED, REFUSED, AdapterError, BaseShape, parse_manifest
+from adapters.manifest import HARMLESS, HONOURED, OUTSIDE, REFUSED, AdapterError, BaseShape, parse_manifest
 from tests.adapters.files import BASE, CONFIG
 
 ON = {
@@ -209,3 +214,53 @@ def test_ranks_and_scales_are_those_of_peft(llama, tmp_path, name):
     assert {key: (module.rank, module.scale) for key, module in checkpoint.modules.items()} == expected
     assert checkpoint.rank == max(rank for rank, _ in expected.values())
     checkpoint.check_base(BaseShape.from_config(llama.config.to_dict()))
+
+
+MODULES = [
+    *(
+        (layer, f"model.layers.{layer}.{module}")
+        for layer in (0, 1, 10)
+        for module in ("self_attn.q_proj", "mlp.up_proj")
+    ),
+    (OUTSIDE, "lm_head"),
+    (OUTSIDE, "model.embed_tokens"),
+]
+_NAME = st.sampled_from(
+    ("q_proj", "proj", "mlp.up_proj", "1.mlp.up_proj", "model.layers.1.mlp.up_proj", "layers.1", "lm_head")
+) | st.sampled_from(("embed_tokens", "model.embed_tokens", ""))
+_PATTERN = st.sampled_from(
+    (r".*q_proj", r".*\.(1|2)\..*", r"lm_head|.*embed_tokens", "all-linear", "q_proj", r".*layers\.1[01]?\..*")
+) | st.sampled_from(("(?!.*mlp).*proj", r".*[qv]_proj$", "", r"^model\.layers\.1\..*", r"layers\.1\.", "q_proj|v_proj"))
+_NAMES = st.lists(_NAME, max_size=3)
+_BY_MODULE = st.dictionaries(_NAME | _PATTERN | st.just("a)(b"), st.sampled_from([1, 4, 16]), max_size=3)
+_LORA_CONFIG = st.fixed_dictionaries(
+    {"r": st.sampled_from([1, 9]), "target_modules": _NAMES | _PATTERN},
+    optional={
+        "lora_alpha": st.sampled_from([1, 7.5, 0, -2]),
+        "use_rslora": st.booleans(),
+        "exclude_modules": _NAMES | _PATTERN,
+        "layers_to_transform": st.sampled_from([None, [], 0, 1, [0, 1], [10], [99]]),
+        "layers_pattern": st.sampled_from([None, "layers", ["layers"]]),
+        "rank_pattern": _BY_MODULE,
+        "alpha_pattern": _BY_MODULE,
+    },
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(_LORA_CONFIG)
+def test_of_any_config_targets_ranks_and_scales_are_those_of_pefts_own_rules(fields):
+    try:
+        theirs = LoraConfig(**fields)
+    except ValueError:  # what PEFT does not load is not compared
+        return
+    ours = parse_manifest({"peft_type": "LORA", **fields})
+    if theirs.target_modules == "all-linear":
+        theirs.target_modules = {"q_proj", "up_proj"}
+    for layer, module in MODULES:
+        found = check_target_module_exists(theirs, module)
+        assert ours.targets(module, layer) == (bool(found) and not isinstance(found, _ExcludedModule))
+        rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern, module), theirs.r)
+        alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern, module), theirs.lora_alpha)
+        assert ours.rank_of(module) == rank
+        assert ours.scale_of(module) == alpha / (math.sqrt(rank) if theirs.use_rslora else rank)

@@ -36,6 +36,16 @@ def test_a_prefix_is_found_by_whole_blocks_and_one_token_is_always_left() -> Non
     assert prefill(cache, request([5, *prompt])) == 0
 
 
+def test_equal_blocks_behind_other_beginnings_are_others() -> None:
+    cache = KVCache(32, 4)
+    same = [7, 7, 7, 7]
+    prefill(cache, request([*range(4), *same, 1]))
+    prefill(cache, request([*range(10, 14), *range(4), 1]))
+    assert prefill(cache, request([*range(10, 14), *same, 1])) == 4
+    assert prefill(cache, request([*same, *same, 1])) == 0
+    assert prefill(cache, request([*range(4), *same, *same, 1])) == 8
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -71,8 +81,11 @@ def test_shared_blocks_outlive_their_first_holder_and_the_oldest_go_first() -> N
     assert cache.num_free == 1
     cache.free(second)
     assert cache.num_free == 4
-    assert prefill(cache, request([90, 91, 92, 93, 94])) == 0, "takes the never registered block and the oldest"
-    assert len(cache.find_prefix(request([*range(8), 1]))) >= 1, "the start of a prompt outlives its end"
+    other = request([90, 91, 92, 93, 94])
+    assert prefill(cache, other) == 0
+    assert len(cache.find_prefix(request([*range(8), 1]))) == 2, "blocks that nobody can find go first"
+    assert cache.grow(other, 9)
+    assert len(cache.find_prefix(request([*range(8), 1]))) == 1, "the start of a prompt outlives its end"
 
 
 def test_what_was_used_longest_ago_is_reused_first_and_a_hit_counts_as_use() -> None:

@@ -36,6 +36,7 @@ def ask(scheduler: Scheduler, tenant: str, prompt: int, max_tokens: int = 4, sta
 
 def step(scheduler: Scheduler) -> dict[Request, int]:
     plan = scheduler.schedule()
+    assert all(r.status is Status.RUNNING for r in plan), "who was preempted computes nothing: its blocks are others'"
     ready = {r: 1 for r, n in plan.items() if r.num_computed + n == r.num_tokens}
     scheduler.advance(plan)
     scheduler.commit(ready)
@@ -79,10 +80,11 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits_and_then_never_preempted_
     scheduler = make(num_blocks=20)
     big = ask(scheduler, "a", 200)
     step(scheduler)
-    other = ask(scheduler, "b", 200)
+    other, small = ask(scheduler, "b", 200), ask(scheduler, "c", 10)
     for _ in range(4):
         step(scheduler)
     assert other.status is Status.WAITING
+    assert small.status is Status.WAITING, "what fits does not pass over what waits for room"
     assert big.num_output_tokens
     while scheduler.requests:
         step(scheduler)
@@ -92,14 +94,21 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits_and_then_never_preempted_
 
 
 def test_when_blocks_run_out_the_tenant_furthest_ahead_gives_way_and_nothing_is_lost() -> None:
-    scheduler = make(num_blocks=12)
-    requests = [ask(scheduler, t, 30, max_tokens=60) for t in "aabc"]
+    scheduler = make(num_blocks=12, max_num_seqs=4)
+    requests = [ask(scheduler, t, 30, max_tokens=60) for t in "caaba"]
     steps = 0
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    assert [r.num_preemptions for r in requests] == [0, 0, 1, 0, 0], "the later one of the tenant that had most"
+    preempted, waiting = requests[2], requests[4]
+    while waiting.status is Status.WAITING:
+        assert waiting.num_computed == 0
+        step(scheduler)
+    assert preempted.status is not Status.WAITING, "it comes before those that have not begun"
     while scheduler.requests:
         step(scheduler)
         steps += 1
         assert steps < 2000
-    assert scheduler.num_preemptions > 0
     assert all(r.num_output_tokens == 60 for r in requests)
     assert scheduler.cache.num_free == 12
 
