@@ -55,6 +55,7 @@ class Resident:
 @dataclass(slots=True)
 class _Reservation:
     digest: str
+    adapter: HostAdapter
     draining: set[str] = field(default_factory=set)
 
 
@@ -148,6 +149,9 @@ class AdapterPool:
             return Residency.LOADING  # its pages are promised to a tenant that is further behind
         resident = self._residents.get(digest)
         if resident is not None:
+            is_idle = resident.pins == 0
+            if reserved is not None and is_idle and not self._fits(reserved.adapter, [resident, *self._kept(reserved)]):
+                return Residency.LOADING
             return Residency.READY if resident.loading is None else Residency.LOADING
         adapter = self._host.get(digest)
         if adapter is None:
@@ -182,18 +186,19 @@ class AdapterPool:
         return self._errors.pop(digest)
 
     def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:
-        """Promises `digest` the pages of adapters in `furthest_ahead` order; they take no new request until then."""
+        """Promises `digest` the pages of adapters in `furthest_ahead` order; they take no new request until then.
+
+        Nor does an adapter that nobody uses now, if the promised one would not fit beside it.
+        """
         if self._reservation is not None:
             return
         adapter = self._host.get(digest)
         if adapter is None:
             return
-        self._reservation = reservation = _Reservation(digest)
-        held = {d: r for d, r in self._residents.items() if r.pins}
+        self._reservation = reservation = _Reservation(digest, adapter)
         for victim in dict.fromkeys(furthest_ahead):
-            if self._fits(adapter, list(held.values())):
+            if self._fits(adapter, self._kept(reservation)):
                 break
-            held.pop(victim, None)
             reservation.draining.add(victim)
 
     def no_longer_wanted(self, digest: str) -> None:
@@ -242,6 +247,10 @@ class AdapterPool:
 
     def _pages_for(self, adapter: HostAdapter) -> int:
         return -(-adapter.rank_in_layers // PAGE_RANK)
+
+    def _kept(self, reservation: _Reservation) -> list[Resident]:
+        """What stays in use while the promise is kept."""
+        return [r for d, r in self._residents.items() if r.pins and d not in reservation.draining]
 
     def _fits(self, adapter: HostAdapter, held: Sequence[Resident]) -> bool:
         """Whether there is room for it beside these."""

@@ -238,6 +238,24 @@ def test_who_waits_longest_is_promised_pages_and_nobody_else_gets_them(make: Mak
     assert pool.resident == [big]
 
 
+def test_what_nobody_used_at_a_promise_does_not_take_its_pages(make: Make, adapter: Callable[..., str]) -> None:
+    """Else one use of it after the other would hold them for ever."""
+    pool = make(4, max_rank=24)
+    busy, small, large = adapter(seed=1), adapter(seed=2), adapter(rank=16, seed=3)
+    big = adapter(rank=24, seed=4)
+    for digest in (busy, small, large):
+        wait_for(pool, digest)
+    pool.pin(busy)
+    pool.pin(large)
+    wait_for(pool, big, Residency.NO_ROOM)
+    pool.drain_for(big, [large, busy])
+    assert pool.ensure(small) is Residency.LOADING, "three pages for the big one leave one, which is in use"
+    assert pool.ensure(busy) is Residency.READY
+    pool.unpin(large)
+    wait_for(pool, big)
+    assert set(pool.resident) == {busy, big}
+
+
 def test_a_promise_ends_with_the_last_request_that_wanted_it(make: Make, adapter: Callable[..., str]) -> None:
     pool = make(2, max_rank=16)
     busy, big = adapter(seed=1), adapter(rank=16, seed=3)
