@@ -105,36 +105,40 @@ class Bench:
             prompt = [(31 * i + 7 * j) % 40000 + 10 for j in range(context)]
             params = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
             engine.add_request(str(i), prompt, params, adapter=adapter)
-        plan = engine.scheduler.schedule()
-        engine.scheduler.advance(plan)
-        engine.scheduler.commit(dict.fromkeys(plan, 10))
-        assert len(plan) == batch == sum(r.is_decoding for r in plan)
+        scheduler = engine.scheduler
+        while not len(scheduler.running) == batch == sum(r.is_decoding for r in scheduler.running):
+            plan = {r: n for r, n in scheduler.schedule().items() if not r.is_decoding}
+            scheduler.advance(plan)
+            scheduler.commit(dict.fromkeys(plan, 10))
         times = [_seconds(engine.step) for _ in range(STEPS)]
         for i in range(batch):
             engine.abort(str(i))
         return 1e3 * statistics.median(times[2:])
 
     def stall(self, streams: int, prompt: int) -> tuple[float, float]:
-        """p99 of the streams' inter-token times in ms: without and during the prefill of a prompt."""
-        calm, disturbed = [], []
-        for i in range(streams):
-            self.engine.add_request(
-                str(i), [i + 10] * 32, SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
-            )
-        for step in range(150):
-            started = time.perf_counter()
-            self.engine.step()
-            if step >= 30:
-                calm.append(time.perf_counter() - started)
-        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-        self.engine.add_request("long", [(7 * j) % 40000 + 10 for j in range(prompt)], params)
-        while "long" in self.engine.scheduler.requests:
-            started = time.perf_counter()
-            self.engine.step()
-            disturbed.append(time.perf_counter() - started)
-        for i in range(streams):
-            self.engine.abort(str(i))
+        """p99 of the streams' inter-token times in ms: without and during the prefill of a prompt.
+
+        From the same token to the same token: what streams have behind them makes their steps longer too.
+        """
+        disturbed = self._inter_token_seconds(streams, [(7 * j) % 40000 + 10 for j in range(prompt)], 0)
+        calm = self._inter_token_seconds(streams, [], len(disturbed))
         return 1e3 * _p99(calm), 1e3 * _p99(disturbed)
+
+    def _inter_token_seconds(self, streams: int, prompt: list[int], steps: int) -> list[float]:
+        """Until the prompt is computed, or so many steps."""
+        engine, params = self.engine, SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
+        for i in range(streams):
+            engine.add_request(str(i), [i + 10] * 32, params)
+        for _ in range(150):
+            engine.step()
+        if prompt:
+            engine.add_request("long", prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+        times = []
+        while "long" in engine.scheduler.requests or len(times) < steps:
+            times.append(_seconds(engine.step))
+        for i in range(streams):
+            engine.abort(str(i))
+        return times
 
 
 def _p99(values: list[float]) -> float:

@@ -4,7 +4,6 @@ import math
 import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,8 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     """Zeros. On the CPU the pages come from the system as they are first touched (torch.zeros would touch them all)."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(*shape)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(_huge_pages(size), dtype=dtype, count=math.prod(shape)).view(*shape)
 
 
 class HugePages:
@@ -33,10 +33,14 @@ class HugePages:
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         size = -(-num_elements * dtype.itemsize // self._ALIGNMENT) * self._ALIGNMENT
         if self._chunk is None or self._used + size > len(self._chunk):
-            # Private: the system backs shared memory with huge pages only where an administrator allowed it.
-            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._chunk, self._used = mmap.mmap(-1, max(size, self._CHUNK), flags=private), 0
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-                self._chunk.madvise(mmap.MADV_HUGEPAGE)
+            self._chunk, self._used = _huge_pages(max(size, self._CHUNK)), 0
         at, self._used = self._used, self._used + size
         return torch.frombuffer(self._chunk, dtype=dtype, count=num_elements, offset=at)
+
+
+def _huge_pages(size: int) -> mmap.mmap:
+    # Private: the system backs shared memory with huge pages only where an administrator allowed it.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

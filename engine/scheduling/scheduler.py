@@ -18,6 +18,10 @@ from engine.scheduling.request import FinishReason, Request, Status
 Plan = dict[Request, int]
 """Each scheduled request and how many of its tokens the step computes."""
 
+# Of a step's room for prompts. What is beyond costs no less here than in the next step, and would keep the prompts that
+# end here from their first tokens until it is done.
+FULL = 1 / 3
+
 
 class Scheduler:
     """All requests of an engine, waiting and running. Not thread-safe: the engine thread owns it."""
@@ -115,7 +119,8 @@ class Scheduler:
 
     def _prefill(self, plan: Plan, budget: int) -> None:
         """Prompt chunks: in progress and new ones alike go to the tenants served least, so that a tenant's long prompt
-        delays another's short one by a step, not by its own length."""
+        delays another's short one by a step, not by its own length. Prompts end one after the other, not all at once:
+        the same work, but each has its first token as soon as it can."""
         may_drain, has_room, most = True, True, budget
         in_progress = [r for r in self.running if not r.is_decoding]
         for request in self.fair_share.least_served_first(in_progress):
@@ -130,9 +135,14 @@ class Scheduler:
                 has_room = self._admit(request, budget, is_first=budget == most)
                 if not has_room:
                     continue
-            num_tokens = min(request.num_to_compute, budget) if self._chunked else request.num_to_compute
+            num_tokens = request.num_to_compute
+            if self._chunked and num_tokens > budget:
+                # In even shares: a few tokens left over would cost their prompt a step more.
+                num_tokens = -(-num_tokens // -(-num_tokens // budget))
             plan[request] = num_tokens
             budget -= num_tokens
+            if num_tokens < request.num_to_compute or most - budget >= FULL * most:
+                return
 
     def _admit(self, request: Request, budget: int, *, is_first: bool) -> bool:
         """Starts a waiting request if there is a seat and room for its whole prompt; half of one would only be

@@ -87,7 +87,8 @@ struct Tile {
     int32_t request, kv_head, first, last;
 };
 
-// Softmax-weighted values of some rows over some keys: sums [rows, dim] of weight e^(score - top), their totals.
+// Softmax-weighted values of some rows over some keys: sums [rows, dim] of weight 2^(score - top), their totals. Scores are
+// in units of log 2 (times log2 e), which saves a multiplication an exponent.
 struct Partial {
     float *sums, *totals, *tops;
     Partial(float* memory, int64_t rows, int64_t dim) : sums(memory), totals(sums + rows * dim), tops(totals + rows) {}
@@ -108,6 +109,7 @@ struct Attention {
     static constexpr int64_t kKeys = 64;    // keys per softmax step
     static constexpr int kRows = 6;         // most query rows multiplied together
     static constexpr int64_t kGroup = 16;   // keys in a vector of scores; a group never straddles a block
+    static constexpr float kSlack = 8.0f;   // how far, in powers of two, a score may pass its row's top
 
     int64_t num_rows(const Tile& tile) const { return (tile.last - tile.first) * (shape.heads / shape.kv_heads); }
 
@@ -125,12 +127,13 @@ struct Attention {
         const CacheShape& s = shape;
         const int64_t group = s.heads / s.kv_heads, rows = num_rows(tile), first_position = position(tile);
         const int64_t last_position = first_position + (tile.last - tile.first) - 1;
-        scratch.resize(kRows * 2 * kKeys + rows * s.dim);
+        scratch.resize(kRows * 2 * kKeys + rows * (kGroup + s.dim));
         float* scores = scratch.data();
         T* probabilities = reinterpret_cast<T*>(scores + kRows * kKeys);
-        T* queries = reinterpret_cast<T*>(scores + 2 * kRows * kKeys);
+        float* masses = scores + 2 * kRows * kKeys;  // each row's total, in 16 lanes
+        T* queries = reinterpret_cast<T*>(masses + rows * kGroup);
         std::fill(result.sums, result.sums + rows * s.dim, 0.0f);
-        std::fill(result.totals, result.totals + rows, 0.0f);
+        std::fill(masses, masses + rows * kGroup, 0.0f);
         std::fill(result.tops, result.tops + rows, -INFINITY);
         for (int64_t t = tile.first; t < tile.last; t++)  // a token's heads of this group lie side by side
             std::memcpy(queries + (t - tile.first) * group * s.dim, q + t * q_stride + tile.kv_head * group * s.dim,
@@ -156,12 +159,13 @@ struct Attention {
                 dispatch<kRows>(n, [&](auto rows_at_once) {
                     constexpr int N = decltype(rows_at_once)::value;
                     dispatch<kKeys / kGroup>(groups, [&](auto num_groups) {
-                        multiply_keys<N, decltype(num_groups)::value>(queries + row * s.dim, keys, next_keys, scores);
+                        constexpr int GROUPS = decltype(num_groups)::value;
+                        multiply_keys<N, GROUPS>(queries + row * s.dim, keys, next_keys, scores);
+                        for (int64_t r = 0; r < N; r++)
+                            soften<GROUPS>(scores + r * kKeys, probabilities + r * kKeys, result.sums + (row + r) * s.dim,
+                                           masses + (row + r) * kGroup, result.tops[row + r], key,
+                                           first_position + (row + r) / group);
                     });
-                    for (int64_t r = 0; r < N; r++)
-                        soften(scores + r * kKeys, probabilities + r * kKeys, result.sums + (row + r) * s.dim,
-                               result.totals[row + r], result.tops[row + r], key, groups * kGroup,
-                               first_position + (row + r) / group);
                     float* sums = result.sums + row * s.dim;
                     int64_t d = 0;
                     for (; d + 64 <= s.dim; d += 64)
@@ -172,6 +176,7 @@ struct Attention {
                 row += n;
             }
         }
+        for (int64_t row = 0; row < rows; row++) result.totals[row] = sum_lanes(load16(masses + row * kGroup));
     }
 
     // into: what earlier spans gave; from: the next span's.
@@ -179,7 +184,7 @@ struct Attention {
         for (int64_t row = 0; row < rows; row++) {
             const float top = std::max(into.tops[row], from.tops[row]);
             if (top == -INFINITY) continue;  // the row has seen nothing yet
-            const float keep = std::exp(into.tops[row] - top), take = std::exp(from.tops[row] - top);
+            const float keep = std::exp2(into.tops[row] - top), take = std::exp2(from.tops[row] - top);
             into.tops[row] = top;
             into.totals[row] = into.totals[row] * keep + from.totals[row] * take;
             float *to = into.sums + row * shape.dim, *sums = from.sums + row * shape.dim;
@@ -234,35 +239,40 @@ struct Attention {
             for (int g = 0; g < GROUPS; g++) put16(scores + r * kKeys + g * kGroup, dots[r][g]);
     }
 
-    void soften(float* scores, T* probabilities, float* sums, float& total, float& top, int64_t key, int64_t keys,
-                int64_t at) const {
-        const int64_t from = window ? std::clamp<int64_t>(at - window + 1 - key, 0, keys) : 0;
-        const int64_t to = std::clamp<int64_t>(at + 1 - key, 0, keys);
-        for (int64_t j = 0; j < from; j++) scores[j] = -INFINITY;
-        for (int64_t j = to; j < keys; j++) scores[j] = -INFINITY;
-        Float16 best = splat(-INFINITY);
-        for (int64_t j = 0; j < keys; j += 16) {
-            const Float16 x = load16(scores + j) * scale;
-            best = x > best ? x : best;
+    // A row's scores become probabilities; what it has added up shrinks if they raise its top. Tops are raised late, when the
+    // weights have grown by kSlack powers of two: most rows never rescale after their first keys.
+    template <int GROUPS>
+    void soften(const float* scores, T* probabilities, float* sums, float* mass, float& top, int64_t key, int64_t at) const {
+        constexpr int64_t count = GROUPS * kGroup;
+        Float16 x[GROUPS];
+        for (int g = 0; g < GROUPS; g++) x[g] = load16(scores + g * kGroup) * (scale * kLog2e);
+        const int64_t from = window ? at - window + 1 - key : 0, to = at + 1 - key;
+        if (from > 0 || to < count) {
+            const Int16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            const int32_t first = std::clamp<int64_t>(from, 0, count), last = std::clamp<int64_t>(to, 0, count);
+            for (int g = 0; g < GROUPS; g++) {
+                const Int16 j = lanes + int32_t(g * kGroup);
+                x[g] = (j >= first) & (j < last) ? x[g] : splat(-INFINITY);
+            }
         }
-        const float highest = std::max(top, max_lanes(best));
-        if (highest == -INFINITY) {  // nothing of this tile is seen by this row
-            std::memset(static_cast<void*>(probabilities), 0, keys * sizeof(T));
-            return;
-        }
-        if (highest > top) {
-            const float shrink = top == -INFINITY ? 0.0f : std::exp(top - highest);
-            total *= shrink;
+        Float16 best = x[0];
+        for (int g = 1; g < GROUPS; g++) best = x[g] > best ? x[g] : best;
+        const float highest = max_lanes(best);
+        if (highest > top + kSlack) {
+            const float shrink = top == -INFINITY ? 0.0f : std::exp2(top - highest);
+            put16(mass, load16(mass) * shrink);
             for (int64_t d = 0; d < shape.dim; d += 16) put16(sums + d, load16(sums + d) * shrink);
             top = highest;
         }
-        Float16 mass{};
-        for (int64_t j = 0; j < keys; j += 16) {
-            const Float16 p = rounded<T>(exp16(load16(scores + j) * scale - highest));
-            mass += p;
-            put16(probabilities + j, p);
+        // A row that has seen nothing yet: any top would do that makes all of it zeros.
+        const float base = top == -INFINITY ? 0.0f : top;
+        Float16 total = load16(mass);
+        for (int g = 0; g < GROUPS; g++) {
+            const Float16 p = exp2_16(x[g] - base);
+            total += p;
+            put16(probabilities + g * kGroup, p);
         }
-        total += sum_lanes(mass);
+        put16(mass, total);
     }
 
     // sums[row][0 : 16 * WIDTH] += probabilities[row][0 : PAIR * steps] . values[:, d : d + 16 * WIDTH]

@@ -57,7 +57,7 @@ void silu_and_mul_row(const T* gate_up, T* out, int64_t n) {
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) {
         const Float16 gate = load16(gate_up + i);
-        put16(out + i, gate / (1.0f + exp16(-gate)) * load16(gate_up + n + i));
+        put16(out + i, gate / (1.0f + exp2_16(gate * -kLog2e)) * load16(gate_up + n + i));
     }
     for (; i < n; i++) {
         const float gate = to_float(gate_up[i]);

@@ -129,32 +129,31 @@ inline float max_lanes(Float16 x) {
     return *std::max_element(lanes, lanes + 16);
 }
 
-// exp by Cody-Waite reduction and a degree-5 polynomial (Cephes expf), about 2 ulp; 0 below -87.
-inline Float16 exp16(Float16 x) {
-    constexpr float kLog2e = 1.44269504088896341f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+// 2^x by splitting off the nearest whole number and a degree-6 polynomial (Cephes exp2f), about 2 ulp; 0 below -150.
+inline Float16 exp2_16(Float16 x) {
 #if defined(__AVX512F__)
-    const Float16 clamped = (Float16)_mm512_max_ps((__m512)splat(-104.0f), (__m512)x);  // a NaN stays one
-    const Float16 whole = (Float16)_mm512_roundscale_ps((__m512)(clamped * kLog2e), 0);
+    const Float16 clamped = (Float16)_mm512_max_ps((__m512)splat(-160.0f), (__m512)x);  // a NaN stays one
+    const Float16 whole = (Float16)_mm512_roundscale_ps((__m512)clamped, 0);
 #else
-    const Float16 clamped = x < -87.0f ? splat(-87.0f) : x > 88.0f ? splat(88.0f) : x;
-    const Float16 scaled = clamped * kLog2e;
-    const Int16 n = __builtin_convertvector(scaled + (scaled < 0.0f ? splat(-0.5f) : splat(0.5f)), Int16);
+    const Float16 clamped = x < -126.0f ? splat(-126.0f) : x > 127.0f ? splat(127.0f) : x;
+    const Int16 n = __builtin_convertvector(clamped + (clamped < 0.0f ? splat(-0.5f) : splat(0.5f)), Int16);
     const Float16 whole = __builtin_convertvector(n, Float16);
 #endif
-    const Float16 r = clamped - whole * kLn2High - whole * kLn2Low;
-    Float16 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    const Float16 r = clamped - whole;
+    Float16 p = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    p = p * r + 1.0f;
 #if defined(__AVX512F__)
     return (Float16)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
     const Float16 result = p * cast<Float16>((n + 127) << 23);
-    return x < -87.0f ? Float16{} : result;
+    return x < -126.0f ? Float16{} : result;
 #endif
 }
+constexpr float kLog2e = 1.44269504088896341f;
 
 // Calls f with n, from 1 to MOST, as a constant of the type system.
 template <int MOST, class F>
