@@ -4,16 +4,22 @@ import math
 import mmap
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On the CPU the pages come from the system as they are first touched (torch.zeros would touch them all)."""
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, huge_pages: bool = False) -> Tensor:
+    """Zeros. On the CPU the pages come from the system as they are first touched (torch.zeros would touch them all).
+
+    huge_pages: for tables that are read in long sweeps; the first touch of 2 MiB then takes them all.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    return torch.frombuffer(_huge_pages(size), dtype=dtype, count=math.prod(shape)).view(*shape)
+    count = math.prod(shape)
+    if huge_pages:
+        return torch.frombuffer(_huge_pages(count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
+    return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype).view(*shape)
 
 
 class HugePages:

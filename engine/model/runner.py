@@ -4,6 +4,7 @@
 each seat's newest token stays in a table on the device, where the next forward pass finds it.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -147,11 +148,12 @@ class Runner:
 
 def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KvCache:
     """One layer's cache `[num_blocks, num_kv_heads, block_size, head_dim]`, with scales where it has 8 bits."""
+    zeros = functools.partial(lazy_zeros, device=device, huge_pages=True)
     if dtype not in LARGEST:
-        return KvCache(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device))
+        return KvCache(zeros(shape, dtype), zeros(shape, dtype))
     return KvCache(
-        lazy_zeros(shape, torch.uint8, device).view(dtype),
-        lazy_zeros(shape, torch.uint8, device).view(dtype),
-        lazy_zeros(shape[:3], torch.float32, device),
-        lazy_zeros(shape[:3], torch.float32, device),
+        zeros(shape, torch.uint8).view(dtype),
+        zeros(shape, torch.uint8).view(dtype),
+        zeros(shape[:3], torch.float32),
+        zeros(shape[:3], torch.float32),
     )
