@@ -230,7 +230,9 @@ _NAME = st.sampled_from(
 ) | st.sampled_from(("embed_tokens", "model.embed_tokens", ""))
 _PATTERN = st.sampled_from(
     (r".*q_proj", r".*\.(1|2)\..*", r"lm_head|.*embed_tokens", "all-linear", "q_proj", r".*layers\.1[01]?\..*")
-) | st.sampled_from(("(?!.*mlp).*proj", r".*[qv]_proj$", "", r"^model\.layers\.1\..*", r"layers\.1\.", "q_proj|v_proj"))
+) | st.sampled_from(
+    ("(?!.*mlp).*proj", r"model\.layers\.1", "", r"^model\.layers\.1\..*", r"layers\.1\.", "q_proj|v_proj")
+)
 _NAMES = st.lists(_NAME, max_size=3)
 _BY_MODULE = st.dictionaries(_NAME | _PATTERN | st.just("a)(b"), st.sampled_from([1, 4, 16]), max_size=3)
 _LORA_CONFIG = st.fixed_dictionaries(

@@ -186,7 +186,7 @@ def test_a_mixed_batch_equals_peft_token_for_token(twin: Twin, make_engine: Make
     assert run(engine, digests, n) == expected
     assert engine.state().num_free_blocks == engine.state().num_blocks
     # In chunks that end within blocks, then from the blocks that the first run left: a window reaches over both.
-    chunked, digests = make_engine(twin, max_num_batched_tokens=19, block_size=8)
+    chunked, digests = make_engine(twin, max_num_batched_tokens=19)
     beginnings = [tokens[:4] for tokens in expected]
     assert run(chunked, digests, 4) == beginnings
     assert chunked.state().prefix_hit_tokens == 0

@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.scheduling.request import RequestOutput, SamplingParams
 from tests.engine.tiny import save_adapter, save_model
 
-BLOCK = 8
+BLOCK = 16
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * BLOCK  # keys and values, layers, heads, head_dim, fp32, tokens
 
 Make = Callable[..., tuple[Engine, list[str | None]]]
@@ -71,7 +71,7 @@ def test_shared_blocks_change_no_answer(make_engine: Make) -> None:
     beginnings = [[scripted.randrange(3, 380) for _ in range(40)] for _ in range(2)]
     asked = []
     for _ in range(36):
-        beginning = scripted.choice(beginnings)[: scripted.choice((7, 8, 16, 23, 40))]
+        beginning = scripted.choice(beginnings)[: scripted.choice((15, 16, 32, 40))]
         ending = [scripted.randrange(3, 380) for _ in range(scripted.choice((0, 1, 9)))]
         params = SamplingParams(seed=scripted.randrange(4), max_tokens=scripted.choice((1, 4, 20)), ignore_eos=True)
         asked.append((beginning + ending, params, scripted.randrange(3), scripted.choice("ab")))
@@ -90,7 +90,7 @@ def test_shared_blocks_change_no_answer(make_engine: Make) -> None:
     for async_scheduling in (False, True):
         # Without a clock (nobody waits for adapters, prompts are not paced) the same blocks run out every time.
         engine, names = make_engine(
-            kv_cache_memory=17 * BLOCK_BYTES, max_model_len=128, max_num_batched_tokens=16, prefill_stretch=1e9,
+            kv_cache_memory=10 * BLOCK_BYTES, max_model_len=128, max_num_batched_tokens=16, prefill_stretch=1e9,
             async_scheduling=async_scheduling,
         )  # fmt: skip
         for name in names:
@@ -107,9 +107,9 @@ def test_shared_blocks_change_no_answer(make_engine: Make) -> None:
 
 
 def test_a_prompt_in_chunks_reports_what_was_cached_when_it_began(make_engine: Make) -> None:
-    engine, _ = make_engine(max_num_batched_tokens=8, max_num_seqs=4)
+    engine, _ = make_engine(max_num_batched_tokens=8)
     prompt = list(range(3, 73))
-    for cached, asked in ((0, prompt[:40]), (40, prompt), (64, prompt), (64, [*prompt, 5])):
+    for cached, asked in ((0, prompt[:40]), (32, prompt), (64, prompt), (64, [*prompt, 5])):
         engine.add_request("r", asked, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
         assert {output.num_cached_tokens for output in answers(engine)["r"]} == {cached}
 
@@ -140,3 +140,20 @@ def test_prompt_logprobs_are_whole_whatever_is_cached(make_engine: Make) -> None
     assert again.prompt_logprobs == first.prompt_logprobs
     assert len(first.prompt_logprobs or []) == len(prompt)
     assert ask(None).num_cached_tokens == 64
+
+
+def test_prompt_logprobs_are_whole_where_their_prompt_is_preempted(make_engine: Make) -> None:
+    prompt = [3 + 7 * i % 370 for i in range(100)]
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    whole, _ = make_engine()
+    whole.add_request("prompt", prompt, params)
+    expected = answers(whole)["prompt"][-1].prompt_logprobs
+    engine, _ = make_engine(
+        kv_cache_memory=8 * BLOCK_BYTES, max_model_len=120, max_num_batched_tokens=8, prefill_stretch=1e9
+    )
+    engine.add_request("stream", prompt[:6], SamplingParams(max_tokens=30, ignore_eos=True), tenant="a")
+    engine.step()
+    engine.add_request("prompt", prompt, params, tenant="b")
+    found = answers(engine)["prompt"][-1]
+    assert engine.state().num_preemptions == 1
+    assert found.prompt_logprobs == expected

@@ -185,7 +185,7 @@ def test_one_preempted_with_its_token_in_flight_waits_for_it() -> None:
 
 
 def test_one_preempted_with_its_last_token_in_flight_ends_with_it() -> None:
-    scheduler = make(num_blocks=4)
+    scheduler = make(num_blocks=4, max_num_batched_tokens=256)
     stays, ends = ask(scheduler, "a", 31, max_tokens=9), ask(scheduler, "b", 31, max_tokens=2)
     step(scheduler)
     plan = scheduler.schedule()
