@@ -11,7 +11,7 @@ from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import RequestOutput, SamplingParams
+from engine.scheduling.request import RequestError, RequestOutput, SamplingParams
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.spec import GrammarSpec
 from engine.tokenizer import Tokenizer
@@ -168,6 +168,8 @@ def test_an_id_may_be_used_again_while_its_last_token_is_in_flight(make_engine: 
     add(engine, digests, 0)
     while not engine.step():
         pass
+    with pytest.raises(RequestError, match="already in flight"):
+        add(engine, digests, 0)
     engine.abort("0")
     add(engine, digests, 0)
     tokens: list[int] = []
