@@ -5,18 +5,18 @@ function of the sequence's output tokens alone. docs/lab-notes.md says why llgui
 """
 
 import json
-import math
 import re
 import threading
 from collections.abc import Callable, Collection
-from decimal import Decimal
 from typing import Any
 
 import llguidance
 import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.scheduling.request import RequestError
-from engine.structured.spec import MAX_REGEX_BYTES, GrammarSpec
+from engine.structured.cost import check_lark, check_schemas
+from engine.structured.spec import GrammarSpec
 
 # Between two parts of JSON: nothing, a space, or a new line with its indentation. With no bound, a small model that
 # likes spaces writes spaces until max_tokens.
@@ -33,8 +33,6 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-
-MAX_MULTIPLES = 100_000
 
 
 class Matcher:
@@ -102,6 +100,8 @@ class GrammarCompiler:
         vocabulary = self._read_vocabulary(spec.param)
         try:
             text = _to_llguidance(spec)
+        except RequestError:
+            raise
         except (ValueError, RecursionError) as exc:
             raise RequestError(spec.param, f"the {_name(spec)} cannot be read: {_first_line(str(exc))}") from None
         limits = llguidance.LLParserLimits(**LIMITS)
@@ -135,7 +135,7 @@ class GrammarCompiler:
 def _to_llguidance(spec: GrammarSpec) -> str:
     matcher = llguidance.LLMatcher
     if spec.kind == "json":
-        _check_cost(json.loads(spec.text), spec.param)
+        check_schemas([json.loads(spec.text)], spec.param)
         # Given last, so that an "x-guidance" in the schema cannot say otherwise.
         options: Any = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": spec.lenient}
         return matcher.grammar_from_json_schema(spec.text, overrides=options)
@@ -143,38 +143,16 @@ def _to_llguidance(spec: GrammarSpec) -> str:
         return matcher.grammar_from_regex(spec.text)
     if spec.kind == "choice":
         return matcher.grammar_from_regex("|".join(_literal(choice) for choice in json.loads(spec.text)))
-    return llguidance.grammar_from("grammar", spec.text)
+    try:
+        text = any_to_lark(spec.text)
+    except Exception as exc:  # noqa: BLE001 - the library raises nothing narrower
+        raise ValueError(f"it is neither Lark nor GBNF: {exc}") from None
+    check_lark(text, spec.param)
+    return matcher.grammar_from_lark(text)
 
 
 def _literal(text: str) -> str:
     return re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", r"\\\g<0>", text)
-
-
-def _check_cost(schema: Any, param: str) -> None:
-    """Refuses what the library has no limit for: patterns' length, as of other regular expressions, and `multipleOf`.
-
-    That becomes an automaton with as many states as the number has units, or as the least common multiple of several:
-    0.15 s at 100,000, 8 s and 270 MiB at a million.
-    """
-    multiples: list[int] = []
-    patterns = 0
-    nodes = [schema]
-    while nodes:
-        node = nodes.pop()
-        if not isinstance(node, dict):
-            nodes += node if isinstance(node, list) else ()
-            continue
-        nodes += node.values()
-        patterns += len(node["pattern"]) if isinstance(node.get("pattern"), str) else 0
-        patterns += sum(map(len, node["patternProperties"])) if isinstance(node.get("patternProperties"), dict) else 0
-        value = node.get("multipleOf")
-        if isinstance(value, int | float) and math.isfinite(value) and value:
-            # Its digits without the zeros: powers of ten are cheap.
-            multiples.append(int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits))))
-    if patterns > MAX_REGEX_BYTES:
-        raise RequestError(param, f"pattern: all together are {patterns} characters, the most served {MAX_REGEX_BYTES}")
-    if sum(multiples) > MAX_MULTIPLES or math.lcm(*multiples) > MAX_MULTIPLES:
-        raise RequestError(param, f"multipleOf: the sum of all, and their least common multiple, over {MAX_MULTIPLES}")
 
 
 def _name(spec: GrammarSpec) -> str:

@@ -158,6 +158,8 @@ async def test_the_openai_client_reads_a_streamed_call(server):
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/nowhere"}}}],
           "tool_choice": "required"}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {
+            "type": "integer", "multipleOf": 1_000_003}}}}}], "tool_choice": "required"}, "tools"),
     ],
 )  # fmt: skip
 async def test_choices_that_cannot_be_kept_are_refused(client: Client, fields, param):
