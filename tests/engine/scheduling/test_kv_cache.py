@@ -100,6 +100,7 @@ def test_what_was_used_longest_ago_is_reused_first_and_a_hit_counts_as_use() -> 
     cache.free(again)
     left = [old, new, hit]
     taken = request([40])
+    assert cache.grow(taken, 12), "three blocks that nobody can find"
     while left:
         assert [bool(cache.find_prefix(request(prompt))) for prompt in left] == [True] * len(left)
         while cache.find_prefix(request(left[0])):
