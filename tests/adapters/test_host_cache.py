@@ -276,7 +276,10 @@ def test_close_ends_loads_that_wait(make, digests):
     load(cache, digests[0])
     cache.pin(digests[0])
     waiting = cache.fetch(digests[1])
-    time.sleep(0.1)
+    deadline = time.monotonic() + TIMEOUT
+    while not waiting.running():  # one that has not begun would be cancelled
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
     cache.close()
     with pytest.raises(AdapterError, match="shutting down"):
         waiting.result(TIMEOUT)
