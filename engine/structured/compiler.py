@@ -34,6 +34,10 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
+_BESIDE_MESSAGE = re.compile(r"<|\d+ \||\^+$")
+# In a grammar that is ours and not the client's.
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+
 
 class Matcher:
     """Where one sequence is in its grammar. Owned by the engine's thread."""
@@ -112,7 +116,10 @@ class GrammarCompiler:
         error = _first_line(start.get_error())
         if error in ("NoExtension", "NoExtensionBias") or (start.is_stopped() and not error):
             raise RequestError(spec.param, f"no text fits the {_name(spec)}")
+        if error and spec.param == "tools":
+            raise RequestError(spec.param, f"a function's parameters cannot be enforced: {_PLACE.sub('', error)}")
         if error:
+            error = error if spec.kind == "grammar" else _PLACE.sub("", error)
             raise RequestError(spec.param, f"the {_name(spec)} cannot be compiled: {error}")
         return Grammar(start, self._end_ids, spec.param)
 
@@ -160,6 +167,7 @@ def _name(spec: GrammarSpec) -> str:
 
 
 def _first_line(error: str) -> str:
-    """llguidance adds its own state below its message; what is first is for the client."""
-    lines = [line.strip() for line in error.splitlines() if line.strip() and not line.startswith("<")]
-    return " ".join(lines)[:300]
+    """llguidance adds the grammar around the place and its own state below its message; what is first is for the
+    client."""
+    lines = [line.strip() for line in error.splitlines()]
+    return " ".join(line for line in lines if line and not _BESIDE_MESSAGE.match(line))[:300]

@@ -242,12 +242,15 @@ def test_a_port_in_use_is_one_line(model):
     assert "address already in use" in stderr
 
 
-def test_a_missing_model_folder_is_one_line(tmp_path):
-    process = program(tmp_path / "nowhere", 0)
+@pytest.mark.parametrize(("name", "says"), [("nowhere", "no such folder"), ("cut.gguf", "is damaged or cut off: ")])
+def test_a_model_that_is_none_is_one_line(tmp_path, name, says):
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    process = program(tmp_path / name, 0)
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1
     assert len(stderr.splitlines()) == 1
-    assert "nowhere" in stderr
+    assert name in stderr
+    assert says in stderr
 
 
 async def test_a_named_adapter_that_cannot_be_served_ends_the_start(model, tmp_path):

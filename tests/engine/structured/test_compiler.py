@@ -104,6 +104,25 @@ def test_what_cannot_be_compiled_is_refused_by_name_and_soon(compiler: GrammarCo
     assert len(refused.value.message) < 400
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (spec("grammar", "start: a\na: nope"), 'the grammar cannot be compiled: at 2(4): unknown name: "nope"'),
+        (spec("regex", "a(b"), 'invalid regex "a(b" (in regex): regex parse error: a(b error: unclosed group'),
+        (GrammarSpec("grammar", 'start: %json {"required": "a"}', param="tools"),
+         "tools: a function's parameters cannot be enforced: failed to compile JSON schema: Expected array for"),
+    ],
+)  # fmt: skip
+def test_a_refusal_quotes_no_grammar_but_the_clients(
+    compiler: GrammarCompiler, given: GrammarSpec, expected: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        compiler.compile(given)
+    assert expected in str(refused.value)
+    assert " | " not in str(refused.value)
+    assert "start:" not in str(refused.value)
+
+
 def test_strict_refuses_naming_the_keyword(compiler: GrammarCompiler) -> None:
     with pytest.raises(RequestError, match="uniqueItems"):
         compiler.compile(spec("json", {"type": "array", "uniqueItems": True}))
