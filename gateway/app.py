@@ -343,11 +343,14 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
         handler_cancellation=True,
         access_log=None,
         logger=http_logger("gateway.http"),
+        auto_decompress=False,
         # aiohttp waits this long for handlers to end, and then once more while it cancels them.
         shutdown_timeout=settings.shutdown_seconds / 2,
         keepalive_timeout=settings.idle_timeout,
     )
-    metrics_runner = web.AppRunner(_metrics_app(app[METRICS]), access_log=None, logger=http_logger("gateway.http"))
+    metrics_runner = web.AppRunner(
+        _metrics_app(app[METRICS]), access_log=None, logger=http_logger("gateway.http"), auto_decompress=False
+    )
     try:
         await runner.setup()
         await _bind(runner, "LORAPLEX_PORT", settings.host, settings.port, shared=settings.workers > 1)

@@ -14,6 +14,7 @@ FLOORS = ("loraplex", "migrations", "gateway", "engine", "adapters", "kernels")
 ALLOWED_UP = {("gateway", "migrations")}
 # What the gateway may take from lower floors: the wire, the tokenizer, and what an adapter is. None loads torch.
 GATEWAY_MAY = {
+    "engine.http_body",
     "engine.http_log",
     "engine.model.config",
     "engine.openapi",

@@ -280,6 +280,7 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
         handler_cancellation=True,
         access_log=None,
         logger=http_logger("engine.http"),
+        auto_decompress=False,
         shutdown_timeout=LAST_WORDS_S,
     )
     await runner.setup()

@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
+from engine.http_body import read_body
 from engine.protocol import (
     BadRequest,
     ChatCompletionRequest,
@@ -64,7 +65,7 @@ class GenerationRoutes:
     defaults: SamplingDefaults
 
     async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
-        raw = await request.read()
+        raw = await read_body(request)
         with self._naming("prompt"):
             body, prompts, echo = await offload(len(raw), lambda: self._read_completion(raw))
         request_id = uuid.uuid4().hex
@@ -74,7 +75,7 @@ class GenerationRoutes:
         return await self._answer(request, caller, asked)
 
     async def chat(self, request: web.Request, caller: Caller) -> web.StreamResponse:
-        raw = await request.read()
+        raw = await read_body(request)
         with self._naming("messages"):
             body, prompts = await offload(len(raw), lambda: self._read_chat(raw))
         request_id = uuid.uuid4().hex

@@ -10,6 +10,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.engine import Engine, EngineState
+from engine.http_body import read_body
 from engine.protocol import (
     BadRequest,
     DetokenizeRequest,
@@ -63,7 +64,7 @@ class EngineRoutes:
         return json_response(self.models.one(request.match_info["name"], self.engine.max_model_len))
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        raw = await request.read()
+        raw = await read_body(request)
         body = decode(TokenizeRequest, raw)
         if body.model is not None:
             self.models.digest(body.model)
@@ -77,7 +78,7 @@ class EngineRoutes:
         return self.tokenizer.encode_chat(*body.template_input())
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        raw = await request.read()
+        raw = await read_body(request)
         body = decode(DetokenizeRequest, raw)
         if body.model is not None:
             self.models.digest(body.model)
@@ -86,12 +87,12 @@ class EngineRoutes:
         return json_response(DetokenizeResponse(await offload(len(raw), decode_all)))
 
     async def load_adapter(self, request: web.Request) -> web.Response:
-        body = decode(LoadAdapterRequest, await request.read())
+        body = decode(LoadAdapterRequest, await read_body(request))
         digest = await self.models.load(body.lora_name, body.lora_path, bool(body.load_inplace))
         return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
-        body = decode(UnloadAdapterRequest, await request.read())
+        body = decode(UnloadAdapterRequest, await read_body(request))
         digest = await self.models.unload(body.lora_name)
         self.states.moved()
         return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))

@@ -7,7 +7,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.admission.auth import Authenticator
-from gateway.api.bodies import json_response, read_body
+from gateway.api.bodies import json_response, read_body, read_raw
 from gateway.api.named_models import check_models
 from gateway.errors import BadRequest
 from gateway.records.catalog import Catalog
@@ -119,7 +119,7 @@ async def _read(request: web.Request, kind: type[T]) -> T:
         return await read_body(request, kind)
     except BadRequest as error:
         path = error.param or ""
-        model = _model_at_fault(await request.read()) if path.startswith(OF_A_MODEL) else None
+        model = _model_at_fault(await read_raw(request)) if path.startswith(OF_A_MODEL) else None
         if model is None:
             raise
         named = path.replace(OF_A_MODEL, f"model_limits.{model}")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from engine import http_body
 from gateway.errors import BadRequest, TooSlow
 
 T = TypeVar("T")
@@ -40,9 +41,9 @@ UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 
 async def read_raw(request: web.Request) -> bytes:
     """The whole body, of at most the application's client_max_size. Raises TooSlow, BadRequest."""
-    if request.content.is_eof():  # it came with the head
+    if request.content.is_eof() and "Content-Encoding" not in request.headers:  # it came with the head
         return await request.read()
-    return await in_time(request, request.read())
+    return await in_time(request, http_body.read_body(request))
 
 
 async def in_time(request: web.Request, reading: Awaitable[T]) -> T:

@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.scheduling.request import RequestError, RequestOutput, SamplingParams
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.spec import GrammarSpec
+from engine.structured.tokens import AllowedTokens, BannedWords
 from engine.tokenizer import Tokenizer
 from tests.engine.tiny import save_adapter, save_model
 
@@ -31,6 +32,7 @@ PARAMS: list[dict[str, Any]] = [
     {"seed": 6, "stop_token_ids": tuple(range(0, 380, 9)), "temperature": 2.0},
     {"seed": 7, "stop_token_ids": tuple(range(0, 380, 3)), "temperature": 2.0, "min_tokens": 9},
     {"seed": 8, "max_tokens": 1},
+    {"seed": 9, "allowed": AllowedTokens(range(5, 30)), "bad_words": BannedWords([[5], [6, 7], [8, 9, 10]])},
     {},
 ]
 

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import io
 import json
+import zlib
 
 import pytest
 
@@ -94,14 +95,31 @@ async def test_a_body_too_large(client):
 
 
 async def test_a_body_that_is_not_what_its_headers_say(client):
-    body = gzip.compress(json.dumps(COMPLETION).encode())
-    for data, expected in ((body, 200), (b"not gzip", 400)):
+    body = json.dumps(COMPLETION).encode()
+    for encoding, data, expected in (
+        ("gzip", gzip.compress(body), 200),
+        ("deflate", zlib.compress(body), 200),
+        ("gzip", b"not gzip", 400),
+        ("gzip", gzip.compress(body)[:-9], 400),
+        ("br", body, 400),
+    ):
         async with client.session.post(
-            client.url + "/v1/completions", data=data, headers={"Content-Encoding": "gzip"}
+            client.url + "/v1/completions", data=data, headers={"Content-Encoding": encoding}
         ) as response:
             answer = await response.json()
         assert response.status == expected, answer
-    assert answer["error"]["type"] == "invalid_request_error"
+        assert expected == 200 or answer["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_is_too_large_by_what_it_decompresses_to(client):
+    packer = zlib.compressobj(1, wbits=zlib.MAX_WBITS | 16)
+    bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(64)) + packer.flush()
+    assert len(bomb) < 1 << 20
+    async with client.session.post(
+        client.url + "/v1/completions", data=bomb, headers={"Content-Encoding": "gzip"}
+    ) as response:
+        assert response.status == 413
+        assert error_of(await response.json())["code"] == "request_too_large"
 
 
 @pytest.mark.parametrize(
