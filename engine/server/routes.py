@@ -33,10 +33,12 @@ from engine.server.loop import EngineLoop
 from engine.server.metrics import Metrics
 from engine.server.models import ModelRegistry
 from engine.server.state import StateFeed
-from engine.tokenizer import Tokenizer
+from engine.tokenizer import TextTooLong, Tokenizer
 
 # A scrape does not wait for a long step; the gauges then keep their last reading.
 SCRAPE_WAIT_S = 1.0
+# Of one text: a million tokens take seconds and hundreds of megabytes.
+MAX_TOKENIZED = 1 << 17
 # Of one question after finished requests.
 MAX_IDS, MAX_WAIT_S = 1000, 10.0
 
@@ -73,9 +75,16 @@ class EngineRoutes:
         return json_response(TokenizeResponse(tokens, len(tokens), self.engine.max_model_len, names))
 
     def _tokenize(self, body: TokenizeRequest) -> list[int]:
-        if body.messages is None:
-            return self.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-        return self.tokenizer.encode_chat(*body.template_input())
+        limit = max(MAX_TOKENIZED, self.engine.max_model_len)
+        try:
+            if body.messages is None:
+                special = body.add_special_tokens is not False
+                return self.tokenizer.encode(body.prompt or "", add_special_tokens=special, limit=limit)
+            return self.tokenizer.encode_chat(*body.template_input(), limit=limit)
+        except TextTooLong:
+            field = "prompt" if body.messages is None else "messages"
+            message = f"{field}: expected some {limit} tokens at most"
+            raise BadRequest(field, message, "context_length_exceeded") from None
 
     async def detokenize(self, request: web.Request) -> web.Response:
         raw = await read_body(request)

@@ -173,6 +173,17 @@ async def test_tokens_and_text_lead_back_to_each_other(client):
     assert "token_strs" not in await client.ok("/tokenize", {"prompt": text})
 
 
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+async def test_a_text_of_far_more_tokens_than_any_context_is_not_told_as_tokens(client, field, monkeypatch):
+    monkeypatch.setattr("engine.server.routes.MAX_TOKENIZED", 4096)
+    text = "x " * 50_000
+    status, answer = await client.post(
+        "/tokenize", {field: text if field == "prompt" else [MESSAGES[0] | {"content": text}]}
+    )
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert "4096 tokens at most" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("length", [5000, 500_000])
 async def test_a_prompt_too_long_is_said_in_openais_words(client, path, length):
