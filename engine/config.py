@@ -44,7 +44,7 @@ class EngineConfig:
     device: Device = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 640
     block_size: int = 16
     kv_cache_memory: int | None = None
     enable_prefix_caching: bool = True

@@ -29,8 +29,8 @@ class Pacer:
     def prompt_budget(self, num_decodes: int, most: int, patience: float = 1.0) -> int:
         """Prompt tokens that a step of so many decodes may compute beside them, at most `most`.
 
-        patience: prompts for each stream. Where there are more, waiting for them costs less in all than keeping them
-        waiting: the room grows with its cube, so that twice as many prompts as streams get eight times the room.
+        patience: prompts for each stream. Where there are more of them, the streams' waiting costs less in all than theirs,
+        and the room grows fast: to 32 times for twice as many prompts as streams.
         """
         if self._steps_since_alone >= STEPS_UNTIL_ALONE:
             return 0
@@ -39,7 +39,7 @@ class Pacer:
         each = max(self._spent / self._rows, 1e-3 * self._decode_seconds)
         # The number of streams may have moved on since a step was theirs alone.
         grown = self._decode_seconds + (num_decodes - self._decodes) * each
-        room = (self._stretch - 1) * max(patience, 1.0) ** 3 * max(grown, 0.5 * self._decode_seconds)
+        room = (self._stretch - 1) * max(patience, 1.0) ** 5 * max(grown, 0.5 * self._decode_seconds)
         return min(most, max(LEAST_CHUNK, int(room / each)))
 
     def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:

@@ -18,8 +18,8 @@ from engine.scheduling.request import FinishReason, Request, Status
 Plan = dict[Request, int]
 """Each scheduled request and how many of its tokens the step computes."""
 
-# Of a step's room for prompts. What is beyond costs no less here than in the next step, and would keep the prompts that
-# end here from their first tokens until it is done.
+# Of max_num_batched_tokens. Prompt tokens beyond it cost no less in this step than in the next, and would keep the prompts
+# that end here from their first tokens until they are computed.
 FULL = 1 / 3
 
 
@@ -141,7 +141,7 @@ class Scheduler:
                 num_tokens = -(-num_tokens // -(-num_tokens // budget))
             plan[request] = num_tokens
             budget -= num_tokens
-            if num_tokens < request.num_to_compute or most - budget >= FULL * most:
+            if most - budget >= FULL * self._max_num_batched_tokens:
                 return
 
     def _admit(self, request: Request, budget: int, *, is_first: bool) -> bool:

@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -30,6 +31,9 @@ from engine.scheduling.request import TokenLogprobs
 from engine.server.sequence import Delta
 from engine.server.tool_calls import CallDelta, Parsed, ToolCallParser
 from engine.tokenizer import Tokenizer
+
+# Special tokens that a tokenizer may put before a text, and one more.
+MAX_ADDED = 3
 
 ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 
@@ -115,6 +119,7 @@ class CompletionAnswer(Answer[CompletionChoice]):
         super().__init__(request_id, body, prompts, tokenizer)
         self._echo = dict(enumerate(echo))
         self._unopened = set(range(len(prompts) * (body.n or 1)))
+        self._prompt_is_text = isinstance(body.prompts()[0], str)
         self._top_logprobs = body.logprobs
         self._shown_ids = shown_ids
         self._streams: dict[int, Stream] = {}
@@ -130,7 +135,7 @@ class CompletionAnswer(Answer[CompletionChoice]):
         if self._top_logprobs is not None:
             if prompt_ids and delta.prompt_logprobs is not None:
                 tokens += zip(prompt_ids, delta.prompt_logprobs, strict=True)
-                offsets += self._place(delta.index, prompt_ids, self._tokenizer.stream(self._shown_ids))
+                offsets += self._place_prompt(delta.index, prompt, prompt_ids)
             if prompt_ids:
                 self._offsets[delta.index] = len(prompt)
             tokens += [(entry.token_id, entry) for entry in delta.logprobs]
@@ -161,6 +166,16 @@ class CompletionAnswer(Answer[CompletionChoice]):
         progress: Progress | UnsetType = UNSET,
     ) -> Completion:
         return Completion(self._id, "text_completion", self._created, self._body.model, choices, usage, progress)
+
+    def _place_prompt(self, index: int, prompt: str, prompt_ids: list[int]) -> list[int]:
+        """As `_place`. A prompt that was given as text is echoed as it was: with the special tokens written in it, and
+        without those that the tokenizer put before it."""
+        if not self._prompt_is_text:
+            return self._place(index, prompt_ids, self._tokenizer.stream(self._shown_ids))
+        special_ids = self._tokenizer.special_ids
+        leading = [self._text(i) for i in takewhile(special_ids.__contains__, prompt_ids)]
+        added = next((n for n in range(MAX_ADDED) if prompt.startswith("".join(leading[n:]))), 0)
+        return [0] * added + self._place(index, prompt_ids[added:], self._tokenizer.stream(special_ids))
 
     def _place(self, index: int, token_ids: list[int], stream: Stream) -> list[int]:
         """Where in the text each token begins; for a piece of a character, where the character will stand."""

@@ -85,7 +85,7 @@ class Sizes(click.ParamType):
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--max-model-len", type=int, help="Tokens of prompt and answer together; default: the model's.")
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests in one batch.")
-@click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens in one step.")
+@click.option("--max-num-batched-tokens", default=640, show_default=True, help="Tokens in one step.")
 @click.option("--block-size", default=16, show_default=True, help="Tokens of a KV cache block.")
 @click.option("--kv-cache-memory", type=Bytes(), help="Size of the KV cache, such as 4GiB; default: from the device.")
 @click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto, fp8_e4m3 or int8.")

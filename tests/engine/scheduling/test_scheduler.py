@@ -217,7 +217,7 @@ def test_streams_wait_longer_for_prompts_of_their_own_tenant_only() -> None:
         ask(scheduler, "a", 1000)
     of_its_own = scheduler.schedule()
     assert of_its_own.pop(stream) == 1
-    assert 300 <= sum(of_its_own.values()) <= 8 * 52
+    assert sum(of_its_own.values()) >= 900
 
 
 def test_prompts_end_one_after_the_other() -> None:
