@@ -1,5 +1,6 @@
 """Log-probabilities as served against log_softmax of transformers' logits, in fp32, in each format of the API."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 import transformers
 
 from engine.tokenizer import Tokenizer
+from tests.engine.server.running import Client, RunningServer
 from tests.engine.server.test_generation import text_of
+from tests.engine.tiny import save_model
 
 PROMPT = "Grüße 🎉 from the fox"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -77,6 +80,51 @@ async def test_offsets_are_places_in_the_text(client):
                 assert text[at : at + len(token)] == token
                 checked += 1
         assert checked > 10
+
+
+@pytest.mark.parametrize("form", ["text", "ids"])
+async def test_offsets_of_a_prompt_with_special_tokens(client, form):
+    text = "<|start|><|start|>user\nnaïve<|end|>\n"
+    ids = (await client.ok("/tokenize", {"prompt": text}))["tokens"]
+    fields = {
+        "prompt": text if form == "text" else ids,
+        "max_tokens": 3,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "echo": True,
+    }
+    # As text it is echoed as it was; of ids the special ones are hidden.
+    echoed = text if form == "text" else "user\nnaïve\n"
+    (choice,) = (await client.complete(**fields))["choices"]
+    assert choice["text"].startswith(echoed)
+    logprobs = choice["logprobs"]
+    for name, offset in zip(logprobs["tokens"][: len(ids)], logprobs["text_offset"], strict=False):
+        hidden = form == "ids" and name.startswith("<|")
+        assert hidden or "\ufffd" in name or choice["text"][offset:].startswith(name)
+    assert logprobs["text_offset"][len(ids)] == len(echoed)
+
+
+async def test_a_token_that_the_tokenizer_puts_before_a_prompt_stands_at_its_begin(session, tmp_path):
+    save_model(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    start = {"SpecialToken": {"id": "<|start|>", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [start, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|start|>": {"id": "<|start|>", "ids": [1], "tokens": ["<|start|>"]}},
+    }
+    file.write_text(json.dumps(content))
+    running = RunningServer(tmp_path)
+    try:
+        client = Client(session, running.url)
+        for prompt, offsets in (("ab", [0, 0]), ("<|start|>ab", [0, 0, 9])):
+            fields = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True, "logprobs": 0, "echo": True}
+            (choice,) = (await client.complete(**fields))["choices"]
+            assert choice["logprobs"]["text_offset"][: len(offsets)] == offsets
+    finally:
+        running.close()
 
 
 async def test_chat_with_the_chosen_and_the_likeliest(client, reference):
