@@ -97,6 +97,7 @@ class SamplingRequest(Struct, kw_only=True):
     guided_grammar: Any = None
     # vLLM's: to leave them out would give another answer than was asked for.
     ec_transfer_params: NotServed = None
+    guided_whitespace_pattern: NotServed = None
     kv_transfer_params: NotServed = None
     length_penalty: NotServed = None
     logits_processors: NotServed = None
@@ -146,7 +147,7 @@ class SamplingRequest(Struct, kw_only=True):
         refuse(self, "use_beam_search", "watermarking", allowed=(False,))
         refuse(self, "length_penalty", allowed=(1,))
         refuse(self, "thinking_token_budget", allowed=(-1,))
-        refuse(self, "logprob_token_ids", "repetition_detection", "truncate_prompt_tokens")
+        refuse(self, "guided_whitespace_pattern", "logprob_token_ids", "repetition_detection", "truncate_prompt_tokens")
         refuse(self, "ec_transfer_params", "kv_transfer_params")
         if (self.grammar_spec() is not None or self.must_call) and self.allowed_token_ids is not None:
             # Together they may leave no token at all.

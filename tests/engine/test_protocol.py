@@ -49,6 +49,7 @@ BAD = [
     ("bad_words", [""]), ("bad_words", "word"), ("bad_words", [1]), ("bad_words", ["a" * 257]),
     ("bad_words", ["a"] * 1025), ("use_beam_search", True), ("length_penalty", 2),
     ("logits_processors", ["x"]), ("logprob_token_ids", [1]), ("repetition_detection", {"max_pattern_size": 3}),
+    ("guided_whitespace_pattern", " "),
     ("thinking_token_budget", 5), ("truncate_prompt_tokens", 5), ("vllm_xargs", {"a": 1}), ("watermarking", True),
     ("ec_transfer_params", {}), ("kv_transfer_params", {}), ("skip_special_tokens", "no"), ("return_token_ids", 1),
     ("return_tokens_as_token_ids", 1),
