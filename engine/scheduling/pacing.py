@@ -29,8 +29,8 @@ class Pacer:
     def prompt_budget(self, num_decodes: int, most: int, patience: float = 1.0) -> int:
         """Prompt tokens that a step of so many decodes may compute beside them, at most `most`.
 
-        patience: prompts for each stream. Where there are more of them, the streams' waiting costs less in all than theirs,
-        and the room grows fast: to 32 times for twice as many prompts as streams.
+        patience: prompts for each stream. Where there are more of them, the streams' waiting costs less in all than
+        theirs, and the room grows fast: to 32 times for twice as many prompts as streams.
         """
         if self._steps_since_alone >= STEPS_UNTIL_ALONE:
             return 0

@@ -18,8 +18,8 @@ from engine.scheduling.request import FinishReason, Request, Status
 Plan = dict[Request, int]
 """Each scheduled request and how many of its tokens the step computes."""
 
-# Of max_num_batched_tokens. Prompt tokens beyond it cost no less in this step than in the next, and would keep the prompts
-# that end here from their first tokens until they are computed.
+# Of max_num_batched_tokens. Prompt tokens beyond it cost no less in this step than in the next, and would keep the
+# prompts that end here from their first tokens until they are computed.
 FULL = 1 / 3
 
 
