@@ -28,6 +28,7 @@ from benchmarks.plot import Points, line_chart
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
+from kernels.memory import lazy_zeros
 from loraplex.demo import ensure_demo_model
 
 STEPS = 14  # the first two are not counted
@@ -35,8 +36,8 @@ MOST_TOKENS = 64 * 4096
 
 
 def bandwidth() -> float:
-    """Bytes a second of reading: the sum of a tensor far larger than the caches."""
-    x = torch.ones(256 << 20, dtype=torch.int8).view(torch.int64)
+    """Bytes a second of reading: the sum of a tensor far larger than the caches, on huge pages as the weights are."""
+    x = lazy_zeros((32 << 20,), torch.int64, torch.device("cpu"), huge_pages=True).fill_(1)
     return max(x.numel() * 8 / _seconds(x.sum) for _ in range(5))
 
 
