@@ -93,7 +93,7 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         config = _read_json(folder / "tokenizer_config.json")
-        special = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+        special = {name: _content(folder, name, config[name]) for name in SPECIAL_TOKENS if config.get(name)}
         backend.add_special_tokens([token for token in special.values() if backend.token_to_id(token) is None])
         eos = _eos_ids(folder)
         if not eos and "eos_token" in special:
@@ -297,15 +297,24 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None
     file, tool_file = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if file.is_file():
         return file.read_text("utf-8"), tool_file.read_text("utf-8") if tool_file.is_file() else None
-    template = config.get("chat_template")
+    template, tool_template = config.get("chat_template"), None
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default"), named.get("tool_use")
-    return template, None
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template, tool_template = named.get("default"), named.get("tool_use")
+    if not isinstance(template, str | None) or not isinstance(tool_template, str | None):
+        raise _damaged(folder / "tokenizer_config.json", "chat_template", "a template or some by name", template)
+    return template, tool_template
 
 
-def _content(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _content(folder: Path, name: str, token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise _damaged(folder / "tokenizer_config.json", name, "a token", token)
+    return text
+
+
+def _damaged(file: Path, field: str, expected: str, found: Any) -> TokenizerError:
+    return TokenizerError(f"{file}: {field}: expected {expected}, got {str(found)[:40]!r}")
 
 
 def _eos_ids(folder: Path) -> set[int]:
@@ -313,7 +322,10 @@ def _eos_ids(folder: Path) -> set[int]:
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(folder / name).get("eos_token_id")
         if eos is not None:
-            return set(eos) if isinstance(eos, list) else {eos}
+            ids = eos if isinstance(eos, list) else [eos]
+            if any(type(i) is not int for i in ids):
+                raise _damaged(folder / name, "eos_token_id", "token ids", eos)
+            return set(ids)
     return set()
 
 

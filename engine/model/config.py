@@ -107,8 +107,9 @@ def read_model_config(path: Path) -> ModelConfig:
 
 
 def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
-    architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in FAMILIES:
+    architectures = raw.get("architectures") or ["none"]
+    architecture = architectures[0] if isinstance(architectures, list) else architectures
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise ConfigError("architectures", f"{architecture} is not served; these are: {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[architecture]
 
@@ -131,7 +132,9 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         raise ConfigError("head_dim", f"expected an even number, got {head_dim}")
     rope = _rope(raw)
     eos: int | list[int] | None = raw.get("eos_token_id")
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if any(type(i) is not int for i in ids):
+        raise ConfigError("eos_token_id", f"expected token ids, got {str(eos)[:40]!r}")
     return ModelConfig(
         architecture=architecture,
         vocab_size=need("vocab_size"),

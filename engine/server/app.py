@@ -206,9 +206,13 @@ class Server:
             from engine.model.gguf_tokenizer import read_tokenizer  # a heavy import that a folder does without
 
             tokenizer = read_tokenizer(path)
+        try:
+            shape = BaseShape.from_config(raw_config)
+        except ValueError as error:
+            raise ConfigError("model", str(error)) from error
         self._host_cache = HostCache(
             self._store,
-            BaseShape.from_config(raw_config),
+            shape,
             self._host_adapter_memory,
             dtype,
             base_tensor=partial(base_tensor, path, model_config, dtype),

@@ -259,3 +259,24 @@ def test_special_tokens_can_be_shown(ours):
     text = shown.push(ids) + shown.finish()
     assert text.replace(" ", "") == "one<|end|>two"
     assert ours.token_id("no such token") is None
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("tokenizer_config.json", "bos_token", 5),
+        ("tokenizer_config.json", "eos_token", {"text": "<|end|>"}),
+        ("tokenizer_config.json", "unk_token", ["x"]),
+        ("tokenizer_config.json", "chat_template", 5),
+        ("tokenizer_config.json", "chat_template", [{"name": "default", "template": 5}]),
+        ("generation_config.json", "eos_token_id", {"a": 1}),
+        ("generation_config.json", "eos_token_id", [2, "x"]),
+    ],
+)
+def test_fields_of_another_kind_are_refused_by_name(tmp_path, file, field, value):
+    save_byte_level_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    content = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
+    (tmp_path / file).write_text(json.dumps(content | {field: value}))
+    with pytest.raises(TokenizerError, match=rf"{file}: {field}: expected .*, got"):
+        Tokenizer.from_dir(tmp_path)

@@ -36,6 +36,10 @@ def test_another_architecture_is_refused_with_those_that_are_served() -> None:
     "change",
     [
         {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+        {"architectures": 5},
+        {"architectures": [["Qwen2ForCausalLM"]]},
+        {"eos_token_id": 1.5},
+        {"eos_token_id": ["x"]},
         {"partial_rotary_factor": 0.5},
         {"hidden_act": "gelu"},
         {"quantization_config": {"quant_method": "awq"}},
