@@ -10,13 +10,13 @@ adapter was trained do not matter.
 import hashlib
 import json
 import math
-import mmap
+import os
 import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from adapters.manifest import (
     LM_HEAD,
@@ -119,16 +119,12 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     check_files(folder)
     manifest = parse_manifest(_parse_json((folder / CONFIG_NAME).read_bytes(), CONFIG_NAME))
+    # Not mapped: a file that somebody writes anew while it is read would end the process.
     with (folder / WEIGHTS_NAME).open("rb") as file:
-        try:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:
-            raise AdapterError(WEIGHTS_NAME, "the file is empty") from None
-        with data:
-            spans = _read_header(data)
-            copies = {match["name"]: span for span in spans if (match := _BASE_COPY.fullmatch(span.name))}
-            modules = _pair([span for span in spans if span not in copies.values()], manifest)
-            digest = _digest(data, modules, copies)
+        spans = _read_header(file)
+        copies = {match["name"]: span for span in spans if (match := _BASE_COPY.fullmatch(span.name))}
+        modules = _pair([span for span in spans if span not in copies.values()], manifest)
+        digest = _digest(file, modules, copies)
     return Checkpoint(
         folder=folder,
         manifest=manifest,
@@ -169,14 +165,17 @@ def _parse_json(raw: bytes, name: str) -> Any:
         raise AdapterError(name, f"is not valid JSON: {error}") from None
 
 
-def _read_header(data: mmap.mmap) -> list[TensorSpan]:
+def _read_header(file: BinaryIO) -> list[TensorSpan]:
     """All tensors of a safetensors file; dtypes, sizes and offsets checked against the file."""
-    if len(data) < 8:
+    size, start = os.fstat(file.fileno()).st_size, file.read(8)
+    if not size:
+        raise AdapterError(WEIGHTS_NAME, "the file is empty")
+    if len(start) < 8:
         raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: too short")
-    (length,) = struct.unpack("<Q", data[:8])
-    if length > min(_MAX_HEADER_BYTES, len(data) - 8):
+    (length,) = struct.unpack("<Q", start)
+    if length > min(_MAX_HEADER_BYTES, size - 8):
         raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: its header is longer than the file or than 16 MiB")
-    header = _parse_json(data[8 : 8 + length], WEIGHTS_NAME)
+    header = _parse_json(file.read(length), WEIGHTS_NAME)
     if not isinstance(header, dict):
         raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: its header is not an object")
     header.pop("__metadata__", None)
@@ -187,8 +186,8 @@ def _read_header(data: mmap.mmap) -> list[TensorSpan]:
         if span.start != position:
             raise AdapterError(span.name, "its data overlaps another tensor's or leaves a hole")
         position = span.end
-    if position != len(data):
-        raise AdapterError(WEIGHTS_NAME, f"its tensors end at byte {position}, the file at {len(data)}; is it cut off?")
+    if position != size:
+        raise AdapterError(WEIGHTS_NAME, f"its tensors end at byte {position}, the file at {size}; is it cut off?")
     return spans
 
 
@@ -251,27 +250,28 @@ def _module(module: str, sides: dict[str, TensorSpan], manifest: AdapterManifest
     return LoraModuleInfo(rank, manifest.scale_of(module), a, b)
 
 
-def _digest(
-    data: mmap.mmap, modules: Mapping[tuple[int, str], LoraModuleInfo], copies: Mapping[str, TensorSpan]
-) -> str:
+def _digest(file: BinaryIO, modules: Mapping[tuple[int, str], LoraModuleInfo], copies: Mapping[str, TensorSpan]) -> str:
     digest = hashlib.sha256(b"loraplex adapter 1\n")
-    with memoryview(data) as view:
-        for (layer, projection), module in modules.items():
-            digest.update(f"{layer} {projection} {module.rank} {module.scale.hex()}\n".encode())
-            _add(digest, view, module.a)
-            _add(digest, view, module.b)
-        for name in sorted(copies):
-            digest.update(f"base {name}\n".encode())
-            _add(digest, view, copies[name])
+    for (layer, projection), module in modules.items():
+        digest.update(f"{layer} {projection} {module.rank} {module.scale.hex()}\n".encode())
+        _add(digest, file, module.a)
+        _add(digest, file, module.b)
+    for name in sorted(copies):
+        digest.update(f"base {name}\n".encode())
+        _add(digest, file, copies[name])
     return digest.hexdigest()
 
 
-def _add(digest: "hashlib._Hash", view: memoryview, span: TensorSpan) -> None:
+def _add(digest: "hashlib._Hash", file: BinaryIO, span: TensorSpan) -> None:
     digest.update(f"{span.dtype} {span.shape[0]} {span.shape[1]}\n".encode())
+    file.seek(span.start)
     for start in range(span.start, span.end, _CHUNK):
-        with view[start : min(start + _CHUNK, span.end)] as chunk:
-            _check_finite(span, chunk)
-            digest.update(chunk)
+        size = min(_CHUNK, span.end - start)
+        chunk = file.read(size)
+        if len(chunk) != size:
+            raise AdapterError(span.name, "the file was cut off while it was read")
+        _check_finite(span, chunk)
+        digest.update(chunk)
 
 
 # A number whose exponent bits are all ones is NaN or infinite. F16 has them all in its high byte; F32 and BF16 have
@@ -280,8 +280,8 @@ _HIGH_BYTE_MASK = {"F32": 0x7F, "BF16": 0x7F, "F16": 0x7C}
 _BAD_HIGH_BYTE = {dtype: bytes(int(i & m == m) for i in range(256)) for dtype, m in _HIGH_BYTE_MASK.items()}
 
 
-def _check_finite(span: TensorSpan, chunk: memoryview) -> None:
+def _check_finite(span: TensorSpan, chunk: bytes) -> None:
     """chunk: little-endian numbers of span.dtype, whole ones (a chunk is a multiple of every item size)."""
     width = DTYPE_BYTES[span.dtype]
-    if 1 in bytes(chunk)[width - 1 :: width].translate(_BAD_HIGH_BYTE[span.dtype]):
+    if 1 in chunk[width - 1 :: width].translate(_BAD_HIGH_BYTE[span.dtype]):
         raise AdapterError(span.name, "holds NaN or infinite values")

@@ -1,11 +1,12 @@
 """Adapter files: the digest names the content that matters, and every broken file is refused by name."""
 
 import json
+import os
 import struct
 
 import pytest
 
-from adapters.checkpoint import open_checkpoint
+from adapters.checkpoint import _pair, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from tests.adapters.files import BASE, CONFIG, header_of, key, pack, safetensors, tensors, write
 
@@ -196,6 +197,18 @@ def test_the_last_number_of_a_large_tensor_is_looked_at(tmp_path):
     assert open_checkpoint(write(tmp_path, content)).rank == 4
     content[key(0, "q_proj", "A")] = (dtype, shape, data[:-4] + b"\x00\x00\xc0\x7f")
     assert "NaN" in refusal(write(tmp_path, content)).message
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    wide = BaseShape(1, {**BASE.projections, "q_proj": (16, 1 << 13)})
+    weights = write(tmp_path, tensors(((0, "q_proj"),), base=wide)) / "adapter_model.safetensors"
+
+    def cut(*read):
+        os.truncate(weights, weights.stat().st_size - 64)
+        return _pair(*read)
+
+    monkeypatch.setattr("adapters.checkpoint._pair", cut)
+    assert refusal(tmp_path).message == "the file was cut off while it was read"
 
 
 def test_missing_files(tmp_path):
