@@ -183,10 +183,13 @@ class Scheduler:
 
     def _patience(self, streams: Plan) -> float:
         """Prompts that could be computed now for each of these streams, of the tenant that has the fewest: a tenant's
-        streams wait longer for its own prompts only."""
+        streams wait longer for its own prompts only. Those behind the first count twice: a stream that waits is still
+        ahead of who reads it, and has been answered. One alone, however long, is no reason to let streams wait."""
         prompts = Counter(r.tenant for r in self.running if not r.is_decoding)
+        for tenant in {r.tenant for r in streams}:
+            prompts[tenant] += min(self.fair_share.num_waiting(tenant), len(self._free_seats))
         return min(
-            (prompts[tenant] + min(self.fair_share.num_waiting(tenant), len(self._free_seats))) / num_streams
+            (2 * prompts[tenant] - 1) / num_streams
             for tenant, num_streams in Counter(r.tenant for r in streams).items()
         )
 
