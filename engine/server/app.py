@@ -4,6 +4,7 @@ The port is bound first; until the model is loaded every route but /health and /
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -376,8 +377,15 @@ def run(
         own = advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
         return announcing(gateways, own, internal_token)
 
+    def settled(bound_port: int) -> None:
+        # No full collection walks over what stays for good: a tenth of a second in which no stream moves.
+        gc.collect()
+        gc.freeze()
+        if ready is not None:
+            ready(bound_port)
+
     try:
-        return asyncio.run(serve(server, host, port, ready, progress, announce))
+        return asyncio.run(serve(server, host, port, settled, progress, announce))
     finally:
         if tracing is not None:
             tracing.close()
