@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from adapters.manifest import (
     LM_HEAD,
     OUTSIDE,
+    REFUSED,
     AdapterError,
     AdapterManifest,
     AdapterNotFound,
@@ -45,6 +46,11 @@ _EMBEDDING = re.compile(
 )
 # PEFT saves the base model's own embedding and head beside an adapter of theirs.
 _BASE_COPY = re.compile(r"base_model\.model\.(?:model\.)?(?P<name>embed_tokens|lm_head)(?:\.base_layer)?\.weight")
+# Tensors of what a config may turn on, by the field that does: refused in its words, whatever the config says.
+_TURNED_ON = {
+    "use_dora": re.compile(r".*\.lora_magnitude_vector(?:\.default)?(?:\.weight)?"),
+    "lora_bias": re.compile(r".*\.lora_B(?:\.default)?\.bias"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +198,9 @@ def _read_header(file: BinaryIO) -> list[TensorSpan]:
 
 
 def _span(name: str, entry: Any, begin: int) -> TensorSpan:
+    for config_field, tensor in _TURNED_ON.items():
+        if tensor.fullmatch(name):
+            raise AdapterError(name, REFUSED[config_field])
     if not isinstance(entry, dict):
         raise AdapterError(name, "expected an object with dtype, shape and data_offsets")
     dtype: Any = entry.get("dtype")

@@ -82,6 +82,7 @@ class SamplingRequest(Struct, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: TopLogprobs | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    user: Annotated[str | None, Meta(description="Taken, and nothing is done with it.")] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

@@ -142,7 +142,7 @@ def _download_from_hub(hub_id: str, folder: Path) -> None:
     except RepositoryNotFoundError:
         raise ModelError(f"no folder and no public model on the hub is named {hub_id}") from None
     except Exception as error:  # transport errors are those of the hub's HTTP library, which changes with its version
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        reason = str(error).strip().removeprefix("Got: ").splitlines() or [type(error).__name__]
         raise ModelError(f"no folder {hub_id}, and the hub did not give it: {reason[0]}") from error
 
 

@@ -136,7 +136,8 @@ class GenerationRoutes:
         allowed, bad_words = await token_rules(body, self.tokenizer)
         choices = body.n or 1
         if choices * len(prompts) > self.loop.max_requests:
-            raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {self.loop.max_requests} sequences")
+            limit_and_flags = f"{self.loop.max_requests} sequences, --max-num-seqs and --max-waiting together"
+            raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {limit_and_flags}")
         submissions = [
             Submission(
                 # Who wants the prompt alone has a token made all the same: with it come the prompt's log-probabilities.

@@ -141,8 +141,9 @@ def test_broken_weights_are_refused(tmp_path, raw, field, message):
         ("base_model.model.model.embed_tokens.lora_embedding_A", "target_modules do not select"),
         ("base_model.model.model.embed_tokens.lora_A.weight", "not served"),
         ("base_model.model.lm_head.modules_to_save.weight", "not served"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "not served"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "not served"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "DoRA's magnitude vectors"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight", "DoRA's magnitude vectors"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "a bias on LoRA B"),
         ("base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight", "not served"),
         ("base_model.model.model.layers.00.self_attn.q_proj.lora_A.weight", "not served"),
         ("base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight", "not served"),
@@ -156,6 +157,18 @@ def test_tensors_that_we_would_not_apply_are_refused(tmp_path, name, message):
     error = refusal(write(tmp_path, content))
     assert error.field in (name, FIRST)
     assert message in error.message
+
+
+def test_dora_and_bias_are_named_before_their_shape(tmp_path):
+    """Both are vectors, whatever the config says of them."""
+    content, prefix = tensors(), "base_model.model.model.layers.0.self_attn.q_proj."
+    vector = ("F32", [16], content[key(0, "q_proj", "B")][2][:64])
+    for name, message in (
+        ("lora_magnitude_vector", "DoRA's magnitude vectors are not served"),
+        ("lora_B.bias", "a bias on LoRA B is not served"),
+    ):
+        error = refusal(write(tmp_path, {**content, prefix + name: vector}))
+        assert (error.field, error.message) == (prefix + name, message)
 
 
 @pytest.mark.parametrize("missing", list(tensors()))

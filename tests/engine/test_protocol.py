@@ -32,6 +32,7 @@ def chat(**fields: object) -> ChatCompletionRequest:
 
 BAD = [
     ("temperature", -0.1), ("temperature", 2.1), ("temperature", "hot"), ("temperature", True),
+    ("user", 5), ("prompt_logprobs", -1),
     ("stop", "x" * 1025), ("top_k", 2**31),
     ("prompt_logprobs", 21),
     ("logit_bias", {str(i): 1 for i in range(1025)}), ("repetition_penalty", 0.001), ("max_tokens", 2**31),

@@ -229,6 +229,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path):
         [sys.executable, "-c", script, tmp_path / "models"], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("no folder owner/name, and the hub did not give it: ")
+    assert "Got: " not in done.stdout
     assert done.stdout.count("\n") == 1
 
 
