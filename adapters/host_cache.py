@@ -232,7 +232,10 @@ class HostCache:
             for name, span in checkpoint.base_copies.items():
                 self._compare(name, self._tensor(file, span), span)
             modules = {
-                key: LoraModule(self._tensor(file, module.a), self._tensor(file, module.b), module.scale)
+                # b's column of a rank in one piece, as the pages take it.
+                key: LoraModule(
+                    self._tensor(file, module.a), self._tensor(file, module.b).T.contiguous().T, module.scale
+                )
                 for key, module in checkpoint.modules.items()
             }
         return HostAdapter(checkpoint.digest, checkpoint.rank, modules, size)

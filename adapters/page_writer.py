@@ -26,7 +26,9 @@ class Fence(Protocol):
 
 
 class Lane(Protocol):
-    """An order of copies of its own, beside the steps'."""
+    """An order of copies of its own, beside the steps'. in_place: its memory is the host's, where no copy is needed."""
+
+    in_place: bool
 
     def launched(self) -> Fence:
         """All work that the calling thread has launched on its own stream until now."""
@@ -51,7 +53,9 @@ class _Done:
 
 
 class HostLane:
-    """Where the device is the host, every copy is done when it returns, and no step runs on after its call."""
+    """Where the device is the host, no step runs on after its call."""
+
+    in_place = True
 
     def launched(self) -> Fence:
         return _Done()
@@ -60,8 +64,7 @@ class HostLane:
         pass
 
     def copy(self, target: Tensor, source: Tensor) -> Fence:
-        target.copy_(source)
-        return _Done()
+        return _Done()  # the source is the target
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -69,6 +72,8 @@ class HostLane:
 
 class CudaLane:
     """A stream of the lowest priority, which is that of every stream that asks for none."""
+
+    in_place = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -164,7 +169,10 @@ class PageWriter:
         self._start(target, self._zeros(target).copy_(values))
 
     def _zeros(self, target: Tensor) -> Tensor:
-        """The next buffer, in the target's shape and dtype, when the copy that was made from it before has ended."""
+        """The next buffer, in the target's shape and dtype, when the copy that was made from it before has ended; the
+        target itself where that is as good."""
+        if self._lane.in_place:
+            return target.zero_()
         fence = self._fences[self._turn]
         if fence is not None:
             fence.synchronize()

@@ -113,6 +113,8 @@ class LateLane:
     A step is over when `step_ended` is set; copies behind it run no sooner.
     """
 
+    in_place = False
+
     class Fence:
         def __init__(self, lane: "LateLane") -> None:
             self._lane, self._at = lane, len(lane.queue)
