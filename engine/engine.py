@@ -8,6 +8,7 @@ Knows no HTTP, no text and no threads but the adapter loaders'; every method is 
 """
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -89,6 +90,21 @@ def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int
     return default_sizes(config.max_num_seqs) if config.cuda_graph_sizes is None else config.cuda_graph_sizes
 
 
+def check_memory(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError for more than the machine has: what the system says of that names no flag."""
+    if device.type == "cuda":
+        _free, total = torch.cuda.mem_get_info(device)
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for field in ("kv_cache_memory", "adapter_memory"):
+        asked = getattr(config, field)
+        if asked is not None and asked > total:
+            where = "GPU" if device.type == "cuda" else "machine"
+            raise ConfigError(
+                field, f"expected at most the {total >> 20} MiB that this {where} has, got {asked >> 20} MiB"
+            )
+
+
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
     """Keys and values of all layers, with their scales where they have 8 bits."""
     scales = model.kv_elements_per_token // model.head_dim * 4 if kv_dtype in LARGEST else 0
@@ -108,6 +124,7 @@ class Engine:
         self.model_config = parse_model_config(raw_config)
         self.eos_token_ids = self.model_config.eos_token_ids
         self.device = resolve_device(config)
+        check_memory(config, self.device)
         self.dtype = resolve_dtype(config, self.model_config)
         model_len = config.max_model_len or self.model_config.max_position_embeddings
         if model_len > self.model_config.max_position_embeddings:

@@ -23,6 +23,8 @@ IS_INTERNAL = web.RequestKey("is_internal", bool)
 REQUEST_ID = web.RequestKey("request_id", str)
 # nginx's status of a client that did not wait.
 CLIENT_LEFT = 499
+# Characters of an unknown path in the log.
+MAX_PATH = 200
 
 
 class Access:
@@ -124,6 +126,8 @@ async def say_request_id(request: web.BaseRequest, response: web.StreamResponse)
 
 
 def _route(request: web.Request) -> str:
-    """The route as it was declared: a path that is none may hold anything."""
+    """The route as it was declared; where there is none, the path as it was sent, which may hold anything."""
     resource = request.match_info.route.resource
-    return "-" if resource is None else resource.canonical
+    if resource is not None:
+        return resource.canonical
+    return request.rel_url.raw_path[:MAX_PATH].encode("unicode_escape").decode("ascii")

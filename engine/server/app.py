@@ -4,12 +4,9 @@ The port is bound first; until the model is loaded every route but /health and /
 """
 
 import asyncio
-import gc
 import logging
-import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +26,7 @@ from engine.model.weights import Progress, base_tensor
 from engine.responses import Health, Version
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
-from engine.server.access import IS_INTERNAL, Access, is_loopback, request_lines, say_request_id
-from engine.server.announcing import announcing
+from engine.server.access import IS_INTERNAL, Access, request_lines, say_request_id
 from engine.server.caller import Caller, read_caller
 from engine.server.description import engine_description
 from engine.server.errors import ApiError, error_boundary
@@ -46,8 +42,8 @@ from engine.server.state import StateFeed
 from engine.server.tool_calls import FORMATS, ToolFormat, format_of
 from engine.server.work_log import log_work
 from engine.structured.compiler import GrammarCompiler
-from engine.tokenizer import Tokenizer, TokenizerError
-from engine.tracing import Tracing, TracingError, start_tracing, trace_requests
+from engine.tokenizer import Tokenizer
+from engine.tracing import Tracing, trace_requests
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +192,16 @@ class Server:
         if self._finished is not None:
             self._finished.close()
 
+    def say_draining(self) -> None:
+        num_requests = 0 if self._loop is None else self._loop.num_in_flight
+        logger.info("draining %d requests, up to %g s", num_requests, self._drain_s)
+
+    def stop_waiting(self) -> None:
+        """`stop`, begun or to come, aborts the requests in flight at once."""
+        self._drain_s = 0.0
+        if self._draining and self._loop is not None:
+            self._loop.stop_waiting()
+
     def _load(self, progress: Progress | None) -> tuple[Tokenizer, Engine]:
         path = Path(self._config.model)
         raw_config = read_config(path)
@@ -255,7 +261,7 @@ class Server:
         if self._loop is not None and self._loop.failure is not None:
             return json_response(Health("unhealthy", self._loop.failure), 503)
         if self._draining:
-            return json_response(Health("draining"), 503)
+            return json_response(Health("draining"), 503, {"Retry-After": "1"})
         if self._routes is None:
             return json_response(Health("loading"), 503)
         return json_response(Health("ok"))
@@ -295,100 +301,6 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
-
-
-async def serve(
-    server: Server,
-    host: str,
-    port: int,
-    ready: Callable[[int], None] | None = None,
-    progress: Progress | None = None,
-    announce: Callable[[int], AbstractAsyncContextManager[None]] = lambda _: nullcontext(),
-) -> int:
-    """Serves until SIGTERM or SIGINT and returns the exit code. `ready` is told the port once the model is loaded, and
-    `announce(port)` entered; it is left before the drain begins."""
-    stop = asyncio.Event()
-    event_loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        event_loop.add_signal_handler(signum, stop.set)
-    try:
-        async with listening(server, host, port) as bound_port:
-            try:
-                await server.start(progress)
-                if ready is not None and not stop.is_set():
-                    ready(bound_port)
-                async with announce(bound_port):
-                    await stop.wait()
-            finally:
-                await server.stop()
-    except (ConfigError, TokenizerError, OSError) as exc:
-        print(f"loraplex engine: {exc}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def run(
-    config: EngineConfig,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    adapter_store: Store | None = None,
-    host_adapter_memory: int = 4 << 30,
-    internal_token: str | None = None,
-    lora_modules: Mapping[str, str] | None = None,
-    max_waiting: int = 1024,
-    drain_s: float = 30.0,
-    tool_call_parser: str | None = None,
-    finished_file: Path | None = None,
-    api_keys: Sequence[str] = (),
-    access_log: bool = False,
-    gateways: Sequence[str] = (),
-    advertise_url: str | None = None,
-    ready: Callable[[int], None] | None = None,
-    progress: Progress | None = None,
-) -> int:
-    """`loraplex engine`: the exit code, 0 after a clean stop, 1 with one line on stderr for what cannot be served.
-
-    gateways: those to announce the engine to, as at `advertise_url`; None: where it listens.
-    """
-    try:
-        tracing = start_tracing("loraplex-engine")
-    except TracingError as error:
-        raise ConfigError(error.field, error.message) from error
-    server = Server(
-        config,
-        adapter_store=adapter_store,
-        host_adapter_memory=host_adapter_memory,
-        internal_token=internal_token,
-        lora_modules=lora_modules,
-        max_waiting=max_waiting,
-        drain_s=drain_s,
-        tool_call_parser=tool_call_parser,
-        finished_file=finished_file,
-        tracing=tracing,
-        api_keys=api_keys,
-        access_log=access_log,
-    )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if server.access.is_open and not is_loopback(host):
-        logger.warning("anyone who reaches %s may use this engine: set --api-key or LORAPLEX_INTERNAL_TOKEN", host)
-
-    def announce(bound_port: int) -> AbstractAsyncContextManager[None]:
-        own = advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
-        return announcing(gateways, own, internal_token)
-
-    def settled(bound_port: int) -> None:
-        # No full collection walks over what stays for good: a tenth of a second in which no stream moves.
-        gc.collect()
-        gc.freeze()
-        if ready is not None:
-            ready(bound_port)
-
-    try:
-        return asyncio.run(serve(server, host, port, settled, progress, announce))
-    finally:
-        if tracing is not None:
-            tracing.close()
 
 
 def tool_format(name: str) -> ToolFormat:

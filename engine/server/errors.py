@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler
 from engine.protocol import BadRequest
 from engine.responses import ErrorDetail, ErrorResponse
 from engine.scheduling.request import RequestError
-from engine.server.generation import EngineUnavailable
+from engine.server.generation import EngineUnavailable, QueueFull
 from engine.tokenizer import ChatTemplateError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
             return ApiError(400, str(exc), param=exc.param)
         case EngineUnavailable():
             headers = {} if exc.retry_after is None else {"Retry-After": str(exc.retry_after)}
-            code = "engine_overloaded" if headers else "engine_unavailable"
+            code = "engine_overloaded" if isinstance(exc, QueueFull) else "engine_unavailable"
             return ApiError(503, str(exc), kind="server_error", code=code, headers=headers)
         case web.HTTPRequestEntityTooLarge():
             return ApiError(413, "the body is too large", code="request_too_large")

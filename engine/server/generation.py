@@ -9,11 +9,15 @@ from engine.scheduling.request import RequestOutput, SamplingParams
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine takes no requests: it failed, is going down, or its queue is full (`retry_after` in seconds)."""
+    """The engine takes no requests: it is loading, failed, or is going down (`retry_after` in seconds)."""
 
     def __init__(self, message: str, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class QueueFull(EngineUnavailable):
+    """It takes no more for now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from engine.scheduling.request import RequestError, RequestOutput, SamplingParams
-from engine.server.generation import EngineUnavailable, Generation, Submission
+from engine.server.generation import EngineUnavailable, Generation, QueueFull, Submission
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,8 +67,9 @@ class EngineLoop:
         self._accepting = True
         self._calls: set[Future[Any]] = set()
         self._routes: dict[str, tuple[Generation, int]] = {}
-        self._empty = asyncio.Event()
-        self._empty.set()
+        # Nothing is in flight, or nobody waits for it any longer.
+        self._drained = asyncio.Event()
+        self._drained.set()
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -90,15 +92,15 @@ class EngineLoop:
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
         if not self._accepting:
-            raise EngineUnavailable("the engine is shutting down")
+            raise EngineUnavailable("the engine is shutting down", retry_after=1)
         if len(self._routes) + len(submissions) > self._max_requests:
-            raise EngineUnavailable(f"{len(self._routes)} requests are in flight, the most allowed", retry_after=1)
+            raise QueueFull(f"{len(self._routes)} requests are in flight, the most allowed", retry_after=1)
         ids = [f"{request_id}-{i}" for i in range(len(submissions))]
         generation = Generation(self, ids)
         for i, (sequence_id, submission) in enumerate(zip(ids, submissions, strict=True)):
             self._routes[sequence_id] = (generation, i)
             self._push(self._adding(sequence_id, submission))
-        self._empty.clear()
+        self._drained.clear()
         return generation
 
     def abort(self, request_id: str) -> None:
@@ -117,7 +119,7 @@ class EngineLoop:
         """The engine has nothing of this request any more."""
         route = self._routes.pop(request_id, None)
         if not self._routes:
-            self._empty.set()
+            self._drained.set()
         if route is not None:
             route[0].released(request_id)
 
@@ -146,19 +148,25 @@ class EngineLoop:
         """Takes no more requests, lets those in flight end for `drain_s` seconds, aborts the rest, ends the thread."""
         self._accepting = False
         if self._routes and self.failure is None:
-            try:
+            started = time.monotonic()
+            with suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
-                    await self._empty.wait()
-            except TimeoutError:
-                logger.warning("aborting %d requests still in flight after %g s", len(self._routes), drain_s)
+                    await self._drained.wait()
+            if self._routes:
+                seconds = time.monotonic() - started
+                logger.warning("aborting %d requests still in flight after %.1f s", len(self._routes), seconds)
         for request_id, (generation, _) in list(self._routes.items()):
             self.abort(request_id)
-            generation.fail(EngineUnavailable("the engine is shutting down"))
+            generation.fail(EngineUnavailable("the engine is shutting down", retry_after=1))
         with self._work:
             self._stopping = True
             self._work.notify()
         await asyncio.to_thread(self._thread.join)
         self._fail_calls("the engine is shut down")
+
+    def stop_waiting(self) -> None:
+        """`close`, which must have begun, aborts what is in flight at once."""
+        self._drained.set()
 
     def _push(self, command: Callable[[], None]) -> None:
         with self._work:

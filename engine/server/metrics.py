@@ -10,7 +10,7 @@ PREFIX = "loraplex_engine"
 
 
 class Metrics:
-    """Counters are fed as things happen; gauges are set from the engine's state when they are read."""
+    """Counters are fed as things happen; gauges, and counters of what the engine itself counts, when they are read."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -19,6 +19,14 @@ class Metrics:
         self.kv_used = Gauge(f"{PREFIX}_kv_blocks_used", "KV cache blocks held by requests.", registry=registry)
         self.kv_total = Gauge(f"{PREFIX}_kv_blocks_total", "KV cache blocks.", registry=registry)
         self.adapters = Gauge(f"{PREFIX}_adapters_resident", "Adapters in device memory.", registry=registry)
+        self.preemptions = Counter(
+            f"{PREFIX}_preemptions", "Requests put back in the queue to free KV cache blocks.", registry=registry
+        )
+        self.adapter_loads = Counter(f"{PREFIX}_adapter_loads", "Adapters brought to device memory.", registry=registry)
+        self.adapter_evictions = Counter(
+            f"{PREFIX}_adapter_evictions", "Adapters that left device memory.", registry=registry
+        )
+        self._counted: dict[Counter, int] = {}
         self.adapter_load_failures = Counter(
             f"{PREFIX}_adapter_load_failures", "Adapters that could not be brought to memory.", registry=registry
         )
@@ -60,6 +68,11 @@ class Metrics:
                 self.cached_tokens.inc(output.num_cached_tokens)
         if tokens:
             self.generation_tokens.inc(tokens)
+
+    def count(self, counter: Counter, total: int) -> None:
+        """Brings a counter to the engine's own figure."""
+        counter.inc(max(0, total - self._counted.get(counter, 0)))
+        self._counted[counter] = total
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -1,6 +1,7 @@
 """The routes beside generation: models and adapters, tokens, and what the engine says of itself."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +44,8 @@ MAX_TOKENIZED = 1 << 17
 MAX_IDS, MAX_WAIT_S = 1000, 10.0
 
 
-def json_response(body: msgspec.Struct, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
+def json_response(body: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json", headers=headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +148,6 @@ class EngineRoutes:
         self.metrics.kv_total.set(state.num_blocks)
         self.metrics.kv_used.set(state.num_blocks - state.num_free_blocks)
         self.metrics.adapters.set(len(state.resident_adapters))
+        self.metrics.count(self.metrics.preemptions, state.num_preemptions)
+        self.metrics.count(self.metrics.adapter_loads, state.num_adapter_loads)
+        self.metrics.count(self.metrics.adapter_evictions, state.num_adapter_evictions)

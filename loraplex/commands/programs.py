@@ -171,7 +171,7 @@ def engine(**flags: Any) -> None:
         flags["model"] = str(ensure_model(flags["model"], flags.pop("download_dir")))
         config = EngineConfig(**flags | {"served_model_name": name})
         with _needs_extra("engine"):  # torch takes seconds to load: after everything that can be refused without it
-            from engine.server.app import run
+            from engine.server.program import run
         with loading_bar() as progress:
             code = run(
                 config,

@@ -86,6 +86,9 @@ async def test_request_ids_and_access_log(client: Client, caplog: pytest.LogCapt
     ) as response:
         assert response.headers["X-Request-Id"] == "mine-2"
         await response.read()
-    assert (await client.get("/some-secret"))[0] in (401, 404)
+    assert (await client.get("/v1/nowhere%0A" + "x" * 300 + "?key=some-secret", headers=headers))[0] == 404
+    assert (await client.post("/v1/models", {}, headers=headers))[0] == 405
     assert "mine-1 GET /v1/models 200" in caplog.text
+    assert f" GET /v1/nowhere%0A{'x' * 186} 404 " in caplog.text
+    assert " POST /v1/models 405 " in caplog.text
     assert not any(secret in caplog.text for secret in (*KEYS, TOKEN, "some-secret"))

@@ -186,17 +186,24 @@ async def test_metrics_count_what_was_done(client, session):
     assert grown["loraplex_engine_step_seconds_count"] >= 7
     assert grown['loraplex_engine_requests_finished_total{finish_reason="length"}'] == 1
     assert after["loraplex_engine_requests_running"] == 0
+    state = await client.state()
+    assert after["loraplex_engine_preemptions_total"] == state["preemptions"]
+    assert after["loraplex_engine_adapter_loads_total"] == state["adapter_loads"]
+    assert after["loraplex_engine_adapter_evictions_total"] == state["adapter_evictions"]
     assert after["loraplex_engine_kv_blocks_total"] == (await client.state())["kv_blocks_total"]
 
 
 async def test_stopping_lets_requests_end_and_aborts_the_rest(session, model):
     server = RunningServer(model)
     client = Client(session, server.url)
-    long = asyncio.create_task(client.post("/v1/completions", LONG | {"n": 8}))
+    long = asyncio.create_task(session.post(client.url + "/v1/completions", json=LONG | {"n": 8}))
     await client.wait_for(lambda state: state["running"] == 8)
     await asyncio.to_thread(server.close)
-    status, answer = await long
-    assert (status, answer["error"]["message"]) == (503, "the engine is shutting down")
+    response = await long
+    answer = await response.json()
+    assert (response.status, answer["error"]["message"]) == (503, "the engine is shutting down")
+    assert response.headers["Retry-After"] == "1"
+    assert answer["error"]["code"] == "engine_unavailable"
     with pytest.raises(aiohttp.ClientConnectionError):
         await client.get("/health")
 
@@ -204,15 +211,16 @@ async def test_stopping_lets_requests_end_and_aborts_the_rest(session, model):
 PROGRAM = """
 import sys
 from engine.config import EngineConfig
-from engine.server.app import run
+from engine.server.program import run
 config = EngineConfig(model=sys.argv[1], device="cpu", kv_cache_memory=8 << 20, adapter_memory=4 << 20,
                       max_lora_rank=16, max_num_seqs=8)
-sys.exit(run(config, port=int(sys.argv[2]), ready=lambda port: print("ready", port, flush=True)))
+sys.exit(run(config, port=int(sys.argv[2]), drain_s=float(sys.argv[3]),
+             ready=lambda port: print("ready", port, flush=True)))
 """
 
 
-def program(model: object, port: int) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-c", PROGRAM, str(model), str(port)]
+def program(model: object, port: int, drain_s: float = 30.0) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", PROGRAM, str(model), str(port), str(drain_s)]
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -228,7 +236,33 @@ async def test_a_signal_stops_the_program_cleanly(session, model, signum):
     assert answer["usage"]["completion_tokens"] > 0
     process.send_signal(signum)
     _, stderr = await asyncio.to_thread(process.communicate, timeout=100)
-    assert (process.returncode, stderr) == (0, "")
+    assert process.returncode == 0
+    assert " draining 0 requests, up to 30 s" in stderr
+    assert "Traceback" not in stderr
+
+
+async def test_a_second_signal_ends_the_drain(session, model):
+    """Of far more work than a test may take."""
+    process = program(model, 0, drain_s=100_000.0)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    client = Client(session, f"http://127.0.0.1:{(await asyncio.to_thread(process.stdout.readline)).split()[1]}")
+    asked = LONG | {"model": model.name, "prompt": ["go on"] * 60, "n": 16, "stream": True}
+    try:
+        async with session.post(client.url + "/v1/completions", json=asked) as stream:
+            await stream.content.readline()
+            process.send_signal(signal.SIGTERM)
+            line = "?"
+            while line and " draining " not in line:
+                line = await asyncio.to_thread(process.stderr.readline)
+            assert " requests, up to 100000 s" in line
+            process.send_signal(signal.SIGINT)
+            await stream.read()
+        _, stderr = await asyncio.to_thread(process.communicate, timeout=100)
+        assert process.returncode == 0
+        assert " aborting " in stderr
+    finally:
+        process.kill()
 
 
 def test_a_port_in_use_is_one_line(model):
@@ -256,6 +290,14 @@ def test_a_model_that_is_none_is_one_line(tmp_path, name, says):
 async def test_a_named_adapter_that_cannot_be_served_ends_the_start(model, tmp_path):
     with pytest.raises(ConfigError, match=r"lora_modules: bad: .*no such folder"):
         RunningServer(model, lora_modules={"bad": str(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize("field", ["kv_cache_memory", "adapter_memory"])
+def test_more_memory_than_there_is_ends_the_start(model, field):
+    with pytest.raises(
+        ConfigError, match=rf"^{field}: expected at most the \d+ MiB that this machine has, got 1073741824"
+    ):
+        RunningServer(model, config={field: 1 << 50})
 
 
 async def test_what_nobody_foresaw_is_a_plain_500_and_logged_with_the_request_id(client, monkeypatch, caplog):
