@@ -12,6 +12,9 @@ from typing import Any
 from engine.config import ConfigError
 
 # Families the decoder serves, with what each fixes without saying so in config.json.
+# Of any dimension: ten times the longest context that is published.
+LARGEST_SIZE = 100_000_000
+
 FAMILIES: dict[str, dict[str, bool]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": True},
@@ -159,8 +162,8 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(name, f"expected a positive integer, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
+        raise ConfigError(name, f"expected a whole number from 1 to {LARGEST_SIZE}, got {value!r}")
     return value
 
 

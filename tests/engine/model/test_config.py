@@ -47,6 +47,8 @@ def test_another_architecture_is_refused_with_those_that_are_served() -> None:
         {"vocab_size": None},
         {"hidden_size": "64"},
         {"num_hidden_layers": 0},
+        {"num_hidden_layers": 10**19},
+        {"head_dim": 10**19},
         {"max_position_embeddings": "4k"},
         {"rms_norm_eps": None},
         {"rope_theta": "1e6"},
