@@ -11,10 +11,10 @@ from typing import Any
 
 from engine.config import ConfigError
 
-# Families the decoder serves, with what each fixes without saying so in config.json.
 # Of any dimension: ten times the longest context that is published.
 LARGEST_SIZE = 100_000_000
 
+# Families the decoder serves, with what each fixes without saying so in config.json.
 FAMILIES: dict[str, dict[str, bool]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": True},
