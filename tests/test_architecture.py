@@ -88,12 +88,12 @@ def test_the_gateway_never_loads_torch():
 
 def test_traces_are_loaded_only_where_they_are_asked_for():
     """redis-py loads OpenTelemetry by itself wherever it is installed; ours are the engine, and what sends spans."""
-    assert "opentelemetry" not in modules_after("import engine.server.app")
+    assert "opentelemetry" not in modules_after("import engine.server.program")
     modules_after("import gateway.app, sys; assert 'engine.otlp' not in sys.modules")
 
 
 def test_the_engine_needs_neither_redis_nor_a_database():
-    loaded = modules_after("import engine.server.app")
+    loaded = modules_after("import engine.server.program")
     assert "torch" in loaded
     assert not loaded & {"redis", "sqlalchemy", "alembic"}
 

@@ -11,6 +11,9 @@ the engine tells it.
 LEAST_CHUNK = 4
 # Steps with prompts in them after which one goes without: the machine and the streams may have changed since the last.
 STEPS_UNTIL_ALONE = 16
+# The room beside the streams grows with this power of the patience: 32 times where prompts weigh twice as much. The sum
+# of all waiting would be least with no room below 1 and all of it above; this keeps streams moving near the middle.
+STEEPNESS = 5
 _MEMORY = 0.9  # weight of the past in each moving average
 
 
@@ -29,8 +32,8 @@ class Pacer:
     def prompt_budget(self, num_decodes: int, most: int, patience: float = 1.0) -> int:
         """Prompt tokens that a step of so many decodes may compute beside them, at most `most`.
 
-        patience: prompts for each stream. Where there are more of them, the streams' waiting costs less in all than
-        theirs, and the room grows fast: to 32 times for twice as many prompts as streams.
+        patience: how much the prompts weigh against the streams (`Scheduler` says how they are counted); below 1 it
+        counts as 1. Above, the streams' waiting costs less in all than theirs.
         """
         if self._steps_since_alone >= STEPS_UNTIL_ALONE:
             return 0
@@ -39,7 +42,7 @@ class Pacer:
         each = max(self._spent / self._rows, 1e-3 * self._decode_seconds)
         # The number of streams may have moved on since a step was theirs alone.
         grown = self._decode_seconds + (num_decodes - self._decodes) * each
-        room = (self._stretch - 1) * max(patience, 1.0) ** 5 * max(grown, 0.5 * self._decode_seconds)
+        room = (self._stretch - 1) * max(patience, 1.0) ** STEEPNESS * max(grown, 0.5 * self._decode_seconds)
         return min(most, max(LEAST_CHUNK, int(room / each)))
 
     def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:

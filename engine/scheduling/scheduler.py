@@ -182,9 +182,9 @@ class Scheduler:
         return False
 
     def _patience(self, streams: Plan) -> float:
-        """Prompts that could be computed now for each of these streams, of the tenant that has the fewest: a tenant's
-        streams wait longer for its own prompts only. Those behind the first count twice: a stream that waits is still
-        ahead of who reads it, and has been answered. One alone, however long, is no reason to let streams wait."""
+        """What the prompts that could be computed now weigh against these streams, of the tenant where it is least: a
+        tenant's streams wait longer for its own prompts only. Prompts behind the first count twice: a stream that waits
+        is still ahead of who reads it. One alone, however long, is no reason to let streams wait."""
         prompts = Counter(r.tenant for r in self.running if not r.is_decoding)
         for tenant in {r.tenant for r in streams}:
             prompts[tenant] += min(self.fair_share.num_waiting(tenant), len(self._free_seats))
