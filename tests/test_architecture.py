@@ -89,7 +89,7 @@ def test_the_gateway_never_loads_torch():
 def test_traces_are_loaded_only_where_they_are_asked_for():
     """redis-py loads OpenTelemetry by itself wherever it is installed; ours are the engine, and what sends spans."""
     assert "opentelemetry" not in modules_after("import engine.server.program")
-    modules_after("import gateway.app, sys; assert 'engine.otlp' not in sys.modules")
+    modules_after("import gateway.serve, sys; assert 'engine.otlp' not in sys.modules")
 
 
 def test_the_engine_needs_neither_redis_nor_a_database():

@@ -211,7 +211,7 @@ def gateway(**flags: Any) -> None:
     Everything can be given in the environment as LORAPLEX_...; secrets and the URLs that hold one only there:
     LORAPLEX_DATABASE_URL, LORAPLEX_REDIS_URL, LORAPLEX_INTERNAL_TOKEN, LORAPLEX_KEY_PEPPER, LORAPLEX_ADMIN_KEY.
     """
-    from gateway.app import run
+    from gateway.serve import run
     from gateway.settings import Settings, SettingsError
     from loraplex.local import UpError, check_port
 

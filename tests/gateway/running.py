@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.app import listening
+from gateway.serve import listening
 from gateway.settings import Settings
 from tests.gateway.upstream import TOKEN
 

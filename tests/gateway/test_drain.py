@@ -7,8 +7,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gateway.app import listening
 from gateway.records.database import Database
+from gateway.serve import listening
 from gateway.settings import Settings, SettingsError
 from tests.gateway.running import Client, Gateway, running, settings, until
 from tests.gateway.test_workers import free_ports

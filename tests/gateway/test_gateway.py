@@ -261,7 +261,7 @@ async def test_sigterm_lets_streams_end_and_writes_their_usage(
     environ = {f"LORAPLEX_{name.upper()}": str(getattr(of, name)) for name in names}
     environ |= {"LORAPLEX_ENGINES": upstream.url, "LORAPLEX_INTERNAL_TOKEN": TOKEN, "LORAPLEX_PORT": "0"}
     environ |= {"LORAPLEX_MIGRATE_ON_START": "true", "PATH": os.environ["PATH"]}
-    script = "from gateway.app import run; from gateway.settings import Settings; run(Settings.load())"
+    script = "from gateway.serve import run; from gateway.settings import Settings; run(Settings.load())"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, env=environ, cwd=ROOT, stdout=asyncio.subprocess.PIPE
     )
