@@ -30,6 +30,7 @@ class EngineConfig:
     generation_config: what requests that say nothing of sampling get; auto: as the model's generation_config.json says,
     none: OpenAI's defaults.
     kv_cache_dtype: auto is the model's; 8 bits have a scale for each token and head.
+    host_adapter_memory: bound of the host tier of adapters, from which the device's pages are filled.
     lora_dtype: of adapters in device memory: auto is the model's; 8 bits have a scale for each row of rank.
     enforce_eager: no CUDA graphs. cuda_graph_sizes: rows of the decode steps that are captured; None: a ladder up to
     max_num_seqs on a GPU.
@@ -55,6 +56,7 @@ class EngineConfig:
     enforce_eager: bool = False
     cuda_graph_sizes: tuple[int, ...] | None = None
     adapter_memory: int | None = None
+    host_adapter_memory: int = 4 << 30
     max_lora_rank: int = 64
     generation_config: GenerationConfig = "auto"
     lora_dtype: LoraDType = "auto"
@@ -81,6 +83,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1),
             ("kv_cache_memory", 1),
             ("adapter_memory", 0),
+            ("host_adapter_memory", 1),
             ("max_lora_rank", 1),
         ):
             value = getattr(self, field)

@@ -175,7 +175,8 @@ class AdapterLoaded(Struct):
 class EngineStateResponse(Struct):
     """`GET /state`. `instance` is another after each start. `generation` goes up with each change of the adapters in
     device memory, of `running`, `waiting` or `draining`: of two words of one instance the higher is the newer.
-    `adapters_resident` are digests. `adapter_load_seconds`: what bringing an adapter to host memory takes lately."""
+    `adapters_resident` are digests. `max_adapter_bytes`: largest size of an adapter's tensors in the engine's dtype.
+    `adapter_load_seconds`: recent average of the time that a load into host memory takes."""
 
     instance: str
     draining: bool
@@ -183,6 +184,8 @@ class EngineStateResponse(Struct):
     model: str
     max_model_len: int
     max_num_seqs: int
+    max_lora_rank: int
+    max_adapter_bytes: int
     running: int
     waiting: int
     kv_blocks_total: int

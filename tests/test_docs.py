@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 import engine.server.metrics
 import gateway.metrics
+from engine.config import EngineConfig
 from gateway.settings import Settings, env_name
 from loraplex.cli import main
 from loraplex.commands.vllm_flags import INSTEAD
@@ -63,6 +64,12 @@ def test_every_command_and_flag(name):
         assert f"{name} " in f"{line} "
         flags = {word for word in line.split() if re.fullmatch(r"--[a-z-]+", word)}
         assert flags - {"--max-num-seqs"} <= options(COMMANDS[name])  # that one is within --engine-args
+
+
+def test_the_host_tiers_default_is_the_engines():
+    [option] = [p for p in COMMANDS["loraplex engine"].params if p.name == "host_adapter_memory"]
+    [default] = [field.default for field in fields(EngineConfig) if field.name == "host_adapter_memory"]
+    assert f"[default: {default >> 30}GiB]" in option.help
 
 
 def test_every_documented_flag_exists():

@@ -61,7 +61,6 @@ class Server:
         config: EngineConfig,
         *,
         adapter_store: Store | None = None,
-        host_adapter_memory: int = 4 << 30,
         internal_token: str | None = None,
         lora_modules: Mapping[str, str] | None = None,
         max_waiting: int = 1024,
@@ -72,7 +71,7 @@ class Server:
         api_keys: Sequence[str] = (),
         access_log: bool = False,
     ) -> None:
-        """host_adapter_memory: bytes. max_waiting: requests beyond the batch that may wait; more get 503.
+        """max_waiting: requests beyond the batch that may wait; more get 503.
 
         lora_modules: adapter folders by the name to serve them under. drain_s: time that `stop` gives requests to end.
         tool_call_parser: how the model writes tool calls, "hermes" or "llama3_json"; None: as its template says.
@@ -81,7 +80,6 @@ class Server:
         """
         self._config = config
         self._store = adapter_store
-        self._host_adapter_memory = host_adapter_memory
         self.access = Access(internal_token, api_keys)
         self._access_log = access_log
         self._work_log: asyncio.Task[None] | None = None
@@ -220,7 +218,7 @@ class Server:
         self._host_cache = HostCache(
             self._store,
             shape,
-            self._host_adapter_memory,
+            self._config.host_adapter_memory,
             dtype,
             base_tensor=partial(base_tensor, path, model_config, dtype),
             failed=self._metrics.adapter_load_failures.inc,

@@ -65,7 +65,6 @@ def run(
     host: str = "127.0.0.1",
     port: int = 8000,
     adapter_store: Store | None = None,
-    host_adapter_memory: int = 4 << 30,
     internal_token: str | None = None,
     lora_modules: Mapping[str, str] | None = None,
     max_waiting: int = 1024,
@@ -90,7 +89,6 @@ def run(
     server = Server(
         config,
         adapter_store=adapter_store,
-        host_adapter_memory=host_adapter_memory,
         internal_token=internal_token,
         lora_modules=lora_modules,
         max_waiting=max_waiting,

@@ -136,6 +136,8 @@ class StateFeed:
             model=self._models.base_name,
             max_model_len=self._engine.max_model_len,
             max_num_seqs=self._engine.config.max_num_seqs,
+            max_lora_rank=self._engine.config.max_lora_rank,
+            max_adapter_bytes=self._engine.config.host_adapter_memory,
             running=state.num_running,
             waiting=state.num_waiting,
             kv_blocks_total=state.num_blocks,

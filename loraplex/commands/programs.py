@@ -99,7 +99,7 @@ class Sizes(click.ParamType):
 @click.option("--lora-dtype", default="auto", show_default=True, help="Of adapters: auto, fp8_e4m3 or int8.")
 @click.option("--adapter-store", help="Folder of adapters by digest, for `sha256:...` models.")
 @click.option("--adapter-memory", type=Bytes(), help="Device memory for adapters; default: from the device.")
-@click.option("--host-adapter-memory", type=Bytes(), default="1GiB", show_default=True, help="Host memory for them.")
+@click.option("--host-adapter-memory", type=Bytes(), help="Host memory for adapters.  [default: 4GiB]")
 @click.option("--lora-modules", type=Module(), multiple=True, help="Adapter folders to serve under names.")
 @click.option(
     "--max-waiting", default=1024, show_default=True, type=click.IntRange(0), help="Longest queue; 503 past it."
@@ -154,7 +154,6 @@ def engine(**flags: Any) -> None:
         api_keys, access_log = flags.pop("api_keys"), flags.pop("access_log")
         if not all(api_keys):
             raise click.UsageError("--api-key is empty")
-        host_memory = flags.pop("host_adapter_memory")
         gateways, advertise_url = flags.pop("gateways"), flags.pop("advertise_url")
         if gateways and not advertise_url and host in ANY_HOST:
             raise click.UsageError(f"--gateway with --host {host} needs --advertise-url as well")
@@ -169,7 +168,8 @@ def engine(**flags: Any) -> None:
             _check_parent("--adapter-store", Path(store))
         name = flags["served_model_name"] or Path(flags["model"]).name.removesuffix(".gguf")
         flags["model"] = str(ensure_model(flags["model"], flags.pop("download_dir")))
-        config = EngineConfig(**flags | {"served_model_name": name})
+        given = {flag: value for flag, value in flags.items() if value is not None}
+        config = EngineConfig(**given | {"served_model_name": name})
         with _needs_extra("engine"):  # torch takes seconds to load: after everything that can be refused without it
             from engine.server.program import run
         with loading_bar() as progress:
@@ -178,7 +178,6 @@ def engine(**flags: Any) -> None:
                 host=host,
                 port=port,
                 adapter_store=open_store(store) if store else None,
-                host_adapter_memory=host_memory,
                 internal_token=token,
                 api_keys=api_keys,
                 access_log=access_log,

@@ -86,7 +86,7 @@ async def test_names_that_change_under_load_harm_no_request_and_leave_nothing_be
     for i in range(4):
         save_adapter(tmp_path / str(i), rank=(4, 8, 16, 8)[i], seed=i)
     # Room for some of them, on the device and on the host.
-    running = RunningServer(model, config={"adapter_memory": 1 << 20}, host_adapter_memory=400_000)
+    running = RunningServer(model, config={"adapter_memory": 1 << 20, "host_adapter_memory": 400_000})
     rng = random.Random(0)
     client = Client(session, running.url)
 

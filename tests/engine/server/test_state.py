@@ -124,3 +124,8 @@ async def test_an_engine_that_failed_lets_its_followers_go(
         assert (await client.get("/state", params={"watch": "true"}))[0] == 503
     finally:
         server.close()
+
+
+async def test_the_state_names_the_largest_adapter_served(client: Client):
+    state = await client.state()
+    assert (state["max_lora_rank"], state["max_adapter_bytes"]) == (16, 4 << 30)
