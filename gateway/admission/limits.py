@@ -16,9 +16,22 @@ KINDS = {
     "max_concurrent_tokens": "o",
     "budget_per_month": "b",
 }
-NAMES = {kind: name for name, kind in KINDS.items()}
-# What a refusal's `type` says, and what `LORAPLEX_QUOTA_FALLBACK` distinguishes.
-CLASSES = {"r": "requests", "t": "tokens", "d": "tokens", "c": "concurrency", "o": "concurrency", "b": "budget"}
+# Limits of a tenant's adapter uploads and deletes, by the same script.
+ADAPTER_KINDS = {"adapter_changes_per_minute": "m", "max_concurrent_uploads": "u"}
+NAMES = {kind: name for name, kind in {**KINDS, **ADAPTER_KINDS}.items()}
+# Kinds of which a request takes one, whatever its size.
+SINGLE = frozenset("rcmu")
+# A refusal's `type`; `LORAPLEX_QUOTA_FALLBACK` sets a mode for each class.
+CLASSES = {
+    "r": "requests",
+    "t": "tokens",
+    "d": "tokens",
+    "c": "concurrency",
+    "o": "concurrency",
+    "b": "budget",
+    "m": "requests",
+    "u": "concurrency",
+}
 
 
 class Limit(msgspec.Struct, frozen=True, gc=False):
@@ -35,7 +48,7 @@ class Limit(msgspec.Struct, frozen=True, gc=False):
 
     def amount(self, tokens: int, cost: int) -> int:
         """What a request of so many tokens, at that cost, takes of it."""
-        if self.kind in "rc":
+        if self.kind in SINGLE:
             return 1
         return cost if self.kind == "b" else tokens
 
@@ -53,6 +66,12 @@ def limits_of(principal: TenantPrincipal, model: str) -> tuple[Limit, ...]:
     if of_model is not None:
         found += _set(of_model, "model", f"model:{model}")
     return tuple(found)
+
+
+def adapter_limits(per_minute: int | None, at_once: int | None) -> tuple[Limit, ...]:
+    """Return the tenant's limits on uploads and deletes of adapters; None is "not limited"."""
+    values = {"m": per_minute, "u": at_once}
+    return tuple(Limit(f"tenant:{kind}", "tenant", kind, value) for kind, value in values.items() if value is not None)
 
 
 def _set(limits: Limits, owner: str, prefix: str) -> Iterator[Limit]:

@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from gateway.admission.limits import Limit
+from gateway.admission.limits import SINGLE, Limit
 from gateway.records.prices import Price
 
 # Microseconds, by kind.
-WINDOW = {"r": 60_000_000, "t": 60_000_000, "d": 86_400_000_000}
+WINDOW = {"r": 60_000_000, "t": 60_000_000, "d": 86_400_000_000, "m": 60_000_000}
 GAUGE_WAIT_MS = 1000
 # Beyond these the ones that are paid off are forgotten.
 MAX_STATES = 100_000
@@ -75,7 +75,7 @@ class LocalLimits:
                 if price.output > 0:
                     money = min(room[-1], 8_000_000_000) * 1_000_000 - prompt * price.highest_input
                     granted = min(granted, money // price.output)
-            elif kind not in "rc":
+            elif kind not in SINGLE:
                 granted = min(granted, room[-1] - prompt)
 
         again = self._leases.get(scope + request_id)
@@ -135,7 +135,7 @@ class LocalLimits:
             field, kind = scope + limit.field, limit.kind
             state = self._states.get(field)
             if kind in WINDOW:
-                more = int(counts) - 1 if kind == "r" else tokens - lease.tokens
+                more = int(counts) - 1 if kind in SINGLE else tokens - lease.tokens
                 if more:
                     debt = _debt(state, now) + more * (WINDOW[kind] / limit.value)
                     self._states[field] = (now, max(0, debt))

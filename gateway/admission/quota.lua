@@ -33,13 +33,16 @@
 --   expired, at most   -> of each lease that has ended: id, tokens taken, note, progress or '', taken when, ended when (ms)
 --
 -- A field ends with its limit's kind: r requests a minute, t tokens a minute, d tokens a day, c requests at once,
--- o tokens at once, b micro-units of money a calendar month (UTC). Prices are micro-units per million tokens; with at
+-- o tokens at once, b micro-units of money a calendar month (UTC), m changes of adapters a minute, u uploads at once. Prices are micro-units per million tokens; with at
 -- most 10^9 of them and 4 * 10^6 tokens all products are exact.
 
 local STATE, LEASES, HELD, USAGE = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local PROGRESS = ':progress'
 local NOTED = '?'
-local WINDOW = {r = 60000000, t = 60000000, d = 86400000000}
+local WINDOW = {r = 60000000, t = 60000000, d = 86400000000, m = 60000000}
+-- Kinds of which a request takes one; kinds that are held only while it runs.
+local SINGLE = {r = true, c = true, m = true, u = true}
+local GAUGE = {c = true, o = true, u = true}
 -- The longest that anything here is good for is a month; what nobody touches for longer goes by itself.
 local KEEP_MS = 35 * 86400000
 -- Nobody knows when a running request ends; a second is how long it is worth waiting before asking again.
@@ -116,7 +119,7 @@ end
 
 -- What a request takes of a limit.
 local function amount_of(kind, tokens, cost)
-  if kind == 'r' or kind == 'c' then
+  if SINGLE[kind] then
     return 1
   end
   return kind == 'b' and cost or tokens
@@ -127,7 +130,7 @@ local function hold(record, sign)
   for i = 1, #record.limits, 2 do
     local field = record.limits[i]
     local kind = kind_of(field)
-    if kind == 'c' or kind == 'o' then
+    if GAUGE[kind] then
       local left = redis.call('HINCRBY', STATE, field, sign * amount_of(kind, record.tokens, 0))
       if left <= 0 then
         redis.call('HDEL', STATE, field)
@@ -141,7 +144,8 @@ local function record_of(id)
   return packed and cmsgpack.unpack(packed)
 end
 
--- Ends leases whose time is past: their slots are free, the rest waits for somebody to settle it.
+-- Ends the leases whose time is past: releases their slots; the rest waits to be settled. A lease without a note (an
+-- upload's) needs no settlement and is removed.
 local function sweep()
   local ended = redis.call('ZRANGEBYSCORE', LEASES, 1, now_ms, 'WITHSCORES', 'LIMIT', 0, SWEEP)
   for i = 1, #ended, 2 do
@@ -149,7 +153,12 @@ local function sweep()
     local record = record_of(id)
     if record then
       hold(record, -1)
-      redis.call('ZADD', LEASES, -ended[i + 1], id)
+      if record.note == '' then
+        redis.call('HDEL', HELD, id, id .. PROGRESS)
+        redis.call('ZREM', LEASES, id)
+      else
+        redis.call('ZADD', LEASES, -ended[i + 1], id)
+      end
     else
       redis.call('ZREM', LEASES, id)
     end
@@ -210,7 +219,7 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
         -- Never more than the largest cost there is, so that the product is exact.
         granted = min(granted, floor((min(room[i], 8000000000) * 1000000 - prompt * price_in) / price_out))
       end
-    elseif kind ~= 'r' and kind ~= 'c' then
+    elseif not SINGLE[kind] then
       granted = min(granted, room[i] - prompt)
     end
   end
@@ -346,7 +355,7 @@ local function settle(id, tokens, cost, requests, event)
     local field, limit = record.limits[i], record.limits[i + 1]
     local kind = kind_of(field)
     if WINDOW[kind] then
-      local more = kind == 'r' and requests - 1 or tokens - record.tokens
+      local more = SINGLE[kind] and requests - 1 or tokens - record.tokens
       if more ~= 0 then
         local state = redis.call('HGET', STATE, field)
         local debt = debt_of(state) + more * (WINDOW[kind] / limit)

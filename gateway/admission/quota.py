@@ -7,9 +7,9 @@ chose, by class of limit: see `fallback.py`.
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,13 @@ import msgspec
 from gateway.admission.auth import TenantPrincipal
 from gateway.admission.fallback import Mode, parse_fallback
 from gateway.admission.leases import Leases
-from gateway.admission.limits import CLASSES, Limit, limits_of
-from gateway.admission.local import LocalLimits
+from gateway.admission.limits import Limit, adapter_limits, limits_of
 from gateway.admission.presence import Presence
 from gateway.admission.recall import Past, Recall
-from gateway.admission.refusals import States, check_possible, rate_headers, refusal
+from gateway.admission.refusals import check_possible, rate_headers, refusal
 from gateway.admission.reservation import EPOCH, ExpiredLease, Progress, Reservation
 from gateway.admission.store import Client, Store, unavailable
+from gateway.admission.without_redis import Demand, WithoutRedis, reservation
 from gateway.errors import Unavailable
 from gateway.records.prices import FREE, Price
 
@@ -35,6 +35,8 @@ TENANTS = "loraplex:usage:tenants"
 # Is there while a gateway looks after what dead ones held.
 SWEEPER = "loraplex:sweeper"
 CLOSED = parse_fallback(())
+# A lease with an empty note needs no settlement: its end releases all that it holds.
+NO_NOTE = b""
 SETTLE_TRIES = 2
 # The script's word for limits of which it must be told first what was used; and how often that is tried.
 UNKNOWN = 2
@@ -42,8 +44,6 @@ RECALL_TRIES = 3
 PRESENCE_SECONDS = 2.0
 # Leases that one call lists, and tenants that one asks of.
 PAGE = 200
-# Budgets whose remains are remembered for when Redis is away.
-KNOWN_BUDGETS = 10_000
 
 
 class Quota:
@@ -67,15 +67,14 @@ class Quota:
         self._recall = Recall(self._store.script, past)
         self._lease_ms = int(lease_seconds * 1000)
         self.fallback = fallback
-        self._admitted_without = admitted_without
         self._presence = Presence(redis)
-        self._local = LocalLimits()
+        self._without = WithoutRedis(fallback, lambda: self._presence.count, admitted_without)
         self._leases = Leases(self._store, self._lease_ms, self._register)
         # Of requests that are gone, what they used (tokens, cost, requests): settled when Redis answers.
         self._unwanted: dict[str, dict[str, tuple[int, int, int]]] = {}
         self._has_unwanted = asyncio.Event()
         self._registered: set[str] = set()
-        self._budgets: OrderedDict[str, int] = OrderedDict()
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def is_closed_without(self) -> bool:
@@ -119,43 +118,87 @@ class Quota:
         model: the tenant's own name. prompt_tokens: of all prompts together. max_tokens: for each of `choices` answers.
         lease: what another gateway would need to settle this request.
         """
-        tenant = principal.tenant
+        tenant, completion = principal.tenant, max_tokens * choices
         limits = limits_of(principal, model)
-        completion = max_tokens * choices
-        step = choices if tenant.on_token_limit == "shorten" else max(1, completion)
-        least = min(step, completion)
-        check_possible(limits, prompt_tokens, least, price)
-        request = (prompt_tokens, completion, step, price.highest_input, price.output)
+        demand = Demand(
+            tenant_id=tenant.id,
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            choices=choices,
+            step=choices if tenant.on_token_limit == "shorten" else max(1, completion),
+            price=price,
+        )
+        check_possible(limits, prompt_tokens, demand.least, price)
+        return await self._take(limits, demand, msgspec.json.encode(lease or {}))
+
+    @asynccontextmanager
+    async def upload(
+        self, tenant_id: str, request_id: str, per_minute: int | None, at_once: int | None
+    ) -> AsyncIterator[None]:
+        """Count one change of the tenant's adapters and hold one place for an upload while the block runs.
+
+        per_minute, at_once: 1 or more; None is "not limited". The place of a gateway that dies is free again after a
+        lease's time. Raises RateLimited, Unavailable.
+        """
+        limits = adapter_limits(per_minute, at_once)
+        if not limits:
+            yield
+            return
+        taken = await self._take(limits, Demand(tenant_id=tenant_id, request_id=request_id, price=FREE), NO_NOTE)
+        try:
+            yield
+        finally:
+            # The place is free before the client reads its answer, and though this task is cancelled.
+            ending = asyncio.create_task(self._end(taken))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
+
+    async def change(self, tenant_id: str, request_id: str, per_minute: int | None) -> None:
+        """Count one change of the tenant's adapters. Raises RateLimited, Unavailable."""
+        async with self.upload(tenant_id, request_id, per_minute, None):
+            pass
+
+    async def _end(self, taken: Reservation) -> None:
+        try:
+            await self.settle(taken, tokens=0, cost=0, event=b"")
+        except Unavailable:
+            log.debug("the place of upload %s is released when redis answers", taken.request_id)
+
+    async def _take(self, limits: Sequence[Limit], demand: Demand, note: bytes) -> Reservation:
+        tenant_id, request_id, price = demand.tenant_id, demand.request_id, demand.price
+        request = (demand.prompt_tokens, demand.completion, demand.step, price.highest_input, price.output)
         arguments = [item for limit in limits for item in (limit.field, limit.value)]
-        note = msgspec.json.encode(lease or {})
         sent = not self._store.away
         try:
-            if tenant.id not in self._registered:
-                await self._register({tenant.id})
+            if tenant_id not in self._registered:
+                await self._register({tenant_id})
             call = ("acquire", request_id, self._lease_ms, *request, note, *arguments)
-            reply = await self._store.script(tenant.id, *call)
+            reply = await self._store.script(tenant_id, *call)
             if reply[0] == UNKNOWN:
-                reply = await self._acquire_unknown(tenant.id, limits, call, reply)
+                reply = await self._acquire_unknown(tenant_id, limits, call, reply)
         except Unavailable:
             if sent:
-                self._give_back(tenant.id, request_id)
-            if self._is_closed(limits):
+                self._give_back(tenant_id, request_id)
+            if self._without.refuses(limits):
                 raise
-            return self._acquire_without(tenant.id, limits, request_id, prompt_tokens, max_tokens, choices, step, price)
+            return self._without.acquire(limits, demand)
         except asyncio.CancelledError:
             # The client left; the script may have run.
-            self._give_back(tenant.id, request_id)
+            self._give_back(tenant_id, request_id)
             raise
         allowed, granted, now, *flat = reply
         end = 3 * len(limits)
         states = [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, end, 3)]
         for i in range(end, len(flat), 2):
-            self._recall.check(tenant.id, limits[flat[i]], flat[i + 1])
-        self._remember_budgets(tenant.id, limits, states)
+            self._recall.check(tenant_id, limits[flat[i]], flat[i + 1])
+        self._without.remember_budgets(tenant_id, limits, states)
         headers = rate_headers(limits, states)
         if not allowed:
-            raise refusal(limits, states, prompt_tokens + least, price.highest_cost(prompt_tokens, least), headers)
-        taken = _reservation(request_id, tenant.id, prompt_tokens, max_tokens, choices, granted, headers, _moment(now))
+            tokens, cost = demand.prompt_tokens + demand.least, price.highest_cost(demand.prompt_tokens, demand.least)
+            raise refusal(limits, states, tokens, cost, headers)
+        taken = reservation(demand, granted, headers, _moment(now))
         self._leases.hold(taken, limits, note)
         return taken
 
@@ -178,7 +221,7 @@ class Quota:
         tenant_id, request_id = reservation.tenant_id, reservation.request_id
         held = self._leases.holds(tenant_id, request_id)
         self._leases.let_go(tenant_id, request_id)
-        self._local.settle(tenant_id, request_id, tokens, cost, counts=counts)
+        self._without.settle(tenant_id, request_id, tokens, cost, counts=counts)
         arguments = ("settle", request_id, tokens, cost, int(counts), event)
         for left in reversed(range(SETTLE_TRIES)):
             try:
@@ -290,51 +333,6 @@ class Quota:
                 return reply
         raise unavailable()
 
-    def _is_closed(self, limits: Sequence[Limit]) -> bool:
-        """Whether a request under these is refused where they cannot be asked for."""
-        modes = {self.fallback[CLASSES[limit.kind]] for limit in limits} or {self.fallback["requests"]}
-        return "closed" in modes
-
-    def _acquire_without(
-        self,
-        tenant_id: str,
-        limits: Sequence[Limit],
-        request_id: str,
-        prompt_tokens: int,
-        max_tokens: int,
-        choices: int,
-        step: int,
-        price: Price,
-    ) -> Reservation:
-        shares = [
-            Limit(limit.field, limit.owner, limit.kind, self._share(tenant_id, limit))
-            for limit in limits
-            if self.fallback[CLASSES[limit.kind]] == "local"
-        ]
-        least = min(step, max_tokens * choices)
-        answer = self._local.acquire(tenant_id, request_id, shares, prompt_tokens, max_tokens * choices, step, price)
-        headers = rate_headers(shares, answer.states)
-        if not answer.allowed:
-            cost = price.highest_cost(prompt_tokens, least)
-            raise refusal(shares, answer.states, prompt_tokens + least, cost, headers)
-        self._admitted_without("local" if shares else "open")
-        now = datetime.now(UTC)
-        return _reservation(request_id, tenant_id, prompt_tokens, max_tokens, choices, answer.granted, headers, now)
-
-    def _share(self, tenant_id: str, limit: Limit) -> int:
-        """This gateway's part of a limit; of a budget, of what was left of it when Redis last said."""
-        whole = self._budgets.get(tenant_id + limit.field, 0) if limit.kind == "b" else limit.value
-        return max(1, whole // self._presence.count)
-
-    def _remember_budgets(self, tenant_id: str, limits: Sequence[Limit], states: States) -> None:
-        for limit, state in zip(limits, states, strict=True):
-            if limit.kind == "b":
-                key = tenant_id + limit.field
-                self._budgets[key] = state[0]
-                self._budgets.move_to_end(key)
-                if len(self._budgets) > KNOWN_BUDGETS:
-                    self._budgets.popitem(last=False)
-
     def _give_back(self, tenant_id: str, request_id: str, used: tuple[int, int, int] = (0, 0, 0)) -> None:
         self._unwanted.setdefault(tenant_id, {})[request_id] = used
         self._has_unwanted.set()
@@ -366,30 +364,6 @@ class Quota:
             except Unavailable:
                 log.debug("redis is away; %d gateways live as far as is known", self._presence.count)
             await asyncio.sleep(PRESENCE_SECONDS)
-
-
-def _reservation(
-    request_id: str,
-    tenant_id: str,
-    prompt_tokens: int,
-    max_tokens: int,
-    choices: int,
-    granted: int,
-    headers: dict[str, str],
-    admitted_at: datetime,
-) -> Reservation:
-    """granted: completion tokens of all choices together."""
-    each = granted // choices
-    if each < max_tokens:
-        headers = {**headers, "x-loraplex-max-tokens": str(each)}
-    return Reservation(
-        request_id=request_id,
-        tenant_id=tenant_id,
-        tokens=prompt_tokens + granted,
-        max_tokens=each,
-        headers=headers,
-        admitted_at=admitted_at,
-    )
 
 
 def _moment(microseconds: int) -> datetime:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
-from gateway.admission.limits import CLASSES, Limit
+from gateway.admission.limits import CLASSES, SINGLE, Limit
 from gateway.errors import BadRequest, RateLimited
 from gateway.records.prices import Price, format_money
 
@@ -19,6 +19,8 @@ UNITS = {
     "c": "concurrent requests",
     "o": "concurrent tokens",
     "b": "of budget per month",
+    "m": "adapter changes per minute",
+    "u": "concurrent uploads",
 }
 # What has headers, and the kinds of limits that are told there.
 HEADERS = {"requests": "r", "tokens": "td"}
@@ -29,7 +31,7 @@ def check_possible(limits: Sequence[Limit], prompt_tokens: int, completion_token
     tokens = prompt_tokens + completion_tokens
     for limit in limits:
         kind = limit.kind
-        if kind in "rc" or (kind != "b" and tokens <= limit.value):
+        if kind in SINGLE or (kind != "b" and tokens <= limit.value):
             continue
         needs = f"{tokens} tokens (prompt and max_tokens)"
         if kind == "b":
