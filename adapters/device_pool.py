@@ -114,6 +114,9 @@ class AdapterPool:
         self.page_table = torch.full((self.num_slots, self.max_pages), -1, dtype=torch.int32, device=device)
         self.ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
         self.page_rank = PAGE_RANK
+        # The digest of the weights that were last written to each slot, "" while there are none: the copy thread sets
+        # it from the adapter that it wrote, so it is a witness independent of `_residents`.
+        self.slot_digests = [""] * self.num_slots
         self.generation = 0
         self.num_loads = 0
         self.num_evictions = 0
@@ -218,6 +221,7 @@ class AdapterPool:
         del self._residents[digest]
         self._free_pages.extend(reversed(resident.pages))
         self._free_slots.append(resident.slot)
+        self.slot_digests[resident.slot] = ""
         self.embeddings.pop(resident.slot, None)
         self.heads.pop(resident.slot, None)
         self.num_evictions += 1
@@ -281,6 +285,7 @@ class AdapterPool:
         """Runs on the copy thread. The pages and the slot belong to this adapter alone until the copy is done."""
         self._writer.write(adapter, slot, pages, behind)
         self._copy_outside(adapter, slot)
+        self.slot_digests[slot] = adapter.digest
 
     def _copy_outside(self, adapter: HostAdapter, slot: int) -> None:
         embedding, head = adapter.modules.get((OUTSIDE, EMBEDDING)), adapter.modules.get((OUTSIDE, LM_HEAD))

@@ -1,13 +1,13 @@
 """One step's plan as flat arrays on the host, and these as the tensors of `kernels.batch.Batch`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from engine.model.transfer import upload
-from engine.scheduling.request import Request
+from engine.scheduling.request import BASE_SERVED, MIXED_SERVED, Request
 from kernels.batch import Batch
 
 
@@ -49,10 +49,14 @@ class Layout:
 
 
 class Planner:
-    """Lays plans flat. Keeps each seat's block table and writes down only the blocks that came to it since."""
+    """Lay plans flat. Each seat's block table stays, and only blocks that are new to it are written.
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
+    slot_digests: the digest of the adapter in each slot of the device pool, "" where there is none.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, slot_digests: Sequence[str] = ()) -> None:
         self.block_size = block_size
+        self._slot_digests = slot_digests
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._held: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._written = [0] * max_num_seqs
@@ -80,6 +84,7 @@ class Planner:
             seats.append(request.seat)
             firsts.append(first)
             adapters.append(request.adapter_slot)
+            request.record_served(self._served(request.adapter_slot))
             end = len(token_ids)
             if request.wants_prompt_logprobs:
                 prompt_rows.append(PromptRows(request, first, n, len(rows)))
@@ -115,6 +120,13 @@ class Planner:
             sampled_rows=sampled_rows,
             prompt_rows=prompt_rows,
         )
+
+    def _served(self, slot: int) -> str:
+        """Return the receipt of a slot. Pages of no known adapter count as mixed: they are nobody's order."""
+        if slot < 0:
+            return BASE_SERVED
+        digest = self._slot_digests[slot]
+        return f"sha256:{digest}" if digest else MIXED_SERVED
 
     def _write(self, seat: int, blocks: list[int]) -> None:
         if self._held[seat] is not blocks:  # another request's, or the same one's after it was preempted

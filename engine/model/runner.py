@@ -80,7 +80,7 @@ class Runner:
         shape = (num_blocks, c.num_kv_heads, block_size, c.head_dim)
         kv = [make_kv_cache(shape, kv_dtype or dtype, device) for _ in range(c.num_layers)]
         decoder.attach(kv, adapters)
-        self._planner = Planner(max_num_seqs, -(-max_model_len // block_size), block_size)
+        self._planner = Planner(max_num_seqs, -(-max_model_len // block_size), block_size, adapters.slot_digests)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
         if graph_sizes:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+BASE_SERVED = "base"
+MIXED_SERVED = "mixed"
+"""Values of `Request.served_digest` that name no adapter: the base model's weights alone, and more than one."""
+
 
 class RequestError(ValueError):
     """A request that cannot be served: `field` names the parameter, `message` says what was expected."""
@@ -76,7 +80,7 @@ class RequestOutput:
     """What one step did to one request. `token_ids` holds the new tokens only.
 
     error_param: the request's parameter that is to blame for `error`, None if none is. started_at: when its prompt was
-    first worked on (time.time()).
+    first worked on (time.time()). served_digest: see `Request`.
     """
 
     request_id: str
@@ -90,6 +94,7 @@ class RequestOutput:
     error: str | None = None
     error_param: str | None = None
     started_at: float | None = None
+    served_digest: str | None = None
 
 
 class Status(Enum):
@@ -103,13 +108,15 @@ class Request:
 
     num_pending: 1 while a step in flight is choosing a token that the host has not seen; it counts as a token already.
     seat: the row of the runner's tables that is this request's while it runs, else -1.
+    served_digest: the adapter whose pages this request's steps read, "sha256:<digest>", "base" or "mixed"; None before
+    the first step. The planner records it from the device pool's slots, never from `adapter`, so it is a receipt.
     """
 
     __slots__ = (
         "adapter", "adapter_slot", "arrival", "block_hashes", "blocks", "cache_salt", "error", "error_param",
         "finish_reason", "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_pending", "num_preemptions",
         "num_prompt_tokens", "num_registered_blocks", "params", "priority", "prompt_logprobs", "request_id", "seat",
-        "seed", "started_at", "status", "stop_ids", "tenant", "token_ids", "weight",
+        "seed", "served_digest", "started_at", "status", "stop_ids", "tenant", "token_ids", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -148,6 +155,7 @@ class Request:
         self.num_registered_blocks = 0
         self.adapter_slot = -1
         self.seat = -1
+        self.served_digest: str | None = None
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
@@ -194,6 +202,13 @@ class Request:
             self.num_cached_tokens = num_cached_tokens
             self.started_at = time.time()
 
+    def record_served(self, served: str) -> None:
+        """Record the adapter whose pages a step reads for this request; two different ones make the receipt mixed."""
+        if self.served_digest is None:
+            self.served_digest = served
+        elif self.served_digest != served:
+            self.served_digest = MIXED_SERVED
+
     def preempt(self) -> None:
         """RUNNING -> WAITING; what was generated stays and is computed again as a prompt."""
         self.status = Status.WAITING
@@ -236,6 +251,7 @@ class Request:
             self.error,
             self.error_param,
             self.started_at,
+            self.served_digest,
         )
         self.logprobs, self.prompt_logprobs = [], []
         return out

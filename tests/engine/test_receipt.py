@@ -1,0 +1,120 @@
+"""The receipt of each answer: the adapter whose pages its steps read, whatever the request asked for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.host_cache import HostCache
+from adapters.manifest import BaseShape
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.scheduling.request import SamplingParams
+from tests.engine.tiny import save_adapter, save_model
+
+NUM_ADAPTERS = 3
+
+Make = Callable[..., tuple[Engine, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder / "base", max_model_len=256)
+    for i in range(NUM_ADAPTERS):
+        save_adapter(folder / f"adapter-{i}", rank=8, seed=i)
+    return folder
+
+
+@pytest.fixture
+def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
+    def make(**options: Any) -> tuple[Engine, list[str]]:
+        host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
+        request.addfinalizer(host.close)
+        options = {
+            "dtype": "float32", "device": "cpu", "max_lora_rank": 8, "adapter_memory": 4 << 20, "max_num_seqs": 4,
+            "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 32, **options,
+        }  # fmt: skip
+        engine = Engine(EngineConfig(model=str(model / "base"), **options), host)
+        request.addfinalizer(engine.close)
+        return engine, [host.add_path(model / f"adapter-{i}") for i in range(NUM_ADAPTERS)]
+
+    return make
+
+
+def ask(engine: Engine, name: str, adapter: str | None, max_tokens: int = 3) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    engine.add_request(name, list(range(5, 45)), params, adapter=adapter)
+
+
+def run(engine: Engine) -> dict[str, str | None]:
+    """Return the receipt in each request's last output. Every output with a token has one."""
+    receipts: dict[str, str | None] = {}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            assert output.served_digest is not None
+            receipts[output.request_id] = output.served_digest
+    return receipts
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_receipt_names_the_adapter_whose_pages_were_read(make_engine: Make, async_scheduling: bool) -> None:
+    engine, digests = make_engine(async_scheduling=async_scheduling)
+    for i in range(2 * NUM_ADAPTERS):
+        ask(engine, str(i), digests[i % NUM_ADAPTERS])
+    ask(engine, "base", None)
+    expected = {str(i): f"sha256:{digests[i % NUM_ADAPTERS]}" for i in range(2 * NUM_ADAPTERS)}
+    assert run(engine) == expected | {"base": "base"}
+
+
+def test_the_receipt_follows_a_slot_through_its_owners(make_engine: Make) -> None:
+    """The pool has room for one adapter, so every one of them uses the same slot in turn."""
+    engine, _ = make_engine()
+    small, digests = make_engine(adapter_memory=engine.adapters.page_bytes)
+    assert small.adapters.num_slots == 1
+    for i in (0, 1, 2, 0):
+        ask(small, "x", digests[i])
+        assert run(small) == {"x": f"sha256:{digests[i]}"}
+    assert small.unload_adapter(digests[0])
+    assert small.adapters.slot_digests == [""]
+
+
+def test_pages_of_another_adapter_are_told(make_engine: Make) -> None:
+    """A slot whose weights are another adapter's, by whatever defect, shows in the receipt though the request says
+    otherwise; a change between two steps makes it mixed."""
+    engine, digests = make_engine()
+    ask(engine, "warm", digests[0])
+    ask(engine, "other", digests[1])
+    run(engine)
+    pool = engine.adapters
+    wrong, right = (pool.slot_digests.index(digest) for digest in digests[:2])
+    pool._residents[digests[1]].slot = wrong  # the defect: the books point at another's weights
+    ask(engine, "x", digests[1])
+    assert run(engine) == {"x": f"sha256:{digests[0]}"}
+
+    ask(engine, "y", digests[1], max_tokens=8)
+    engine.step()
+    engine.step()
+    engine.scheduler.requests["y"].adapter_slot = right
+    assert run(engine) == {"y": "mixed"}
+
+
+def test_pages_of_no_adapter_count_as_mixed(make_engine: Make) -> None:
+    engine, digests = make_engine()
+    ask(engine, "warm", digests[0])
+    run(engine)
+    engine.adapters.slot_digests[:] = [""] * engine.adapters.num_slots
+    ask(engine, "x", digests[0])
+    assert run(engine) == {"x": "mixed"}
+
+
+def test_a_preempted_request_keeps_one_receipt(make_engine: Make) -> None:
+    block_bytes = 2 * 2 * 2 * 16 * 4 * 16
+    engine, digests = make_engine(kv_cache_memory=9 * block_bytes, max_model_len=128, enable_prefix_caching=False)
+    for i in range(3):
+        ask(engine, str(i), digests[i], max_tokens=40)
+    assert run(engine) == {str(i): f"sha256:{digests[i]}" for i in range(3)}
+    assert engine.state().num_preemptions
