@@ -48,6 +48,7 @@ from gateway.fleet.finished import FinishedClient
 from gateway.fleet.probe import Probe
 from gateway.fleet.registry import Registry
 from gateway.fleet.vllm import VllmAdapters
+from gateway.loop_lag import LoopLag
 from gateway.metrics import Metrics
 from gateway.records.audit import Audit
 from gateway.records.catalog import Catalog
@@ -93,7 +94,8 @@ async def make_app(settings: Settings) -> web.Application:
     except TracingError as error:
         raise SettingsError(error.field, error.message) from error
 
-    metrics = Metrics()
+    metrics, lag = Metrics(), LoopLag()
+    metrics.watch_loop(lag)
     database = Database(settings.database_url)
     tenants, keys, report = Tenants(database), Keys(database), UsageReport(database)
     auth = Authenticator(keys, settings.key_pepper, settings.admin_key)
@@ -152,7 +154,7 @@ async def make_app(settings: Settings) -> web.Application:
         yield
 
     async def access(_: web.Application) -> AsyncIterator[None]:
-        async with running(auth.watch()):
+        async with running(lag.watch()), running(auth.watch()):
             yield
 
     async def leases(_: web.Application) -> AsyncIterator[None]:

@@ -8,6 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.admission.overload import Gate
 from gateway.fleet.registry import Registry
+from gateway.loop_lag import LoopLag
 from gateway.records.ledger import Ledger
 from gateway.records.usage import UsageRow
 
@@ -71,6 +72,16 @@ class Metrics:
         self._quota_up = Gauge(
             "loraplex_gateway_quota_up",
             "1 if Redis answers, 0 while limits are as configured without.",
+            registry=self.registry,
+        )
+        self._loop_lag = Gauge(
+            "loraplex_gateway_loop_lag_seconds",
+            "How late the event loop ran its newest timer.",
+            registry=self.registry,
+        )
+        self._loop_lag_max = Gauge(
+            "loraplex_gateway_loop_lag_max_seconds",
+            "The event loop's longest stall in the last minute.",
             registry=self.registry,
         )
         self._failed_logins = Counter(
@@ -139,6 +150,10 @@ class Metrics:
 
     def login_failed(self) -> None:
         self._failed_logins.inc()
+
+    def watch_loop(self, lag: LoopLag) -> None:
+        self._loop_lag.set_function(lambda: lag.last)
+        self._loop_lag_max.set_function(lambda: lag.longest)
 
     def watch_quota(self, up: Callable[[], bool]) -> None:
         self._quota_up.set_function(up)

@@ -20,6 +20,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from gateway.admission.connections import translate
 from gateway.admission.pipeline import Pipeline
 from gateway.errors import Unavailable
+from gateway.loop_lag import deadline
 from gateway.outage import Outage
 
 log = logging.getLogger(__name__)
@@ -28,20 +29,23 @@ Client = Redis | RedisCluster
 
 CLUSTER = "redis+cluster"
 MAX_CONNECTIONS = 64
+# A connection that takes so many deadlines is given up; no caller waits for it any more.
+CONNECT_PATIENCE = 60
 # Calls in a row that fail before the server is taken to be away, and how often it is then asked whether it is back.
 FAILURES = 2
 PROBE_SECONDS = 0.2
 
 
 def connect(url: str, timeout: float) -> Client:
-    """A client whose every call ends within about `timeout` seconds. Connects on first use.
+    """Return a client that connects on first use. timeout: the deadline that each caller sets for its own calls.
 
     `redis+cluster://host:port` (and `rediss+cluster`) names any node of a cluster.
     """
-    # No socket_timeout: it has the client write within asyncio.wait_for, which on Python 3.11 may lose a cancellation;
-    # the task then lives on. Who calls has a deadline of its own, and a timeout of asyncio ends the call as well.
-    # One more try, at once, for the pooled connection that a restarted server has closed. The script's calls are all
-    # safe to send twice.
+    # redis-py's own time limits take a stall of our event loop for a server that does not answer. They only end what
+    # no caller waits for. No socket_timeout: it has the client write
+    # within asyncio.wait_for, which on Python 3.11 may lose a cancellation; the task then lives on.
+    # One retry, at once, for a pooled connection that a restarted server has closed. All calls of the script are safe
+    # to send twice.
     retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
     scheme, _, rest = url.partition("://")
     if scheme.endswith("+cluster"):
@@ -50,7 +54,7 @@ def connect(url: str, timeout: float) -> Client:
             # Of each node, and without waiting for one: `Store` keeps below it.
             max_connections=2 * MAX_CONNECTIONS,
             socket_timeout=None,
-            socket_connect_timeout=timeout,
+            socket_connect_timeout=CONNECT_PATIENCE * timeout,
             retry=Retry(NoBackoff(), 3),
         )
         translate(cluster)
@@ -58,9 +62,9 @@ def connect(url: str, timeout: float) -> Client:
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=MAX_CONNECTIONS,
-        timeout=timeout,
+        timeout=CONNECT_PATIENCE * timeout,
         socket_timeout=None,
-        socket_connect_timeout=timeout,
+        socket_connect_timeout=CONNECT_PATIENCE * timeout,
         retry=retry,
     )
     translate(pool)
@@ -131,7 +135,7 @@ class Store:
         if self.away:
             raise unavailable()
         try:
-            async with asyncio.timeout(self._timeout), self._connections:
+            async with deadline(self._timeout), self._connections:
                 if not self._begun:
                     await self._begin()
                 answer = await command()
@@ -156,7 +160,7 @@ class Store:
     async def ping(self) -> None:
         """Raises Unavailable. Also asked of a server that is away."""
         try:
-            async with asyncio.timeout(self._timeout):
+            async with deadline(self._timeout):
                 await self._begin()
                 await self._redis.ping()
         except self._faults as error:

@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from gateway.admission.auth import Authenticator
 from gateway.api.bodies import read_raw
 from gateway.errors import BadRequest, GatewayError, Handler, Unavailable
+from gateway.loop_lag import deadline
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class Idempotency:
 
     async def _call(self, call: Awaitable[Any]) -> Any:
         try:
-            async with asyncio.timeout(self._timeout):
+            async with deadline(self._timeout):
                 return await call
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable(f"{HEADER} needs Redis, which is away; try again shortly.") from error

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from redis.exceptions import RedisError
 
 from gateway.fleet.addresses import Address, parse_address
+from gateway.loop_lag import deadline
 from gateway.outage import Outage
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Announcements:
         await self._call(url, 0)
 
     async def _call(self, url: str, alive: int) -> list[str]:
-        async with asyncio.timeout(self._timeout):
+        async with deadline(self._timeout):
             found = await self._script(keys=[ANNOUNCEMENTS], args=[ANNOUNCEMENT_SECONDS, url, alive])
         return [item.decode() if isinstance(item, bytes) else item for item in found]
 

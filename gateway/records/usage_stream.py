@@ -1,6 +1,5 @@
 """Each tenant's usage events in Redis: put there by the quota's script as it settles, taken away once SQL has them."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any
@@ -10,6 +9,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import RedisError
 
 from gateway.errors import Unavailable
+from gateway.loop_lag import deadline
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class UsageStream:
 
     async def _call(self, call: Awaitable[Any]) -> Any:
         try:
-            async with asyncio.timeout(self._timeout):
+            async with deadline(self._timeout):
                 return await call
         except (RedisError, OSError, TimeoutError, AttributeError) as error:
             # AttributeError: a cluster's client has dropped the connection as the call was about to write to it.

@@ -1,0 +1,145 @@
+"""The event loop's lag is measured, and a stall of the loop is never taken for an outage of Redis."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.admission.store import Store, connect
+from gateway.background import running
+from gateway.errors import Unavailable
+from gateway.loop_lag import LoopLag, deadline
+from tests.gateway.running import Gateway, until
+
+
+def stand_still(seconds: float) -> None:
+    """Keep the event loop from running anything."""
+    time.sleep(seconds)
+
+
+async def test_a_stall_is_measured_and_forgotten_where_it_was_before():
+    lag = LoopLag()
+    async with running(lag.watch()):
+        await asyncio.sleep(0.2)
+        before = time.monotonic()
+        stand_still(0.5)
+        # Even before the tick that would note it.
+        assert 0.4 < lag.since(before) <= 0.55
+        await asyncio.sleep(0.1)
+        assert 0.4 < lag.since(before) <= time.monotonic() - before
+        assert lag.longest >= 0.4
+        # Half of it.
+        assert lag.since(before + 0.25) < 0.35
+
+
+async def test_a_loop_that_runs_well_has_no_lag():
+    lag = LoopLag()
+    start = time.monotonic()
+    async with running(lag.watch()):
+        await asyncio.sleep(0.5)
+        assert lag.since(start) < 0.25
+        assert lag.last < 0.25
+
+
+async def test_a_deadline_ends_what_takes_too_long():
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with deadline(0.3):
+            await asyncio.sleep(600)
+    assert time.monotonic() - start >= 0.29
+    async with deadline(0.3):
+        await asyncio.sleep(0)
+    # Nothing is left that would cancel this task later.
+    await asyncio.sleep(0.5)
+
+
+async def test_a_deadline_passes_on_a_cancellation_from_elsewhere():
+    async def wait() -> None:
+        async with deadline(600):
+            await asyncio.sleep(600)
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_loop_that_always_lags_does_not_keep_a_call_for_ever():
+    async def lag() -> None:
+        while True:
+            stand_still(0.1)
+            await asyncio.sleep(0)
+
+    async with running(lag()):
+        with pytest.raises(TimeoutError):
+            async with deadline(0.2):
+                await asyncio.sleep(600)
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    redis = connect(redis_url, timeout=1.0)
+    assert isinstance(redis, Redis)
+    yield redis
+    await redis.aclose()
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["connecting", "connected"])
+async def test_a_stall_is_no_outage_of_redis(fresh: bool, redis: Redis):
+    """Calls under way while the loop stands still for twice their deadline get their answers."""
+    for offset in (0.0, 0.001, 0.1, 0.8):
+        store = Store(redis, timeout=1.0)
+        if not fresh:
+            await store.call(redis.ping)
+            await store.script("t", "expired", 1)
+        # Answered by the server at once, and after a while.
+        calls = [asyncio.create_task(store.script("t", "expired", 1)) for _ in range(5)]
+        waiting = asyncio.create_task(store.call(lambda: redis.blpop(["nothing-comes-here"], timeout=0.1)))
+        await asyncio.sleep(offset)
+        stand_still(2.0)
+        assert await asyncio.gather(*calls) == [[]] * 5
+        assert await waiting is None
+        assert not store.away
+        await store.ping()
+        await store.close()
+
+
+async def test_a_silent_server_is_given_up_though_the_loop_stalls_now_and_then():
+    silent = socket.socket()
+    silent.bind(("127.0.0.1", 0))
+    silent.listen()
+    redis = connect(f"redis://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2)
+    store = Store(redis, timeout=0.2)
+
+    async def stall() -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            stand_still(0.05)
+
+    async with running(stall()):
+        start = time.monotonic()
+        for _ in range(3):
+            with contextlib.suppress(Unavailable):
+                await store.call(redis.ping)
+        assert store.away
+        assert time.monotonic() - start < 20
+    await store.close()
+    await redis.aclose()
+    silent.close()
+
+
+async def test_the_metrics_say_how_long_the_loop_stood_still(gateway: Gateway):
+    async def told() -> bool:
+        # The gateway runs on this test's loop.
+        stand_still(0.3)
+        await asyncio.sleep(0.1)
+        page = (await gateway.admin.get("/metrics")).body.decode()
+        [line] = [line for line in page.splitlines() if line.startswith("loraplex_gateway_loop_lag_max_seconds ")]
+        return float(line.split()[1]) >= 0.2
+
+    await until(told)
