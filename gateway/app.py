@@ -111,7 +111,7 @@ async def make_app(settings: Settings) -> web.Application:
         settings.lease_seconds,
         fallback,
         metrics.admitted_without_redis,
-        UsagePast(database),
+        UsagePast(database, settings.base_model),
     )
     prices = Prices(database)
     price_list = PriceList(prices, settings.base_model)

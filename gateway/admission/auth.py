@@ -52,12 +52,20 @@ _KEY = re.compile(r"lpx_([0-9a-f]{16})_([0-9a-f]{40})([0-9a-f]{8})")
 
 
 class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's key that has been found to hold the scope asked for."""
+    """A tenant's key that has been found to hold the scope asked for.
+
+    key_family: the id under which the key's limits are counted; a rotated key keeps its predecessor's.
+    """
 
     key_id: str
     tenant: Tenant
+    key_family: str = ""
     allowed_models: tuple[str, ...] | None = None
     key_limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if not self.key_family:
+            msgspec.structs.force_setattr(self, "key_family", self.key_id)
 
     def may_use(self, model: str) -> bool:
         return self.allowed_models is None or model in self.allowed_models
@@ -133,7 +141,11 @@ class Authenticator:
         if scope not in key.scopes:
             raise Forbidden(f"This API key does not have the '{scope}' scope.")
         return TenantPrincipal(
-            key_id=key.id, tenant=key.tenant, allowed_models=key.allowed_models, key_limits=key.limits
+            key_id=key.id,
+            tenant=key.tenant,
+            key_family=key.family_id,
+            allowed_models=key.allowed_models,
+            key_limits=key.limits,
         )
 
     async def admin(self, authorization: str | None) -> str:

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import msgspec
 
 from gateway.admission.auth import TenantPrincipal
-from gateway.records.tenants import Limits
+from gateway.records.catalog import Model
+from gateway.records.tenants import ANY_ADAPTER, Limits
+from gateway.records.usage_past import ALL, Part
 
 # A limit's name -> how the script (quota.lua) and `local.py` know its kind.
 KINDS = {
@@ -35,12 +37,16 @@ CLASSES = {
 
 
 class Limit(msgspec.Struct, frozen=True, gc=False):
-    """field: unique within the tenant, ends with the kind. owner: "tenant", "key" or "model"."""
+    """field: unique within the tenant, ends with the kind. owner: "tenant", "key" or "model".
+
+    part: the part of the tenant's usage that counts against it.
+    """
 
     field: str
     owner: str
     kind: str
     value: int
+    part: Part = ALL
 
     @property
     def name(self) -> str:
@@ -56,15 +62,25 @@ class Limit(msgspec.Struct, frozen=True, gc=False):
 NO_LIMITS = Limits()
 
 
-def limits_of(principal: TenantPrincipal, model: str) -> tuple[Limit, ...]:
-    """Those that are set. model: the tenant's own name."""
+def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ...]:
+    """Return the limits that are set for a request.
+
+    model: a name alone has limits of this name only. Of an adapter each of `Model.names` that has limits adds them, so
+    that the same content under another name counts against the same limits; one without any has those of "*".
+    """
+    name, names = (model, ()) if isinstance(model, str) else (model.name, model.names)
     tenant = principal.tenant
     found = [*_set(tenant.limits, "tenant", "tenant")]
     if principal.key_limits != NO_LIMITS:
-        found += _set(principal.key_limits, "key", f"key:{principal.key_id}")
-    of_model = tenant.model_limits.get(model)
-    if of_model is not None:
-        found += _set(of_model, "model", f"model:{model}")
+        family = principal.key_family
+        found += _set(principal.key_limits, "key", f"key:{family}", Part(family=family))
+    if tenant.model_limits:
+        limited = [name for name in names or (name,) if name in tenant.model_limits]
+        for name in limited:
+            found += _set(tenant.model_limits[name], "model", f"model:{name}", Part(models=(name,)))
+        if names and not limited and ANY_ADAPTER in tenant.model_limits:
+            part = Part(besides=tuple(tenant.model_limits))
+            found += _set(tenant.model_limits[ANY_ADAPTER], "model", f"model:{ANY_ADAPTER}", part)
     return tuple(found)
 
 
@@ -74,8 +90,8 @@ def adapter_limits(per_minute: int | None, at_once: int | None) -> tuple[Limit, 
     return tuple(Limit(f"tenant:{kind}", "tenant", kind, value) for kind, value in values.items() if value is not None)
 
 
-def _set(limits: Limits, owner: str, prefix: str) -> Iterator[Limit]:
+def _set(limits: Limits, owner: str, prefix: str, part: Part = ALL) -> Iterator[Limit]:
     for name, kind in KINDS.items():
         value = getattr(limits, name)
         if value is not None:
-            yield Limit(f"{prefix}:{kind}", owner, kind, value)
+            yield Limit(f"{prefix}:{kind}", owner, kind, value, part)

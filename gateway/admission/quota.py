@@ -26,6 +26,7 @@ from gateway.admission.reservation import EPOCH, ExpiredLease, Progress, Reserva
 from gateway.admission.store import Client, Store, unavailable
 from gateway.admission.without_redis import Demand, WithoutRedis, reservation
 from gateway.errors import Unavailable
+from gateway.records.catalog import Model
 from gateway.records.prices import FREE, Price
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Quota:
     async def acquire(
         self,
         principal: TenantPrincipal,
-        model: str,
+        model: Model | str,
         request_id: str,
         prompt_tokens: int,
         max_tokens: int,
@@ -115,8 +116,8 @@ class Quota:
     ) -> Reservation:
         """Takes of every limit of the tenant, the key and the model, or of none.
 
-        model: the tenant's own name. prompt_tokens: of all prompts together. max_tokens: for each of `choices` answers.
-        lease: what another gateway would need to settle this request.
+        model: as `limits_of` takes it. prompt_tokens: of all prompts together. max_tokens: for each of `choices`
+        answers.         lease: what another gateway would need to settle this request.
         """
         tenant, completion = principal.tenant, max_tokens * choices
         limits = limits_of(principal, model)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from gateway.admission.limits import Limit
 from gateway.admission.reservation import EPOCH
 from gateway.errors import Unavailable
+from gateway.records.usage_past import ALL, Part
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +25,10 @@ Script = Callable[..., Awaitable[Any]]
 class Past(Protocol):
     """What the ledger knows; `gateway.records.usage_past.UsagePast` is one. Raises Unavailable."""
 
-    async def cost(
-        self, tenant_id: str, since: datetime, until: datetime, *, key_id: str | None = None, model: str | None = None
-    ) -> int: ...
+    async def cost(self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL) -> int: ...
 
     async def tokens_by_hour(
-        self, tenant_id: str, since: datetime, until: datetime, *, key_id: str | None = None, model: str | None = None
+        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL
     ) -> list[tuple[datetime, int]]: ...
 
 
@@ -78,16 +77,14 @@ class Recall:
         await self._script(tenant_id, "recall", limit.field, limit.value, since, repr(owed), known)
 
     async def _used(self, past: Past, tenant_id: str, limit: Limit, since: int) -> tuple[float, int]:
-        """What of it still counts, and all of it."""
+        """Return (usage still owed against the limit, total usage)."""
         until = EPOCH + timedelta(microseconds=since)
-        name = limit.field.partition(":")[2].rpartition(":")[0]
-        only = {"key": {"key_id": name}, "model": {"model": name}}.get(limit.owner, {})
         if limit.kind == "b":
             month = until.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-            cost = await past.cost(tenant_id, month, until, **only)
+            cost = await past.cost(tenant_id, month, until, limit.part)
             return cost, cost
         first = (until - DAY).replace(minute=0, second=0, microsecond=0)
-        hours = await past.tokens_by_hour(tenant_id, first, until, **only)
+        hours = await past.tokens_by_hour(tenant_id, first, until, limit.part)
         return owed_tokens(hours, limit.value, until), sum(tokens for _, tokens in hours)
 
 

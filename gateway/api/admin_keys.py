@@ -100,7 +100,7 @@ class AdminKeys:
         return json_response({"object": "list", "data": [describe_key(key) for key in await self._keys.list(None)]})
 
     async def rotate(self, request: web.Request) -> web.Response:
-        """A new key for what the old one was for, and for as long a life as the old one was given."""
+        """Issue a key with the old one's scopes, length of life and limits; what the old one used counts against it."""
         actor = await self._auth.admin(request.headers.get("Authorization"))
         grace = (await read_body(request, Rotation)).grace_seconds
         key_id = request.match_info["id"]
@@ -115,6 +115,7 @@ class AdminKeys:
             expires_at=old.expires_at and now + (old.expires_at - old.created_at),
             allowed_models=old.allowed_models,
             limits=old.limits,
+            family_id=old.family_id,
         )
         await self._keys.replace(new, key_id, now + timedelta(seconds=grace), actor)
         self._auth.forget()

@@ -72,7 +72,7 @@ class AdminPrices:
         return json_response({"object": "price", "model": model, "deleted": True})
 
     async def _check_adapter(self, request: web.Request, model: str) -> None:
-        """Raises BadRequest unless there is such an adapter, or `?force=true`."""
+        """Raises BadRequest unless there is such an adapter, or such a tenant for `tenant/*`, or `?force=true`."""
         owner, _, adapter = model.partition("/")
         try:
             tenant = await self._tenants.get(owner)
@@ -81,11 +81,11 @@ class AdminPrices:
                 return
             raise BadRequest(
                 f"model: '{model}' is neither the base model ('{self._catalog.base_model}') nor '*' nor an adapter as "
-                f"tenant/name. If it is to come later, {FORCE}.",
+                f"tenant/name or tenant/*. If it is to come later, {FORCE}.",
                 param="model",
                 code="unknown_model",
             ) from error
-        await check_models(request, self._catalog, tenant, [adapter], "model")
+        await check_models(request, self._catalog, tenant, [adapter], "model", any_adapter=True)
 
 
 def _describe(entry: PricedModel) -> dict[str, Any]:

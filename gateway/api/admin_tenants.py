@@ -81,7 +81,9 @@ class AdminTenants:
     async def create(self, request: web.Request) -> web.Response:
         actor = await self._auth.admin(request.headers.get("Authorization"))
         fields = (await _read(request, NewTenant)).given()
-        await check_models(request, self._catalog, None, fields.get("model_limits", ()), "model_limits")
+        await check_models(
+            request, self._catalog, None, fields.get("model_limits", ()), "model_limits", any_adapter=True
+        )
         return json_response(describe_tenant(await self._tenants.create(fields.pop("name"), fields, actor)), status=201)
 
     async def list(self, request: web.Request) -> web.Response:
@@ -100,7 +102,7 @@ class AdminTenants:
         if "model_limits" in changes:
             before = await self._tenants.get(name)
             new = changes["model_limits"].keys() - before.model_limits.keys()
-            await check_models(request, self._catalog, before, sorted(new), "model_limits")
+            await check_models(request, self._catalog, before, sorted(new), "model_limits", any_adapter=True)
         tenant = await self._tenants.update(name, changes, actor)
         self._auth.forget()
         return json_response(describe_tenant(tenant))

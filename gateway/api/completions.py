@@ -104,11 +104,11 @@ class Completions:
         model = await self._catalog.resolve(tenant, parsed.model)
         asked = await self._prompts.measure(parsed, raw)
         self._accounting.check_room()
-        price = self._prices.price(tenant.name, model.name)
+        price = self._prices.price(tenant.name, model)
         try:
             reservation = await self._quota.acquire(
                 principal,
-                model.name,
+                model,
                 request[REQUEST_ID],
                 asked.prompt_tokens,
                 asked.max_tokens,

@@ -7,7 +7,7 @@ from aiohttp import web
 from gateway.api.bodies import read_flag
 from gateway.errors import BadRequest, ModelNotFound
 from gateway.records.catalog import Catalog
-from gateway.records.tenants import Tenant
+from gateway.records.tenants import ANY_ADAPTER, Tenant
 
 FORCE = "force it: --force, or ?force=true"
 # As many as a message lists.
@@ -15,15 +15,24 @@ MOST_NAMES = 20
 
 
 async def check_models(
-    request: web.Request, catalog: Catalog, tenant: Tenant | None, names: Iterable[str], param: str
+    request: web.Request,
+    catalog: Catalog,
+    tenant: Tenant | None,
+    names: Iterable[str],
+    param: str,
+    *,
+    any_adapter: bool = False,
 ) -> None:
     """Raises BadRequest for a name that is neither the base model's nor an adapter's of the tenant.
 
-    With `?force=true` every name is taken: an adapter may be pushed later. tenant: None has the base model only.
+    With `?force=true` every name is accepted: an adapter may be pushed later. tenant: None has the base model only.
+    any_adapter: whether "*" is a name too.
     """
     if read_flag(request, "force"):
         return
     for name in names:
+        if any_adapter and name == ANY_ADAPTER:
+            continue
         if not await _exists(catalog, tenant, name):
             known = [catalog.base_model, *(adapter.name for adapter in (await catalog.list(tenant) if tenant else ()))]
             listed = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")

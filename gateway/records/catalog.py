@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, Select, and_, delete, insert, select, update
+from sqlalchemy import Row, Select, and_, delete, insert, literal, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
@@ -21,11 +21,14 @@ from gateway.records.audit import record_change
 from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
-from gateway.records.tables import adapter_versions, adapters
+from gateway.records.tables import adapter_versions, adapters, prices
 from gateway.records.tenants import Tenant
 
 ADAPTER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 CACHE_ENTRIES = 50_000
+CURRENT_VERSION = and_(
+    adapter_versions.c.adapter_id == adapters.c.id, adapter_versions.c.version == adapters.c.current_version
+)
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,10 +43,23 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asked for: `name` as the tenant says it; digest None is the base model."""
+    """The model that a request names. name: the tenant's own; digest None is the base model.
+
+    names: of an adapter, its own name and those others of the tenant that mean the same content and that the operator
+    has given a price or limits: these hold for the content, whatever name a request uses.
+    """
 
     name: str
     digest: str | None
+    names: tuple[str, ...] = ()
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """limited: the names with limits of their own when it was looked up, which decide on `Model.names`."""
+
+    changes: int
+    limited: frozenset[str]
+    model: Model
 
 
 class Catalog:
@@ -63,7 +79,7 @@ class Catalog:
         self._changes = changes
         self._believed_seconds = believed_seconds
         # By tenant's id and name, with the number of changes before it was read.
-        self._known: OrderedDict[tuple[str, str], tuple[int, Model]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._lookups = Lookups(self._look_up)
 
     def check_name(self, name: str) -> None:
@@ -78,32 +94,37 @@ class Catalog:
             raise BadRequest(f"'{name}' is the base model's name; choose another for the adapter.", param="name")
 
     async def resolve(self, tenant: Tenant, name: str) -> Model:
-        """The model a tenant means by `name`. What is not known is always asked: a new name is in use at once."""
+        """Return the model that a tenant means by `name`. An unknown name is always looked up: a new one works at once.
+
+        Raises ModelNotFound.
+        """
         if name == self.base_model:
             return Model(name=name, digest=None)
-        changes, key = self._changes(), (tenant.id, name)
-        known = self._known.get(key)
-        if known is not None and known[0] == changes:
-            return known[1]
+        changes = self._changes()
+        known = self._known.get((tenant.id, name))
+        if known is not None and known.changes == changes and known.limited == tenant.model_limits.keys():
+            return known.model
         if not ADAPTER_NAME.fullmatch(name):
             raise ModelNotFound(name)
-        model = await self._lookups.get(key)
+        model = await self._lookups.get((tenant.id, tenant.name, name, frozenset(tenant.model_limits)))
         if model is None:
             raise ModelNotFound(name)
         return model
 
-    async def _look_up(self, key: tuple[str, str]) -> Model | None:
-        tenant_id, name = key
-        # As of before the answer: one that a change has overtaken on its way is not believed again.
+    async def _look_up(self, asked: tuple[str, str, str, frozenset[str]]) -> Model | None:
+        tenant_id, tenant_name, name, limited = asked
+        # Read before the query: an answer that a change overtakes on its way is not believed again.
         changes = self._changes()
-        query = _current(tenant_id).where(adapters.c.name == name)
         async with self._database.read() as connection:
-            row = (await connection.execute(query)).one_or_none()
-        if row is None:
+            rows = (await connection.execute(_meanings(tenant_id, tenant_name, name, limited))).all()
+        others = sorted(row.name for row in rows if row.name != name)
+        digest = next((row.digest for row in rows if row.name == name), None)
+        if digest is None:
             return None
-        model = Model(name=name, digest=row.digest)
+        model = Model(name=name, digest=digest, names=(name, *others))
         if changes is not None:
-            self._known[key] = (changes, model)
+            key = (tenant_id, name)
+            self._known[key] = _Known(changes, limited, model)
             self._known.move_to_end(key)
             if len(self._known) > CACHE_ENTRIES:
                 self._known.popitem(last=False)
@@ -199,16 +220,33 @@ def _check_possible(name: str) -> None:
         raise RecordNotFound("There is no adapter of this name.", param="name")
 
 
-_CURRENT: Select[Any] = select(adapters.c.name, adapter_versions).join_from(
-    adapters,
-    adapter_versions,
-    and_(adapter_versions.c.adapter_id == adapters.c.id, adapter_versions.c.version == adapters.c.current_version),
-)
+_CURRENT: Select[Any] = select(adapters.c.name, adapter_versions).join_from(adapters, adapter_versions, CURRENT_VERSION)
 
 
 def _current(tenant_id: str) -> Select[Any]:
     """The tenant's names, each with its current version."""
     return _CURRENT.where(adapters.c.tenant_id == tenant_id)
+
+
+def _meanings(tenant_id: str, tenant_name: str, name: str, limited: frozenset[str]) -> Select[Any]:
+    """Select (name, digest) of the name and of those others of the same content that have a price or are in `limited`.
+
+    The operator's rules bound the rows, not the number of names that a tenant gives to one content.
+    """
+    own, version = adapters.alias(), adapter_versions.alias()
+    digest = (
+        select(version.c.digest)
+        .join_from(own, version, and_(version.c.adapter_id == own.c.id, version.c.version == own.c.current_version))
+        .where(own.c.tenant_id == tenant_id, own.c.name == name)
+        .scalar_subquery()
+    )
+    priced = select(prices.c.model).where(prices.c.model == literal(f"{tenant_name}/").concat(adapters.c.name)).exists()
+    ruled = or_(adapters.c.name == name, adapters.c.name.in_(sorted(limited)), priced)
+    return (
+        select(adapters.c.name, adapter_versions.c.digest)
+        .join_from(adapters, adapter_versions, CURRENT_VERSION)
+        .where(adapters.c.tenant_id == tenant_id, adapter_versions.c.digest == digest, ruled)
+    )
 
 
 def _adapter(row: Row[Any]) -> Adapter:

@@ -26,6 +26,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """A key as stored: `secret_hash` is keyed, the secret itself is nowhere. tenant None: an admin's key.
 
     allowed_models: the tenant's own names of models; None: all of them.
+    family_id: shared by a key and its successors by rotation, whose limits are counted together.
     """
 
     id: str
@@ -39,6 +40,11 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     last_used_at: datetime | None = None
     allowed_models: tuple[str, ...] | None = None
     limits: Limits = Limits()
+    family_id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.family_id:
+            msgspec.structs.force_setattr(self, "family_id", self.id)
 
     def valid(self, now: datetime) -> bool:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
@@ -133,6 +139,7 @@ _KEYS: Select[Any] = select(
     api_keys.c.revoked_at,
     api_keys.c.last_used_at,
     api_keys.c.allowed_models,
+    api_keys.c.family_id,
     tenants,
 ).join_from(api_keys, tenants, isouter=True)
 
@@ -187,5 +194,6 @@ def _key(row: Row[Any]) -> ApiKey:
         revoked_at=row.revoked_at,
         last_used_at=row.last_used_at,
         allowed_models=None if models is None else msgspec.json.decode(models, type=tuple[str, ...]),
+        family_id=row.family_id or row.key_id,
         limits=Limits(**{field: getattr(row, f"key_{field}") for field in Limits.__struct_fields__}),
     )

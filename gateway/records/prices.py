@@ -5,6 +5,7 @@ Every gateway keeps them all in memory and asks for changes once a second, so th
 
 import asyncio
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import msgspec
@@ -12,10 +13,12 @@ from sqlalchemy import Row, delete, insert, select, update
 
 from gateway.errors import BadRequest, RecordNotFound, Unavailable
 from gateway.records.audit import record_change
+from gateway.records.catalog import Model
+from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.tables import prices
 
-# A base model's name, an adapter's as "tenant/name", or all as "*".
+# A base model's name, an adapter's as "tenant/name", all of a tenant's adapters as "tenant/*", or everything as "*".
 MODEL = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,255}")
 EVERYTHING = "*"
 # As long as another gateway may still reckon with an old price.
@@ -78,7 +81,8 @@ class Prices:
     async def put(self, model: str, price: Price, actor: str) -> PricedModel:
         if not MODEL.fullmatch(model):
             raise BadRequest(
-                "Expected the base model's name, an adapter as 'tenant/name', or '*'; 1 to 256 characters.",
+                "Expected the base model's name, an adapter as 'tenant/name', all adapters of a tenant as 'tenant/*', "
+                "or '*'; 1 to 256 characters.",
                 param="model",
             )
         entry = PricedModel(model=model, price=price, updated_at=datetime.now(UTC))
@@ -88,6 +92,7 @@ class Prices:
             if changed.rowcount == 0:
                 await connection.execute(insert(prices).values(model=model, **values))
             await record_change(connection, actor, "price.put", model, msgspec.structs.asdict(price))
+            await count_change(connection)
         return entry
 
     async def delete(self, model: str, actor: str) -> None:
@@ -98,22 +103,29 @@ class Prices:
             if (await connection.execute(delete(prices).where(prices.c.model == model))).rowcount == 0:
                 raise RecordNotFound("There is no price of this model.", param="model")
             await record_change(connection, actor, "price.delete", model)
+            await count_change(connection)
 
 
 class PriceList:
-    """All prices in memory. An adapter without its own costs what its base model does; without that, what "*" says;
-    without any, nothing."""
+    """All prices in memory.
+
+    An adapter has the dearest price of the tenant's names for its content, so that no further name makes it cheaper.
+    Without any it has the price of "tenant/*", of the base model, of "*", whichever comes first, or none.
+    """
 
     def __init__(self, prices: Prices, base_model: str) -> None:
         self._prices = prices
         self._base_model = base_model
         self._known: dict[str, Price] = {}
 
-    def price(self, tenant: str, model: str) -> Price:
-        """tenant: its name. model: the tenant's own name."""
+    def price(self, tenant: str, model: Model) -> Price:
+        """Return the price that holds for a tenant's request. tenant: its name."""
         known = self._known
-        found = None if model == self._base_model else known.get(f"{tenant}/{model}")
-        return found or known.get(self._base_model) or known.get(EVERYTHING, FREE)
+        own = [known[key] for name in model.names if (key := f"{tenant}/{name}") in known]
+        if own:
+            return own[0] if len(own) == 1 else _dearest(own)
+        rule = known.get(f"{tenant}/{EVERYTHING}") if model.digest is not None else None
+        return rule or known.get(self._base_model) or known.get(EVERYTHING, FREE)
 
     async def refresh(self) -> None:
         """Raises Unavailable; what was known then holds on."""
@@ -128,6 +140,10 @@ class PriceList:
             except Unavailable:
                 # Said by the database's own log; prices that changed meanwhile hold once it is back.
                 continue
+
+
+def _dearest(found: Sequence[Price]) -> Price:
+    return Price(**{name: max(getattr(price, name) for price in found) for name in Price.__struct_fields__})
 
 
 def _read(row: Row) -> PricedModel:

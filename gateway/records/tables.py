@@ -77,6 +77,8 @@ api_keys = Table(
     Column("id", String(32), primary_key=True),
     # NULL for an admin's key, which belongs to no tenant.
     Column("tenant_id", String(32), ForeignKey("tenants.id", ondelete="CASCADE"), nullable=True, index=True),
+    # Shared by a key and all that replaced it by rotation: limits are counted by it. NULL is the key's own id.
+    Column("family_id", String(32), nullable=True, index=True),
     Column("label", String(100), nullable=False),
     # Comma separated; see gateway.admission.auth.
     Column("scopes", String(100), nullable=False),
@@ -106,7 +108,17 @@ prices = Table(
     Column("updated_at", UtcDateTime, nullable=False),
 )
 
-# One row: how often a tenant or a key has changed; see gateway.records.changes.
+# One row for each tenant that has changed, and for other scopes; see gateway.records.changes.
+tenant_changes = Table(
+    "tenant_changes",
+    metadata,
+    Column("scope", String(32), primary_key=True),
+    Column("changes", BigInteger, nullable=False),
+    # Orders changes: PostgreSQL's transaction id, on SQLite a counter.
+    Column("stamp", BigInteger, nullable=False, index=True),
+)
+
+# One row, written by gateways of the release before only: how often anything has changed.
 access_changes = Table(
     "access_changes",
     metadata,

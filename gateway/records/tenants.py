@@ -38,6 +38,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 # Of a tenant whose operator asked for nothing else.
 DEFAULT_LIMITS = Limits(requests_per_minute=600, tokens_per_minute=200_000, max_concurrent=32)
 
+# In `model_limits`: the limits that all adapters without their own share.
+ANY_ADAPTER = "*"
+
 OnTokenLimit = Literal["refuse", "shorten"]
 
 
@@ -45,7 +48,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     """weight: its share of a full engine, relative to the others'. priority: 0 (served first) to 9 (shed first).
 
     on_token_limit: whether a request that asks for more tokens than are left is refused or given fewer.
-    model_limits: further limits, by the tenant's own name of a model.
+    model_limits: further limits, by the tenant's own name of a model; "*" is every adapter that has none of its own.
     """
 
     id: str

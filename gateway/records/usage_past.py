@@ -1,30 +1,47 @@
 """What was used up to a moment, as the ledger knows it: for quotas whose store has forgotten."""
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, func, select, union_all
+import msgspec
+from sqlalchemy import ColumnElement, Select, Table, func, select, union_all
 
+from gateway.records.catalog import CURRENT_VERSION
 from gateway.records.database import Database
-from gateway.records.tables import usage, usage_hourly
+from gateway.records.tables import adapter_versions, adapters, api_keys, usage, usage_hourly
 from gateway.records.usage_report import TIMES, segments
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Part of a tenant's usage: by a family of keys, or of some models. Nothing set: all of it.
+
+    models: names, and every other name of the tenant that means the same content as one of them now.
+    besides: all adapters except those that `models` would name.
+    """
+
+    family: str | None = None
+    models: tuple[str, ...] | None = None
+    besides: tuple[str, ...] | None = None
+
+
+ALL = Part()
+
+
 class UsagePast:
-    """Of a tenant, or only of one of its keys or models. Exact to the microsecond of a row's `created_at`.
+    """Usage of a tenant or a part of it, exact to the microsecond of a row's `created_at`.
 
     Raises Unavailable when the database is away.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, base_model: str) -> None:
         self._database = database
+        self._base_model = base_model
 
-    async def cost(
-        self, tenant_id: str, since: datetime, until: datetime, *, key_id: str | None = None, model: str | None = None
-    ) -> int:
-        """In micro-units, of the requests in `[since, until)`."""
+    async def cost(self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL) -> int:
+        """Return the cost, in micro-units, of the requests in `[since, until)`."""
         parts = [
-            select(func.sum(table.c.cost).label("cost")).where(*_within(table, start, end, tenant_id, key_id, model))
+            select(func.sum(table.c.cost).label("cost")).where(*self._within(table, start, end, tenant_id, part))
             for table, start, end in segments(since, until)
         ]
         if not parts:
@@ -35,14 +52,16 @@ class UsagePast:
             return int((await connection.execute(select(func.sum(every.c.cost)))).scalar() or 0)
 
     async def tokens_by_hour(
-        self, tenant_id: str, since: datetime, until: datetime, *, key_id: str | None = None, model: str | None = None
+        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL
     ) -> list[tuple[datetime, int]]:
-        """Prompt and completion of the requests in `[since, until)`, by the hour's start, in order. since: an hour's
-        start."""
+        """Return the prompt and completion tokens of the requests in `[since, until)`, by the hour's start, in order.
+
+        since: an hour's start.
+        """
         hour = until.replace(minute=0, second=0, microsecond=0)
         parts = [
             select(at.label("hour"), (table.c.prompt_tokens + table.c.completion_tokens).label("tokens")).where(
-                *_within(table, start, end, tenant_id, key_id, model)
+                *self._within(table, start, end, tenant_id, part)
             )
             for table, at, start, end in (
                 (usage_hourly, usage_hourly.c["hour"], since, hour),
@@ -58,14 +77,35 @@ class UsagePast:
             sums[start] = sums.get(start, 0) + tokens
         return sorted(sums.items())
 
+    def _within(
+        self, table: Table, start: datetime | None, end: datetime | None, tenant_id: str, part: Part
+    ) -> list[ColumnElement[Any]]:
+        at = TIMES[table]
+        found: list[ColumnElement[Any]] = [table.c.tenant_id == tenant_id]
+        found += [at >= start] if start is not None else []
+        found += [at < end] if end is not None else []
+        if part.family is not None:
+            keys = select(api_keys.c.id).where(api_keys.c.family_id == part.family)
+            # The first key of a family may come from a gateway of the release before, which leaves the column empty.
+            found.append((table.c.key_id == part.family) | table.c.key_id.in_(keys))
+        if part.models is not None:
+            found.append(table.c.model.in_(part.models) | table.c.model.in_(_same_content(tenant_id, part.models)))
+        if part.besides is not None:
+            names = (self._base_model, *part.besides)
+            found.append(table.c.model.not_in(names) & table.c.model.not_in(_same_content(tenant_id, part.besides)))
+        return found
 
-def _within(
-    table: Table, start: datetime | None, end: datetime | None, tenant_id: str, key_id: str | None, model: str | None
-) -> list[ColumnElement[Any]]:
-    at = TIMES[table]
-    found: list[ColumnElement[Any]] = [table.c.tenant_id == tenant_id]
-    found += [at >= start] if start is not None else []
-    found += [at < end] if end is not None else []
-    found += [table.c.key_id == key_id] if key_id is not None else []
-    found += [table.c.model == model] if model is not None else []
-    return found
+
+def _same_content(tenant_id: str, names: Sequence[str]) -> Select[Any]:
+    """Select the tenant's names that mean the same content as one of `names`."""
+    own, other = adapters.alias(), adapter_versions.alias()
+    digests = (
+        select(other.c.digest)
+        .join_from(own, other, (other.c.adapter_id == own.c.id) & (other.c.version == own.c.current_version))
+        .where(own.c.tenant_id == tenant_id, own.c.name.in_(names))
+    )
+    return (
+        select(adapters.c.name)
+        .join_from(adapters, adapter_versions, CURRENT_VERSION)
+        .where(adapters.c.tenant_id == tenant_id, adapter_versions.c.digest.in_(digests))
+    )

@@ -28,7 +28,7 @@ def price() -> None:
 def set_price(
     model: str, input_price: int, output_price: int, cached_price: int | None, force: bool, gateway: Gateway
 ) -> None:
-    """Set the price of MODEL: an adapter as tenant/name, the base model, or '*' for all others."""
+    """Set the price of MODEL: an adapter as tenant/name, a tenant's adapters as 'tenant/*', the base model, or '*'."""
     prices = given({"input": input_price, "output": output_price, "cached": cached_price})
     gateway.run(lambda client: client.set_price(model, force=force, **prices))
     click.echo(f"set the price of {model}")

@@ -43,7 +43,8 @@ def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--model-limits",
             type=ModelLimits(),
-            help='All of them, as JSON: {"pirate": {"requests_per_minute": 10, "budget_per_month": 2.50}}.',
+            help='All of them, as JSON: {"pirate": {"requests_per_minute": 10, "budget_per_month": 2.50}}; '
+            '"*" is shared by all adapters without limits of their own.',
         ),
         click.option(
             "--on-token-limit",

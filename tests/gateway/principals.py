@@ -16,18 +16,19 @@ def principal(
     model: Mapping[str, int] | None = None,
     tenant_id: str | None = None,
     key_id: str = "0123456789abcdef",
+    key_family: str = "",
     **fields: Any,
 ) -> TenantPrincipal:
     """tenant, key, model: what each is limited to; of the model "base". fields: other fields of the tenant."""
     return TenantPrincipal(
         key_id=key_id,
+        key_family=key_family,
         key_limits=Limits(**key or {}),
         tenant=Tenant(
             id=tenant_id or uuid.uuid4().hex,
             name="t",
             limits=Limits(**tenant or {}),
-            model_limits={"base": Limits(**model)} if model else {},
             created_at=datetime.now(UTC),
-            **fields,
+            **{"model_limits": {"base": Limits(**model)} if model else {}} | fields,
         ),
     )

@@ -6,6 +6,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.records.catalog import Model
 from gateway.records.database import Database
 from gateway.records.prices import FREE, Price, PriceList, Prices, format_money
 from gateway.records.tenants import Tenants
@@ -38,21 +39,26 @@ def test_money_is_said_as_the_currency_is_written():
     assert {amount: format_money(amount) for amount in amounts} == amounts
 
 
+def adapter(name: str) -> Model:
+    return Model(name=name, digest="a" * 64, names=(name,))
+
+
 async def test_the_nearest_price_holds(database: Database):
     prices = Prices(database)
     known = PriceList(prices, "base")
     everything, base, own = Price(output=1), Price(output=2), Price(output=3)
     await known.refresh()
-    assert known.price("acme", "pirate") == FREE
+    pirate, json, base_model = adapter("pirate"), adapter("json"), Model(name="base", digest=None)
+    assert known.price("acme", pirate) == FREE
     for model, price in (("*", everything), ("base", base), ("acme/pirate", own)):
         await prices.put(model, price, "test")
         await prices.put(model, price, "test")
     await known.refresh()
-    assert [known.price("acme", name) for name in ("pirate", "json", "base")] == [own, base, base]
-    assert known.price("other", "pirate") == base
+    assert [known.price("acme", model) for model in (pirate, json, base_model)] == [own, base, base]
+    assert known.price("other", pirate) == base
     await prices.delete("base", "test")
     await known.refresh()
-    assert [known.price("acme", name) for name in ("pirate", "json", "base")] == [own, everything, everything]
+    assert [known.price("acme", model) for model in (pirate, json, base_model)] == [own, everything, everything]
 
 
 async def test_a_tenants_prices_end_with_it(database: Database):

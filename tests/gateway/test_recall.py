@@ -27,7 +27,7 @@ from gateway.records.journal import Journal
 from gateway.records.ledger import Ledger
 from gateway.records.prices import Price
 from gateway.records.usage import encode
-from gateway.records.usage_past import UsagePast
+from gateway.records.usage_past import ALL, Part, UsagePast
 from gateway.records.usage_report import UsageReport
 from gateway.records.usage_stream import UsageStream
 from gateway.records.usage_writer import UsageWriter
@@ -58,7 +58,7 @@ async def records(tmp_path: Path, migrated: Path) -> AsyncIterator[Database]:
 @asynccontextmanager
 async def quota_of(server: ValkeyServer, database: Database, *fallback: str) -> AsyncIterator[Quota]:
     redis = connect(server.connection_url, timeout=10.0)
-    quota = Quota(redis, 10.0, 30, parse_fallback(fallback), past=UsagePast(database))
+    quota = Quota(redis, 10.0, 30, parse_fallback(fallback), past=UsagePast(database, BASE_MODEL))
     try:
         yield quota
     finally:
@@ -89,10 +89,15 @@ async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
         for i in range(200)
     ]
     await UsageWriter(database).write(rows)
-    past = UsagePast(database)
+    past = UsagePast(database, "m0")
     for first, last in ((0, 199), (3, 150), (77, 78), (100, 100)):
         since, until = rows[first].created_at, rows[last].created_at
-        for only in ({}, {"key_id": "k1"}, {"model": "m1"}):
+        for part, only in (
+            (ALL, {}),
+            (Part(family="k1"), {"key_id": "k1"}),
+            (Part(models=("m1",)), {"model": "m1"}),
+            (Part(besides=()), {"model": "m1"}),
+        ):
             there = [
                 each
                 for each in rows
@@ -100,7 +105,7 @@ async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
                 and each.tenant_id == "tFalse"
                 and all(getattr(each, name) == value for name, value in only.items())
             ]
-            assert await past.cost("tFalse", since, until, **only) == sum(each.cost for each in there)
+            assert await past.cost("tFalse", since, until, part) == sum(each.cost for each in there)
         hour = since.replace(minute=0, second=0, microsecond=0)
         hours = await past.tokens_by_hour("tFalse", hour, until)
         there = [each for each in rows if hour <= each.created_at < until and each.tenant_id == "tFalse"]
@@ -184,7 +189,7 @@ async def test_requests_at_once_ask_the_ledger_once(server: ValkeyServer, record
             return await super().cost(*given, **only)
 
     redis = connect(server.connection_url, timeout=10.0)
-    quota = Quota(redis, 10.0, 30, past=Counting(records))
+    quota = Quota(redis, 10.0, 30, past=Counting(records, BASE_MODEL))
     answers = await asyncio.gather(*(take(quota, who, 1) for _ in range(60)), return_exceptions=True)
     assert sum(not isinstance(answer, RateLimited) for answer in answers) == 50
     # Further ones only check what was recalled, ever more rarely.
