@@ -46,6 +46,7 @@ from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
 from gateway.fleet.finished import FinishedClient
 from gateway.fleet.probe import Probe
+from gateway.fleet.recent_uses import RecentUses
 from gateway.fleet.registry import Registry
 from gateway.fleet.vllm import VllmAdapters
 from gateway.loop_lag import LoopLag
@@ -122,7 +123,7 @@ async def make_app(settings: Settings) -> web.Application:
     discovery = Discovery(settings.engine_addresses, announcements)
     registry = Registry(discovery, Probe(session, token, settings.base_model, settings.engine_silence))
     gate = Gate(lambda: registry.capacity, settings.queue_length, settings.queue_seconds)
-    client = EngineClient(session, token, VllmAdapters(session, token, store))
+    client = EngineClient(session, token, VllmAdapters(session, store, RecentUses(redis, settings.redis_timeout)))
     fleet = Fleet(registry, client, gate, settings.engine_timeout)
     finished = FinishedClient(session, token)
     accounting = Accounting(quota, ledger, metrics, finished)

@@ -93,6 +93,12 @@ class Metrics:
             ["engine"],
             registry=self.registry,
         )
+        self._engine_refused = Gauge(
+            "loraplex_gateway_engine_refused",
+            "1 if the engine lives and is given no requests for what it is: its model, its version, its secret.",
+            ["engine"],
+            registry=self.registry,
+        )
         self._engine_in_flight = Gauge(
             "loraplex_gateway_engine_in_flight",
             "This gateway's requests with the engine.",
@@ -171,9 +177,11 @@ class Metrics:
         # Engines come and go.
         self._engine_up.clear()
         self._engine_available.clear()
+        self._engine_refused.clear()
         self._engine_in_flight.clear()
         for engine in self._engines.engines if self._engines is not None else ():
             self._engine_up.labels(engine.url).set(engine.healthy)
             self._engine_available.labels(engine.url).set(engine.available)
+            self._engine_refused.labels(engine.url).set(engine.problem is not None)
             self._engine_in_flight.labels(engine.url).set(engine.in_flight)
         return generate_latest(self.registry)

@@ -161,7 +161,7 @@ class Settings:
     @property
     def engine_addresses(self) -> list[Address]:
         """The engines that are named here; those that announce themselves are not."""
-        return [parse_address(text) for text in self.engines if text != ANNOUNCED]
+        return [parse_address(text, _read_key) for text in self.engines if text != ANNOUNCED]
 
     @property
     def proxy_networks(self) -> list[Network]:
@@ -190,6 +190,17 @@ class Settings:
             elif f.default is MISSING:
                 raise SettingsError(env_name(f.name), "is required")
         return cls(**values)
+
+
+def _read_key(source: str, name: str) -> str:
+    """Return the API key of a vLLM server from a variable or a file."""
+    try:
+        return os.environ[name] if source == "key_env" else Path(name).expanduser().read_text()
+    except KeyError:
+        raise ValueError("key_env names a variable that is not set") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise ValueError(f"key_file names a file that cannot be read: {reason}") from None
 
 
 def env_name(name: str) -> str:

@@ -48,7 +48,7 @@ async def _tell(session: ClientSession, method: str, gateway: str, url: str) -> 
     """What went wrong, "" if nothing."""
     target = f"{gateway.rstrip('/')}/internal/engines"
     try:
-        async with session.request(method, target, json={"url": url}) as response:
+        async with session.request(method, target, json={"url": url}, allow_redirects=False) as response:
             return "" if response.status == 204 else f"it answers {response.status}"
     except (ClientError, OSError, TimeoutError) as error:
         return type(error).__name__

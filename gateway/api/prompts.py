@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from engine.protocol import BadRequest as ProtocolError
 from engine.protocol import ChatCompletionRequest, CompletionRequest, decode, prompt_too_long
 from engine.tokenizer import TextTooLong, Tokenizer
 from gateway.errors import BadRequest
+from gateway.fleet.vllm_fields import check_fields
 
 # OpenAI's default for /v1/completions.
 COMPLETION_MAX_TOKENS = 16
@@ -61,29 +61,20 @@ class PromptReader:
     def __init__(
         self, tokenizer: Tokenizer, max_model_len: int, default_max_tokens: int, *, other_engines: bool = False
     ) -> None:
-        """other_engines: there are engines that may serve fields of the API which ours does not; they say so."""
+        """other_engines: vLLM servers are listed; gateway/fleet/vllm_fields.py says which further fields they get."""
         self._other_engines = other_engines
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._default_max_tokens = default_max_tokens
 
     async def parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
-        """The body's fields, each checked. Those that no engine's API has are the engine's to judge."""
+        """Return the body's fields, each checked. Our engine ignores unknown ones; before vLLM they are refused."""
         if len(raw) <= INLINE_BYTES:
             return self._parse(raw, endpoint)
         return await asyncio.to_thread(self._parse, raw, endpoint)
 
     def _parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
-        while True:
-            try:
-                return decode(endpoint.kind, raw)
-            except ProtocolError as refusal:
-                if not (self._other_engines and refusal.code == "unsupported_parameter"):
-                    raise
-                # Left out here only: what is sent on is the client's own body.
-                fields = msgspec.json.decode(raw)
-                del fields[refusal.param]
-                raw = msgspec.json.encode(fields)
+        return decode(endpoint.kind, check_fields(raw, endpoint.kind) if self._other_engines else raw)
 
     async def measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
         """The tokens of a parsed body, held against the model's context."""

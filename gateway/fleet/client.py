@@ -16,10 +16,12 @@ from aiohttp import (
     TCPConnector,
 )
 
+from engine.protocol import BadRequest as ProtocolError
 from engine.tracing import NO_SPAN, Span
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
 from gateway.fleet.registry import EngineRecord
 from gateway.fleet.vllm import VllmAdapters
+from gateway.fleet.vllm_fields import vllm_request
 from gateway.records.catalog import Model
 from gateway.records.tenants import Tenant
 
@@ -56,8 +58,10 @@ class EngineRefused(Exception):
 
     @property
     def failed(self) -> bool:
-        """It answered that something is wrong with itself; not that it is too busy, which an error of 503 says."""
-        return self.status is not None and self.status >= 500 and not isinstance(self.error, Unavailable)
+        """Whether its answer shows a fault of its own: a redirect, or a 5xx other than that it is too busy."""
+        if self.status is None or isinstance(self.error, Unavailable):
+            return False
+        return self.status >= 500 or 300 <= self.status < 400
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +117,9 @@ class EngineClient:
             broken = not isinstance(error, TimeoutError) or bool(call.body.get("stream"))
             failure = UpstreamFailed(f"The engine did not answer ({type(error).__name__}).")
             raise EngineRefused(failure, broken=broken) from error
+        except ProtocolError as error:
+            # No field of a request goes to vLLM that the allow-list does not name.
+            raise EngineRefused(BadRequest(error.message, param=error.param, code=error.code), 400) from error
         except UpstreamFailed as error:
             raise EngineRefused(error) from error
         try:
@@ -134,15 +141,7 @@ class EngineClient:
         return await self._send(engine, call, call.body, headers)
 
     async def _post_to_vllm(self, engine: EngineRecord, call: Call) -> ClientResponse:
-        # The salt keeps one tenant's timing from telling of another's prompts, as our engine does by itself. The
-        # client's own only adds to it: no tenant's id has a colon, so nobody's salt is another tenant's.
-        own_salt = call.body.get("cache_salt")
-        body = {**call.body, "cache_salt": f"{call.tenant.id}:{own_salt}" if own_salt else call.tenant.id}
-        if call.body.get("stream") and _is_one_sequence(call.body):
-            # How far the stream is, in each event: what a client that leaves has to pay. Of several sequences vLLM
-            # tells each one's by itself, which would be taken for the whole.
-            body["stream_options"] = {**call.body["stream_options"], "continuous_usage_stats": True}
-        headers = {"Authorization": f"Bearer {self._token}"}
+        body, headers = vllm_request(call.body, call.path, call.tenant.id, call.model.digest), engine.address.bearer
         digest = call.model.digest
         if digest is None:
             return await self._send(engine, call, body, headers)
@@ -160,7 +159,8 @@ class EngineClient:
         headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
         digest = call.model.digest
         wire = msgspec.json.encode({**body, "model": f"sha256:{digest}" if digest else call.model.name})
-        return await self._session.post(f"{engine.url}{call.path}", data=wire, headers=headers)
+        # A redirect would take the prompt and the engine's secret elsewhere.
+        return await self._session.post(f"{engine.url}{call.path}", data=wire, headers=headers, allow_redirects=False)
 
 
 async def read_json(response: ClientResponse) -> dict[str, Any]:
@@ -215,13 +215,6 @@ async def _chunks(response: ClientResponse) -> AsyncIterator[bytes]:
         except (ClientError, OSError, TimeoutError) as error:
             raise UpstreamFailed(f"The engine's answer broke off ({type(error).__name__}).") from error
         yield chunk
-
-
-def _is_one_sequence(body: dict[str, Any]) -> bool:
-    """Whether one prompt gets one choice."""
-    prompt = body.get("prompt")
-    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    return not several and body.get("n") in (None, 1)
 
 
 async def _refusal(response: ClientResponse, model: Model) -> GatewayError:

@@ -75,12 +75,14 @@ class Discovery:
         for address in self._addresses:
             found += await self._resolve(address) if address.url.startswith("dns://") else [address]
         if self._announcements is not None:
-            found += await self._announced(self._announcements)
+            # An announcement never changes what the operator has listed, such as a server's kind or key.
+            listed = {address.url for address in found}
+            found += [each for each in await self._announced(self._announcements) if each.url not in listed]
         return found
 
     async def _announced(self, announcements: Announcements) -> list[Address]:
         try:
-            self._last[ANNOUNCEMENTS] = [parse_address(text) for text in await announcements.all()]
+            self._last[ANNOUNCEMENTS] = _valid(await announcements.all())
             self._outages[ANNOUNCEMENTS].over()
         except (RedisError, OSError, TimeoutError) as error:
             self._outages[ANNOUNCEMENTS].failed(type(error).__name__, "those that were last heard of stay")
@@ -100,3 +102,14 @@ class Discovery:
             urls = [f"http://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts]
             self._last[address.url] = [replace(address, url=url) for url in urls]
         return self._last.get(address.url, [])
+
+
+def _valid(announced: Sequence[str]) -> list[Address]:
+    """Return the addresses that this release knows; a gateway of another release may have let others in."""
+    addresses = []
+    for text in announced:
+        try:
+            addresses.append(parse_address(text))
+        except ValueError:
+            log.debug("an announced engine has an address that this gateway does not know")
+    return addresses

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 
 import msgspec
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientPayloadError, ClientSession, ClientTimeout
 
 from engine.responses import FinishedRequest, FinishedRequestList
 from gateway.outage import Outage
@@ -47,11 +47,16 @@ class FinishedClient:
         timeout = ClientTimeout(total=seconds)
         try:
             async with self._session.get(
-                f"{engine_url}/finished", params=query, headers=self._headers, timeout=timeout
+                f"{engine_url}/finished",
+                params=query,
+                headers=self._headers,
+                timeout=timeout,
+                allow_redirects=False,
             ) as response:
                 if response.status == 404:
                     return []
-                response.raise_for_status()
+                if response.status != 200:
+                    raise ClientPayloadError(f"/finished answers {response.status}")
                 found = msgspec.json.decode(await response.read(), type=FinishedRequestList).data
         except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             outage = Outage(log, f"asking engine {engine_url} what requests have cost")

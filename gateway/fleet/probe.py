@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from aiohttp import ClientError, ClientResponseError, ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientPayloadError, ClientResponseError, ClientSession, ClientTimeout
 
 from gateway.fleet.registry import EngineRecord
+from gateway.fleet.vllm_version import UnsafeVersion, check_version
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,11 @@ TIMEOUT = ClientTimeout(total=3.0)
 PUSHED = "application/x-ndjson"
 # The longest line: 70 bytes an adapter.
 MAX_LINE_BYTES = 8 * 2**20
-# Of vLLM's /metrics, the requests that it runs and that wait for it.
+REFUSED = {
+    "loraplex": "engine refuses the internal token; it must be LORAPLEX_INTERNAL_TOKEN's there",
+    "vllm": "vLLM refuses this gateway's key; name its --api-key by ?key_env= or ?key_file= in LORAPLEX_ENGINES",
+}
+# vLLM's metrics of the requests that it runs and that wait for it.
 VLLM_REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 
 
@@ -33,15 +38,13 @@ class Probe:
         self._session = session
         self._push_timeout = ClientTimeout(total=None, sock_connect=TIMEOUT.total, sock_read=silence_seconds)
         self._base_model = base_model
-        self._headers = {
-            "loraplex": {"x-loraplex-internal-token": internal_token},
-            "vllm": {"Authorization": f"Bearer {internal_token}"},
-        }
+        self._token = {"x-loraplex-internal-token": internal_token}
 
     async def __call__(self, engine: EngineRecord) -> None:
         """Brings the record up to date. Raises nothing of the network's."""
         try:
-            async with self._session.get(f"{engine.url}/health", timeout=TIMEOUT) as response:
+            url = f"{engine.url}/health"
+            async with self._session.get(url, timeout=TIMEOUT, allow_redirects=False) as response:
                 if response.status != 200:
                     status = _status(await response.read())
                     engine.mark_down(f"/health answers {response.status} {status}", draining=status == "draining")
@@ -57,12 +60,13 @@ class Probe:
             state = await (self._vllm_state(engine) if engine.address.kind == "vllm" else self._state(engine))
         except (ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
             if isinstance(error, ClientResponseError) and error.status in (401, 403):
-                engine.mark_misconfigured(
-                    "engine refuses the internal token; it must be LORAPLEX_INTERNAL_TOKEN's there"
-                )
+                engine.mark_misconfigured(REFUSED[engine.address.kind])
                 return
             # /state waits for a step to end; until it answers again, what we knew is the best we know.
             log.debug("engine %s: %s at /state", engine.url, type(error).__name__)
+        except UnsafeVersion as error:
+            engine.mark_misconfigured(str(error))
+            return
         else:
             engine.observe_state(state, in_flight)
         self._judge(engine)
@@ -77,8 +81,9 @@ class Probe:
             async with self._session.get(
                 f"{engine.url}/state",
                 params={"watch": "true"},
-                headers=self._headers["loraplex"],
+                headers=self._token,
                 timeout=self._push_timeout,
+                allow_redirects=False,
                 read_bufsize=MAX_LINE_BYTES,
             ) as response:
                 if response.status != 200 or response.content_type != PUSHED:
@@ -116,7 +121,11 @@ class Probe:
         return msgspec.json.decode(await self._get(engine, "/state"), type=dict[str, Any])
 
     async def _vllm_state(self, engine: EngineRecord) -> dict[str, Any]:
-        """In the words of our own /state, from vLLM's model list and metrics."""
+        """Return our own /state of a vLLM server, from its model list and metrics. Raises UnsafeVersion."""
+        if not engine.address.any_version:
+            check_version(await self._get(engine, "/version"))
+        metrics = await self._get(engine, "/metrics")
+        # The list comes last: an adapter that is loaded meanwhile should be on it.
         models = msgspec.json.decode(await self._get(engine, "/v1/models"), type=_Models).data
         bases = [model.id for model in models if model.parent is None]
         state: dict[str, Any] = {
@@ -126,14 +135,18 @@ class Probe:
             "running": 0,
             "waiting": 0,
         }
-        for name, count in VLLM_REQUESTS.findall(await self._get(engine, "/metrics")):
+        for name, count in VLLM_REQUESTS.findall(metrics):
             state[name.decode()] += int(float(count))
         return state
 
     async def _get(self, engine: EngineRecord, path: str) -> bytes:
-        headers = self._headers[engine.address.kind]
-        async with self._session.get(engine.url + path, headers=headers, timeout=TIMEOUT) as response:
+        headers = engine.address.bearer if engine.address.kind == "vllm" else self._token
+        url = engine.url + path
+        async with self._session.get(url, headers=headers, timeout=TIMEOUT, allow_redirects=False) as response:
             response.raise_for_status()
+            if response.status != 200:
+                # A redirect, say: the secrets of one server are not for another.
+                raise ClientPayloadError(f"{path} answers {response.status}")
             return await response.read()
 
 

@@ -1,14 +1,14 @@
-"""What driving a vLLM server takes that our engine does by itself: adapters are loaded by name through its runtime API
-(VLLM_ALLOW_RUNTIME_LORA_UPDATING=1), and unloaded again, the longest unused first.
+"""The adapters of vLLM servers: loaded by name through the runtime API (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1), and
+unloaded again, the longest unused first.
 
 A name is `sha256:<digest>`, so a name that is there already, whoever loaded it, stands for the same bytes. Another
 gateway may unload it at any time: the request then fails with 404 before any work, and is sent again after a load.
+Gateways tell each other through Redis which adapters they use, so that none unloads what another is using.
 """
 
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from adapters.store import Store
 from gateway.errors import UpstreamFailed
+from gateway.fleet.recent_uses import RecentUses
 from gateway.fleet.registry import EngineRecord
 
 log = logging.getLogger(__name__)
@@ -28,38 +29,35 @@ LOAD_TIMEOUT = ClientTimeout(total=120.0)
 class VllmAdapters:
     """The adapters of every vLLM engine."""
 
-    def __init__(self, session: ClientSession, internal_token: str, store: Store) -> None:
+    def __init__(self, session: ClientSession, store: Store, uses: RecentUses) -> None:
         self._session = session
-        self._headers = {"Authorization": f"Bearer {internal_token}"}
         self._store = store
-        self._loaded: WeakKeyDictionary[EngineRecord, _Loaded] = WeakKeyDictionary()
+        self._uses = uses
+        self._moving: WeakKeyDictionary[EngineRecord, _Moving] = WeakKeyDictionary()
 
     async def ensure(self, engine: EngineRecord, digest: str, *, again: bool = False) -> None:
-        """Returns when the engine can be asked for the adapter; any number of callers cause one load.
+        """Return when the engine can be asked for the adapter; any number of callers cause one load.
 
         again: the engine has just said that it does not have it. Raises UpstreamFailed, ClientError, OSError,
         TimeoutError.
         """
-        loaded = self._loaded.setdefault(engine, _Loaded())
-        while (leaving := loaded.unloads.get(digest)) is not None:
+        moving = self._moving.setdefault(engine, _Moving())
+        self._uses.note(engine.url, digest)
+        while (leaving := moving.unloads.get(digest)) is not None:
             # The load must not overtake the unload on its way there.
             await leaving.wait()
         if again:
-            loaded.names.pop(digest, None)
             engine.resident -= {digest}
-        if digest in loaded.names or digest in engine.resident:
-            loaded.use(digest)
-            # More than there is room for, if all were in use when the last was loaded.
-            await self._unload_surplus(engine, loaded)
-            return
-        load = loaded.loads.get(digest)
-        if load is None:
-            load = loaded.loads[digest] = asyncio.create_task(self._load(engine, loaded, digest))
-            load.add_done_callback(lambda done: loaded.ended(digest, done))
-        # Others may wait for the same load: one client that leaves must not end it.
-        await asyncio.shield(load)
+        if digest not in engine.resident:
+            load = moving.loads.get(digest)
+            if load is None:
+                load = moving.loads[digest] = asyncio.create_task(self._load(engine, digest))
+                load.add_done_callback(lambda done: moving.ended(digest, done))
+            # Others may wait for the same load: one client that leaves must not end it.
+            await asyncio.shield(load)
+        await self._unload_surplus(engine, moving)
 
-    async def _load(self, engine: EngineRecord, loaded: "_Loaded", digest: str) -> None:
+    async def _load(self, engine: EngineRecord, digest: str) -> None:
         path = await asyncio.to_thread(self._store.path, digest)
         if path is None:
             raise UpstreamFailed("The adapter is not in the adapter store.")
@@ -70,33 +68,33 @@ class VllmAdapters:
             raise UpstreamFailed(f"The engine could not load the adapter (it answered {status}).")
         engine.load_seconds += 0.3 * (time.monotonic() - started - engine.load_seconds)
         engine.resident |= {digest}
-        loaded.use(digest)
-        await self._unload_surplus(engine, loaded)
 
-    async def _unload_surplus(self, engine: EngineRecord, loaded: "_Loaded") -> None:
-        if len(loaded.names.keys() | engine.resident) <= engine.address.adapters:
+    async def _unload_surplus(self, engine: EngineRecord, moving: "_Moving") -> None:
+        """Unload the longest unused adapters beyond the server's room, whichever gateway loaded and used them."""
+        if len(engine.resident) <= engine.address.adapters or not self._idle(engine, moving):
             return
-        for digest in engine.resident - loaded.names.keys():
-            # Loaded before this gateway was started, or by another: the first to go.
-            loaded.names[digest] = None
-            loaded.names.move_to_end(digest, last=False)
-        surplus = len(loaded.names) - engine.address.adapters
-        idle = [digest for digest in loaded.names if not engine.serving[digest] and digest not in loaded.loads]
-        for digest in idle[: max(0, surplus)]:
-            loaded.names.pop(digest)
-            engine.resident -= {digest}
-            with loaded.leaving(digest):
-                try:
-                    status, message = await self._post(engine, "unload", {"lora_name": name(digest)})
-                except (ClientError, OSError, TimeoutError) as error:
-                    status, message = 0, type(error).__name__
-            if status not in (200, 404):
-                log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, message)
+        async with moving.unloading:
+            used_at = await self._uses.all(engine.url)
+            surplus = max(0, len(engine.resident) - engine.address.adapters)
+            for digest in sorted(self._idle(engine, moving), key=lambda each: used_at.get(each, 0.0))[:surplus]:
+                engine.resident -= {digest}
+                with moving.leaving(digest):
+                    try:
+                        status, message = await self._post(engine, "unload", {"lora_name": name(digest)})
+                    except (ClientError, OSError, TimeoutError) as error:
+                        status, message = 0, type(error).__name__
+                if status not in (200, 404):
+                    log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, message)
+
+    def _idle(self, engine: EngineRecord, moving: "_Moving") -> list[str]:
+        return [each for each in engine.resident if not engine.serving.get(each) and each not in moving.loads]
 
     async def _post(self, engine: EngineRecord, verb: str, body: dict[str, str]) -> tuple[int, str]:
-        """The status and what the engine says of it, for the log."""
+        """Return the status and the engine's message, for the log."""
         url = f"{engine.url}/v1/{verb}_lora_adapter"
-        async with self._session.post(url, json=body, headers=self._headers, timeout=LOAD_TIMEOUT) as response:
+        async with self._session.post(
+            url, json=body, headers=engine.address.bearer, timeout=LOAD_TIMEOUT, allow_redirects=False
+        ) as response:
             text = await response.text(errors="replace")
         try:
             return response.status, str(msgspec.json.decode(text)["error"]["message"])
@@ -104,13 +102,13 @@ class VllmAdapters:
             return response.status, text[:500]
 
 
-class _Loaded:
-    """names: the adapters known to be loaded in one engine, the longest unused first. loads, unloads: on their way."""
+class _Moving:
+    """The loads and unloads under way in one engine. unloading: one task at a time decides what goes."""
 
     def __init__(self) -> None:
-        self.names: OrderedDict[str, None] = OrderedDict()
         self.loads: dict[str, asyncio.Task[None]] = {}
         self.unloads: dict[str, asyncio.Event] = {}
+        self.unloading = asyncio.Lock()
 
     @contextmanager
     def leaving(self, digest: str) -> Iterator[None]:
@@ -121,10 +119,6 @@ class _Loaded:
             del self.unloads[digest]
             gone.set()
 
-    def use(self, digest: str) -> None:
-        self.names[digest] = None
-        self.names.move_to_end(digest)
-
     def ended(self, digest: str, load: "asyncio.Task[None]") -> None:
         self.loads.pop(digest, None)
         if not load.cancelled() and load.exception() is not None:
@@ -132,5 +126,5 @@ class _Loaded:
 
 
 def name(digest: str) -> str:
-    """The adapter's name in every engine."""
+    """Return the adapter's name in every engine."""
     return f"sha256:{digest}"

@@ -37,6 +37,10 @@ def test_addresses(text: str, address: Address):
         ("vllm+announced", "http://"),
         ("dns://name", "port"),
         ("http://one?adapters=1", "options"),
+        ("http://user:secret@one", "no user or password"),
+        ("vllm+http://one?key_env=PATH", "LORAPLEX_ENGINES lists"),
+        ("vllm+http://one?key_file=/etc/passwd", "LORAPLEX_ENGINES lists"),
+        ("vllm+http://one?any_version=true", "LORAPLEX_ENGINES lists"),
         ("vllm+http://v?adapters=0", "above 0"),
         ("vllm+http://v?adaptors=4", "adapters=N"),
         ("vllm+http://v?adapters=many", "numbers"),
@@ -52,7 +56,11 @@ def test_what_is_none(text: str, part: str):
     [
         ([], "at least one"),
         (["http://one", "http://one/"], "twice"),
-        (["http://user:secret@one?x=1"], "options"),
+        (["http://user:secret@one"], "no user or password"),
+        (["vllm+http://one?key_file=/no/such/secret"], "cannot be read"),
+        (["vllm+http://one?key_env=LORAPLEX_NO_SUCH_secret"], "is not set"),
+        (["vllm+http://one?key_file=/dev/null"], "empty key"),
+        (["vllm+http://one?secret"], "expected options"),
         (["one:8000"], "announced"),
     ],
 )

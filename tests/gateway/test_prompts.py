@@ -56,7 +56,7 @@ async def test_a_template_of_its_own_for_tools(tmp_path):
 async def test_fields_that_only_other_engines_serve(tmp_path, other_engines):
     save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
     reader = PromptReader(Tokenizer.from_dir(tmp_path), 4096, 16, other_engines=other_engines)
-    asked = {"reasoning_effort": "low", "store": True, "a_field_of_tomorrow": {"a": 1}}
+    asked = {"thinking_token_budget": 3}
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | asked).encode()
     if other_engines:
         body = (await reader.measure(await reader.parse(raw, CHAT), raw)).body

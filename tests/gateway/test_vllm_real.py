@@ -21,7 +21,7 @@ from loraplex.demo_tenants import adapters_folder
 from tests.e2e.stack import CACHE
 from tests.gateway.running import BASE_MODEL, Answer, Client, running, settings, until
 from tests.gateway.test_adapters import push
-from tests.gateway.upstream import TOKEN
+from tests.gateway.vllm_double import API_KEY
 
 START_SECONDS = 400.0
 VLLM = os.environ.get("LORAPLEX_VLLM")
@@ -32,7 +32,7 @@ def start(program: str, model: Path, port: int, log: Path) -> "subprocess.Popen[
     command = [program, "serve", str(model), "--served-model-name", BASE_MODEL, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "8"]
     command += ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "16"]
-    command += ["--api-key", TOKEN]
+    command += ["--api-key", API_KEY]
     environment = os.environ | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -77,7 +77,9 @@ def text(got: Answer) -> str:
 async def test_adapters_by_name_through_a_real_vllm(tmp_path: Path, redis_url: str):
     model = CACHE / "models" / "SmolLM2-135M-Instruct"
     async with vllm(model, tmp_path / "vllm.log") as url:
-        of = settings(tmp_path, model, [f"vllm+{url}?adapters=2&requests=8"], redis_url, max_model_len=1024)
+        (tmp_path / "key").write_text(API_KEY)
+        engine = f"vllm+{url}?adapters=2&requests=8&key_file={tmp_path / 'key'}"
+        of = settings(tmp_path, model, [engine], redis_url, max_model_len=1024)
         async with running(of) as gateway:
 
             async def is_up() -> bool:

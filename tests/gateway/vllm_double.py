@@ -15,13 +15,14 @@ from aiohttp import web
 from tests.serving import serving
 
 PROMPT_TOKENS = 7
+API_KEY = "the-key-of-one-vllm-server"
 
 
 class VllmDouble:
-    """api_key: as --api-key. loads, unloads: names in the order they were asked for. hold: while clear, requests run on
-    without ending; served: tenants' salts in the order in which requests began."""
+    """api_key: as --api-key, "" for none. loads, unloads: names in the order they were asked for. hold: while clear,
+    requests run on without ending; served: tenants' salts in the order in which requests began."""
 
-    def __init__(self, api_key: str, base_model: str = "base") -> None:
+    def __init__(self, api_key: str = API_KEY, base_model: str = "base") -> None:
         self.url = ""
         self.api_key = api_key
         self.base_model = base_model
@@ -31,6 +32,10 @@ class VllmDouble:
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.served: list[str] = []
         self.load_seconds = 0.0
+        # Where requests are sent by a redirect; nowhere if "".
+        self.redirect = ""
+        # None: it has no such route.
+        self.version: str | None = "0.32.0"
         self.fail_loads: str | None = None
         self.running = self.most_running = 0
         self.hold = asyncio.Event()
@@ -42,6 +47,7 @@ class VllmDouble:
     async def serving(self) -> AsyncIterator["VllmDouble"]:
         app = web.Application(middlewares=[self._authenticate])
         app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/load_lora_adapter", self._load)
@@ -53,12 +59,19 @@ class VllmDouble:
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        if request.path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+        if (
+            self.api_key
+            and request.path.startswith("/v1")
+            and request.headers.get("Authorization") != f"Bearer {self.api_key}"
+        ):
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.version}) if self.version else web.Response(status=404)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         labels = f'{{engine="0",model_name="{self.base_model}"}}'
@@ -102,6 +115,8 @@ class VllmDouble:
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if self.redirect:
+            return web.Response(status=307, headers={"Location": self.redirect + request.path})
         body = await request.json()
         self.requests.append(({k.lower(): v for k, v in request.headers.items()}, body))
         model = body["model"]

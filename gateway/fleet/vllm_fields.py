@@ -1,0 +1,154 @@
+"""The allow-list of request fields for vLLM servers, and the body that is sent to them.
+
+vLLM takes fields that are the operator's business: `kv_transfer_params` alone replaces the prompt that the gateway has
+counted, names hosts to fetch KV blocks from, and exists in every server. New ones come with each release. So a body for
+vLLM is built from the fields that the gateway has checked, at every depth; any other field is refused by name.
+"""
+
+import hashlib
+from functools import cache
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from engine.protocol import BadRequest, ChatCompletionRequest, CompletionRequest, NotServed, decode
+
+# vLLM's own old names for the members of `structured_outputs`; it ignores them by now.
+OLD_FORMS = "guided_"
+CHAT_PATH = "/v1/chat/completions"
+RequestType = type[ChatCompletionRequest] | type[CompletionRequest]
+
+
+class VllmOnly(Struct, kw_only=True):
+    """The fields that vLLM serves beyond our engine. They shape the answer within its `max_tokens`, nothing else."""
+
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+
+    def check(self) -> None:
+        pass
+
+
+# Hints for OpenAI's own service, which many clients send: they ask for no other answer, and are dropped. `priority`
+# belongs to the tenant.
+DROPPED = frozenset(
+    {
+        "metadata",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "verbosity",
+    }
+)
+# The arguments of transformers' `apply_chat_template`, which vLLM fills from `chat_template_kwargs` along with the
+# template's own variables.
+RENDERERS_OWN = frozenset(
+    {
+        "conversation",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+_VLLM_ONLY = frozenset(VllmOnly.__struct_fields__)
+
+
+def check_fields(raw: bytes, kind: RequestType) -> bytes:
+    """Return the body without the fields that only vLLM serves, as `kind` decodes it.
+
+    Raises the protocol's BadRequest for a field that no engine is sent. A body that is no JSON object is returned as it
+    is, for `decode` to explain.
+    """
+    try:
+        fields = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return raw
+    if not isinstance(fields, dict):
+        return raw
+    _refuse_unknown(fields, kind)
+    only = {name: fields.pop(name) for name in _VLLM_ONLY & fields.keys()}
+    if not only:
+        return raw
+    decode(VllmOnly, msgspec.json.encode(only))
+    return msgspec.json.encode(fields)
+
+
+def vllm_request(body: dict[str, Any], path: str, tenant_id: str, digest: str | None) -> dict[str, Any]:
+    """Return the body that a vLLM server is sent for a checked one; the caller sets its `model`.
+
+    Raises the protocol's BadRequest as `check_fields` does: a server that announced itself may be the first vLLM that
+    this gateway meets.
+    """
+    sent = _allowed(body, ChatCompletionRequest if path == CHAT_PATH else CompletionRequest)
+    sent["cache_salt"] = cache_salt(tenant_id, digest, body.get("cache_salt"))
+    if sent.get("stream"):
+        # Each event then carries the tokens so far: the bill of a client that leaves. With several sequences vLLM
+        # counts each one by itself, which would be taken for the whole.
+        sent["stream_options"] = {**sent["stream_options"], "continuous_usage_stats": _is_one_sequence(sent)}
+    return sent
+
+
+def cache_salt(tenant_id: str, digest: str | None, own: str | None) -> str:
+    """Return the salt of a request's KV blocks, which are shared within one tenant, adapter and client's salt only.
+
+    The adapter is part of it because caches behind vLLM may leave it out of their keys (vllm-project/vllm#44250). The
+    length is fixed: vLLM refuses salts of more than 1,024 characters.
+    """
+    parts = "\0".join((tenant_id, digest or "base", own or ""))
+    return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _allowed(body: dict[str, Any], kind: RequestType) -> dict[str, Any]:
+    """Return the declared fields of a body, at every depth, that were given and mean something to vLLM."""
+    _refuse_unknown(body, kind)
+    served = {name: body[name] for name in _served(kind) & body.keys() if body[name] is not None}
+    try:
+        sent: dict[str, Any] = _declared(served, msgspec.to_builtins(msgspec.convert(served, kind)))
+    except RecursionError:
+        raise BadRequest(None, "the body is nested too deeply") from None
+    for name in [each for each in sent if each.startswith(OLD_FORMS)]:
+        sent["structured_outputs"] = {name.removeprefix(OLD_FORMS): sent.pop(name)}
+    return sent | {name: body[name] for name in _VLLM_ONLY & body.keys() if body[name] is not None}
+
+
+def _refuse_unknown(fields: dict[str, Any], kind: RequestType) -> None:
+    # A field without a value asks for nothing.
+    known = kind.__struct_fields__
+    for name, value in fields.items():
+        if value is not None and name not in known and name not in _VLLM_ONLY and name not in DROPPED:
+            raise BadRequest(name[:64], f"{name[:64]} is not served by this gateway", "unsupported_parameter")
+    variables = fields.get("chat_template_kwargs")
+    if isinstance(variables, dict) and (taken := RENDERERS_OWN & variables.keys()):
+        message = f"chat_template_kwargs: {min(taken)} cannot be given here"
+        raise BadRequest("chat_template_kwargs", message, "unsupported_parameter")
+
+
+@cache
+def _served(kind: RequestType) -> frozenset[str]:
+    """Return the fields of a request that mean something to the engines."""
+    return frozenset(field.name for field in msgspec.structs.fields(kind) if field.type != NotServed)
+
+
+def _declared(given: Any, checked: Any) -> Any:
+    """Return `checked` without the defaults of what was not given."""
+    if isinstance(given, dict) and isinstance(checked, dict):
+        return {name: _declared(value, checked[name]) for name, value in given.items() if name in checked}
+    # Only lists of objects hold anything undeclared; a prompt may have 100,000 token ids.
+    if isinstance(given, list) and given and isinstance(given[0], dict):
+        return [_declared(*pair) for pair in zip(given, checked, strict=True)]
+    return checked
+
+
+def _is_one_sequence(body: dict[str, Any]) -> bool:
+    """Return whether one prompt gets one choice."""
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return not several and body.get("n") in (None, 1)
