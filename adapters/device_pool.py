@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adapters.host_cache import HostAdapter, HostCache
-from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, BaseShape
+from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, AdapterError, BaseShape
 from adapters.page_writer import Fence, Lane, PageWriter, lane_for
 from kernels.backend import EmbeddingLora, HeadLora, PackedLinear, dense_linear
 from kernels.memory import lazy_zeros
@@ -124,8 +124,9 @@ class AdapterPool:
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._residents: OrderedDict[str, Resident] = OrderedDict()
         self._fetching: dict[str, Future[HostAdapter]] = {}
-        self._errors: dict[str, str] = {}
+        self._errors: dict[str, Exception] = {}
         self._reservation: _Reservation | None = None
+        host_cache.refuse_beyond(max_rank=max_rank, max_outside_bytes=self._max_outside_bytes)
         self._lane = lane or lane_for(device)
         self._writer = PageWriter(self.groups, GROUPS, self.page_table, self.ranks, self._lane)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
@@ -162,12 +163,14 @@ class AdapterPool:
                 self._fetching[digest] = self._host.fetch(digest)
             return Residency.LOADING
         if adapter.rank > self._max_rank:
-            self._errors[digest] = f"rank {adapter.rank} is over this engine's --max-lora-rank {self._max_rank}"
+            reason = f"rank {adapter.rank} is over this engine's --max-lora-rank {self._max_rank}"
+            self._errors[digest] = AdapterError("adapter", reason)
             return Residency.FAILED
         if _outside_bytes(adapter) > self._max_outside_bytes:
-            self._errors[digest] = (
+            self._errors[digest] = AdapterError(
+                "adapter",
                 f"its LoRA on embed_tokens and lm_head takes {_outside_bytes(adapter)} bytes, "
-                f"a quarter of this engine's --adapter-memory is {self._max_outside_bytes}"
+                f"a quarter of this engine's --adapter-memory is {self._max_outside_bytes}",
             )
             return Residency.FAILED
         if reserved is not None and reserved.digest != digest:
@@ -184,8 +187,8 @@ class AdapterPool:
     def unpin(self, digest: str) -> None:
         self._residents[digest].pins -= 1
 
-    def error(self, digest: str) -> str:
-        """Why `ensure` said FAILED. Said once: the next request tries again."""
+    def error(self, digest: str) -> Exception:
+        """Return why `ensure` said FAILED, once: the next request tries again. AdapterError: the adapter's own fault."""
         return self._errors.pop(digest)
 
     def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:
@@ -235,13 +238,13 @@ class AdapterPool:
                 del self._fetching[digest]
                 error = future.exception()
                 if error is not None:
-                    self._errors[digest] = str(error)
+                    self._errors[digest] = error if isinstance(error, Exception) else RuntimeError(repr(error))
         for digest, resident in list(self._residents.items()):
             if resident.loading is not None and resident.loading.done():
                 error = resident.loading.exception()
                 resident.loading = None
                 if error is not None:
-                    self._errors[digest] = f"copy to the device failed: {error}"
+                    self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
                     self.evict(digest)
                 self.num_loads += 1
                 self.generation += 1

@@ -1,13 +1,17 @@
 """The host-memory tier: adapters as torch tensors, least recently used out first, never past a bound in bytes.
 
-Loads run on a few threads of its own, so nothing here blocks the step loop but `add_path`. Safe for threads.
+Loads run on a few threads of its own, shared fairly between tenants, so nothing here blocks the step loop but
+`add_path`. Safe for threads.
 """
 
+import hashlib
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,11 +19,23 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint import Checkpoint, TensorSpan, open_checkpoint
+from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import Store
 
 BaseTensor = Callable[[str], Tensor]
 """The base model's `[vocab, hidden]` embed_tokens or lm_head, in the dtype that is served, on the CPU."""
+
+# A tenant with more adapters than this waiting to be read is refused.
+MAX_PENDING, MAX_PENDING_PER_TENANT = 1024, 64
+# A load that failed is not tried again for so long, however many requests wait for it.
+FAILURE_SECONDS = 5.0
+MAX_FAILURES = 1024
+# Digests whose last asker is known.
+MAX_ASKED = 4096
+LIMITLESS = 1 << 62
+# The base model's copies in adapters are read and compared in pieces of this many bytes.
+PIECE_BYTES = 4 << 20
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -74,7 +90,7 @@ class HostCache:
         base: BaseShape,
         max_bytes: int,
         dtype: torch.dtype,
-        num_threads: int = 2,
+        num_threads: int = 3,
         base_tensor: BaseTensor | None = None,
         failed: Callable[[], object] = lambda: None,
     ) -> None:
@@ -89,30 +105,70 @@ class HostCache:
         self._paths: dict[str, Path] = {}
         self._num_bytes = self._num_loads = self._num_evictions = 0
         self._closed = False
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-load")
+        self._max_rank = self._max_outside_bytes = LIMITLESS
+        # Of the requests that wait for a load, and the tenant that asked last.
+        self._askers: Counter[str] = Counter()
+        self._asked: OrderedDict[str, str] = OrderedDict()
+        self._failures: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
+        self._base_digests: dict[str, bytes] = {}
+        self._base_lock = threading.Lock()
+        self._threads = FairThreads(
+            num_threads, "adapter-load", max_pending=MAX_PENDING, max_pending_per_tenant=MAX_PENDING_PER_TENANT
+        )
+
+    def refuse_beyond(self, *, max_rank: int, max_outside_bytes: int) -> None:
+        """Refuse, before they are read, adapters that the device tier could not place.
+
+        max_outside_bytes: of tensors on embed_tokens and lm_head.
+        """
+        self._max_rank, self._max_outside_bytes = max_rank, max_outside_bytes
 
     def get(self, digest: str) -> HostAdapter | None:
         """The adapter if it is here; marks it as used."""
         with self._changed:
             return self._touch(digest)
 
-    def fetch(self, digest: str) -> "Future[HostAdapter]":
-        """Brings an adapter; calls for one digest share one load and one future, so don't cancel it.
+    def fetch(self, digest: str, tenant: str | None = None) -> "Future[HostAdapter]":
+        """Load an adapter. Calls for one digest share one load and one future: call `leave`, never cancel it.
 
-        The future raises AdapterNotFound (no such adapter), AdapterError (one we can't serve, or damaged) or OSError.
-        A failure isn't remembered: the next call tries again.
+        The future raises AdapterNotFound (no such adapter), AdapterError (one that cannot be served, or damaged) or
+        OSError. The last two are remembered for `FAILURE_SECONDS`. tenant: in whose queue the load waits; None: in that
+        of the tenant who asked for it last, however long that is. Raises TooManyPending where a tenant is given.
         """
         with self._changed:
             self._dropped.discard(digest)
-            adapter = self._touch(digest)
-            if adapter is not None:
+            adapter, error = self._touch(digest), self._remembered(digest)
+            if adapter is not None or error is not None:
                 done: Future[HostAdapter] = Future()
-                done.set_result(adapter)
+                if adapter is not None:
+                    done.set_result(adapter)
+                elif error is not None:
+                    done.set_exception(error.with_traceback(None))
                 return done
+            whose = self._asked.get(digest, "") if tenant is None else tenant
             load = self._loads.get(digest)
             if load is None or load.cancelled():
-                load = self._loads[digest] = self._threads.submit(self._load, digest)
+                work = partial(self._load, digest)
+                load = self._loads[digest] = self._threads.submit(whose, work, bounded=tenant is not None)
+            else:
+                self._threads.share(whose, load)
+            self._askers[digest] += 1
+            self._asked[digest] = whose
+            self._asked.move_to_end(digest)
+            if len(self._asked) > MAX_ASKED:
+                self._asked.popitem(last=False)
             return load
+
+    def leave(self, digest: str, load: "Future[HostAdapter]") -> None:
+        """Undo the `fetch` that returned `load`: a load that has not begun and that nobody else asked for is dropped."""
+        with self._changed:
+            if self._loads.get(digest) is not load:
+                return
+            self._askers[digest] -= 1
+            if self._askers[digest] > 0 or not load.cancel():
+                return
+            del self._loads[digest], self._askers[digest]
+            self._dropped.discard(digest)
 
     def pin(self, digest: str) -> None:
         """Keeps an adapter from eviction, from now or from its arrival, until as many calls of unpin."""
@@ -150,6 +206,7 @@ class HostCache:
         self._check(checkpoint)
         with self._changed:
             self._paths[checkpoint.digest] = checkpoint.folder
+            self._failures.pop(checkpoint.digest, None)
         return checkpoint.digest
 
     def stats(self) -> HostCacheStats:
@@ -163,7 +220,7 @@ class HostCache:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
 
     def _load(self, digest: str) -> HostAdapter:
         try:
@@ -184,12 +241,14 @@ class HostCache:
                     self._evict(digest)
                 self._changed.notify_all()
             return adapter
-        except BaseException:
+        except BaseException as exc:
+            self._remember(digest, exc)
             self._failed()
             raise
         finally:
             with self._changed:
                 del self._loads[digest]
+                self._askers.pop(digest, None)
                 if digest not in self._resident:
                     self._dropped.discard(digest)
 
@@ -208,11 +267,37 @@ class HostCache:
     def _check(self, checkpoint: Checkpoint) -> int:
         """Bytes that the adapter takes here. Raises AdapterError for another base model's, or one too large."""
         checkpoint.check_base(self._base)
-        spans = [span for module in checkpoint.modules.values() for span in (module.a, module.b)]
-        size = sum(span.shape[0] * span.shape[1] for span in spans) * self._dtype.itemsize
-        if size > self._max_bytes:
-            raise AdapterError("adapter", f"takes {size} bytes of host memory, the limit is {self._max_bytes}")
-        return size
+        if checkpoint.rank > self._max_rank:
+            raise AdapterError("adapter", f"its rank is {checkpoint.rank}, the most served is {self._max_rank}")
+        sizes: Counter[bool] = Counter()
+        for (layer, _), module in checkpoint.modules.items():
+            elements = sum(span.shape[0] * span.shape[1] for span in (module.a, module.b))
+            sizes[layer == OUTSIDE] += elements * self._dtype.itemsize
+        if sizes[True] > self._max_outside_bytes:
+            raise AdapterError(
+                "adapter",
+                f"its LoRA on embed_tokens and lm_head takes {sizes[True]} bytes, the limit is "
+                f"{self._max_outside_bytes}, a quarter of --adapter-memory",
+            )
+        if sizes.total() > self._max_bytes:
+            raise AdapterError("adapter", f"takes {sizes.total()} bytes of host memory, the limit is {self._max_bytes}")
+        return sizes.total()
+
+    def _remembered(self, digest: str) -> Exception | None:
+        until, error = self._failures.get(digest, (0.0, None))
+        if error is not None and time.monotonic() >= until:
+            del self._failures[digest]
+            return None
+        return error
+
+    def _remember(self, digest: str, error: BaseException) -> None:
+        """Keep a failure for a moment. An adapter that is not there may be there the next moment."""
+        if isinstance(error, AdapterError | OSError) and not isinstance(error, AdapterNotFound) and not self._closed:
+            with self._changed:
+                self._failures[digest] = time.monotonic() + FAILURE_SECONDS, error
+                self._failures.move_to_end(digest)
+                if len(self._failures) > MAX_FAILURES:
+                    self._failures.popitem(last=False)
 
     def _reserve(self, size: int) -> None:
         """Evicts until size more bytes fit and counts them; waits for an unpin when only pinned ones are left."""
@@ -230,7 +315,7 @@ class HostCache:
     def _read(self, checkpoint: Checkpoint, size: int) -> HostAdapter:
         with checkpoint.weights_path.open("rb") as file:
             for name, span in checkpoint.base_copies.items():
-                self._compare(name, self._tensor(file, span), span)
+                self._compare(name, file, span)
             modules = {
                 # b's column of a rank in one piece, as the pages take it.
                 key: LoraModule(
@@ -240,17 +325,37 @@ class HostCache:
             }
         return HostAdapter(checkpoint.digest, checkpoint.rank, modules, size)
 
-    def _compare(self, name: str, copy: Tensor, span: TensorSpan) -> None:
+    def _compare(self, name: str, file: BinaryIO, span: TensorSpan) -> None:
+        """Check a copy of the base model's embedding or head by its hash, in pieces: neither is held whole."""
         if self._base_tensor is None:
             raise AdapterError(span.name, f"a copy of the base model's {name} can't be checked here; save without it")
-        if not torch.equal(copy, self._base_tensor(name)):
+        dtype, found = _DTYPES[span.dtype], hashlib.sha256()
+        for start in range(span.start, span.end, PIECE_BYTES):
+            piece = self._read_bytes(file, span, start, min(start + PIECE_BYTES, span.end))
+            found.update(_raw(torch.frombuffer(piece, dtype=dtype).to(self._dtype)))
+        if found.digest() != self._base_digest(name):
             raise AdapterError(span.name, f"differs from the base model's {name}; trained embeddings are not served")
 
-    def _tensor(self, file: BinaryIO, span: TensorSpan) -> Tensor:
-        data = bytearray(span.end - span.start)
-        file.seek(span.start)
+    def _base_digest(self, name: str) -> bytes:
+        """Hash the base model's tensor, once: the tensor itself takes gigabytes."""
+        assert self._base_tensor is not None
+        with self._base_lock:
+            if name not in self._base_digests:
+                found = hashlib.sha256()
+                for piece in self._base_tensor(name).flatten().split(PIECE_BYTES):
+                    found.update(_raw(piece))
+                self._base_digests[name] = found.digest()
+            return self._base_digests[name]
+
+    def _read_bytes(self, file: BinaryIO, span: TensorSpan, start: int, end: int) -> bytearray:
+        data = bytearray(end - start)
+        file.seek(start)
         if file.readinto(data) != len(data):  # type: ignore[attr-defined]
             raise AdapterError(span.name, "the file was cut off while it was read")
+        return data
+
+    def _tensor(self, file: BinaryIO, span: TensorSpan) -> Tensor:
+        data = self._read_bytes(file, span, span.start, span.end)
         tensor = torch.frombuffer(data, dtype=_DTYPES[span.dtype]).view(span.shape)
         if tensor.dtype is not self._dtype:
             tensor = tensor.to(self._dtype)
@@ -270,3 +375,8 @@ class HostCache:
         if adapter is not None:
             self._num_bytes -= adapter.num_bytes
             self._num_evictions += 1
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's values in their order. Negative zero counts as zero, as in a comparison."""
+    return (tensor + 0).contiguous().view(torch.uint8).numpy().data

@@ -10,6 +10,7 @@ request that turns out to have ended meanwhile is in the plan for nothing, and w
 from collections import Counter
 
 from adapters.device_pool import AdapterPool, Residency
+from adapters.manifest import AdapterError
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
@@ -171,7 +172,9 @@ class Scheduler:
         if residency is Residency.READY:
             return True
         if residency is Residency.FAILED:
-            self.fail(request, self.adapters.error(request.adapter))
+            error = self.adapters.error(request.adapter)
+            self.fail(request, str(error))
+            request.error_param = "model" if isinstance(error, AdapterError) else None
             self._failed.append(request)
         elif residency is Residency.NO_ROOM and may_drain:
             # The least served request that lacks room takes the pages of the tenants furthest ahead as they finish.

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from engine.server.errors import ApiError
 from engine.server.finished import MAX_ID_BYTES
 
+# Digits of a header's number: a longer integer is past every float.
+MAX_NUMBER_LENGTH = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -47,7 +50,7 @@ def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float],
     if text is None:
         return default
     try:
-        value = kind(text)
+        value = kind(text) if len(text) <= MAX_NUMBER_LENGTH else math.nan
     except ValueError:
         value = math.nan
     if not math.isfinite(value):

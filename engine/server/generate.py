@@ -124,21 +124,26 @@ class GenerationRoutes:
         return self.tokenizer.special_ids if body.skip_special_tokens is False else frozenset()
 
     async def _answer(self, request: web.Request, caller: Caller, asked: "_Asked") -> web.StreamResponse:
-        async with self.models.using(asked.body.model) as adapter:
-            return await self._generate(request, caller, asked, adapter)
-
-    async def _generate(
-        self, request: web.Request, caller: Caller, asked: "_Asked", adapter: str | None
-    ) -> web.StreamResponse:
         body, prompts, prompt_field = asked.body, asked.prompts, asked.prompt_field
         limits = [self._max_tokens(body, len(prompt), asked.default_max_tokens, prompt_field) for prompt in prompts]
-        grammar = None if asked.spec is None else await self.grammars.get(asked.spec)
-        allowed, bad_words = await token_rules(body, self.tokenizer)
-        choices = body.n or 1
-        if choices * len(prompts) > self.loop.max_requests:
+        sequences = (body.n or 1) * len(prompts)
+        if sequences > self.loop.max_requests:
             limit_and_flags = f"{self.loop.max_requests} sequences, --max-num-seqs and --max-waiting together"
             raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {limit_and_flags}")
-        submissions = [
+        # A request that waits for its adapter or its grammar takes its place in the queue already.
+        with self.loop.place(sequences) as place:
+            async with self.models.using(body.model, caller.tenant) as adapter:
+                submissions = await self._submissions(caller, asked, limits, adapter)
+                generation = self.loop.submit(asked.request_id, submissions, place)
+                return await self._generate(request, caller, asked, generation)
+
+    async def _submissions(
+        self, caller: Caller, asked: "_Asked", limits: list[int], adapter: str | None
+    ) -> list[Submission]:
+        body = asked.body
+        grammar = None if asked.spec is None else await self.grammars.get(asked.spec, caller.tenant)
+        allowed, bad_words = await token_rules(body, self.tokenizer)
+        return [
             Submission(
                 # Who wants the prompt alone has a token made all the same: with it come the prompt's log-probabilities.
                 prompt,
@@ -149,15 +154,19 @@ class GenerationRoutes:
                 caller.priority,
                 body.cache_salt or "",
             )
-            for prompt, limit in zip(prompts, limits, strict=True)
-            for i in range(choices)
+            for prompt, limit in zip(asked.prompts, limits, strict=True)
+            for i in range(body.n or 1)
         ]
-        with self.loop.submit(asked.request_id, submissions) as generation:
+
+    async def _generate(
+        self, request: web.Request, caller: Caller, asked: "_Asked", submitted: Generation
+    ) -> web.StreamResponse:
+        with submitted as generation:
             run = _Run(self, asked, generation, caller.internal)
             if caller.request_id is not None:
                 run.keep_tally(self.finished.open(caller.request_id, run.prompt_tokens))
             try:
-                if body.stream:
+                if asked.body.stream:
                     return await run.stream(request, asked.answer)
                 return await run.whole(asked.answer)
             finally:
@@ -349,7 +358,8 @@ class _Run:
                 if delta.finish_reason is not None:
                     self._metrics.finished.labels(delta.finish_reason).inc()
                 if delta.error_param is not None:
-                    raise BadRequest(delta.error_param, delta.error or "")
+                    code = "adapter_refused" if delta.error_param == "model" else None
+                    raise BadRequest(delta.error_param, delta.error or "", code)
                 if delta.error is not None:
                     raise ApiError(500, delta.error, kind="server_error", code="generation_failed")
                 if index in last:

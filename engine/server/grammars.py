@@ -1,64 +1,147 @@
-"""Grammars by spec: compiled in threads of their own and kept while they are used."""
+"""Compiled grammars by tenant: compiled in threads that tenants share fairly, and kept while they are used.
+
+A tenant's grammars are its own: no other tenant can push them out of the cache, nor tell by the time that one takes
+whether it was compiled for somebody else.
+"""
 
 import asyncio
+import logging
+import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 
+from adapters.fair_threads import FairThreads, TooManyPending
 from engine.scheduling.request import RequestError
-from engine.server.generation import EngineUnavailable
+from engine.server.generation import EngineUnavailable, QueueFull
 from engine.structured.compiler import Grammar, GrammarCompiler
 from engine.structured.spec import GrammarSpec
 
-# One that is cached has cost up to a few MiB; ordinary ones cost kilobytes.
-MAX_CACHED = 64
-# Compiling cannot be interrupted: with two threads one slow grammar does not hold up the others.
-COMPILE_THREADS = 2
+logger = logging.getLogger(__name__)
+
+# A cached grammar has cost up to a few MiB; ordinary ones cost kilobytes.
+MAX_CACHED, MAX_CACHED_PER_TENANT = 64, 16
+# Compiling cannot be interrupted. One tenant holds two of the threads at most, so another's grammar finds one free.
+COMPILE_THREADS = 3
 COMPILE_SECONDS = 5.0
-# More requests than this waiting for the threads are refused rather than kept.
-MAX_PENDING = 64
+QUEUE_SECONDS = 5.0
+MAX_PENDING, MAX_PENDING_PER_TENANT = 256, 16
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A grammar on its way. waiting: requests that want it. started: when a thread took it, None before that."""
+
+    waiting: int = 0
+    started: float | None = None
+    job: "Future[Grammar]" = field(init=False)
+    compiled: "asyncio.Future[Grammar]" = field(init=False)
 
 
 class Grammars:
-    """Used on the event loop only. Holds the last `MAX_CACHED` grammars and those on their way."""
+    """Used on the event loop only. Holds each tenant's last grammars, within both limits, and those on their way."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
-        self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
-        self._compiled: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
-        self._pending: dict[GrammarSpec, tuple[Future[Grammar], asyncio.Future[Grammar]]] = {}
+        self._threads = FairThreads(
+            COMPILE_THREADS, "grammar", max_pending=MAX_PENDING, max_pending_per_tenant=MAX_PENDING_PER_TENANT
+        )
+        # Tenants and each one's grammars, least recently used first.
+        self._compiled: OrderedDict[str, OrderedDict[GrammarSpec, Grammar]] = OrderedDict()
+        self._pending: dict[tuple[str, GrammarSpec], _Pending] = {}
 
-    async def get(self, spec: GrammarSpec) -> Grammar:
-        """Raises RequestError for a grammar that does not compile (in time), EngineUnavailable when too many wait."""
-        grammar = self._compiled.get(spec)
-        if grammar is not None:
-            self._compiled.move_to_end(spec)
-            return grammar.blaming(spec.param)
-        if spec not in self._pending:
-            if len(self._pending) >= MAX_PENDING:
-                raise EngineUnavailable(f"{MAX_PENDING} grammars wait to be compiled, the most allowed", retry_after=1)
-            job = self._threads.submit(self._compiler.compile, spec)
-            self._pending[spec] = job, asyncio.wrap_future(job)
-            self._pending[spec][1].add_done_callback(lambda done: self._keep(spec, done))
-        job, compiled = self._pending[spec]
-        try:
-            # Shielded: others may wait for the same one, and the thread could not be stopped anyway.
-            async with asyncio.timeout(COMPILE_SECONDS):
-                return (await asyncio.shield(compiled)).blaming(spec.param)
-        except TimeoutError:
-            if not job.running():
-                raise EngineUnavailable("other grammars are still being compiled", retry_after=1) from None
-            raise RequestError(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s") from None
-        except RequestError as exc:
-            raise RequestError(spec.param, exc.message) from None
+    async def get(self, spec: GrammarSpec, tenant: str = "") -> Grammar:
+        """Return the tenant's compiled grammar.
+
+        Raises RequestError for a grammar that does not compile (in time), QueueFull when too many of the tenant's wait,
+        EngineUnavailable when its turn does not come in time.
+        """
+        grammar = self._cached(tenant, spec)
+        if grammar is None:
+            pending = self._pending.get((tenant, spec)) or self._start(tenant, spec)
+            pending.waiting += 1
+            try:
+                await self._wait(pending, tenant, spec)
+            finally:
+                self._leave(pending, tenant, spec)
+            grammar = self._result(pending, spec)
+        return grammar.blaming(spec.param)
 
     def close(self) -> None:
-        """Drops what waits; a compilation that runs ends by itself."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Drop the grammars that wait; a compilation that runs ends by itself."""
+        self._threads.close(wait=False)
 
-    def _keep(self, spec: GrammarSpec, done: "asyncio.Future[Grammar]") -> None:
-        del self._pending[spec]
+    def _cached(self, tenant: str, spec: GrammarSpec) -> Grammar | None:
+        own = self._compiled.get(tenant)
+        if own is None or spec not in own:
+            return None
+        self._compiled.move_to_end(tenant)
+        own.move_to_end(spec)
+        return own[spec]
+
+    def _start(self, tenant: str, spec: GrammarSpec) -> _Pending:
+        pending = _Pending()
+        try:
+            pending.job = self._threads.submit(tenant, partial(self._compile, pending, spec))
+        except TooManyPending as exc:
+            raise QueueFull(f"grammars to compile: {exc}", retry_after=1) from None
+        pending.compiled = asyncio.wrap_future(pending.job)
+        pending.compiled.add_done_callback(lambda done: self._keep(pending, tenant, spec, done))
+        self._pending[tenant, spec] = pending
+        return pending
+
+    def _compile(self, pending: _Pending, spec: GrammarSpec) -> Grammar:
+        pending.started = time.monotonic()
+        return self._compiler.compile(spec)
+
+    async def _wait(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
+        queued_until = time.monotonic() + QUEUE_SECONDS
+        while not pending.compiled.done():
+            until = queued_until if pending.started is None else pending.started + COMPILE_SECONDS
+            left = until - time.monotonic()
+            if left > 0:
+                await asyncio.wait([pending.compiled], timeout=left)
+            elif pending.started is None or self._threads.is_heavy(tenant):
+                # A tenant's many grammars run at low priority: that one is late says nothing of itself.
+                raise EngineUnavailable("other grammars are still being compiled", retry_after=1)
+            else:
+                raise RequestError(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")
+
+    def _leave(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
+        """Take a grammar out of the queue with the last request that waits for it."""
+        pending.waiting -= 1
+        if not pending.waiting and pending.job.cancel():
+            self._forget(pending, tenant, spec)
+
+    def _result(self, pending: _Pending, spec: GrammarSpec) -> Grammar:
+        if pending.compiled.cancelled():
+            raise EngineUnavailable("the engine is shutting down", retry_after=1)
+        error = pending.compiled.exception()
+        if error is None:
+            return pending.compiled.result()
+        if isinstance(error, RequestError):
+            raise RequestError(spec.param, error.message) from None
+        # A panic in the library is no Exception, and must not end the server.
+        logger.error("a grammar of kind %s broke the compiler: %s", spec.kind, type(error).__name__)
+        raise RequestError(spec.param, "it cannot be compiled: the compiler failed on it") from None
+
+    def _keep(self, pending: _Pending, tenant: str, spec: GrammarSpec, done: "asyncio.Future[Grammar]") -> None:
+        self._forget(pending, tenant, spec)
         if done.cancelled() or done.exception() is not None:
             return
-        self._compiled[spec] = done.result()
-        if len(self._compiled) > MAX_CACHED:
-            self._compiled.popitem(last=False)
+        own = self._compiled.setdefault(tenant, OrderedDict())
+        own[spec] = done.result()
+        self._compiled.move_to_end(tenant)
+        if len(own) > MAX_CACHED_PER_TENANT:
+            own.popitem(last=False)
+        if sum(map(len, self._compiled.values())) > MAX_CACHED:
+            # From the tenant that has most; of equals the one that was here longest ago.
+            largest = max(self._compiled, key=lambda tenant: len(self._compiled[tenant]))
+            self._compiled[largest].popitem(last=False)
+            if not self._compiled[largest]:
+                del self._compiled[largest]
+
+    def _forget(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
+        if self._pending.get((tenant, spec)) is pending:
+            del self._pending[tenant, spec]

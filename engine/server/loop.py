@@ -9,9 +9,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from engine.scheduling.request import RequestError, RequestOutput, SamplingParams
@@ -46,6 +47,13 @@ class StepEngine(Protocol):
     def step(self) -> list[RequestOutput]: ...
 
 
+@dataclass(slots=True)
+class Place:
+    """Room for `count` sequences, held by a request until it is submitted."""
+
+    count: int
+
+
 class EngineLoop:
     """Owns the engine's thread. Every method but the thread's own is called on the event loop."""
 
@@ -67,6 +75,8 @@ class EngineLoop:
         self._accepting = True
         self._calls: set[Future[Any]] = set()
         self._routes: dict[str, tuple[Generation, int]] = {}
+        # Of requests that wait for their adapter or grammar.
+        self._placed = 0
         # Nothing is in flight, or nobody waits for it any longer.
         self._drained = asyncio.Event()
         self._drained.set()
@@ -87,14 +97,22 @@ class EngineLoop:
     def max_requests(self) -> int:
         return self._max_requests
 
-    def submit(self, request_id: str, submissions: list[Submission]) -> Generation:
-        """Queues the sequences. Raises EngineUnavailable when failed, closing or full."""
-        if self.failure is not None:
-            raise EngineUnavailable(self.failure)
-        if not self._accepting:
-            raise EngineUnavailable("the engine is shutting down", retry_after=1)
-        if len(self._routes) + len(submissions) > self._max_requests:
-            raise QueueFull(f"{len(self._routes)} requests are in flight, the most allowed", retry_after=1)
+    @contextmanager
+    def place(self, count: int) -> Iterator[Place]:
+        """Hold places for sequences that are not in the engine yet. Raises EngineUnavailable as `submit` does."""
+        self._check_room(count)
+        place = Place(count)
+        self._placed += count
+        try:
+            yield place
+        finally:
+            self._give_back(place)
+
+    def submit(self, request_id: str, submissions: list[Submission], place: Place | None = None) -> Generation:
+        """Queue the sequences, in the places held for them. Raises EngineUnavailable when failed, closing or full."""
+        if place is not None:
+            self._give_back(place)
+        self._check_room(len(submissions))
         ids = [f"{request_id}-{i}" for i in range(len(submissions))]
         generation = Generation(self, ids)
         for i, (sequence_id, submission) in enumerate(zip(ids, submissions, strict=True)):
@@ -102,6 +120,18 @@ class EngineLoop:
             self._push(self._adding(sequence_id, submission))
         self._drained.clear()
         return generation
+
+    def _check_room(self, count: int) -> None:
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
+        if not self._accepting:
+            raise EngineUnavailable("the engine is shutting down", retry_after=1)
+        if len(self._routes) + self._placed + count > self._max_requests:
+            raise QueueFull(f"{len(self._routes) + self._placed} requests are in flight, the most allowed", retry_after=1)
+
+    def _give_back(self, place: Place) -> None:
+        self._placed -= place.count
+        place.count = 0
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step. Until it is released it may still get a step's outputs."""

@@ -10,12 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from adapters.device_pool import PAGE_RANK
+from adapters.fair_threads import TooManyPending
 from adapters.host_cache import HostAdapter, HostCache
 from adapters.manifest import AdapterError, AdapterNotFound
 from engine.engine import Engine
 from engine.responses import Model
 from engine.server.errors import ApiError, ModelNotFound
-from engine.server.generation import EngineUnavailable
+from engine.server.generation import EngineUnavailable, QueueFull
 from engine.server.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
@@ -61,28 +62,28 @@ class ModelRegistry:
         raise ModelNotFound(model)
 
     @asynccontextmanager
-    async def using(self, model: str) -> AsyncIterator[str | None]:
-        """As `digest`, with the adapter brought to memory and kept known for as long as this is entered.
+    async def using(self, model: str, tenant: str = "") -> AsyncIterator[str | None]:
+        """Enter with the digest that `model` names, the adapter in memory and known until the exit.
 
-        Raises ApiError if it does not exist or cannot be served.
+        Raises ApiError if it does not exist or cannot be served, EngineUnavailable if it cannot be read now, QueueFull
+        if too many of the tenant's adapters wait to be read.
         """
         digest = self.digest(model)
         if digest is None:
             yield None
             return
         async with self._kept(digest):
-            await self._bring(digest, model)
+            await self._bring(digest, model, tenant)
             yield digest
 
-    async def _bring(self, digest: str, model: str) -> None:
+    async def _bring(self, digest: str, model: str, tenant: str) -> None:
         if self._host_cache.get(digest) is not None:
             return
         if await self._loop.call(lambda: self._engine.adapter_ready(digest)):
             return
         started = time.monotonic()
         try:
-            # Shielded, for others may wait for the same load.
-            adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
+            adapter = await self._fetch(digest, tenant)
             self.load_seconds += LOAD_SHARE * (time.monotonic() - started - self.load_seconds)
         except AdapterNotFound:
             raise ModelNotFound(model) from None
@@ -90,12 +91,22 @@ class ModelRegistry:
             _log_failure(model, exc)
             raise ApiError(400, f"the adapter cannot be served: {exc}", param="model", code="adapter_refused") from None
         except OSError as exc:
+            # The store's fault, not the adapter's: another engine may read it.
             _log_failure(model, exc)
-            raise ApiError(
-                500, f"the adapter cannot be read: {exc.strerror}", kind="server_error", code="adapter_unreadable"
-            ) from exc
-        self._check_rank(model, adapter.rank, "model")
+            raise EngineUnavailable(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
         _log_load(model, adapter, started)
+
+    async def _fetch(self, digest: str, tenant: str) -> HostAdapter:
+        """Wait for a load; one that has not begun is dropped with the last request that waits for it."""
+        try:
+            load = self._host_cache.fetch(digest, tenant)
+        except TooManyPending as exc:
+            raise QueueFull(f"adapters to load: {exc}", retry_after=1) from None
+        try:
+            # Shielded, for others may wait for the same load.
+            return await asyncio.shield(asyncio.wrap_future(load))
+        finally:
+            self._host_cache.leave(digest, load)
 
     async def load(self, name: str, path: str, replace: bool = False) -> str:
         """Makes an adapter folder known under a name and returns its digest. The same again changes nothing.
@@ -111,8 +122,7 @@ class ModelRegistry:
                     digest = await asyncio.to_thread(self._add_path, path)
                     await stack.enter_async_context(self._kept(digest))
                 self._unloaded.add(digest)  # unless it gets the name
-                adapter = await asyncio.shield(asyncio.wrap_future(self._host_cache.fetch(digest)))
-                self._check_rank(name, adapter.rank, "lora_path")
+                adapter = await self._fetch(digest, "")
                 before = self._names.get(name, digest)
                 if before != digest and not replace:
                     raise ApiError(
@@ -195,16 +205,6 @@ class ModelRegistry:
         except (AdapterError, OSError):
             self._refused()
             raise
-
-    def _check_rank(self, name: str, rank: int, param: str) -> None:
-        limit = self._engine.config.max_lora_rank
-        if rank > limit:
-            error = ApiError(
-                400, f"the adapter's rank is {rank}, the most served is {limit}", param=param, code="adapter_refused"
-            )
-            self._refused()
-            _log_failure(name, error)
-            raise error
 
 
 def _log_load(name: str, adapter: HostAdapter, started: float) -> None:
