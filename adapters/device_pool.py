@@ -188,7 +188,7 @@ class AdapterPool:
         self._residents[digest].pins -= 1
 
     def error(self, digest: str) -> Exception:
-        """Return why `ensure` said FAILED, once: the next request tries again. AdapterError: the adapter's own fault."""
+        """Return why `ensure` said FAILED, once: the next request tries again. AdapterError: the adapter's fault."""
         return self._errors.pop(digest)
 
     def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:

@@ -1,7 +1,7 @@
 """A small pool of threads that is shared fairly between tenants.
 
-Each tenant has a queue of its own. The tenant whose work has held threads for the least time lately is served next, and
-no tenant holds the last free thread while it holds others: another tenant's work always starts at once or after one job.
+Each tenant has a queue of its own. The tenant whose work has held threads for the least time lately is served next. No
+tenant holds all threads, so a second tenant's work starts at once.
 Knows nothing of the work.
 """
 

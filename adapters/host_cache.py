@@ -160,7 +160,7 @@ class HostCache:
             return load
 
     def leave(self, digest: str, load: "Future[HostAdapter]") -> None:
-        """Undo the `fetch` that returned `load`: a load that has not begun and that nobody else asked for is dropped."""
+        """Undo the `fetch` that returned `load`: without other askers a load that has not begun is dropped."""
         with self._changed:
             if self._loads.get(digest) is not load:
                 return

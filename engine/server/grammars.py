@@ -31,10 +31,14 @@ MAX_PENDING, MAX_PENDING_PER_TENANT = 256, 16
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A grammar on its way. waiting: requests that want it. started: when a thread took it, None before that."""
+    """A grammar on its way. waiting: requests that want it. started: when a thread took it, None before that.
+
+    is_slow: the thread runs at low priority, for its tenant has compiled much lately.
+    """
 
     waiting: int = 0
     started: float | None = None
+    is_slow: bool = False
     job: "Future[Grammar]" = field(init=False)
     compiled: "asyncio.Future[Grammar]" = field(init=False)
 
@@ -62,7 +66,7 @@ class Grammars:
             pending = self._pending.get((tenant, spec)) or self._start(tenant, spec)
             pending.waiting += 1
             try:
-                await self._wait(pending, tenant, spec)
+                await self._wait(pending, spec)
             finally:
                 self._leave(pending, tenant, spec)
             grammar = self._result(pending, spec)
@@ -83,7 +87,7 @@ class Grammars:
     def _start(self, tenant: str, spec: GrammarSpec) -> _Pending:
         pending = _Pending()
         try:
-            pending.job = self._threads.submit(tenant, partial(self._compile, pending, spec))
+            pending.job = self._threads.submit(tenant, partial(self._compile, pending, tenant, spec))
         except TooManyPending as exc:
             raise QueueFull(f"grammars to compile: {exc}", retry_after=1) from None
         pending.compiled = asyncio.wrap_future(pending.job)
@@ -91,19 +95,19 @@ class Grammars:
         self._pending[tenant, spec] = pending
         return pending
 
-    def _compile(self, pending: _Pending, spec: GrammarSpec) -> Grammar:
+    def _compile(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> Grammar:
+        pending.is_slow = self._threads.is_heavy(tenant)
         pending.started = time.monotonic()
         return self._compiler.compile(spec)
 
-    async def _wait(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
+    async def _wait(self, pending: _Pending, spec: GrammarSpec) -> None:
         queued_until = time.monotonic() + QUEUE_SECONDS
         while not pending.compiled.done():
             until = queued_until if pending.started is None else pending.started + COMPILE_SECONDS
             left = until - time.monotonic()
             if left > 0:
                 await asyncio.wait([pending.compiled], timeout=left)
-            elif pending.started is None or self._threads.is_heavy(tenant):
-                # A tenant's many grammars run at low priority: that one is late says nothing of itself.
+            elif pending.started is None or pending.is_slow:
                 raise EngineUnavailable("other grammars are still being compiled", retry_after=1)
             else:
                 raise RequestError(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")

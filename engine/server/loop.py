@@ -127,7 +127,9 @@ class EngineLoop:
         if not self._accepting:
             raise EngineUnavailable("the engine is shutting down", retry_after=1)
         if len(self._routes) + self._placed + count > self._max_requests:
-            raise QueueFull(f"{len(self._routes) + self._placed} requests are in flight, the most allowed", retry_after=1)
+            raise QueueFull(
+                f"{len(self._routes) + self._placed} requests are in flight, the most allowed", retry_after=1
+            )
 
     def _give_back(self, place: Place) -> None:
         self._placed -= place.count

@@ -1,4 +1,4 @@
-"""The host tier: bounded, pins held, one load at a time for a digest, failures told and not remembered."""
+"""The host tier: bounded, pins held, one load at a time for a digest, failures told and remembered for a moment."""
 
 import threading
 import time
@@ -7,7 +7,9 @@ from concurrent.futures import Future, wait
 import pytest
 import torch
 
+from adapters import host_cache
 from adapters.checkpoint import open_checkpoint
+from adapters.fair_threads import TooManyPending
 from adapters.host_cache import HostAdapter, HostCache
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.store import DirectoryStore
@@ -149,7 +151,7 @@ def test_one_load_serves_all_who_ask(make, digests, monkeypatch):
     assert reads == [digests[0]]
 
 
-def test_a_failure_reaches_the_caller_and_is_not_remembered(make, store, tmp_path):
+def test_an_adapter_that_was_not_there_is_found_as_soon_as_it_is(make, store, tmp_path):
     cache, folder = make(), write(tmp_path / "late", tensors(seed=9))
     digest = open_checkpoint(folder).digest
     with pytest.raises(AdapterNotFound, match="no adapter with digest"):
@@ -167,6 +169,7 @@ def test_a_failed_read_gives_its_room_back(make, digests, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(HostCache, "_read", broken)
+        patch.setattr(host_cache, "FAILURE_SECONDS", 0.0)
         with pytest.raises(OSError, match="disk on fire"):
             load(cache, digests[0])
     assert cache.stats().num_bytes == 0
@@ -283,3 +286,83 @@ def test_close_ends_loads_that_wait(make, digests):
     cache.close()
     with pytest.raises(AdapterError, match="shutting down"):
         waiting.result(TIMEOUT)
+
+
+def test_a_failing_adapter_is_read_once_for_all_who_wait(make, store, digests, monkeypatch):
+    weights = store.path(digests[0]) / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    cache, opened, really = make(), [], host_cache.open_checkpoint
+    monkeypatch.setattr(host_cache, "open_checkpoint", lambda folder: (opened.append(folder), really(folder))[1])
+    for _ in range(20):
+        with pytest.raises(AdapterError, match="its files have changed"):
+            load(cache, digests[0])
+    assert len(opened) == 1
+    weights.write_bytes(whole)
+    with pytest.raises(AdapterError, match="its files have changed"):
+        load(cache, digests[0])
+    now = time.monotonic()
+    monkeypatch.setattr(host_cache.time, "monotonic", lambda: now + host_cache.FAILURE_SECONDS + 1)
+    assert load(cache, digests[0]).digest == digests[0]
+
+
+def test_what_the_device_cannot_place_is_refused_before_it_is_read(make, digests, monkeypatch):
+    cache = make()
+    cache.refuse_beyond(max_rank=3, max_outside_bytes=0)
+    monkeypatch.setattr(HostCache, "_read", lambda *_: pytest.fail("it was read"))
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="its rank is 4, the most served is 3"):
+            load(cache, digests[0])
+
+
+def test_a_tenants_loads_wait_for_themselves_only(make, digests, monkeypatch):
+    cache, gates = make(10 * SIZE), {digest: threading.Event() for digest in digests}
+    read = HostCache._read
+    begun = []
+
+    def slow(self, checkpoint, size):
+        begun.append(checkpoint.digest)
+        gates[checkpoint.digest].wait(TIMEOUT)
+        return read(self, checkpoint, size)
+
+    monkeypatch.setattr(HostCache, "_read", slow)
+    greedy = [cache.fetch(digest, "greedy") for digest in digests[:5]]
+    gates[digests[5]].set()
+    assert cache.fetch(digests[5], "neighbour").result(TIMEOUT).digest == digests[5]
+    # A load that another tenant has asked for too is in that one's queue as well.
+    gates[digests[4]].set()
+    assert cache.fetch(digests[4], "neighbour").result(TIMEOUT).digest == digests[4]
+    assert not any(load.done() for load in greedy[:4])
+    for gate in gates.values():
+        gate.set()
+    assert [load.result(TIMEOUT).digest for load in greedy] == digests[:5]
+
+
+def test_a_load_that_nobody_waits_for_leaves_the_queue(make, digests, monkeypatch):
+    cache, gate = make(10 * SIZE), threading.Event()
+    read = HostCache._read
+    monkeypatch.setattr(HostCache, "_read", lambda *call: gate.wait(TIMEOUT) and read(*call))
+    running = [cache.fetch(digest, "a") for digest in digests[:2]]
+    waiting, again = cache.fetch(digests[2], "a"), cache.fetch(digests[2], "a")
+    assert waiting is again
+    cache.leave(digests[2], waiting)
+    assert not waiting.cancelled()
+    cache.leave(digests[2], waiting)
+    assert waiting.cancelled()
+    gate.set()
+    assert load(cache, digests[2]).digest == digests[2]
+    assert all(future.result(TIMEOUT) for future in running)
+
+
+def test_a_tenant_has_a_bounded_number_of_loads_waiting(make, digests, monkeypatch):
+    monkeypatch.setattr(host_cache, "MAX_PENDING_PER_TENANT", 2)
+    cache, gate = make(10 * SIZE), threading.Event()
+    read = HostCache._read
+    monkeypatch.setattr(HostCache, "_read", lambda *call: gate.wait(TIMEOUT) and read(*call))
+    for digest in digests[:4]:
+        cache.fetch(digest, "greedy")
+    with pytest.raises(TooManyPending, match="2 of this tenant's"):
+        cache.fetch(digests[4], "greedy")
+    neighbours = cache.fetch(digests[4], "neighbour")
+    gate.set()
+    assert neighbours.result(TIMEOUT).digest == digests[4]

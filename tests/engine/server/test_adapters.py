@@ -4,11 +4,14 @@ import asyncio
 import json
 import random
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from adapters.device_pool import Residency
+from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from tests.engine.server.running import Client, RunningServer
@@ -215,4 +218,70 @@ async def test_modules_named_at_the_start_are_served(session, model, adapter):
         assert await names(client) == ["tiny", "first"]
         assert await said(client, "first") != await said(client, "tiny")
     finally:
+        running.close()
+
+
+async def test_an_adapter_that_no_page_holds_is_refused_each_time(client, server, model, tmp_path):
+    save_adapter(tmp_path / "wide", rank=32, seed=5)
+    store = DirectoryStore(server.server._store.root)
+    digest = store.put(tmp_path / "wide", BaseShape.from_config_dir(model)).digest
+    for stream in (False, True, False):
+        body = FIELDS | {"model": f"sha256:{digest}", "stream": stream}
+        status, answer = await client.post("/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (400, "adapter_refused")
+        assert "rank is 32, the most served is 16" in answer["error"]["message"]
+
+
+async def test_an_adapter_lost_while_its_request_waits_is_a_400(session, model, tmp_path):
+    """It was in host memory when the request came, and is evicted and damaged before the device has it."""
+    store = DirectoryStore(tmp_path / "store")
+    save_adapter(tmp_path / "a", seed=6)
+    checkpoint = store.put(tmp_path / "a", BaseShape.from_config_dir(model))
+    running = RunningServer(model, tmp_path / "store", config={"max_num_seqs": 1})
+    try:
+        client = Client(session, running.url)
+        long = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        async with session.post(running.url + "/v1/completions", json=long) as stream:
+            await stream.content.readany()
+            # Nothing is placed before the device is asked, which `max_num_seqs` does not keep from being asked.
+            running.server._engine.adapters.ensure = lambda digest: Residency.LOADING
+            waiting = asyncio.create_task(
+                client.post("/v1/completions", FIELDS | {"model": f"sha256:{checkpoint.digest}"})
+            )
+            await client.wait_for(lambda state: state["waiting"] == 1)
+            running.server._host_cache.drop(checkpoint.digest)
+            weights = checkpoint.folder / "adapter_model.safetensors"
+            weights.chmod(0o644)
+            weights.write_bytes(weights.read_bytes()[:-5])
+            del running.server._engine.adapters.ensure
+            status, answer = await waiting
+            assert (status, answer["error"]["code"]) == (400, "adapter_refused"), answer
+            assert answer["error"]["param"] == "model"
+            stream.close()
+    finally:
+        running.close()
+
+
+async def test_requests_that_wait_for_a_load_count_among_those_that_wait(session, model, tmp_path, monkeypatch):
+    gate = threading.Event()
+    read = HostCache._read
+    monkeypatch.setattr(HostCache, "_read", lambda *call: gate.wait(60) and read(*call))
+    store = DirectoryStore(tmp_path / "store")
+    save_adapter(tmp_path / "a", seed=7)
+    digest = store.put(tmp_path / "a", BaseShape.from_config_dir(model)).digest
+    running = RunningServer(model, tmp_path / "store", config={"max_num_seqs": 1}, max_waiting=2)
+    try:
+        client = Client(session, running.url)
+        asked = [
+            asyncio.create_task(client.post("/v1/completions", FIELDS | {"model": f"sha256:{digest}"})) for _ in "abc"
+        ]
+        await client.wait_for(lambda _: running.server._loop._placed == 3)
+        status, answer = await client.post("/v1/completions", FIELDS | {"model": "tiny"})
+        assert (status, answer["error"]["code"]) == (503, "engine_overloaded")
+        gate.set()
+        assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 3
+        assert (await client.post("/v1/completions", FIELDS | {"model": "tiny"}))[0] == 200
+        assert running.server._loop._placed == 0
+    finally:
+        gate.set()
         running.close()

@@ -161,7 +161,12 @@ async def test_the_internal_token_guards_every_route_but_two(session, model):
         assert chunks[0]["loraplex"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
         assert set(last["loraplex"]) == {"completion_tokens", "prompt_tokens", "cached_tokens"}
         weights = [{"x-loraplex-weight": "heavy"}, {"x-loraplex-weight": "nan"}]
-        for bad in [*weights, {"x-loraplex-priority": "1.5"}, {"x-loraplex-tenant": "\u00e9"}]:
+        for bad in [
+            *weights,
+            {"x-loraplex-priority": "1.5"},
+            {"x-loraplex-priority": "9" * 400},
+            {"x-loraplex-tenant": "\u00e9"},
+        ]:
             status, answer = await client.post("/v1/completions", LONG, headers=headers | bad)
             assert (status, answer["error"]["param"]) == (400, next(iter(bad)))
     finally:

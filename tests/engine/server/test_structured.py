@@ -10,7 +10,7 @@ import pytest
 
 from engine.scheduling.request import RequestError
 from engine.server import grammars
-from engine.server.generation import EngineUnavailable
+from engine.server.generation import EngineUnavailable, QueueFull
 from engine.server.grammars import Grammars
 from engine.structured.compiler import Grammar
 from engine.structured.spec import GrammarSpec
@@ -146,16 +146,23 @@ async def test_a_grammar_too_ambiguous_to_follow_is_400_and_harms_nobody(client:
     assert state["kv_blocks_free"] == state["kv_blocks_total"]
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException."""
+
+
 class CountingCompiler:
-    """Stands where the real one does, holding each compilation until the test lets it go on."""
+    """Stands where the real one does, holding those that begin with `held` until the test lets them go on."""
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
+        self.held = ""
         self.go = threading.Event()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         self.compiled.append(spec.text)
-        assert self.go.wait(10)
+        assert not spec.text.startswith(self.held) or self.go.wait(10)
+        if spec.text == "panic":
+            raise Panic
         if spec.text == "bad":
             raise RequestError(spec.param, "it is bad")
         return Grammar(None, frozenset(), spec.param)  # type: ignore[arg-type]
@@ -185,7 +192,7 @@ async def test_one_spec_is_compiled_once_while_it_is_cached(cache: Grammars, com
     assert [grammar.param for grammar in await asyncio.gather(*waiting)] == ["p", "q"]
     assert (await cache.get(regex("a", "r"))).param == "r"
     assert compiler.compiled == ["a"]
-    for i in range(grammars.MAX_CACHED):
+    for i in range(grammars.MAX_CACHED_PER_TENANT):
         await cache.get(regex(f"x{i}"))
     await cache.get(regex("a"))
     assert compiler.compiled.count("a") == 2
@@ -213,8 +220,51 @@ async def test_slow_grammars_are_refused_and_too_many_turned_away(
     cache: Grammars, compiler: CountingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 1.0)
-    monkeypatch.setattr(grammars, "MAX_PENDING", 3)
+    monkeypatch.setattr(grammars, "QUEUE_SECONDS", 0.5)
+    monkeypatch.setattr(grammars, "MAX_PENDING_PER_TENANT", 1)
+    cache = Grammars(compiler)  # type: ignore[arg-type]
     got = await asyncio.gather(*(cache.get(regex(text)) for text in "abcd"), return_exceptions=True)
     kinds = [type(outcome) for outcome in got]
-    # Two threads: a and b were being compiled, c only waited for its turn, d found no place to wait.
-    assert kinds == [RequestError, RequestError, EngineUnavailable, EngineUnavailable]
+    # A tenant has two threads: a and b were being compiled, c only waited for its turn, d found no place to wait.
+    assert kinds == [RequestError, RequestError, EngineUnavailable, QueueFull]
+    compiler.go.set()
+    assert (await cache.get(regex("e"), "neighbour")).param == "p"
+    cache.close()
+
+
+async def test_a_neighbours_grammar_does_not_wait_behind_many(cache: Grammars, compiler: CountingCompiler) -> None:
+    compiler.held = "slow"
+    greedy = [asyncio.create_task(cache.get(regex(f"slow{i}"), "greedy")) for i in range(48)]
+    await asyncio.sleep(0.01)
+    assert (await cache.get(regex("quick"), "neighbour")).param == "p"
+    assert len(compiler.compiled) == 3
+    for task in greedy:
+        task.cancel()
+    assert len(await asyncio.gather(*greedy, return_exceptions=True)) == 48
+    # Those that nobody waits for are never compiled.
+    compiler.go.set()
+    await cache.get(regex("another"), "greedy")
+    assert sorted(compiler.compiled) == ["another", "quick", "slow0", "slow1"]
+
+
+async def test_a_tenants_grammars_push_out_its_own_only(cache: Grammars, compiler: CountingCompiler) -> None:
+    compiler.go.set()
+    await cache.get(regex("mine"), "neighbour")
+    for i in range(2 * grammars.MAX_CACHED):
+        await cache.get(regex(f"x{i}"), "greedy")
+    compiler.compiled.clear()
+    await cache.get(regex("mine"), "neighbour")
+    assert compiler.compiled == []
+    # That it is compiled for another tenant can't be told by the time it takes.
+    await cache.get(regex("mine"), "greedy")
+    assert compiler.compiled == ["mine"]
+    for i in range(2 * grammars.MAX_CACHED):
+        await cache.get(regex("x"), f"tenant{i}")
+    assert sum(map(len, cache._compiled.values())) <= grammars.MAX_CACHED
+
+
+async def test_a_panic_of_the_compiler_is_the_requests_own(cache: Grammars, compiler: CountingCompiler) -> None:
+    compiler.go.set()
+    with pytest.raises(RequestError, match="the compiler failed on it"):
+        await cache.get(regex("panic"))
+    assert (await cache.get(regex("fine"))).param == "p"

@@ -1,0 +1,164 @@
+"""Threads that tenants share: turns by recent use, a thread kept free, bounds, and what is cancelled."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from adapters import fair_threads
+from adapters.fair_threads import FairThreads, TooManyPending
+
+TIMEOUT = 20
+
+
+@pytest.fixture
+def threads():
+    pool = FairThreads(3, "test", max_pending=100, max_pending_per_tenant=50)
+    yield pool
+    pool.close()
+
+
+class Gate:
+    """Work that waits until it is let go, and notes who ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.open = threading.Event()
+
+    def work(self, name: str, wait: bool = True):
+        def run() -> str:
+            self.ran.append(name)
+            assert not wait or self.open.wait(TIMEOUT)
+            return name
+
+        return run
+
+
+def test_a_second_tenant_starts_at_once_behind_many_of_the_first(threads):
+    gate = Gate()
+    greedy = [threads.submit("greedy", gate.work("greedy")) for _ in range(48)]
+    assert threads.submit("neighbour", gate.work("neighbour", wait=False)).result(TIMEOUT) == "neighbour"
+    assert gate.ran.count("greedy") == 2
+    gate.open.set()
+    assert [job.result(TIMEOUT) for job in greedy] == ["greedy"] * 48
+
+
+def test_turns_go_to_the_tenant_with_the_least_use():
+    pool, gate = FairThreads(1, "test", max_pending=100, max_pending_per_tenant=50), Gate()
+    try:
+        pool.submit("heavy", lambda: time.sleep(0.05)).result(TIMEOUT)
+        blocker = pool.submit("blocker", gate.work("blocker"))
+        for tenant in ("heavy", "heavy", "light", "heavy", "light"):
+            pool.submit(tenant, gate.work(tenant, wait=False))
+        gate.open.set()
+        last = pool.submit("heavy", gate.work("heavy"))
+        blocker.result(TIMEOUT)
+        last.result(TIMEOUT)
+        assert gate.ran == ["blocker", "light", "light", "heavy", "heavy", "heavy", "heavy"]
+    finally:
+        pool.close()
+
+
+def test_use_is_forgotten(threads, monkeypatch):
+    threads.submit("once", lambda: time.sleep(0.02)).result(TIMEOUT)
+    deadline = time.monotonic() + TIMEOUT
+    while "once" not in threads._used:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    now = time.monotonic()
+    monkeypatch.setattr(fair_threads.time, "monotonic", lambda: now + 100 * fair_threads.HALF_LIFE_S)
+    threads.submit("other", int).result(TIMEOUT)
+    while threads._running:
+        time.sleep(0.001)
+    assert "once" not in threads._used
+
+
+def test_the_tenants_bound_and_the_whole_queues():
+    pool, gate = FairThreads(2, "test", max_pending=5, max_pending_per_tenant=3), Gate()
+    try:
+        for _ in range(4):  # one runs, three wait
+            pool.submit("a", gate.work("a"))
+        with pytest.raises(TooManyPending, match="3 of this tenant's"):
+            pool.submit("a", gate.work("a"))
+        for _ in range(3):  # one runs, two wait
+            pool.submit("b", gate.work("b"))
+        with pytest.raises(TooManyPending, match="5 wait already"):
+            pool.submit("c", gate.work("c"))
+        unbounded = pool.submit("c", gate.work("c"), bounded=False)
+        gate.open.set()
+        assert unbounded.result(TIMEOUT) == "c"
+    finally:
+        gate.open.set()
+        pool.close()
+
+
+def test_a_cancelled_job_leaves_its_place_to_others():
+    pool, gate = FairThreads(2, "test", max_pending=5, max_pending_per_tenant=1), Gate()
+    try:
+        pool.submit("a", gate.work("first"))
+        waiting = pool.submit("a", gate.work("second"))
+        assert waiting.cancel()
+        assert pool.num_pending == 0
+        third = pool.submit("a", gate.work("third"))
+        gate.open.set()
+        assert third.result(TIMEOUT) == "third"
+        assert gate.ran == ["first", "third"]
+    finally:
+        pool.close()
+
+
+def test_a_shared_job_runs_once_at_whichever_turn_is_first(threads):
+    gate = Gate()
+    for _ in range(2):
+        threads.submit("greedy", gate.work("greedy"))
+    shared = threads.submit("greedy", gate.work("shared", wait=False))
+    threads.share("neighbour", shared)
+    assert shared.result(TIMEOUT) == "shared"
+    gate.open.set()
+    assert threads.num_pending == 0
+    assert gate.ran.count("shared") == 1
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException: no Exception."""
+
+
+def test_a_panic_reaches_the_caller_and_ends_no_thread_for_good(threads):
+    def panic() -> None:
+        raise Panic
+
+    for _ in range(5):
+        with pytest.raises(Panic):
+            threads.submit("a", panic).result(TIMEOUT)
+    assert threads.submit("a", lambda: 1).result(TIMEOUT) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
+def test_a_tenant_of_much_recent_use_runs_at_low_priority(threads, monkeypatch):
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    normal = nice()
+    monkeypatch.setattr(fair_threads, "HEAVY_SECONDS", 0.01)
+    assert threads.submit("greedy", nice).result(TIMEOUT) == normal
+    threads.submit("greedy", lambda: time.sleep(0.05)).result(TIMEOUT)
+    deadline = time.monotonic() + TIMEOUT
+    while not threads.is_heavy("greedy"):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert threads.submit("greedy", nice).result(TIMEOUT) == fair_threads.HEAVY_NICE
+    assert threads.submit("neighbour", nice).result(TIMEOUT) == normal
+
+
+def test_closing_cancels_what_waits():
+    pool, gate = FairThreads(2, "test", max_pending=5, max_pending_per_tenant=5), Gate()
+    running = pool.submit("a", gate.work("a"))
+    waiting = pool.submit("a", gate.work("a"))
+    gate.open.set()
+    pool.close()
+    assert running.result(0) == "a"
+    assert waiting.cancelled() or waiting.result(0) == "a"
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit("a", int)
