@@ -29,11 +29,15 @@ class Usage(Struct):
 
 
 class Progress(Struct):
-    """What a stream has cost so far, for the gateway: it bills streams that end early by it."""
+    """The cost so far and the receipt, for the gateway: it bills streams that end early by it.
+
+    adapter_digest: of the adapter whose pages the steps read, `sha256:<digest>`, `base` or `mixed`; null before any.
+    """
 
     completion_tokens: int
     prompt_tokens: int
     cached_tokens: int
+    adapter_digest: str | None = None
 
 
 class CompletionLogprobs(Struct):

@@ -56,6 +56,7 @@ class Sequence:
         self._stop_ids = stop_ids
         self._is_empty = is_empty
         self.num_prompt_tokens = 0
+        self.served_digest: str | None = None
         self.num_cached_tokens = 0
         self.finished = False
 
@@ -73,6 +74,7 @@ class Sequence:
 
     def _take(self, output: RequestOutput, delta: Delta) -> None:
         self.num_prompt_tokens = output.num_prompt_tokens
+        self.served_digest = output.served_digest or self.served_digest
         self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             delta.prompt_logprobs = output.prompt_logprobs

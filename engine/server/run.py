@@ -1,0 +1,251 @@
+"""One request on its way: the engine's outputs become deltas, the deltas an answer or a stream."""
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from engine.protocol import BadRequest, SamplingRequest
+from engine.responses import Progress, PromptTokensDetails, Usage
+from engine.scheduling.request import MIXED_SERVED, RequestOutput
+from engine.server.answers import Answer
+from engine.server.errors import ApiError, as_api_error, error_body
+from engine.server.finished import Tally
+from engine.server.generation import Generation
+from engine.server.metrics import Metrics
+from engine.server.sequence import Delta, Sequence
+from engine.server.text import OutputText
+from engine.server.tracing import Phases, describe_generation
+from engine.structured.spec import GrammarSpec
+from engine.tokenizer import Tokenizer
+from engine.tracing import Span
+
+RECEIPT_HEADER = "x-loraplex-adapter-digest"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that has been read. shown_ids: special tokens that are written, for its answer is parsed by them."""
+
+    request_id: str
+    body: SamplingRequest
+    prompts: list[list[int]]
+    prompt_field: str
+    default_max_tokens: int | None
+    answer: Answer[Any]
+    spec: GrammarSpec | None
+    shown_ids: frozenset[int] = frozenset()
+
+
+class Run:
+    """One request on its way: the engine's news become deltas, the deltas an answer."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        end_ids: frozenset[int],
+        metrics: Metrics,
+        *,
+        internal: bool,
+    ) -> None:
+        body, prompts = asked.body, asked.prompts
+        self._generation = generation
+        self._metrics = metrics
+        self._body = body
+        self._internal = internal
+        self._choices = body.n or 1
+        self.prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self._tally: Tally | None = None
+        self._phases = Phases()
+        self._reason = "abort"
+        include_stop = bool(body.include_stop_str_in_output)
+        stop_ids = frozenset(body.stop_token_ids or ())
+        self._sequences = [
+            Sequence(
+                index,
+                OutputText(
+                    tokenizer,
+                    body.stop_strings,
+                    include_stop=include_stop,
+                    min_tokens=body.min_tokens or 0,
+                    shown_ids=asked.shown_ids,
+                    after=prompts[index // self._choices],
+                ),
+                include_stop=include_stop,
+                end_ids=end_ids,
+                stop_ids=stop_ids,
+                is_empty=body.max_new_tokens == 0,
+            )
+            for index in range(len(prompts) * self._choices)
+        ]
+
+    def keep_tally(self, tally: Tally) -> None:
+        """Counts there as it goes on, and what was generated in the end, whoever still wanted it."""
+        self._tally = tally
+        self._generation.on_gone = self._end_tally
+
+    def count_left(self) -> None:
+        """Sequences that were wanted no more before their end: mostly the client has gone."""
+        if not self._generation.failed and (left := sum(not sequence.finished for sequence in self._sequences)):
+            self._metrics.finished.labels("abort").inc(left)
+
+    def describe(self, span: Span, path: str) -> None:
+        """Of a request that is traced, how it went."""
+        if span.is_recording:
+            describe_generation(span, path, self._body.model, self._phases, self._progress(), self._reason)
+
+    def _end_tally(self) -> None:
+        assert self._tally is not None
+        done = self._progress()
+        generated = self._generation.num_generated
+        completion = sum(s.num_tokens if s.finished else generated[s.index] for s in self._sequences)
+        reason = "error" if self._generation.failed else "abort"
+        if self._reason == "error" or all(sequence.finished for sequence in self._sequences):
+            reason = self._reason
+        # What was refused before its first token has cost nothing.
+        prompt = 0 if reason == "error" and not completion else done.prompt_tokens
+        self._tally.count(prompt, completion, done.cached_tokens)
+        self._tally.end(reason)
+
+    async def whole(self, answer: Answer[Any]) -> web.Response:
+        total = [Delta(sequence.index) for sequence in self._sequences]
+        async for deltas in self._deltas():
+            for delta in deltas:
+                total[delta.index].add(delta)
+        choices, progress = [answer.whole(delta) for delta in total], self._progress_if_internal()
+        body = answer.envelope(choices, stream=False, usage=self._usage(), progress=progress)
+        headers = self._receipt()
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=headers)
+
+    async def stream(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
+        # The first news comes before the headers: what is refused until then is a plain error with its status.
+        news = self._deltas()
+        deltas = await anext(news)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"} | self._receipt()
+        )
+        try:
+            await response.prepare(request)
+            opened: set[int] = set()
+            while deltas:
+                if payload := self._chunks(answer, deltas, opened):
+                    await response.write(payload)
+                try:
+                    deltas = await anext(news, [])
+                except Exception as exc:  # noqa: BLE001 - the status is sent; the error goes into the stream
+                    await response.write(_event(error_body(as_api_error(exc, request))) + b"data: [DONE]\n\n")
+                    return response
+            end = b"data: [DONE]\n\n"
+            if self._body.include_usage:
+                usage = answer.envelope([], stream=True, usage=self._usage(), progress=self._progress_if_internal())
+                end = _event(msgspec.json.encode(usage)) + end
+            await response.write(end)
+            await response.write_eof()
+        except ConnectionError:
+            # The client went away before the handler was cancelled; leaving aborts what runs.
+            return response
+        finally:
+            await news.aclose()
+        return response
+
+    def _chunks(self, answer: Answer[Any], deltas: list[Delta], opened: set[int]) -> bytes:
+        usage = self._usage() if self._body.continuous_usage else None if self._body.include_usage else UNSET
+        wants_tokens = bool(self._body.return_token_ids)
+        progress = self._progress_if_internal()
+        payload = []
+        for delta in deltas:
+            choices = []
+            if delta.index not in opened:
+                opened.add(delta.index)
+                if (opening := answer.opening(delta.index)) is not None:
+                    choices.append(opening)
+            told = delta.text or delta.logprobs or delta.prompt_logprobs or (wants_tokens and delta.token_ids)
+            if (told or delta.finish_reason) and not answer.is_silent(chunk := answer.chunk(delta)):
+                choices.append(chunk)
+            for choice in choices:
+                event = answer.envelope([choice], stream=True, usage=usage, progress=progress)
+                payload.append(_event(msgspec.json.encode(event)))
+        if self._internal and not payload:
+            # The gateway wants to know of every token, also of one whose text is held back.
+            payload.append(_event(msgspec.json.encode(answer.envelope([], stream=True, progress=progress))))
+        return b"".join(payload)
+
+    async def _deltas(self) -> AsyncGenerator[list[Delta], None]:
+        """What the sequences gained, one list for all news that had come; ends when all have ended."""
+        arrived = time.perf_counter()
+        last: dict[int, float] = {}
+        left = len(self._sequences)
+        while left:
+            outputs: dict[int, list[RequestOutput]] = {}
+            for index, output in await self._generation.news():
+                outputs.setdefault(index, []).append(output)
+            now = time.perf_counter()
+            deltas = []
+            for index, news in outputs.items():
+                sequence = self._sequences[index]
+                if sequence.finished:
+                    continue
+                delta = sequence.take(news)
+                self._reason = delta.finish_reason or self._reason
+                if delta.finish_reason is not None:
+                    self._metrics.finished.labels(delta.finish_reason).inc()
+                if delta.error_param is not None:
+                    code = "adapter_refused" if delta.error_param == "model" else None
+                    raise BadRequest(delta.error_param, delta.error or "", code)
+                if delta.error is not None:
+                    raise ApiError(500, delta.error, kind="server_error", code="generation_failed")
+                if index in last:
+                    self._metrics.inter_token_latency.observe(now - last[index])
+                else:
+                    self._metrics.time_to_first_token.observe(now - arrived)
+                    self._phases.first_token(news[0].started_at)
+                last[index] = now
+                if sequence.finished:
+                    left -= 1
+                    self._generation.stop(index)
+                deltas.append(delta)
+            if deltas:
+                if self._tally is not None:
+                    done = self._progress()
+                    self._tally.count(done.prompt_tokens, done.completion_tokens, done.cached_tokens)
+                yield deltas
+
+    def _progress(self) -> Progress:
+        # A prompt counts once for all of its choices; what the first one computed, the others found in the cache.
+        cached = 0
+        for start in range(0, len(self._sequences), self._choices):
+            group = self._sequences[start : start + self._choices]
+            cached += min((s.num_cached_tokens for s in group if s.num_prompt_tokens), default=0)
+        return Progress(sum(s.num_tokens for s in self._sequences), self.prompt_tokens, cached, self._served())
+
+    def _served(self) -> str | None:
+        """The receipt of all sequences; those that no step has worked on yet say nothing."""
+        served = {s.served_digest for s in self._sequences if s.served_digest is not None}
+        return MIXED_SERVED if len(served) > 1 else next(iter(served), None)
+
+    def _receipt(self) -> dict[str, str]:
+        """The header that names what the steps so far have read; a stream's is of its first ones."""
+        served = self._served()
+        return {} if served is None else {RECEIPT_HEADER: served}
+
+    def _progress_if_internal(self) -> Progress | msgspec.UnsetType:
+        return self._progress() if self._internal else UNSET
+
+    def _usage(self) -> Usage:
+        done = self._progress()
+        return Usage(
+            done.prompt_tokens,
+            done.completion_tokens,
+            done.prompt_tokens + done.completion_tokens,
+            PromptTokensDetails(done.cached_tokens),
+        )
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
