@@ -1,0 +1,100 @@
+"""One hostile tenant beside a well-behaved one, on a live stack: attack after attack, and what each did.
+
+    python -m benchmarks.hostile                          (all, about 40 minutes; --list names them)
+    python -m benchmarks.hostile --only pax-bomb rank-65 --seconds 5 --pairs 1
+    python -m benchmarks.hostile --mutations 200          (mutated uploads as well; 0 for none)
+
+Attacks are on the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
+need engines that misbehave, and meet a gateway before doubles of them. Each attacker is a new tenant with the default
+limits, in a process of niceness 19, so that its own work costs the others little. For each attack the neighbour is
+measured in pairs of rounds, quiet and attacked, right after each other, so that a machine's drift cancels. Where an
+attacker uses an engine as any tenant may, the quiet round has an honest tenant with the same use instead. Exit code 1
+if a limit is missed.
+
+Limits: the neighbour's p50 and p99 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (its
+children apart); an answer of /healthz, asked for every 10 ms, 100 ms; nothing left behind; no 5xx but 503.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.hostile.catalogue import ATTACKS, SHOWN
+from benchmarks.hostile.place import Place, before_doubles, up
+from benchmarks.hostile.run import Limits, Result, run_attack
+
+
+def show(result: Result) -> str:
+    """One line of the report."""
+    ratio = f"{result.p50:.2f} {result.p99:.2f}" if result.p50 else "-"
+    statuses = " ".join(f"{status}:{number}" for status, number in sorted(result.statuses.items()))
+    verdict = "holds" if not result.missed else "MISSED " + "; ".join(result.missed)
+    return (
+        f"{result.name:20} {ratio:>10} {result.upload:6.2f} s {result.memory / 2**20:+6.0f} MiB "
+        f"{result.children / 2**20:5.0f} MiB {result.stall * 1000:6.0f} ({result.quiet_stall * 1000:.0f}) ms "
+        f"{result.cpu:5.1f} s  {statuses}\n{'':20} {verdict}" + "".join(f"\n{'':20} {note}" for note in result.notes)
+    )
+
+
+async def run_all(flags: argparse.Namespace, folder: Path) -> list[Result]:
+    wanted = [ATTACKS[name] for name in flags.only] if flags.only else SHOWN
+    limits = Limits(latency=flags.latency or None)
+    results = []
+    for name in dict.fromkeys(attack.place for attack in wanted):
+        with contextlib.ExitStack() as exits:
+            place = exits.enter_context(open_place(name, folder, postgres=flags.postgres))
+            for attack in wanted:
+                if attack.place == name:
+                    print(f"\n{attack.name}: {attack.words}", flush=True)
+                    results.append(await run_attack(attack, place, flags.seconds, flags.pairs, limits))
+                    print(show(results[-1]), flush=True)
+    return results
+
+
+def open_place(name: str, folder: Path, *, postgres: bool) -> contextlib.AbstractContextManager[Place]:
+    home = folder / name
+    home.mkdir()
+    return up(home, postgres=postgres) if name == "up" else before_doubles(home, name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(ATTACKS), metavar="NAME", help="these attacks")
+    parser.add_argument("--list", action="store_true", help="print the attacks and end")
+    parser.add_argument("--seconds", type=float, default=12.0, help="length of a round")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of rounds for each attack")
+    parser.add_argument("--latency", type=float, default=1.2, help="limit of the neighbour's p50 and p99; 0 for none")
+    parser.add_argument("--postgres", action="store_true", help="PostgreSQL instead of SQLite")
+    parser.add_argument("--json", type=Path, help="write the results there as well")
+    flags = parser.parse_args()
+    if flags.list:
+        for attack in SHOWN:
+            print(f"{attack.name:20} {attack.words}" + (f"   [double: {attack.place}]" if attack.place != "up" else ""))
+        return 0
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    print(
+        "attack, the neighbour's p50 and p99 (times quiet), its slowest upload, the gateway's memory, its children's,"
+    )
+    print("its longest stall (in the quiet rounds), its CPU time, statuses seen")
+    # As by Ctrl-C: what was started is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+        results = asyncio.run(run_all(flags, Path(folder)))
+    missed = [result.name for result in results if result.missed]
+    print(f"\n{len(results)} attacks in {time.monotonic() - began:.0f} s: ", end="")
+    print(f"{len(missed)} MISSED: {', '.join(missed)}" if missed else "all hold")
+    if flags.json:
+        flags.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""The attacking tenant: one process of low priority that runs one attack, round after round.
+
+    python -m benchmarks.hostile.attacker NAME      (its target as JSON on the first line of stdin)
+
+It prints `ready` once its payloads are made, runs the attack for as many seconds as each further line of stdin says,
+and answers each of those lines with one line of JSON, a `Round`. It connects from 127.0.0.2, so that a throttle by
+address can tell it from the neighbour.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+ADDRESS = "127.0.0.2"
+NICE = 19
+# The longest that an attack may take beyond its time to close what it opened.
+GRACE_SECONDS = 90.0
+BOUNDARY = b"hostile-boundary"
+REQUEST_ID = re.compile(rb"req_[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The gateway under attack, as its attacker sees it. control: the URL at which
+    engine doubles tell what they saw. max_upload_seconds: the longest that a refusal may take."""
+
+    url: str
+    key: str
+    neighbour_key: str
+    base_model: str
+    max_upload_seconds: float = 5.0
+    max_error_bytes: int = 2048
+    control: str = ""
+
+
+@dataclass
+class Round:
+    """Outcome of one round. breaches: broken promises, in words. accepted: digests of adapters that were stored."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    breaches: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+    largest_error: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: bytes
+    seconds: float
+    headers: dict[str, str]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def code(self) -> str:
+        """The error's code, or an empty string."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return str(self.json["error"]["code"])
+        return ""
+
+
+class Attacker:
+    """Sends the requests of one attack and keeps count of the answers."""
+
+    def __init__(self, target: Target, session: aiohttp.ClientSession, seconds: float) -> None:
+        self.target = target
+        self.session = session
+        self.began = time.monotonic()
+        self.ends = self.began + seconds
+        self.round = Round()
+
+    @property
+    def going(self) -> bool:
+        return time.monotonic() < self.ends
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.ends - time.monotonic())
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.target.key}"}
+
+    def check(self, holds: bool, words: str) -> None:
+        """Note a broken promise unless it holds."""
+        if not holds and words not in self.round.breaches:
+            self.round.breaches.append(words)
+
+    def note(self, words: str) -> None:
+        if words not in self.round.notes:
+            self.round.notes.append(words)
+
+    def count(self, status: int | str, seconds: float = 0.0, body: bytes = b"") -> None:
+        """Count an answer; a server's error other than 503 is a breach, and so is an error message without bounds."""
+        self.round.statuses[str(status)] += 1
+        self.round.slowest = max(self.round.slowest, seconds)
+        if isinstance(status, int) and status >= 400:
+            self.round.largest_error = max(self.round.largest_error, len(body))
+            self.check(len(body) <= self.target.max_error_bytes, f"an error of {len(body)} bytes")
+        if isinstance(status, int) and status >= 500 and status != 503:
+            self.check(False, f"{status}: {REQUEST_ID.sub(b'req_...', body[:160]).decode('utf-8', 'replace')}")
+
+    async def call(self, method: str, path: str, *, seconds: float = 60.0, **options: Any) -> Answer | None:
+        """Send one request and read its answer; None where the connection broke or `seconds` passed."""
+        began = time.monotonic()
+        options["headers"] = self.headers | options.get("headers", {})
+        try:
+            async with asyncio.timeout(seconds):
+                async with self.session.request(method, self.target.url + path, **options) as response:
+                    body = await response.read()
+        except TimeoutError:
+            self.count("time-out", time.monotonic() - began)
+            return None
+        except (aiohttp.ClientError, OSError) as error:
+            self.count(type(error).__name__, time.monotonic() - began)
+            return None
+        answer = Answer(response.status, body, time.monotonic() - began, dict(response.headers))
+        self.count(answer.status, answer.seconds, body)
+        return answer
+
+    async def chat(self, words: str = "Hi", seconds: float = 60.0, **body: Any) -> Answer | None:
+        body = {"model": self.target.base_model, "messages": [{"role": "user", "content": words}]} | body
+        return await self.call("POST", "/v1/chat/completions", json=body, seconds=seconds)
+
+    async def complete(self, prompt: Any, seconds: float = 60.0, **body: Any) -> Answer | None:
+        body = {"model": self.target.base_model, "prompt": prompt} | body
+        return await self.call("POST", "/v1/completions", json=body, seconds=seconds)
+
+    async def upload(self, name: str, parts: dict[str, bytes], seconds: float = 60.0) -> Answer | None:
+        """Push an adapter as `parts` (an archive is the part `file`) and note its digest if it is stored."""
+        kind = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY.decode()}"}
+        data = form({"name": name.encode("utf-8", "surrogatepass")} | parts)
+        answer = await self.call("POST", "/v1/adapters", data=data, headers=kind, seconds=seconds)
+        if answer is not None and answer.status == 201:
+            self.round.accepted.append(answer.json["digest"])
+        return answer
+
+    async def refused_upload(self, name: str, parts: dict[str, bytes]) -> Answer | None:
+        """Push an adapter that must be refused with a 4xx and a reason, in less than the target's limit."""
+        answer = await self.upload(name, parts)
+        if answer is not None and answer.status not in (429, 503):
+            self.check(400 <= answer.status < 500, f"{name}: expected a refusal, got {answer.status}")
+        if answer is not None:
+            limit = self.target.max_upload_seconds
+            self.check(answer.seconds <= limit, f"{name}: the refusal took more than {limit:g} s")
+        return answer
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a bare connection, with a receive buffer as small as the system allows."""
+        parts = urlsplit(self.target.url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**14, local_addr=(ADDRESS, 0))
+        return reader, writer
+
+    def head(self, method: str, path: str, length: int | None, *more: str) -> bytes:
+        """A request's head, by hand. length: of the body; None for a chunked one."""
+        lines = [f"{method} {path} HTTP/1.1", "Host: hostile", f"Authorization: Bearer {self.target.key}"]
+        lines.append("Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}")
+        return "\r\n".join([*lines, *more, "", ""]).encode()
+
+    async def side_by_side(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
+        """Run `one` as many times at once, and end what is left when the time is over."""
+        tasks = [asyncio.ensure_future(one(index)) for index in range(number)]
+        _, pending = await asyncio.wait(tasks, timeout=self.left)
+        for task in pending:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception) and not isinstance(result, OSError | aiohttp.ClientError):
+                raise result
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, self.left))
+
+
+def form(parts: dict[str, bytes]) -> bytes:
+    """A multipart body, by hand."""
+    body = []
+    for name, content in parts.items():
+        file = b"" if name == "name" else b'; filename="%s"' % name.encode()
+        body.append(
+            b'--%s\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
+            % (BOUNDARY, name.encode(), file, content)
+        )
+    return b"".join(body) + b"--%s--\r\n" % BOUNDARY
+
+
+async def run_round(name: str, target: Target, seconds: float) -> Round:
+    """Run the attack once, for about `seconds`."""
+    from benchmarks.hostile.catalogue import ATTACKS
+
+    connector = aiohttp.TCPConnector(limit=0, local_addr=(ADDRESS, 0))
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=True) as session:
+        attacker = Attacker(target, session, seconds)
+        try:
+            async with asyncio.timeout(seconds + GRACE_SECONDS):
+                await ATTACKS[name].run(attacker)
+        except TimeoutError:
+            attacker.check(False, f"the gateway kept the attacker waiting for {GRACE_SECONDS:g} s beyond its time")
+        attacker.round.seconds = time.monotonic() - attacker.began
+        return attacker.round
+
+
+def main() -> None:
+    from benchmarks.hostile.catalogue import ATTACKS
+
+    os.nice(NICE)
+    name = sys.argv[1]
+    target = Target(**json.loads(sys.stdin.readline()))
+    prepare = ATTACKS[name].prepare
+    if prepare is not None:
+        prepare()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(vars(asyncio.run(run_round(name, target, float(line))))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Engines that misbehave: doubles that a gateway is put before, in a process of their own.
+
+    python -m benchmarks.hostile.doubles KIND
+
+Prints one line of JSON: the engines' addresses for LORAPLEX_ENGINES, and a control URL whose `/seen` tells what the
+doubles saw. Kinds: vllm (what of a client's body reaches vLLM), redirecting (one of two engines sends its requests
+elsewhere), slow (tokens as slow as asked, to hold a reservation), poison (three engines that die of a word and are
+started again).
+"""
+
+import asyncio
+import json
+import os
+import sys
+from contextlib import AsyncExitStack
+from typing import Any
+
+from aiohttp import web
+
+from tests.e2e.stack import free_port
+from tests.gateway.upstream import TOKEN, Upstream
+from tests.gateway.vllm_double import VllmDouble
+from tests.serving import serving
+
+POISON = "poison"
+ENGINES = 3
+RESTART_SECONDS = 0.3
+
+
+class Control:
+    """Answers `/seen` with whatever a kind keeps in `seen`."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/seen", lambda _: self._seen())
+        app.router.add_route("*", "/trap/{rest:.*}", self._trap)
+        return app
+
+    async def _seen(self) -> web.Response:
+        return web.json_response({k: v() if callable(v) else v for k, v in self.seen.items()})
+
+    async def _trap(self, request: web.Request) -> web.Response:
+        """Elsewhere: nothing of ours should ever arrive here."""
+        body = await request.text()
+        secret = TOKEN in " ".join(request.headers.values())
+        self.seen.setdefault("trapped", []).append({"bytes": len(body), "secret": secret})
+        return web.json_response({"id": "x", "choices": [], "usage": None})
+
+
+class Redirecting(Upstream):
+    """Sends every generation to `trap`."""
+
+    trap = ""
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=307, headers={"Location": f"{self.trap}{request.path}"})
+
+
+class Poisonable(Upstream):
+    """Dies of a word."""
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if POISON in await request.text():
+            os._exit(9)
+        return await super()._generate(request)
+
+
+async def one_engine(port: int) -> None:
+    """Serve one poisonable engine until the process ends."""
+    async with Poisonable().serving(port):
+        await asyncio.Event().wait()
+
+
+async def keep_alive(port: int, deaths: list[int]) -> None:
+    """Start an engine again whenever it dies."""
+    while True:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "benchmarks.hostile.doubles", "engine", str(port))
+        )
+        try:
+            await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        deaths.append(port)
+        await asyncio.sleep(RESTART_SECONDS)
+
+
+async def serve(kind: str) -> None:
+    control = Control()
+    async with AsyncExitStack() as exits:
+        url = await exits.enter_async_context(serving(control.app()))
+        told: dict[str, Any] = {"control": url}
+        if kind == "vllm":
+            vllm = await exits.enter_async_context(VllmDouble(TOKEN).serving())
+            told["engines"] = [f"vllm+{vllm.url}"]
+            control.seen["fields"] = lambda: sorted({name for _, body in vllm.requests for name in body})
+            control.seen["salts"] = lambda: sorted({body.get("cache_salt", "") for _, body in vllm.requests})
+            control.seen["requests"] = lambda: len(vllm.requests)
+        elif kind == "redirecting":
+            good = await exits.enter_async_context(Upstream().serving())
+            bad = await exits.enter_async_context(Redirecting().serving())
+            bad.trap = f"{url}/trap"
+            told["engines"] = [good.url, bad.url]
+        elif kind == "slow":
+            told["engines"] = [(await exits.enter_async_context(Upstream().serving())).url]
+        else:
+            assert kind == "poison", kind
+            ports = [free_port() for _ in range(ENGINES)]
+            deaths: list[int] = []
+            control.seen["deaths"] = lambda: len(deaths)
+            told["engines"] = [f"http://127.0.0.1:{port}" for port in ports]
+            keepers = [asyncio.ensure_future(keep_alive(port, deaths)) for port in ports]
+            exits.callback(lambda: [keeper.cancel() for keeper in keepers])
+        print(json.dumps(told), flush=True)
+        over = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(15, over.set)
+        await over.wait()
+        if kind == "poison":
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(one_engine(int(sys.argv[2])) if sys.argv[1] == "engine" else serve(sys.argv[1]))

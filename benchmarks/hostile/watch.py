@@ -1,0 +1,166 @@
+"""Observes a gateway from outside: its memory, its event loop's stalls, what an attack leaves behind."""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import aiohttp
+import psutil
+import redis
+
+from benchmarks.hostile.place import Place
+
+PROBE_SECONDS = 0.01
+MEMORY_SECONDS = 0.02
+CHILDREN_SECONDS = 0.2
+# An attack's last requests may end this long after it.
+SETTLE_SECONDS = 20.0
+DIGEST = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}(/(adapter_config\.json|adapter_model\.safetensors))?")
+
+
+@dataclass
+class Seen:
+    """Of one round. memory, children: peaks in bytes, the gateway's above its start. stall: seconds. cpu: seconds."""
+
+    memory: int = 0
+    children: int = 0
+    stall: float = 0.0
+    cpu: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Remains:
+    """Everything that may be left behind, by name, with how many of it."""
+
+    counts: Counter[str]
+    digests: frozenset[str]
+
+    def beyond(self, before: "Remains", accepted: set[str]) -> list[str]:
+        """Return what is here and was not there before, in words. accepted: digests that may be in the store."""
+        more = [f"{number - before.counts[name]} {name}" for name, number in self.counts.items()]
+        found = [
+            words for words, name in zip(more, self.counts, strict=True) if self.counts[name] > before.counts[name]
+        ]
+        unknown = self.digests - before.digests - accepted
+        return found + ([f"{len(unknown)} adapters in the store that nobody was told of"] if unknown else [])
+
+
+class Watch:
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._gateway = psutil.Process(place.gateway_pid)
+        self._redis = redis.Redis.from_url(place.redis_url, socket_timeout=10)
+
+    def close(self) -> None:
+        self._redis.close()
+
+    async def observe(self, until: asyncio.Event) -> Seen:
+        """Watch memory and stalls until the event is set."""
+        seen = Seen()
+        cpu = sum(self._gateway.cpu_times()[:2])
+        tasks = [asyncio.ensure_future(work) for work in (self._memory(seen), self._stalls(seen), self._children(seen))]
+        await until.wait()
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                seen.failures.append(f"{type(result).__name__}: {result}")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            seen.cpu = sum(self._gateway.cpu_times()[:2]) - cpu
+        return seen
+
+    async def _memory(self, seen: Seen) -> None:
+        start = self._gateway.memory_info().rss
+        while True:
+            seen.memory = max(seen.memory, self._gateway.memory_info().rss - start)
+            await asyncio.sleep(MEMORY_SECONDS)
+
+    async def _children(self, seen: Seen) -> None:
+        while True:
+            total = 0
+            for child in self._gateway.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += child.memory_info().rss
+            seen.children = max(seen.children, total)
+            await asyncio.sleep(CHILDREN_SECONDS)
+
+    async def _stalls(self, seen: Seen) -> None:
+        """Ask for /healthz, which does no work, every 10 ms over one connection; the slowest answer is the stall."""
+        parts = urlsplit(self._place.url)
+        request = f"GET /healthz HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
+        while True:
+            began = time.monotonic()
+            try:
+                reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            except OSError:
+                seen.stall = max(seen.stall, time.monotonic() - began)
+                await asyncio.sleep(0.1)
+                continue
+            try:
+                while True:
+                    began = time.monotonic()
+                    writer.write(request)
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    length = re.search(rb"(?i)content-length: *(\d+)", head)
+                    await reader.readexactly(int(length[1]) if length else 0)
+                    seen.stall = max(seen.stall, time.monotonic() - began)
+                    await asyncio.sleep(PROBE_SECONDS)
+            except (OSError, asyncio.IncompleteReadError):
+                continue
+            finally:
+                seen.stall = max(seen.stall, time.monotonic() - began)
+                writer.close()
+
+    async def settled(self, before: Remains | None = None, accepted: set[str] | None = None) -> Remains:
+        """Return what is there once nothing is left of `before`'s difference, or after SETTLE_SECONDS."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            remains = await self._remains()
+            over = time.monotonic() > deadline
+            if over or before is None or not remains.beyond(before, accepted or set()):
+                return remains
+            await asyncio.sleep(0.25)
+
+    async def _remains(self) -> Remains:
+        counts: Counter[str] = Counter()
+        for path in self._place.temporary.iterdir():
+            counts["temporary " + re.sub(r"[-_.][a-z0-9_]{6,}$", "", path.name)] += 1
+        digests = set()
+        for path in self._place.store.rglob("*"):
+            relative = str(path.relative_to(self._place.store))
+            if match := DIGEST.fullmatch(relative):
+                digests.add("sha256:" + relative[3:67])
+                counts["damaged store entries"] += match[1] is None and not any(path.iterdir())
+            elif len(relative) > 2:
+                counts["foreign files in the store"] += path.is_file()
+        counts["child processes"] = len(self._gateway.children(recursive=True))
+        counts["open connections"] = sum(
+            c.status == psutil.CONN_ESTABLISHED and c.laddr.port == urlsplit(self._place.url).port
+            for c in self._gateway.net_connections()
+        )
+        for key in self._redis.scan_iter("loraplex:{*}:leases"):
+            counts["leases"] += self._redis.zcard(key)
+        for key in self._redis.scan_iter("loraplex:{*}:held"):
+            counts["held requests"] += self._redis.hlen(key)
+        await self._from_metrics(counts)
+        return Remains(+counts, frozenset(digests))
+
+    async def _from_metrics(self, counts: Counter[str]) -> None:
+        headers = {"Authorization": f"Bearer {self._place.admin_key}", "Connection": "close"}
+        url = f"{self._place.url}/metrics"
+        async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
+            text = await response.text()
+        for name, words in (
+            ("http_in_flight", "requests being answered"),
+            ("engine_in_flight", "requests with engines"),
+            ("queue_waiting", "requests in the queue"),
+        ):
+            found = re.findall(rf"^loraplex_gateway_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+            counts[words] = int(sum(map(float, found)))
+        available = re.findall(r"^loraplex_gateway_engine_available{.*} (\S+)$", text, re.MULTILINE)
+        counts["engines taken out"] = sum(float(value) == 0 for value in available)

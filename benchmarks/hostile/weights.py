@@ -1,0 +1,239 @@
+"""Uploads whose content is the weapon: headers, patterns, ranks, values, names; and what engines make of them."""
+
+import json
+import math
+import random
+import struct
+from functools import cache
+
+from benchmarks.hostile.archives import CONFIG, WEIGHTS, good
+from benchmarks.hostile.attack import attack
+from benchmarks.hostile.attacker import Attacker
+
+# The demo model's projections: [out, in] of q, k, v, o.
+HIDDEN, KEY_VALUE = 576, 192
+QUESTION = "Why is the sky blue?"
+
+
+def tensors(rank: int, layers: int = 1, value: float | None = None, seed: int = 0) -> bytes:
+    """A safetensors file of LoRA on v_proj of the first layers. value: of every number; None for small random ones."""
+    rng, header, parts, position = random.Random(seed), {}, [], 0
+    for layer in range(layers):
+        for side, shape in (("A", (rank, HIDDEN)), ("B", (KEY_VALUE, rank))):
+            count = math.prod(shape)
+            numbers = [value] * count if value is not None else [rng.uniform(-0.01, 0.01)] * count
+            data = struct.pack(f"<{count}f", *numbers)
+            name = f"base_model.model.model.layers.{layer}.self_attn.v_proj.lora_{side}.weight"
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [position, position + len(data)]}
+            position += len(data)
+            parts.append(data)
+    raw = json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + b"".join(parts)
+
+
+def config(rank: int, **more: object) -> bytes:
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["v_proj"]}
+    return json.dumps(fields | more).encode()
+
+
+@cache
+def header_of_16_mib() -> bytes:
+    entries, size, index = [], 2, 0
+    while size < 16 * 2**20 - 64:
+        entries.append(f'"{index:x}":{{}}')
+        size, index = size + len(entries[-1]) + 1, index + 1
+    raw = ("{" + ",".join(entries) + "}").encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+@cache
+def dear_patterns() -> dict[str, bytes]:
+    """Keys of rank_pattern that cost a matcher the most for each module name."""
+    nested = "(" * 40 + "(.*)*" + ")*" * 40 + "x"
+    ahead = "(?=.*a)(?=.*b)(?=.*c)" * 90 + "x"
+    wide = "(?:" + "|".join(f".*{i}.*" for i in range(400)) + "){4}x"
+    return {
+        "nested": config(8, rank_pattern={nested + str(i): 4 for i in range(60)}),
+        "look-ahead": config(8, rank_pattern={ahead + str(i): 4 for i in range(60)}),
+        "wide": config(8, rank_pattern={wide + str(i): 4 for i in range(200)}),
+        "alpha": config(8, alpha_pattern={wide + str(i): 4 for i in range(200)}),
+        "targets": config(8, target_modules=f"(?:{wide})|.*v_proj"),
+        "many-plain": config(8, rank_pattern={f"nothing.{i}.v_proj": 4 for i in range(20_000)}),
+    }
+
+
+@attack("header-of-16-mib", "safetensors header of 16 MiB of empty entries", prepare=header_of_16_mib)
+async def send_header(attacker: Attacker) -> None:
+    while attacker.going:
+        await attacker.refused_upload("header", {CONFIG: config(8), WEIGHTS: header_of_16_mib()})
+
+
+@attack(
+    "dear-patterns", "rank_pattern, alpha_pattern and target_modules that cost the most to match", prepare=dear_patterns
+)
+async def send_patterns(attacker: Attacker) -> None:
+    weights = tensors(8, layers=30)
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            for name, content in dear_patterns().items():
+                answer = await attacker.upload(f"p{index}-{name}", {CONFIG: content, WEIGHTS: weights})
+                if answer is not None:
+                    attacker.check(answer.seconds <= 5.0, f"{name}: answered after {answer.seconds:.1f} s")
+                    if answer.status == 201:
+                        await attacker.chat(model=f"p{index}-{name}", max_tokens=1)
+
+    await attacker.side_by_side(4, one)
+
+
+@cache
+def ranks() -> dict[int, bytes]:
+    return {rank: tensors(rank) for rank in (65, 256, 1000)}
+
+
+@attack("rank-65", "adapters of rank 65 to 1000, then request after request on them", prepare=ranks)
+async def send_ranks(attacker: Attacker) -> None:
+    for rank, weights in ranks().items():
+        answer = await attacker.upload(f"rank-{rank}", {CONFIG: config(rank), WEIGHTS: weights})
+        attacker.check(answer is None or answer.status != 201, f"rank {rank}, which no engine serves, is stored")
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            await attacker.chat(model=f"rank-{(65, 256, 1000)[index % 3]}", max_tokens=1)
+            await attacker.pause(0.05)
+
+    await attacker.side_by_side(6, one)
+
+
+@cache
+def huge_values() -> dict[str, bytes]:
+    """Numbers that are finite and whose products are not, and others that no training makes."""
+    made = {str(value): tensors(8, 2, value) for value in (1.6e38, -1.6e38, 1e30, 3e-39)}
+    raw = bytearray(tensors(8))
+    raw[-4:] = struct.pack("<f", math.nan)
+    return made | {"nan": bytes(raw)}
+
+
+async def greedy_answer(attacker: Attacker, words: str = QUESTION) -> str | None:
+    """The neighbour's own greedy answer, asked with the neighbour's key."""
+    body = {"model": attacker.target.base_model, "messages": [{"role": "user", "content": words}]}
+    body |= {"temperature": 0, "max_tokens": 12, "cache_salt": str(random.random())}
+    headers = {"Authorization": f"Bearer {attacker.target.neighbour_key}"}
+    answer = await attacker.call("POST", "/v1/chat/completions", json=body, headers=headers)
+    return answer.json["choices"][0]["message"]["content"] if answer is not None and answer.status == 200 else None
+
+
+@attack("huge-values", "adapters of 1.6e38 and NaN beside a victim, whose answer must not change", prepare=huge_values)
+async def send_huge_values(attacker: Attacker) -> None:
+    expected = await greedy_answer(attacker)
+    names = []
+    for name, weights in huge_values().items():
+        answer = await attacker.upload(f"huge-{name}", {CONFIG: config(8), WEIGHTS: weights})
+        if answer is not None and answer.status == 201:
+            names.append(f"huge-{name}")
+
+    async def one(index: int) -> None:
+        while attacker.going and names:
+            for name in names:
+                await attacker.chat("word " * (10 + 30 * index), model=name, max_tokens=24)
+
+    async def victim() -> None:
+        while attacker.going:
+            found = await greedy_answer(attacker)
+            attacker.check(found in (expected, None), f"the neighbour's answer became {found!r}, expected {expected!r}")
+            await attacker.pause(0.2)
+
+    await attacker.side_by_side(7, lambda index: victim() if index == 0 else one(index))
+    for name in names:
+        await attacker.call("DELETE", f"/v1/adapters/{name}")
+
+
+@attack("surrogates", "names, fields and JSON with lone surrogates, NUL and 1 MB of letters")
+async def send_surrogates(attacker: Attacker) -> None:
+    names = [
+        "\ud800",
+        "a\udfff",
+        "nul\0",
+        "a" * 900,
+        "../up",
+        "%2e%2e",
+        "ümlaut",
+        "a\r\nb",
+        "\u202e",
+        "base:latest",
+        "",
+    ]
+    configs = [
+        b'{"peft_type":"LORA","r":8,"lora_alpha":8,"target_modules":["\\ud800"]}',
+        b'{"peft_type":"LORA","r":8,"lora_alpha":8,"target_modules":["v_proj"],"\\udc00":1}',
+        b'{"peft_type":"\\ud800"}',
+        b'{"peft_type":"' + b"a" * 900_000 + b'"}',
+        b"[" * 100_000,
+        b'{"r":' + b"9" * 5000 + b"}",
+        b'{"r":1e999,"peft_type":"LORA"}',
+        b"\xff\xfe",
+    ]
+    header = b'{"\\ud800":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}}'
+    while attacker.going:
+        for name in names:
+            await attacker.refused_upload(name, good())
+            await attacker.call("GET", "/v1/adapters/" + name.encode("utf-8", "surrogatepass").hex() + "%ED%A0%80")
+        for content in configs:
+            await attacker.refused_upload("fields", {CONFIG: content, WEIGHTS: good()[WEIGHTS]})
+        await attacker.refused_upload(
+            "tensor", {CONFIG: config(8), WEIGHTS: struct.pack("<Q", len(header)) + header + bytes(4)}
+        )
+        for body in (b'{"model":"\\ud800","prompt":"a"}', b'{"model":"a","prompt":"\\ud800"}', b'{"model":"a\\u0000"}'):
+            await attacker.call("POST", "/v1/completions", data=body, headers={"Content-Type": "application/json"})
+        for query in ("%ED%A0%80", "a" * 4000, "%00"):
+            await attacker.call("GET", f"/v1/usage?since={query}")
+        await attacker.pause(0.1)
+
+
+@attack("name-churn", "one small adapter pushed and deleted under new names as fast as it goes")
+async def churn(attacker: Attacker) -> None:
+    parts = {CONFIG: config(1), WEIGHTS: tensors(1)}
+
+    async def one(index: int) -> None:
+        turn = 0
+        while attacker.going:
+            name, turn = f"churn-{index}-{turn}", turn + 1
+            answer = await attacker.upload(name, parts)
+            if answer is not None and answer.status == 201:
+                await attacker.call("DELETE", f"/v1/adapters/{name}")
+            elif answer is None or answer.status in (429, 503):
+                await attacker.pause(0.2)
+
+    await attacker.side_by_side(4, one)
+
+
+@cache
+def many_adapters() -> list[bytes]:
+    """24 adapters of 10 MB, more together than a host cache of a quarter GiB holds."""
+    return [tensors(64, layers=50 // 2, seed=seed) for seed in range(24)]
+
+
+@attack(
+    "adapter-cycling",
+    "24 adapters of 5 MB in turn, one token each, so that caches hold nothing else",
+    prepare=many_adapters,
+)
+async def cycle(attacker: Attacker) -> None:
+    names = []
+    for index, weights in enumerate(many_adapters()):
+        answer = await attacker.upload(f"cycle-{index}", {CONFIG: config(64), WEIGHTS: weights})
+        if answer is not None and answer.status == 201:
+            names.append(f"cycle-{index}")
+        if not attacker.going:
+            break
+    attacker.note(f"{len(names)} of 24 adapters stored")
+
+    async def one(index: int) -> None:
+        turn = index
+        while attacker.going and names:
+            await attacker.chat(model=names[turn % len(names)], max_tokens=1)
+            turn += 5
+
+    await attacker.side_by_side(8, one)
+    for name in names:
+        await attacker.call("DELETE", f"/v1/adapters/{name}")
