@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 import engine.server.metrics
 import gateway.metrics
+from benchmarks.hostile.catalogue import ATTACKS
 from engine.config import EngineConfig
 from gateway.settings import Settings, env_name
 from loraplex.cli import main
@@ -250,3 +251,30 @@ def test_links_and_commands_in_the_documents_are_real(path):
         name = next((n for n in (" ".join(words[:3]), " ".join(words[:2])) if n in COMMANDS), None)
         assert name is not None, line
         assert {w.split("=")[0] for w in words if w.startswith("--")} <= options(COMMANDS[name]) | {"--help"}, line
+
+
+SECURITY = (ROOT / "docs" / "security.md").read_text()
+
+
+def test_every_test_that_the_threat_model_names_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", SECURITY)
+    assert len(named) > 20
+    for path, name in named:
+        assert re.search(rf"^(async )?def {name}\b", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{name}"
+
+
+def test_every_row_of_the_threat_model_says_what_shows_it():
+    table = SECURITY.split("## Threats")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        assert len(row) == 5
+        assert re.search(r"`tests/|attack `", row[4]), row
+
+
+def test_every_attack_that_the_threat_model_names_exists():
+    named = {
+        name for group in re.findall(r"attacks? ((?:`[\w-]+`(?:, )?)+)", SECURITY) for name in group.split("`")[1::2]
+    }
+    assert len(named) > 20
+    assert named <= set(ATTACKS)

@@ -26,7 +26,10 @@ BANK_CONTEXT = 65_536
 
 @dataclass(frozen=True)
 class Place:
-    """A running gateway and what surrounds it. control: the URL at which doubles tell what they saw, if any."""
+    """A running gateway and what surrounds it.
+
+    temporary: its processes' folder for temporary files. control: the URL at which doubles tell what they saw, if any.
+    """
 
     url: str
     admin_key: str
@@ -48,8 +51,8 @@ class Place:
         return key.json["key"]
 
 
-def of_stack(stack: Stack, temporary: Path) -> Place:
-    """Describe a running `loraplex up`. temporary: the folder that its processes take for temporary files."""
+def of_stack(stack: Stack) -> Place:
+    """Describe a running `loraplex up`."""
     local = json.loads((stack.data / "local.json").read_text())
     secrets = json.loads((stack.data / "secrets.json").read_text())
     socket = re.search(r'unixsocket "(.*)"', (stack.data / "valkey" / "valkey.conf").read_text())
@@ -63,15 +66,13 @@ def of_stack(stack: Stack, temporary: Path) -> Place:
         gateway_pid=gateway.pid,
         redis_url=f"unix://:{secrets['redis_password']}@{socket[1]}",
         store=stack.data / "adapters",
-        temporary=temporary,
+        temporary=stack.temporary,
     )
 
 
 @contextlib.contextmanager
 def up(folder: Path, *, postgres: bool) -> Iterator[Place]:
     """Start everything with the demo model, on SQLite or on a PostgreSQL of its own."""
-    temporary = folder / "tmp"
-    temporary.mkdir()
     with contextlib.ExitStack() as exits:
         arguments = ["--demo"]
         if postgres:
@@ -80,16 +81,9 @@ def up(folder: Path, *, postgres: bool) -> Iterator[Place]:
 
             server = exits.enter_context(get_server(folder / "postgres"))
             arguments += ["--database-url", server.get_uri().replace("postgresql://", "postgresql+asyncpg://", 1)]
-        before = os.environ.get("TMPDIR")
-        os.environ["TMPDIR"] = str(temporary)
-        try:
-            stack = Stack(data_dir(folder / "data"), *arguments)
-        finally:
-            os.environ.pop("TMPDIR")
-            if before is not None:
-                os.environ["TMPDIR"] = before
+        stack = Stack(data_dir(folder / "data"), *arguments)
         exits.callback(stack.stop)
-        yield of_stack(stack.wait_ready(), temporary)
+        yield of_stack(stack.wait_ready())
 
 
 @contextlib.contextmanager

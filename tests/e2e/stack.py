@@ -3,10 +3,12 @@
 import base64
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -64,6 +66,8 @@ class Stack:
         self.data = data
         self.port = free_port()
         self.output = data / "up.log"
+        # A short path, because Valkey's socket may lie there. Whatever its processes leave there is theirs.
+        self.temporary = Path(tempfile.mkdtemp(prefix="lpx-"))
         with open(self.output, "w") as out:
             self.process = subprocess.Popen(
                 (
@@ -80,6 +84,7 @@ class Stack:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
+                env=os.environ | {"TMPDIR": str(self.temporary)},
             )
 
     def wait_ready(self) -> "Stack":
@@ -107,6 +112,8 @@ class Stack:
             self.process.kill()
             self.process.wait()
             raise
+        finally:
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 _clients: dict[tuple[str, str], openai.OpenAI] = {}

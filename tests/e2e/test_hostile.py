@@ -1,0 +1,53 @@
+"""A small run of `python -m benchmarks.hostile`: attacks that hold a neighbour up, crash a part or leave anything fail.
+
+Latencies are not judged, because tests share their machine; stalls generously.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.hostile.catalogue import ATTACKS, SHOWN
+from benchmarks.hostile.place import Place, before_doubles, of_stack
+from benchmarks.hostile.run import Limits, Result, run_attack
+from tests.e2e.stack import Stack
+
+SECONDS = 2.0
+LIMITS = Limits(latency=None, upload=20.0, stall=3.0)
+
+
+@pytest.fixture(scope="module")
+def place(stack: Stack) -> Place:
+    return of_stack(stack)
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with before_doubles(tmp_path_factory.mktemp("vllm"), "vllm") as place:
+        yield place
+
+
+async def attacked(name: str, place: Place) -> Result:
+    result = await run_attack(ATTACKS[name], place, SECONDS, 1, LIMITS)
+    assert not result.missed, result
+    assert result.samples
+    return result
+
+
+def test_there_are_as_many_attacks_as_were_promised():
+    assert len(SHOWN) >= 25
+    assert len({attack.words for attack in SHOWN}) == len(SHOWN)
+
+
+@pytest.mark.parametrize(
+    ("name", "statuses"),
+    [
+        ("cancel-storm", {"left", "200"}),
+        ("header-flood", {"400"}),
+        ("wrong-keys", {"401", "429"}),
+    ],
+)
+async def test_an_attack_is_felt_by_nobody_and_leaves_nothing(name: str, statuses: set[str], place: Place):
+    result = await attacked(name, place)
+    assert statuses <= set(result.statuses)
+    assert all(status == "503" or not status.startswith("5") for status in result.statuses)
