@@ -269,7 +269,7 @@ def test_every_row_of_the_threat_model_says_what_shows_it():
     assert len(rows) > 20
     for row in rows:
         assert len(row) == 5
-        assert re.search(r"`tests/|attack `", row[4]), row
+        assert re.search(r"`tests/|attacks? `", row[4]), row
 
 
 def test_every_attack_that_the_threat_model_names_exists():
