@@ -27,6 +27,7 @@ from adapters.manifest import (
     AdapterNotFound,
     BaseShape,
     parse_manifest,
+    quoted,
 )
 
 CONFIG_NAME = "adapter_config.json"
@@ -35,7 +36,8 @@ PICKLE_NAME = "adapter_model.bin"
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _MAX_CONFIG_BYTES = 1 << 20
-_MAX_HEADER_BYTES = 16 << 20
+# Twice 126 layers of 7 modules, with long names, take 300 KB; 2 MiB of JSON take some 50 MB of memory to read.
+_MAX_HEADER_BYTES = 2 << 20
 _CHUNK = 1 << 20
 _TENSOR = re.compile(
     r"base_model\.model\.(?P<module>lm_head|model\.layers\.(?P<layer>0|[1-9]\d{0,4})\."
@@ -115,21 +117,29 @@ class Checkpoint:
                     span.name, f"its shape is {span.shape}, the base model's {name} {vocabulary}; resized is not served"
                 )
 
+    def check_served(self, max_rank: int, max_bytes: int) -> None:
+        """Raises AdapterError for a rank or a size that no engine serves. max_bytes: of host memory; 0 is unknown."""
+        for module in self.modules.values():
+            if module.rank > max_rank:
+                raise AdapterError(
+                    module.a.name, f"its rank is {module.rank}; the engines here serve ranks up to {max_rank}"
+                )
+        # Engines keep adapters in their own dtype: of two bytes a number at least.
+        size = 2 * sum(math.prod(span.shape) for m in self.modules.values() for span in (m.a, m.b))
+        if max_bytes and size > max_bytes:
+            raise AdapterError("adapter", f"takes {size} bytes of host memory; the engines here have {max_bytes}")
+
     @property
     def weights_path(self) -> Path:
         return self.folder / WEIGHTS_NAME
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Reads and checks an adapter folder, all of its bytes. Raises AdapterError, OSError."""
+    """Read and check an adapter folder, all of its bytes. Raises AdapterError, OSError."""
     folder = Path(folder)
-    check_files(folder)
-    manifest = parse_manifest(_parse_json((folder / CONFIG_NAME).read_bytes(), CONFIG_NAME))
     # Not mapped: a file that somebody writes anew while it is read would end the process.
+    manifest, modules, copies = read_headers(folder)
     with (folder / WEIGHTS_NAME).open("rb") as file:
-        spans = _read_header(file)
-        copies = {match["name"]: span for span in spans if (match := _BASE_COPY.fullmatch(span.name))}
-        modules = _pair([span for span in spans if span not in copies.values()], manifest)
         digest = _digest(file, modules, copies)
     return Checkpoint(
         folder=folder,
@@ -140,6 +150,20 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         digest=digest,
         base_copies=copies,
     )
+
+
+def read_headers(folder: Path) -> tuple[AdapterManifest, dict[tuple[int, str], LoraModuleInfo], dict[str, TensorSpan]]:
+    """Return the manifest, the modules and the base model's copies of an adapter folder; no tensor is read.
+
+    Raises AdapterError, OSError.
+    """
+    check_files(folder)
+    manifest = parse_manifest(_parse_json((folder / CONFIG_NAME).read_bytes(), CONFIG_NAME))
+    with (folder / WEIGHTS_NAME).open("rb") as file:
+        spans = _read_header(file)
+    copies = {match["name"]: span for span in spans if (match := _BASE_COPY.fullmatch(span.name))}
+    modules = _pair([span for span in spans if span not in copies.values()], manifest)
+    return manifest, modules, copies
 
 
 def check_files(folder: Path) -> None:
@@ -160,7 +184,9 @@ def _parse_json(raw: bytes, name: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            raise AdapterError(name, "a key appears twice")
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise AdapterError(name, f"the key {quoted(twice)} appears twice")
         return result
 
     try:
@@ -180,7 +206,7 @@ def _read_header(file: BinaryIO) -> list[TensorSpan]:
         raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: too short")
     (length,) = struct.unpack("<Q", start)
     if length > min(_MAX_HEADER_BYTES, size - 8):
-        raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: its header is longer than the file or than 16 MiB")
+        raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: its header is longer than the file or than 2 MiB")
     header = _parse_json(file.read(length), WEIGHTS_NAME)
     if not isinstance(header, dict):
         raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: its header is not an object")
@@ -207,11 +233,11 @@ def _span(name: str, entry: Any, begin: int) -> TensorSpan:
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise AdapterError(name, f"expected dtype {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+        raise AdapterError(name, f"expected dtype {', '.join(DTYPE_BYTES)}, got {quoted(dtype)}")
     if not _sizes(shape) or 0 in shape:
-        raise AdapterError(name, f"expected two dimensions of at least 1, got {shape!r}")
+        raise AdapterError(name, f"expected two dimensions of at least 1, got {quoted(shape)}")
     if not _sizes(offsets) or offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise AdapterError(name, f"its data_offsets {offsets!r} do not fit shape {shape} in {dtype}")
+        raise AdapterError(name, f"its data_offsets {quoted(offsets)} do not fit shape {shape} in {dtype}")
     return TensorSpan(name, dtype, (shape[0], shape[1]), begin + offsets[0], begin + offsets[1])
 
 

@@ -6,19 +6,22 @@ field we don't know is refused too unless it is empty. No torch.
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from adapters.patterns import ModulePattern, PatternError, pattern_key_matcher
+from adapters.patterns import Budget, ModulePattern, PatternError, pattern_key_matcher
 
 # Modules outside of the decoder's layers, and the number that stands for their layer.
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 OUTSIDE = -1
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_PATTERNS = 4096
+# No engine serves more; what this deployment's engines serve is checked on upload.
+MAX_RANK = 4096
 
 HONOURED = {
     *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
@@ -54,13 +57,35 @@ _BASE_CHANGING_INIT = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
+# A refusal quotes a stranger's names and values: the field and the message are cut to so many characters.
+MAX_FIELD_CHARS = 160
+MAX_MESSAGE_CHARS = 400
+# A module's full name as the canonical patterns have it. Read as a regular expression it matches nothing else.
+_FULL_NAME = re.compile(r"model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj|model\.embed_tokens|lm_head", re.ASCII)
+
+
 class AdapterError(ValueError):
-    """An adapter we refuse. `field` names the PEFT field, tensor or file; `message` says what was expected."""
+    """An adapter we refuse. `field` names the PEFT field, tensor or file; `message` says what was expected.
+
+    Both are cut and escaped, so that they fit any log and any encoding.
+    """
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
+        self.field = printable(field, MAX_FIELD_CHARS)
+        self.message = printable(message, MAX_MESSAGE_CHARS)
+        super().__init__(f"{self.field}: {self.message}")
+
+
+def printable(text: str, limit: int) -> str:
+    """Return text of at most `limit` characters without control characters and lone surrogates, which are escaped."""
+    kept = text[: limit + 1]
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in kept)
+    return shown if len(text) <= limit and len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def quoted(value: object) -> str:
+    """Return the beginning of a value's repr, to be quoted in a message."""
+    return printable(repr(value), 80)
 
 
 class AdapterNotFound(AdapterError):
@@ -127,11 +152,12 @@ class AdapterManifest:
     ensure_weight_tying: bool = False
 
     def __post_init__(self) -> None:
+        budget = Budget()
         matchers = {
-            "target_modules": _module_matcher("target_modules", self.target_modules),
-            "exclude_modules": _module_matcher("exclude_modules", self.exclude_modules),
-            "rank_pattern": _pattern_lookup("rank_pattern", self.rank_pattern, self.rank),
-            "alpha_pattern": _pattern_lookup("alpha_pattern", self.alpha_pattern, self.alpha),
+            "target_modules": _module_matcher("target_modules", self.target_modules, budget),
+            "exclude_modules": _module_matcher("exclude_modules", self.exclude_modules, budget),
+            "rank_pattern": _pattern_lookup("rank_pattern", self.rank_pattern, self.rank, budget),
+            "alpha_pattern": _pattern_lookup("alpha_pattern", self.alpha_pattern, self.alpha, budget),
         }
         object.__setattr__(self, "_matchers", matchers)
 
@@ -177,30 +203,32 @@ def parse_manifest(config: object) -> AdapterManifest:
         target_modules=targets,
         exclude_modules=_names(config, "exclude_modules", default=()),
         layers=layers,
-        rank_pattern={k: _rank(f"rank_pattern[{k!r}]", v) for k, v in _patterns(config, "rank_pattern").items()},
-        alpha_pattern={k: _number(f"alpha_pattern[{k!r}]", v) for k, v in _patterns(config, "alpha_pattern").items()},
+        rank_pattern={k: _rank(f"rank_pattern[{quoted(k)}]", v) for k, v in _patterns(config, "rank_pattern").items()},
+        alpha_pattern={
+            k: _number(f"alpha_pattern[{quoted(k)}]", v) for k, v in _patterns(config, "alpha_pattern").items()
+        },
     )
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
-        raise AdapterError("peft_type", f"expected 'LORA', got {config.get('peft_type')!r}")
+        raise AdapterError("peft_type", f"expected 'LORA', got {quoted(config.get('peft_type'))}")
     if config.get("task_type") not in (None, "CAUSAL_LM"):
-        raise AdapterError("task_type", f"expected 'CAUSAL_LM' or null, got {config['task_type']!r}")
+        raise AdapterError("task_type", f"expected 'CAUSAL_LM' or null, got {quoted(config['task_type'])}")
     for name, why in REFUSED.items():
         if config.get(name) not in _OFF:
             raise AdapterError(name, why)
     if config.get("bias") not in (None, "none"):
-        raise AdapterError("bias", f"expected 'none', got {config['bias']!r}; trained biases are not served")
+        raise AdapterError("bias", f"expected 'none', got {quoted(config['bias'])}; trained biases are not served")
     _flag(config, "fan_in_fan_out")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INIT):
         raise AdapterError(
             "init_lora_weights",
-            f"{init!r} changes the base weights; save the adapter with path_initial_model_for_weight_conversion",
+            f"{quoted(init)} changes the base weights; save the adapter with path_initial_model_for_weight_conversion",
         )
     if not isinstance(init, str | bool | None) or init not in _PLAIN_INIT:
-        raise AdapterError("init_lora_weights", f"{init!r} is not known")
+        raise AdapterError("init_lora_weights", f"{quoted(init)} is not known")
     for name, value in config.items():
         if name not in HONOURED and name not in HARMLESS and name not in REFUSED and value:
             raise AdapterError(name, "this field is not known, so its effect can't be served; remove it if it has none")
@@ -212,20 +240,22 @@ def _is_int(value: object) -> bool:
 
 def _rank(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise AdapterError(name, f"expected a positive integer, got {value!r}")
+        raise AdapterError(name, f"expected a positive integer, got {quoted(value)}")
+    if value > MAX_RANK:
+        raise AdapterError(name, f"expected a rank of at most {MAX_RANK}, got {quoted(value)}")
     return value
 
 
 def _number(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
-        raise AdapterError(name, f"expected a finite number, got {value!r}")
+        raise AdapterError(name, f"expected a finite number, got {quoted(value)}")
     return float(value)
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:
     value = config.get(name)
     if value is not None and not isinstance(value, bool):
-        raise AdapterError(name, f"expected true or false, got {value!r}")
+        raise AdapterError(name, f"expected true or false, got {quoted(value)}")
     return bool(value)
 
 
@@ -263,12 +293,12 @@ def _layers(config: Mapping[str, Any]) -> frozenset[int] | None:
     return frozenset(indexes)
 
 
-def _module_matcher(name: str, wanted: tuple[str, ...] | str) -> Callable[[str], bool]:
+def _module_matcher(name: str, wanted: tuple[str, ...] | str, budget: Budget) -> Callable[[str], bool]:
     if isinstance(wanted, str):
         if not wanted:
             return lambda module: False
         try:
-            return ModulePattern(wanted).fullmatch
+            return ModulePattern(wanted, budget).fullmatch
         except PatternError as error:
             raise AdapterError(name, str(error)) from None
     names = frozenset(wanted)
@@ -280,10 +310,15 @@ def _module_matcher(name: str, wanted: tuple[str, ...] | str) -> Callable[[str],
     return matches
 
 
-def _pattern_lookup(name: str, patterns: Mapping[str, Any], default: float) -> Callable[[str], float]:
-    """First match wins, in the file's order; PEFT then falls back on an exact name, which a match already covers."""
+def _pattern_lookup(name: str, patterns: Mapping[str, Any], default: float, budget: Budget) -> Callable[[str], float]:
+    """Return a lookup in which the first matching pattern wins, in the file's order, as in PEFT.
+
+    Patterns that are full names of modules, as the store's are, need no regular expression.
+    """
+    if all(_FULL_NAME.fullmatch(key) for key in patterns):
+        return lambda module: patterns.get(module, default)
     try:
-        matchers = [(pattern_key_matcher(key), value) for key, value in patterns.items()]
+        matchers = [(pattern_key_matcher(key, budget), value) for key, value in patterns.items()]
     except PatternError as error:
         raise AdapterError(name, str(error)) from None
 

@@ -1,7 +1,8 @@
 """Adapters by digest, at rest: `<root>/<digest[:2]>/<digest>/{adapter_config.json, adapter_model.safetensors}`.
 
-A folder is complete or not there: it is written under a temporary name, synced, checked as written, then renamed.
-Several processes (gateways, engines) may share the root. Knows nothing of names, versions or tenants.
+A folder is complete or not there: it is written in its canonical form (adapters/canonical.py) under a temporary name,
+synced, checked as written, then renamed. Several processes (gateways, engines) may share the root; engines only read
+and may have it mounted read-only. Knows nothing of names, versions or tenants.
 """
 
 import errno
@@ -13,17 +14,19 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
+from adapters.canonical import write_canonical
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME, Checkpoint, check_files, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
+from adapters.spool import PREFIX, Spool, clean
+
+Stored = Literal["absent", "same", "different"]
+FILES = (CONFIG_NAME, WEIGHTS_NAME)
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_TEMPORARY = ".tmp-"
-# A put that takes longer than this has died: its writer was killed between two writes.
-_STALE_SECONDS = 3600.0
-_COPY_CHUNK = 1 << 20
+_CHUNK = 1 << 20
 
 
 class Store(Protocol):
@@ -31,6 +34,9 @@ class Store(Protocol):
     def path(self, digest: str) -> Path | None: ...
     def delete(self, digest: str) -> bool: ...
     def list(self) -> Iterator[str]: ...
+    def spool(self) -> Spool: ...
+    def publish(self, folder: Path, digest: str, stored: Stored) -> None: ...
+    def clean(self) -> None: ...
 
 
 class DirectoryStore:
@@ -39,29 +45,67 @@ class DirectoryStore:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
         self.root.mkdir(parents=True, exist_ok=True)
-        self._remove_stale()
 
     def put(self, folder: str | Path, base: BaseShape) -> Checkpoint:
-        """Copies an adapter folder in and returns it as stored; the same content again changes nothing.
+        """Write an adapter folder in its canonical form and return it as stored; the same content changes nothing.
 
         Raises AdapterError if we can't serve it on this base model, OSError if it can't be written.
         """
-        folder = Path(folder)
-        check_files(folder)
-        for name in (CONFIG_NAME, WEIGHTS_NAME):
-            if (folder / name).is_symlink():
+        source = Path(folder)
+        with self.spool() as spool:
+            target = spool.folder / "adapter"
+            checkpoint, stored = self.prepare(source, target, base)
+            self.publish(target, checkpoint.digest, stored)
+        return replace(checkpoint, folder=self._folder(checkpoint.digest))
+
+    def prepare(self, source: Path, target: Path, base: BaseShape) -> tuple[Checkpoint, Stored]:
+        """Write the canonical form of `source` as the folder `target`, to be published, and check what was written.
+
+        Returns it with what the store has of it already. Raises AdapterError, OSError.
+        """
+        check_files(source)
+        for name in FILES:
+            if (source / name).is_symlink():
                 raise AdapterError(name, "is a symbolic link; expected a file")
-        temporary = self.root / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        temporary.mkdir(mode=0o755)
-        try:
-            for name in (CONFIG_NAME, WEIGHTS_NAME):
-                _copy(folder / name, temporary / name)
-            checkpoint = open_checkpoint(temporary)  # the copy: what was checked is what is stored
-            checkpoint.check_base(base)
-            _sync_directory(temporary)
-            return self._publish(checkpoint)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        target.mkdir(mode=0o755)
+        write_canonical(source, target)
+        checkpoint = open_checkpoint(target)  # as written: what was checked is what is stored
+        checkpoint.check_base(base)
+        _sync_directory(target)
+        return checkpoint, self._stored(target, self._folder(checkpoint.digest))
+
+    def publish(self, folder: Path, digest: str, stored: Stored) -> None:
+        """Rename a prepared folder into place. stored: what `prepare` found there. Raises OSError."""
+        final = self._folder(digest)
+        if stored == "same":
+            try:
+                os.utime(final)  # in use from now on, for whoever removes what is not
+            except FileNotFoundError:
+                stored = "absent"
+            else:
+                return
+        final.parent.mkdir(exist_ok=True)
+        for _ in range(8):
+            try:
+                folder.rename(final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            else:
+                _sync_directory(final.parent)
+                return
+            if stored == "absent":
+                return  # a parallel call has put the same bytes there
+            self.delete(digest)
+        raise OSError(f"could not replace a damaged adapter in the store: {digest}")
+
+    def spool(self) -> Spool:
+        """Return a folder inside the store for an upload, not yet made."""
+        return Spool(self.root)
+
+    def clean(self) -> None:
+        """Remove what writers that died have left. For writers only, at their start."""
+        clean(self.root)
 
     def path(self, digest: str) -> Path | None:
         """The folder of an adapter, or None. Its content was checked when put; open_checkpoint checks it again."""
@@ -69,12 +113,13 @@ class DirectoryStore:
         return folder if (folder / WEIGHTS_NAME).is_file() else None
 
     def delete(self, digest: str) -> bool:
-        """Removes an adapter at once for new readers; False if it wasn't there."""
-        doomed = self.root / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        """Remove an adapter at once for new readers; False if it wasn't there."""
+        doomed = self.root / f"{PREFIX}{uuid.uuid4().hex}"
         try:
             self._folder(digest).rename(doomed)
         except FileNotFoundError:
             return False
+        os.utime(doomed, (time.time(), time.time()))
         shutil.rmtree(doomed)
         return True
 
@@ -88,32 +133,15 @@ class DirectoryStore:
             raise AdapterNotFound("adapter", "expected a digest of 64 hexadecimal digits")
         return self.root / digest[:2] / digest
 
-    def _publish(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Renames a checked folder into place unless an intact one is there, put by an earlier or a parallel call."""
-        final = self._folder(checkpoint.digest)
-        final.parent.mkdir(exist_ok=True)
-        for _ in range(8):
-            try:
-                checkpoint.folder.rename(final)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            else:
-                _sync_directory(final.parent)
-                return replace(checkpoint, folder=final)
-            existing = _open_intact(final, checkpoint.digest)
-            if existing is not None:
-                return existing
-            self.delete(checkpoint.digest)
-        raise OSError(f"could not replace a damaged adapter in the store: {checkpoint.digest}")
-
-    def _remove_stale(self) -> None:
-        for folder in self.root.glob(f"{_TEMPORARY}*"):
-            try:
-                if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
-                    shutil.rmtree(folder)
-            except FileNotFoundError:
-                continue  # another process was faster
+    def _stored(self, folder: Path, final: Path) -> Stored:
+        """Compare a canonical folder with what is at its place: it may be damaged, or of an earlier release's form."""
+        if not final.is_dir():
+            return "absent"
+        try:
+            same = all(_equal(folder / name, final / name) for name in FILES)
+        except FileNotFoundError:
+            return "different"
+        return "same" if same else "different"
 
 
 def open_store(url_or_path: str | Path) -> Store:
@@ -129,19 +157,14 @@ def open_store(url_or_path: str | Path) -> Store:
     return DirectoryStore(unquote(url.path))
 
 
-def _open_intact(folder: Path, digest: str) -> Checkpoint | None:
-    try:
-        checkpoint = open_checkpoint(folder)
-    except (AdapterError, FileNotFoundError):
-        return None
-    return checkpoint if checkpoint.digest == digest else None
-
-
-def _copy(source: Path, target: Path) -> None:
-    with source.open("rb") as reader, target.open("xb") as writer:
-        shutil.copyfileobj(reader, writer, _COPY_CHUNK)
-        writer.flush()
-        os.fsync(writer.fileno())
+def _equal(one: Path, other: Path) -> bool:
+    with one.open("rb") as first, other.open("rb") as second:
+        while True:
+            chunk = first.read(_CHUNK)
+            if chunk != second.read(_CHUNK):
+                return False
+            if not chunk:
+                return True
 
 
 def _sync_directory(path: Path) -> None:

@@ -1,120 +1,214 @@
-"""An adapter upload: a multipart stream to two files in a temporary folder, within bounds, whatever was sent.
+"""An adapter upload on its way in: a multipart stream to files inside the store's file system, within bounds.
 
-Nothing in an archive decides a path: of its members only the two files of an adapter are read, and they are written
-under names of our own. Members that point elsewhere (`..`, absolute paths, links, devices) refuse the whole archive.
+Nothing here looks into a file: unpacking and checks are a child process' work (gateway/api/checking.py).
 """
 
 import asyncio
-import gzip
-import shutil
-import stat
-import tarfile
-import tempfile
-import zipfile
-import zlib
-from collections.abc import AsyncIterator
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path, PurePosixPath
-from typing import Protocol
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
-from aiohttp import BodyPartReader, web
-from aiohttp.http import HttpProcessingError as BadHttpMessage
+from aiohttp import web
 
+from adapters.check import ARCHIVE
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
-from gateway.api.bodies import in_time
-from gateway.errors import BadRequest, TooLarge
+from adapters.manifest import printable
+from adapters.spool import Spool
+from gateway.api.form import Form, FormError, Part
+from gateway.errors import BadRequest, TooLarge, TooSlow
+
+log = logging.getLogger(__name__)
 
 FILES = (CONFIG_NAME, WEIGHTS_NAME)
-CHUNK_BYTES = 2**20
+FIELDS = ("name", "file", *FILES)
+WRITE_BYTES = 256 << 10
 MAX_NAME_BYTES = 1024
-MAX_MEMBERS = 1000
-GZIP_MAGIC = b"\x1f\x8b"
+T = TypeVar("T")
 
 
-class Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
+class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
+    """max_bytes: of the body, and again of what it unpacks to. seconds: for all of an upload, its check included.
 
-
-class Upload(msgspec.Struct, frozen=True, kw_only=True):
-    """name: as sent, unchecked. folder: holds adapter_config.json and adapter_model.safetensors, unchecked."""
-
-    name: str
-    folder: Path
-
-
-@asynccontextmanager
-async def receive(request: web.Request, max_bytes: int) -> AsyncIterator[Upload]:
-    """Reads the request's multipart form. The folder is gone when the block ends.
-
-    Raises BadRequest naming the form's field, TooLarge beyond max_bytes (of the body, and again unpacked).
+    read_seconds: without a byte. min_rate: bytes a second, on average since `grace_seconds` after the beginning.
     """
-    if request.content_length is not None and request.content_length > max_bytes:
-        raise _too_large(max_bytes)
+
+    max_bytes: int
+    seconds: float
+    read_seconds: float
+    min_rate: int
+    grace_seconds: float = 30.0
+
+
+class Workplace:
+    """The spool folder of one upload, and the work that must end before the folder may go."""
+
+    _closing: set[asyncio.Task[None]] = set()
+
+    def __init__(self, spool: Spool) -> None:
+        self.folder = spool.folder
+        self._spool = spool
+        self._work: set[asyncio.Future[Any]] = set()
+
+    async def in_thread(self, do: Callable[..., T], *arguments: Any) -> T:
+        """Run a blocking call in a thread, to its end though the caller is cancelled."""
+        return await self._shielded(asyncio.get_running_loop().run_in_executor(None, do, *arguments))
+
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work to its end though the caller is cancelled."""
+        return await self._shielded(asyncio.ensure_future(work))
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work that is cancelled with the caller; the folder stays until it has ended."""
+        task = asyncio.create_task(work)
+        try:
+            return await self._shielded(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+
+    async def _shielded(self, work: asyncio.Future[T]) -> T:
+        self._work.add(work)
+        return await asyncio.shield(work)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*self._work, return_exceptions=True)
+        await asyncio.to_thread(self._spool.remove)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, spool: Spool) -> AsyncIterator["Workplace"]:
+        """Make the folder; remove it when the block ends, however soon that is. Raises OSError."""
+        place = cls(spool)
+        try:
+            await place.in_thread(spool.make)
+            yield place
+        finally:
+            closing = asyncio.create_task(place._close())
+            cls._closing.add(closing)
+            closing.add_done_callback(cls._closing.discard)
+            await asyncio.shield(closing)
+
+    @classmethod
+    async def all_closed(cls) -> None:
+        """Wait until the folders of uploads that ended are gone."""
+        await asyncio.gather(*cls._closing, return_exceptions=True)
+
+
+async def receive(request: web.Request, place: Workplace, rules: UploadRules) -> str:
+    """Read the request's form into the workplace and return the adapter's name, unchecked.
+
+    Raises BadRequest naming the form's field, TooLarge, TooSlow.
+    """
     if not request.content_type.startswith("multipart/"):
         raise BadRequest(
             f"Expected a multipart/form-data body with the field 'name' and the files {CONFIG_NAME} and "
             f"{WEIGHTS_NAME}, or one archive as 'file'.",
         )
-    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="loraplex-upload-"))
+    if request.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
+        raise BadRequest("Expected an upload without Content-Encoding; an archive may be compressed itself.")
+    body = _Body(request, rules)
     try:
-        name, archive = await _read_form(request, folder, max_bytes)
-        if archive is not None:
-            await asyncio.to_thread(unpack, archive, folder, max_bytes)
-        for file in FILES:
-            if not (folder / file).is_file():
-                raise BadRequest(f"Expected the file {file} in the upload.", param=file)
-        yield Upload(name=name, folder=folder)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return await _read_form(Form(_boundary(request), body.read), place, body)
+    except FormError as error:
+        raise BadRequest(f"The multipart body is malformed: {error}.") from error
 
 
-async def _read_form(request: web.Request, folder: Path, max_bytes: int) -> tuple[str, Path | None]:
-    """Writes the form's files under names of our own; the name, and the archive if there is one."""
-    try:
-        form = await request.multipart()
-        name: str | None = None
-        archive: Path | None = None
-        left = max_bytes
-        seen: set[str] = set()
-        while (part := await in_time(request, form.next())) is not None:
-            if not isinstance(part, BodyPartReader) or part.name is None:
-                raise BadRequest("Expected form fields, each with a name of its own.")
-            field = _target(part)
-            if field in seen:
-                raise BadRequest(f"'{field}' is in the form twice.", param=field)
-            seen.add(field)
-            if field == "name":
-                name = await in_time(request, _read_name(part))
-                continue
-            path = folder / ("upload.archive" if field == "file" else field)
-            left -= await _save(request, part, path, left, max_bytes)
-            archive = path if field == "file" else archive
-    except (ValueError, AssertionError, BadHttpMessage) as error:
-        # What aiohttp's multipart reader raises for a form it cannot read.
-        raise BadRequest("The multipart body is malformed.") from error
+def refuse_too_large(request: web.Request, rules: UploadRules) -> None:
+    """Raises TooLarge for a body that says so itself."""
+    if request.content_length is not None and request.content_length > rules.max_bytes:
+        raise too_large(rules.max_bytes)
+
+
+def too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"The upload is larger than the {max_bytes} bytes this gateway accepts.", param="file")
+
+
+def _boundary(request: web.Request) -> str:
+    # As in the header: aiohttp's own parser lowers and folds what it does not need.
+    for parameter in request.headers.get("Content-Type", "").split(";")[1:]:
+        key, _, value = parameter.strip().partition("=")
+        if key.lower() == "boundary":
+            return value.strip().strip('"')
+    return ""
+
+
+class _Body:
+    """A request's body, counted, within the rules of size and pace."""
+
+    def __init__(self, request: web.Request, rules: UploadRules) -> None:
+        self._content = request.content
+        self._rules = rules
+        self._received = 0
+        # The moment from which the minimum rate holds; our own waits for the disk move it.
+        self._begun = time.monotonic() + rules.grace_seconds
+
+    async def read(self) -> bytes:
+        rules, now = self._rules, time.monotonic()
+        left = self._begun + self._received / rules.min_rate - now
+        try:
+            async with asyncio.timeout(min(rules.read_seconds, left)):
+                chunk = await self._content.readany()
+        except TimeoutError as error:
+            if left < rules.read_seconds:
+                raise TooSlow(f"The upload came more slowly than {rules.min_rate} bytes a second.") from error
+            raise TooSlow("The request's body did not come in time.") from error
+        except (web.RequestPayloadError, ConnectionError) as error:
+            raise BadRequest("The request's body is not what its headers say.") from error
+        self._received += len(chunk)
+        if self._received > rules.max_bytes:
+            raise too_large(rules.max_bytes)
+        return chunk
+
+    async def write(self, place: Workplace, file: BinaryIO, content: bytes) -> None:
+        """Write to the disk off the event loop; the time that it takes is not the client's."""
+        begun = time.monotonic()
+        await place.in_thread(file.write, content)
+        self._begun += time.monotonic() - begun
+
+
+async def _read_form(form: Form, place: Workplace, body: _Body) -> str:
+    """Write the form's files under names of our own and return the name."""
+    name: str | None = None
+    seen: set[str] = set()
+    while (part := await form.next()) is not None:
+        field = _target(part)
+        if field in seen:
+            raise BadRequest(f"'{field}' is in the form twice.", param=field)
+        seen.add(field)
+        if field == "name":
+            name = await _read_name(form)
+        else:
+            await _save(form, place, body, place.folder / (ARCHIVE if field == "file" else field))
     if name is None:
         raise BadRequest("Expected the form field 'name': what the adapter shall be called.", param="name")
-    if archive is not None and seen & set(FILES):
-        raise BadRequest("Expected either one archive as 'file' or the two files, not both.", param="file")
-    return name, archive
+    if "file" in seen:
+        if seen & set(FILES):
+            raise BadRequest("Expected either one archive as 'file' or the two files, not both.", param="file")
+        return name
+    for file in FILES:
+        if file not in seen:
+            raise BadRequest(f"Expected the file {file} in the upload.", param=file)
+    return name
 
 
-def _target(part: BodyPartReader) -> str:
-    """Which of our fields a part is: by its name, or by its file's name if that is one of the adapter's files."""
-    field = part.name or ""
-    if field in ("name", "file", *FILES):
-        return part.filename if field == "file" and part.filename in FILES else field
+def _target(part: Part) -> str:
+    """Return our field for a part: its name, or its file's name if that is one of the adapter's files."""
+    if part.name in FIELDS:
+        return part.filename if part.name == "file" and part.filename in FILES else part.name
     if part.filename in FILES:
         return part.filename
-    expected = ", ".join(("name", "file", *FILES))
-    raise BadRequest(f"Unknown form field '{field[:64]}'; expected: {expected}.", param=field[:64])
+    shown = printable(part.name, 64)
+    raise BadRequest(f"Unknown form field '{shown}'; expected: {', '.join(FIELDS)}.", param=shown)
 
 
-async def _read_name(part: BodyPartReader) -> str:
+async def _read_name(form: Form) -> str:
     content = bytearray()
-    while chunk := await part.read_chunk():
-        content += chunk
+    while piece := await form.read():
+        content += piece
         if len(content) > MAX_NAME_BYTES:
             raise BadRequest("The adapter's name is too long.", param="name")
     try:
@@ -123,117 +217,15 @@ async def _read_name(part: BodyPartReader) -> str:
         raise BadRequest("Expected the adapter's name as UTF-8 text.", param="name") from error
 
 
-async def _save(request: web.Request, part: BodyPartReader, path: Path, left: int, max_bytes: int) -> int:
-    """Streams a part to disk off the event loop; its size in bytes."""
-    size = 0
-    with await asyncio.to_thread(path.open, "xb") as file:
-        while chunk := await in_time(request, part.read_chunk(CHUNK_BYTES)):
-            size += len(chunk)
-            if size > left:
-                raise _too_large(max_bytes)
-            await asyncio.to_thread(file.write, chunk)
-    return size
-
-
-def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
-    """Takes the adapter's two files out of a .zip, .tar or .tar.gz (from its root or its one folder), removes it.
-
-    Raises BadRequest (param "file"), TooLarge.
-    """
+async def _save(form: Form, place: Workplace, body: _Body, path: Path) -> None:
+    pending = bytearray()
+    file = await place.in_thread(path.open, "xb")
     try:
-        if zipfile.is_zipfile(archive):
-            _unpack_zip(archive, folder, max_bytes)
-        else:
-            _unpack_tar(_gunzip(archive, max_bytes), folder, max_bytes)
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise BadRequest("Expected a .zip, .tar or .tar.gz archive; this one cannot be read.", param="file") from error
-    except (NotImplementedError, RuntimeError) as error:
-        # zipfile's words for methods it does not know and for encryption.
-        raise BadRequest(f"The archive cannot be read: {error}.", param="file") from error
-    archive.unlink()
-
-
-def _unpack_zip(archive: Path, folder: Path, max_bytes: int) -> None:
-    with zipfile.ZipFile(archive) as opened:
-        members = opened.infolist()
-        for info in members:
-            mode = stat.S_IFMT(info.external_attr >> 16)
-            if mode not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise _unsafe(info.filename)
-        files = [info.filename for info in members if not info.is_dir()]
-        wanted = _choose(files, [info.filename for info in members], sum(info.file_size for info in members), max_bytes)
-        for name, file in wanted.items():
-            with opened.open(name) as source:
-                _copy(source, folder / file, max_bytes)
-
-
-def _unpack_tar(archive: Path, folder: Path, max_bytes: int) -> None:
-    with tarfile.open(archive, "r:") as opened:
-        members = []
-        for member in opened:
-            members.append(member)
-            if len(members) > MAX_MEMBERS:
-                break
-            if not (member.isfile() or member.isdir()) or member.issparse():
-                raise _unsafe(member.name)
-        by_name = {member.name: member for member in members}
-        files = [member.name for member in members if member.isfile()]
-        wanted = _choose(files, [member.name for member in members], sum(member.size for member in members), max_bytes)
-        for name, file in wanted.items():
-            source = opened.extractfile(by_name[name])
-            assert source is not None  # it is a regular file
-            _copy(source, folder / file, max_bytes)
-
-
-def _gunzip(archive: Path, max_bytes: int) -> Path:
-    """The archive without its gzip layer, bounded before anything reads what is inside."""
-    with archive.open("rb") as file:
-        if file.read(2) != GZIP_MAGIC:
-            return archive
-    plain = archive.with_suffix(".tar")
-    with gzip.open(archive) as source:
-        # Headers and padding come on top of what the members may weigh.
-        _copy(source, plain, max_bytes + MAX_MEMBERS * 4096)
-    plain.replace(archive)
-    return archive
-
-
-def _choose(files: list[str], members: list[str], total: int, max_bytes: int) -> dict[str, str]:
-    """Of the regular files, those to take: member name -> adapter file. Every member's name must be harmless."""
-    if len(members) > MAX_MEMBERS:
-        raise BadRequest(f"The archive has more than {MAX_MEMBERS} members.", param="file")
-    if total > max_bytes:
-        raise _too_large(max_bytes)
-    for name in members:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
-            raise _unsafe(name)
-    wanted: dict[str, str] = {}
-    for name in files:
-        path = PurePosixPath(name)
-        if path.name in FILES and len(path.parts) <= 2:
-            if path.name in wanted.values():
-                raise BadRequest(f"The archive holds {path.name} more than once.", param="file")
-            wanted[name] = path.name
-    return wanted
-
-
-def _copy(source: Readable, target: Path, max_bytes: int) -> None:
-    size = 0
-    with target.open("xb") as file:
-        while chunk := source.read(CHUNK_BYTES):
-            size += len(chunk)
-            if size > max_bytes:
-                raise _too_large(max_bytes)
-            file.write(chunk)
-
-
-def _unsafe(name: str) -> BadRequest:
-    return BadRequest(
-        f"The archive's member {name[:100]!r} is refused: expected plain files inside the archive's own folder.",
-        param="file",
-    )
-
-
-def _too_large(max_bytes: int) -> TooLarge:
-    return TooLarge(f"The upload is larger than the {max_bytes} bytes this gateway accepts.", param="file")
+        while piece := await form.read():
+            pending += piece
+            if len(pending) >= WRITE_BYTES:
+                await body.write(place, file, bytes(pending))
+                pending.clear()
+        await body.write(place, file, bytes(pending))
+    finally:
+        await place.in_thread(file.close)

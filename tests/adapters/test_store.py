@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-import adapters.store
+import adapters.spool
 from adapters.checkpoint import open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.store import DirectoryStore, open_store
@@ -96,7 +96,7 @@ def test_a_put_that_dies_before_the_rename_is_not_seen(tmp_path, monkeypatch):
     assert list(store.list()) == []
     DirectoryStore(store.root)
     assert len(leftovers(store)) == 1  # it may still be at work
-    old = time.time() - 2 * adapters.store._STALE_SECONDS
+    old = time.time() - 2 * adapters.spool.STALE_SECONDS
     os.utime(store.root / leftovers(store)[0], (old, old))
     DirectoryStore(store.root)
     assert leftovers(store) == []

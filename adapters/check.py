@@ -1,0 +1,117 @@
+"""Unpacks and checks one upload, in a process of its own: `python -c BOOT`, a job as JSON in, a result as JSON out.
+
+Whatever a stranger's bytes do here (memory, time, a crash) they do to this process only. It limits itself before it
+reads the job: memory, CPU time, file size, open files, time by the clock; it runs at the lowest priority, and the
+kernel ends it with its parent. Needs neither torch nor site-packages, so that it starts in a tenth of a second.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from adapters.archive import unpack
+from adapters.checkpoint import Checkpoint
+from adapters.manifest import AdapterError, BaseShape
+from adapters.members import ArchiveError, ArchiveTooLarge
+from adapters.store import DirectoryStore
+
+# The archive and the canonical form lie in the job's folder under these names.
+ARCHIVE, PREPARED = "upload.archive", "adapter"
+# Run as `python -I -S -c BOOT ROOT PARENT_PID`: without site-packages, sys.path needs the folder of this package.
+BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from adapters.check import main; main(int(sys.argv[2]))"
+NICE = 10
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int) -> None:
+    """Read the job and print the result; exit 1 and print the kind and place of a failure, never what it quotes."""
+    _die_with(parent)
+    job = json.loads(sys.stdin.buffer.readline())
+    _limit(job)
+    try:
+        answer = _answer(job)
+    except OSError as error:
+        # Python turns the limit of a file's size into EFBIG.
+        answer = _refusal("too_large", "file", "") if error.errno == errno.EFBIG else None
+        failure = errno.errorcode.get(error.errno or 0, "OSError")
+    except Exception as error:  # noqa: BLE001  (the boundary: the gateway logs it and answers that the check failed)
+        answer, failure = None, f"{type(error).__name__} {_place(error)}"
+    if answer is None:
+        sys.stdout.write(failure)
+        sys.exit(1)
+    sys.stdout.write(json.dumps(answer))
+
+
+def _place(error: BaseException) -> str:
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return "" if at is None else f"at {Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}"
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before the call
+
+
+def _limit(job: dict[str, Any]) -> None:
+    os.nice(NICE)
+    # SIGALRM's default ends the process; the parent has the same limit, unless it hangs.
+    signal.alarm(int(job["seconds"]) + 1)
+    limits = {
+        resource.RLIMIT_CPU: job["cpu_seconds"],
+        resource.RLIMIT_FSIZE: job["file_bytes"],
+        resource.RLIMIT_AS: job["memory_bytes"],
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, value in limits.items():
+        resource.setrlimit(kind, (value, value))
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the result, or the refusal: its code, the field at fault and the message."""
+    try:
+        checkpoint, stored = _check(job)
+    except ArchiveTooLarge as error:
+        return _refusal("too_large", "file", str(error))
+    except ArchiveError as error:
+        return _refusal("archive", "file", str(error))
+    except AdapterError as error:
+        return _refusal("adapter", error.field, error.message)
+    except MemoryError:
+        return _refusal("memory", "", "")
+    return {
+        "digest": checkpoint.digest,
+        "rank": checkpoint.rank,
+        "num_bytes": checkpoint.num_bytes,
+        "stored": stored,
+    }
+
+
+def _refusal(code: str, field: str, message: str) -> dict[str, Any]:
+    return {"refused": code, "field": field, "message": message}
+
+
+def _check(job: dict[str, Any]) -> tuple[Checkpoint, str]:
+    folder, archive = Path(job["folder"]), Path(job["folder"]) / ARCHIVE
+    if archive.exists():
+        unpack(archive, folder, job["max_bytes"])
+        archive.unlink()
+    base = BaseShape(
+        num_layers=job["base"]["num_layers"],
+        projections={name: tuple(shape) for name, shape in job["base"]["projections"].items()},
+        outside={name: tuple(shape) for name, shape in job["base"]["outside"].items()},
+    )
+    store = DirectoryStore(job["store"])
+    checkpoint, stored = store.prepare(folder, folder / PREPARED, base)
+    checkpoint.check_served(job["max_rank"], job["max_adapter_bytes"])
+    return checkpoint, stored

@@ -1,0 +1,89 @@
+"""An archive's members: which of them are taken, which names and sizes refuse the archive."""
+
+from pathlib import Path, PurePosixPath
+
+from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
+from adapters.manifest import printable
+
+FILES = (CONFIG_NAME, WEIGHTS_NAME)
+MAX_MEMBERS = 1000
+
+
+class ArchiveError(ValueError):
+    """The archive is refused; the message names the member and the reason."""
+
+
+class ArchiveTooLarge(ArchiveError):
+    """The archive's members are larger than an upload may be."""
+
+
+class Members:
+    """Decides by a member's name whether it is one of an adapter's two files, and where it is written meanwhile."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._members = 0
+        self._declared = 0
+        self._names: set[str] = set()
+        # Adapter folders in the archive: "" is its root.
+        self._found: dict[str, dict[str, Path]] = {}
+
+    def check(self, name: str, size: int) -> None:
+        """Count a member. Raises ArchiveError for a name that points elsewhere, too many members, too many bytes."""
+        self._members += 1
+        if self._members > MAX_MEMBERS:
+            raise ArchiveError(f"The archive has more than {MAX_MEMBERS} members.")
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
+            raise unsafe(name)
+        self._declared += size
+        if self._declared > self._max_bytes:
+            raise ArchiveTooLarge(f"The archive's members are larger than {self._max_bytes} bytes together.")
+
+    def target(self, name: str) -> Path | None:
+        """Return the path to write a regular file to; None to skip it. Raises ArchiveError for a second one."""
+        path = PurePosixPath(name)
+        if path.name not in FILES or len(path.parts) > 2:
+            return None
+        if str(path) in self._names:
+            raise ArchiveError(f"The archive holds {quoted_name(name)} more than once.")
+        self._names.add(str(path))
+        folder = str(path.parent)
+        if folder not in self._found and len(path.parts) == 2 and sum(key != "." for key in self._found) >= 2:
+            # More folders than one are refused, or lose to the root: a third needs no room on the disk.
+            return None
+        target = self._folder / f"member-{len(self._names)}"
+        self._found.setdefault(folder, {})[path.name] = target
+        return target
+
+    def finish(self) -> None:
+        """Give the chosen files their names and remove the others. Raises ArchiveError where the choice is unclear."""
+        folders = [name for name in self._found if name != "."]
+        if "." not in self._found and len(folders) > 1:
+            names = ", ".join(quoted_name(name) for name in folders[:2])
+            raise ArchiveError(f"The archive holds an adapter in more than one folder: {names}.")
+        chosen = self._found.get("." if "." in self._found else folders[0], {}) if self._found else {}
+        for files in self._found.values():
+            for name, path in files.items():
+                if files is chosen:
+                    path.replace(self._folder / name)
+                else:
+                    path.unlink()
+
+
+def unsafe(name: str) -> ArchiveError:
+    """Return the refusal of a member that points elsewhere or is no plain file."""
+    return ArchiveError(
+        f"The archive's member {quoted_name(name)} is refused: expected plain files inside the archive's own folder."
+    )
+
+
+def quoted_name(name: str) -> str:
+    """Return a member's name as a message quotes it."""
+    return f"'{printable(name, 100)}'"
+
+
+def text(raw: bytes) -> str:
+    """Return a member's name as text, whatever its encoding."""
+    return raw.decode("utf-8", "replace")

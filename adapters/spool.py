@@ -1,0 +1,97 @@
+"""Folders for uploads on their way into the store, inside of its own file system: `<root>/.tmp-<random>`.
+
+Each has a lock beside it, which its writer's process holds: a folder whose lock is free belongs to a process that died,
+and the next writer removes it. Engines, which only read, never do.
+"""
+
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+PREFIX = ".tmp-"
+_LOCK = ".lock"
+# Folders without a lock: of the release before, and of deletions that were cut off.
+STALE_SECONDS = 3600.0
+
+
+class Spool:
+    """One such folder. Enter it to make it; its end removes it."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / f"{PREFIX}{uuid.uuid4().hex}"
+        self._lock_path = self.folder.with_suffix(_LOCK)
+        self._lock: int | None = None
+
+    def __enter__(self) -> "Spool":
+        self.make()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.remove()
+
+    def make(self) -> None:
+        """Make the folder, its lock first. Raises OSError."""
+        while True:
+            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if _take(lock) and _is(lock, self._lock_path):
+                    break
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)  # a writer that cleans has just removed it
+        self._lock = lock
+        self.folder.mkdir(mode=0o755)
+
+    def remove(self) -> None:
+        """Remove the folder and all in it; nothing happens if it was never made."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            self._lock_path.unlink()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def clean(root: Path) -> None:
+    """Remove the folders of writers that died. Safe beside writers that live."""
+    for path in root.glob(f"{PREFIX}*{_LOCK}"):
+        with suppress(OSError):
+            _remove_dead(path)
+    for folder in root.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            locked = folder.with_suffix(_LOCK).exists()
+            if folder.is_dir() and not locked and time.time() - folder.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(folder)
+
+
+def _remove_dead(lock_path: Path) -> None:
+    lock = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if _take(lock) and _is(lock, lock_path):
+            shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
+            lock_path.unlink()
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int) -> bool:
+    """Return whether the lock was free. Raises OSError on a file system without locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

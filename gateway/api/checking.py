@@ -1,0 +1,190 @@
+"""Uploads are unpacked and checked in child processes: few at once, shared fairly, each within limits of its own."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import adapters
+from adapters.check import BOOT, PREPARED
+from adapters.manifest import AdapterError, BaseShape
+from adapters.store import Stored
+from gateway.api.upload import Workplace, too_large
+from gateway.errors import BadRequest, Unavailable
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(adapters.__file__).parent.parent
+# Of tenants' uploads, and of the operator's beside them.
+TENANTS_CHECKS, OPERATORS_CHECKS = 2, 1
+MEMORY_BYTES = 512 << 20
+# A check reads, hashes and writes an adapter; measured: 150 to 300 MB a second and core.
+CPU_SECONDS, CPU_BYTES_PER_SECOND = 10, 20_000_000
+# By the clock it may share its core with everything else, at the lowest priority.
+CLOCK_FACTOR = 6
+CHECK_FAILED = "adapter_check_failed"
+OPERATOR = "operator"
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engines serve: the largest rank, and the largest adapter in bytes of host memory (0: unknown)."""
+
+    max_rank: int
+    max_adapter_bytes: int = 0
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked adapter in its canonical form. folder: where it lies; stored: what the store has of it already."""
+
+    digest: str
+    rank: int
+    num_bytes: int
+    stored: Stored
+    folder: Path
+
+
+class Turns:
+    """Places that are given to owners in turn. An owner has one at most, however many it waits for."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._holders: set[str] = set()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        """Hold a place while the block runs."""
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(place)
+        self._grant()
+        try:
+            await place
+            yield
+        finally:
+            if place.done() and not place.cancelled():
+                self._free += 1
+                self._holders.discard(owner)
+            elif owner in self._waiting:
+                self._forget(owner, place)
+            self._grant()
+
+    def _grant(self) -> None:
+        for owner in list(self._waiting):
+            if not self._free:
+                return
+            if owner in self._holders:
+                continue
+            place = self._waiting[owner][0]
+            self._forget(owner, place)
+            if owner in self._waiting:
+                self._waiting.move_to_end(owner)
+            if not place.done():
+                self._free -= 1
+                self._holders.add(owner)
+                place.set_result(None)
+
+    def _forget(self, owner: str, place: asyncio.Future[None]) -> None:
+        queue = self._waiting[owner]
+        if place in queue:
+            queue.remove(place)
+        if not queue:
+            del self._waiting[owner]
+
+
+class Checker:
+    """Raises AdapterError, BadRequest and TooLarge for what is refused, Unavailable if the disk is full."""
+
+    def __init__(self, store: Path, base: BaseShape, max_bytes: int, served: Callable[[], Served]) -> None:
+        self._store = store
+        self._base = base
+        self._max_bytes = max_bytes
+        self._served = served
+        self._turns = Turns(TENANTS_CHECKS)
+        self._operators = Turns(OPERATORS_CHECKS)
+
+    async def check(self, place: Workplace, owner: str) -> Checked:
+        """Unpack and check what lies in the workplace. owner: a tenant's id, or OPERATOR."""
+        turns = self._operators if owner == OPERATOR else self._turns
+        async with turns.turn(owner):
+            return await place.run(self._run(place.folder))
+
+    async def _run(self, folder: Path) -> Checked:
+        served = self._served()
+        received = sum(entry.stat().st_size for entry in os.scandir(folder))
+        cpu_seconds = CPU_SECONDS + received // CPU_BYTES_PER_SECOND
+        seconds = CLOCK_FACTOR * cpu_seconds
+        job = {
+            "folder": str(folder),
+            "store": str(self._store),
+            "base": {
+                "num_layers": self._base.num_layers,
+                "projections": dict(self._base.projections),
+                "outside": dict(self._base.outside),
+            },
+            "max_bytes": self._max_bytes,
+            "max_rank": served.max_rank,
+            "max_adapter_bytes": served.max_adapter_bytes,
+            "memory_bytes": MEMORY_BYTES,
+            "file_bytes": self._max_bytes + (4 << 20),
+            "cpu_seconds": cpu_seconds,
+            "seconds": seconds,
+        }
+        code, out = await _child(json.dumps(job).encode() + b"\n", seconds)
+        if code != 0:
+            raise _failed(code, out)
+        answer: dict[str, Any] = json.loads(out)
+        if "refused" in answer:
+            raise self._refusal(answer)
+        return Checked(folder=folder / PREPARED, **answer)
+
+    def _refusal(self, answer: dict[str, Any]) -> Exception:
+        kind = answer["refused"]
+        if kind == "too_large":
+            return too_large(self._max_bytes)
+        if kind == "archive":
+            return BadRequest(answer["message"], param="file")
+        if kind == "memory":
+            return BadRequest(
+                f"The adapter cannot be checked within {MEMORY_BYTES >> 20} MiB of memory.", code=CHECK_FAILED
+            )
+        return AdapterError(answer["field"], answer["message"])
+
+
+async def _child(job: bytes, seconds: float) -> tuple[int, bytes]:
+    """Run the child to its end. Returns its exit status and what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT), str(os.getpid())),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with asyncio.timeout(seconds):
+            out, _ = await process.communicate(job)
+    except TimeoutError:
+        return -signal.SIGALRM, b""
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode or 0, out
+
+
+def _failed(code: int, out: bytes) -> Exception:
+    """Return the answer to a check that gave none."""
+    problem = out.decode("utf-8", "replace")[:200]
+    log.warning("the check of an upload ended with status %d: %s", code, problem)
+    if problem.startswith(("ENOSPC", "EDQUOT")):
+        return Unavailable("The adapter store is full.", code="adapter_store_full", retry_after=60)
+    ends = {-signal.SIGXCPU: "too much CPU time", -signal.SIGALRM: "too much time", -signal.SIGKILL: "it was killed"}
+    why = ends.get(code, f"it ended with status {code}")
+    return BadRequest(f"The adapter could not be checked: {why}.", code=CHECK_FAILED)
