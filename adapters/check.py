@@ -34,6 +34,7 @@ def main(parent: int) -> None:
     _die_with(parent)
     job = json.loads(sys.stdin.buffer.readline())
     _limit(job)
+    answer: dict[str, Any] | None
     try:
         answer = _answer(job)
     except OSError as error:

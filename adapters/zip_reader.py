@@ -77,7 +77,7 @@ def _zip64_directory(file: BinaryIO, end: int) -> tuple[int, int, int, int]:
 
 
 def _zip_entry(file: BinaryIO, directory: bytes, at: int, limit: int, members: Members) -> int:
-    """Check an entry of the directory and write its member if it is one of the two files. Returns the next one's place."""
+    """Check an entry of the directory, write its member if it is wanted, and return the place of the next."""
     fixed = directory[at : at + 46]
     if len(fixed) < 46 or fixed[:4] != _ENTRY:
         raise ArchiveError("The zip's directory holds something that is no entry.")

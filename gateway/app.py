@@ -22,7 +22,7 @@ from gateway.admission.store import connect
 from gateway.admission.throttle import FailedLogins
 from gateway.api.abandoned import Abandoned
 from gateway.api.accounting import Accounting
-from gateway.api.adapters import AdapterIntake, Adapters
+from gateway.api.adapters import AdapterIntake, Adapters, served, upload_rules
 from gateway.api.admin import Admin
 from gateway.api.admin_audit import AdminAudit
 from gateway.api.admin_keys import AdminKeys
@@ -221,9 +221,15 @@ async def make_app(settings: Settings) -> web.Application:
         request_timeout=settings.request_timeout,
     )
     intake = AdapterIntake(
-        catalog=catalog, store=store, base=base, max_bytes=settings.max_upload_bytes, idempotency=idempotency
+        catalog=catalog,
+        store=store,
+        base=base,
+        rules=upload_rules(settings),
+        idempotency=idempotency,
+        served=lambda: served(registry.engines, settings.max_lora_rank),
     )
-    own = Adapters(auth=auth, catalog=catalog, intake=intake)
+    app.cleanup_ctx.append(intake.run)
+    own = Adapters(auth=auth, catalog=catalog, intake=intake, quota=quota)
     admin = Admin(auth=auth, tenants=tenants, catalog=catalog, intake=intake, report=report, registry=registry)
     dashboard = Dashboard(auth=auth, tenants=tenants, catalog=catalog, report=report, registry=registry)
     health = Health(database=database, quota=quota, ledger=ledger, registry=registry, drain=drain)

@@ -77,7 +77,12 @@ class Settings:
     body_timeout: float = 30.0
     # No inference request takes longer than this, whatever it does meanwhile.
     request_timeout: float = 3600.0
-    # A client that takes no byte, or sends none of its upload, for this long is let go.
+    # All of an adapter upload, its check included, and the bytes a second that it must come with on average.
+    upload_timeout: float = 3600.0
+    upload_min_rate: int = 16 * 2**10
+    # The largest rank that is taken on upload. None: the largest that an engine says it serves, 64 until one does.
+    max_lora_rank: int | None = None
+    # A client that takes no byte for this long is let go.
     client_timeout: float = 60.0
     # Networks of proxies whose X-Forwarded-For is believed, for who is told to wait after too many wrong keys.
     trusted_proxies: tuple[str, ...] = ()
@@ -136,6 +141,8 @@ class Settings:
             "default_max_tokens",
             "max_body_bytes",
             "max_upload_bytes",
+            "upload_min_rate",
+            "max_lora_rank",
             "ledger_queue",
             "journal_bytes",
             "idle_timeout",
@@ -147,6 +154,7 @@ class Settings:
             "lease_seconds",
             "engine_timeout",
             "client_timeout",
+            "upload_timeout",
             "shutdown_seconds",
             "engine_silence",
         )

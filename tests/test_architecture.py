@@ -22,7 +22,9 @@ GATEWAY_MAY = {
     "engine.responses",
     "engine.tokenizer",
     "engine.tracing",
+    "adapters.check",
     "adapters.manifest",
+    "adapters.spool",
     "adapters.checkpoint",
     "adapters.store",
 }

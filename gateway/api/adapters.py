@@ -1,6 +1,8 @@
-"""`/v1/adapters` and `/v1/usage`: what a tenant does with its own adapters, and what it has used."""
+"""`/v1/adapters`: what a tenant, or an operator on its behalf, does with its adapters."""
 
 import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -8,51 +10,94 @@ from aiohttp import web
 from adapters.manifest import BaseShape
 from adapters.store import Store
 from gateway.admission.auth import Authenticator
+from gateway.admission.quota import Quota
 from gateway.api.bodies import json_response
+from gateway.api.checking import Checked, Checker, Served
 from gateway.api.idempotency import Idempotency
-from gateway.api.upload import receive
+from gateway.api.upload import UploadRules, Workplace, receive, refuse_too_large
+from gateway.errors import REQUEST_ID, TooSlow, Unavailable
+from gateway.fleet.registry import EngineRecord
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.tenants import Tenant
+from gateway.settings import Settings
 
-# Uploads that are read and checked at once: each may hold a core and a temporary folder.
-MAX_UPLOADS = 4
+log = logging.getLogger(__name__)
+
+# While no engine has told; also our engine's own default.
+DEFAULT_MAX_RANK = 64
 
 
 class AdapterIntake:
     """Takes uploads in: form, checks, store, catalog. Used for a tenant by itself and by an admin on its behalf."""
 
     def __init__(
-        self, *, catalog: Catalog, store: Store, base: BaseShape, max_bytes: int, idempotency: Idempotency
+        self,
+        *,
+        catalog: Catalog,
+        store: Store,
+        base: BaseShape,
+        rules: UploadRules,
+        idempotency: Idempotency,
+        served: Callable[[], Served],
     ) -> None:
         self._catalog = catalog
         self._store = store
-        self._base = base
-        self._max_bytes = max_bytes
+        self._rules = rules
         self._idempotency = idempotency
-        self._uploads = asyncio.Semaphore(MAX_UPLOADS)
+        self._checker = Checker(store.root, base, rules.max_bytes, served)
 
-    async def push(self, request: web.Request, tenant: Tenant, actor: str) -> web.Response:
-        """201 and the new version; in use from the moment of the answer.
+    async def push(self, request: web.Request, tenant: Tenant, actor: str, owner: str) -> web.Response:
+        """Return 201 and the new version; it is in use from the moment of the answer.
 
-        Raises BadRequest and TooLarge for the form, AdapterError for an adapter that cannot be served.
+        owner: whose turn a check takes: the tenant's id, or OPERATOR. Raises BadRequest and TooLarge for the form,
+        TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be served.
         """
-        async with self._uploads, receive(request, self._max_bytes) as upload:
-            self._catalog.check_name(upload.name)
-            checkpoint = await asyncio.to_thread(self._store.put, upload.folder, self._base)
-            name = upload.name
+        refuse_too_large(request, self._rules)
+        await self._catalog.check_declared(tenant, request.content_length or 0)
+        try:
+            async with asyncio.timeout(self._rules.seconds) as deadline:
+                async with Workplace.open(self._store.spool()) as place:
+                    name = await receive(request, place, self._rules)
+                    self._catalog.check_name(name)
+                    checked = await self._checker.check(place, owner)
+                    add = self._add(request, tenant, name, checked, actor, place)
+                    return await place.finish(add)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise TooSlow(f"The upload exceeded the time limit of {self._rules.seconds:g} s.") from error
+        except OSError as error:
+            # Its message names paths of this machine.
+            log.warning("an upload could not be stored: %s", error.strerror)
+            raise Unavailable("The adapter store cannot be written.", code="adapter_store_unavailable") from error
+
+    async def _add(
+        self, request: web.Request, tenant: Tenant, name: str, checked: Checked, actor: str, place: Workplace
+    ) -> web.Response:
+        """Add the version and publish its content, once for each Idempotency-Key."""
+
+        async def publish() -> None:
+            await asyncio.to_thread(self._store.publish, checked.folder, checked.digest, checked.stored)
 
         async def add_version() -> web.Response:
             adapter = await self._catalog.add_version(
                 tenant,
                 name,
-                digest=checkpoint.digest,
-                rank=checkpoint.rank,
-                num_bytes=checkpoint.num_bytes,
+                digest=checked.digest,
+                rank=checked.rank,
+                num_bytes=checked.num_bytes,
                 actor=actor,
+                publish=publish,
             )
             return json_response(describe(adapter), status=201)
 
-        return await self._idempotency.once(request, actor, f"{name} {checkpoint.digest}".encode(), add_version)
+        return await self._idempotency.once(request, actor, f"{name} {checked.digest}".encode(), add_version)
+
+    async def run(self, _: web.Application) -> AsyncIterator[None]:
+        """Clean the store before the first upload, and wait for the last one's folder to go."""
+        await asyncio.to_thread(self._store.clean)
+        yield
+        await Workplace.all_closed()
 
     async def list(self, tenant: Tenant) -> web.Response:
         adapters = await self._catalog.list(tenant)
@@ -62,14 +107,20 @@ class AdapterIntake:
 class Adapters:
     """The tenant's routes."""
 
-    def __init__(self, *, auth: Authenticator, catalog: Catalog, intake: AdapterIntake) -> None:
+    def __init__(self, *, auth: Authenticator, catalog: Catalog, intake: AdapterIntake, quota: Quota) -> None:
         self._auth = auth
+        self._quota = quota
         self._catalog = catalog
         self._intake = intake
 
     async def push(self, request: web.Request) -> web.Response:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
-        return await self._intake.push(request, principal.tenant, principal.key_id)
+        tenant, limits = principal.tenant, principal.tenant.adapter_limits
+        places = self._quota.upload(
+            tenant.id, request[REQUEST_ID], limits.adapter_changes_per_minute, limits.max_concurrent_uploads
+        )
+        async with self._auth.while_valid(principal), places:
+            return await self._intake.push(request, tenant, principal.key_id, tenant.id)
 
     async def list(self, request: web.Request) -> web.Response:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
@@ -81,9 +132,34 @@ class Adapters:
 
     async def delete(self, request: web.Request) -> web.Response:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
-        name = request.match_info["name"]
+        name, tenant = request.match_info["name"], principal.tenant
+        await self._quota.change(tenant.id, request[REQUEST_ID], tenant.adapter_limits.adapter_changes_per_minute)
         await self._catalog.delete(principal.tenant, name, principal.key_id)
         return json_response({"object": "adapter", "name": name, "deleted": True})
+
+
+def upload_rules(settings: Settings) -> UploadRules:
+    """Return the bounds of an upload."""
+    return UploadRules(
+        max_bytes=settings.max_upload_bytes,
+        seconds=settings.upload_timeout,
+        read_seconds=settings.body_timeout,
+        min_rate=settings.upload_min_rate,
+        grace_seconds=settings.body_timeout,
+    )
+
+
+def served(engines: Sequence[EngineRecord], max_rank: int | None) -> Served:
+    """Return the largest rank and adapter that an engine serves. max_rank: the operator's word, before the engines'."""
+
+    def largest(field: str) -> int:
+        said = [engine.state.get(field) for engine in engines]
+        return max((value for value in said if isinstance(value, int)), default=0)
+
+    return Served(
+        max_rank=max_rank or largest("max_lora_rank") or DEFAULT_MAX_RANK,
+        max_adapter_bytes=largest("max_adapter_bytes"),
+    )
 
 
 def describe(adapter: Adapter) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from aiohttp import web
 from gateway.admission.auth import Authenticator
 from gateway.api.adapters import AdapterIntake
 from gateway.api.bodies import json_response
+from gateway.api.checking import OPERATOR
 from gateway.api.usage import usage_answer
 from gateway.errors import RecordNotFound
 from gateway.fleet.registry import EngineRecord, Registry
@@ -47,7 +48,7 @@ class Admin:
 
     async def push_adapter(self, request: web.Request) -> web.Response:
         actor = await self._actor(request)
-        return await self._intake.push(request, await self._tenant(request), actor)
+        return await self._intake.push(request, await self._tenant(request), actor, OPERATOR)
 
     async def list_adapters(self, request: web.Request) -> web.Response:
         await self._actor(request)

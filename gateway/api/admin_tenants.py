@@ -42,7 +42,14 @@ class LimitFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return Limits(**{name: value for name, value in self.given().items() if name in Limits.__struct_fields__})
 
 
+AdapterBytes = Annotated[int, Meta(ge=1, le=10**15)]
+
+
 class TenantChanges(LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    adapter_changes_per_minute: Requests | UnsetType | None = UNSET
+    max_concurrent_uploads: Concurrent | UnsetType | None = UNSET
+    max_adapters: Concurrent | UnsetType | None = UNSET
+    max_adapter_bytes: AdapterBytes | UnsetType | None = UNSET
     weight: Annotated[float, Meta(ge=0.01, le=1000)] | UnsetType = UNSET
     priority: Annotated[int, Meta(ge=0, le=9)] | UnsetType = UNSET
     on_token_limit: OnTokenLimit | UnsetType = UNSET
@@ -153,4 +160,5 @@ def describe_tenant(tenant: Tenant) -> dict[str, Any]:
     """As the API shows it: the limits beside the other fields; a model's without those that are not set."""
     fields = msgspec.structs.asdict(tenant)
     limits = msgspec.structs.asdict(fields.pop("limits"))
-    return {"object": "tenant", "id": tenant.id, "name": tenant.name, **limits, **fields}
+    of_adapters = msgspec.structs.asdict(fields.pop("adapter_limits"))
+    return {"object": "tenant", "id": tenant.id, "name": tenant.name, **limits, **of_adapters, **fields}

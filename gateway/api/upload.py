@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, ClassVar, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -46,7 +46,7 @@ class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
 class Workplace:
     """The spool folder of one upload, and the work that must end before the folder may go."""
 
-    _closing: set[asyncio.Task[None]] = set()
+    _closing: ClassVar[set[asyncio.Task[None]]] = set()
 
     def __init__(self, spool: Spool) -> None:
         self.folder = spool.folder
@@ -219,7 +219,7 @@ async def _read_name(form: Form) -> str:
 
 async def _save(form: Form, place: Workplace, body: _Body, path: Path) -> None:
     pending = bytearray()
-    file = await place.in_thread(path.open, "xb")
+    file: BinaryIO = await place.in_thread(open, path, "xb")
     try:
         while piece := await form.read():
             pending += piece

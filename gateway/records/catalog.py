@@ -8,7 +8,7 @@ import asyncio
 import re
 import uuid
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +17,7 @@ from sqlalchemy import Row, Select, and_, delete, insert, literal, or_, select, 
 from sqlalchemy.exc import IntegrityError
 
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
+from gateway.records.adapter_limits import KEPT_VERSIONS, check_room, no_room, stored
 from gateway.records.audit import record_change
 from gateway.records.changes import count_change
 from gateway.records.database import Database
@@ -60,6 +61,10 @@ class _Known(msgspec.Struct, frozen=True):
     changes: int
     limited: frozenset[str]
     model: Model
+
+
+async def _already_stored() -> None:
+    """Publish nothing: the content is in the store."""
 
 
 class Catalog:
@@ -130,28 +135,52 @@ class Catalog:
                 self._known.popitem(last=False)
         return model
 
+    async def check_declared(self, tenant: Tenant, num_bytes: int) -> None:
+        """Raises Forbidden for an upload of so many bytes that the tenant has no room for, before it is read."""
+        limit = tenant.adapter_limits.max_adapter_bytes
+        if limit is not None:
+            async with self._database.read() as connection:
+                _, used = await stored(connection, tenant.id)
+            if used + num_bytes > limit:
+                raise no_room(used, num_bytes, limit)
+
     async def add_version(
-        self, tenant: Tenant, name: str, *, digest: str, rank: int, num_bytes: int, actor: str
+        self,
+        tenant: Tenant,
+        name: str,
+        *,
+        digest: str,
+        rank: int,
+        num_bytes: int,
+        actor: str,
+        publish: Callable[[], Awaitable[None]] = _already_stored,
     ) -> Adapter:
-        """A first or a further version under `name`, current from now on. The same digest again changes nothing."""
+        """Add a first or a further version under `name`, current from now on. The same digest again changes nothing.
+
+        publish: puts the content into the store; called once the version is allowed and before it is committed, so
+        that a refusal leaves nothing there and no version is without content. Raises Forbidden, naming the limit.
+        """
         self.check_name(name)
         content = {"digest": digest, "rank": rank, "num_bytes": num_bytes}
         try:
-            adapter = await self._add_version(tenant, name, content, actor)
+            adapter = await self._add_version(tenant, name, content, actor, publish)
         except IntegrityError:
             # Another upload made the name in between (PostgreSQL); this one is its next version.
-            adapter = await self._add_version(tenant, name, content, actor)
+            adapter = await self._add_version(tenant, name, content, actor, publish)
         if adapter.version > 1:
             await self._changed(tenant, name)
         return adapter
 
-    async def _add_version(self, tenant: Tenant, name: str, content: dict[str, Any], actor: str) -> Adapter:
+    async def _add_version(
+        self, tenant: Tenant, name: str, content: dict[str, Any], actor: str, publish: Callable[[], Awaitable[None]]
+    ) -> Adapter:
         now = datetime.now(UTC)
         async with self._database.write() as connection:
             owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name)
             # FOR UPDATE orders two uploads of one name on PostgreSQL; SQLite's write lock already does.
             found = (await connection.execute(select(adapters).where(owned).with_for_update())).one_or_none()
             if found is None:
+                await check_room(connection, tenant.id, content["num_bytes"], new_name=True)
                 adapter_id, version = uuid.uuid4().hex, 1
                 await connection.execute(
                     insert(adapters).values(
@@ -161,15 +190,23 @@ class Catalog:
             else:
                 current = (await connection.execute(_current(tenant.id).where(adapters.c.name == name))).one()
                 if current.digest == content["digest"]:
+                    await publish()
                     return _adapter(current)
+                await check_room(connection, tenant.id, content["num_bytes"], new_name=False)
                 adapter_id, version = found.id, found.current_version + 1
                 await connection.execute(update(adapters).where(owned).values(current_version=version))
             await connection.execute(
                 insert(adapter_versions).values(adapter_id=adapter_id, version=version, created_at=now, **content)
             )
+            await connection.execute(
+                delete(adapter_versions).where(
+                    adapter_versions.c.adapter_id == adapter_id, adapter_versions.c.version <= version - KEPT_VERSIONS
+                )
+            )
             target = f"{tenant.name}/{name}"
             detail = {"version": version, "digest": content["digest"]}
             await record_change(connection, actor, "adapter.push", target, detail, tenant=tenant.name)
+            await publish()
             await count_change(connection)
         return Adapter(name=name, version=version, created_at=now, **content)
 

@@ -69,6 +69,8 @@ tenants = Table(
     # JSON: a model's name -> its limits.
     Column("model_limits", Text, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
+    # JSON (gateway/records/adapter_limits.py); NULL is "the defaults".
+    Column("adapter_limits", Text, nullable=True),
 )
 
 api_keys = Table(

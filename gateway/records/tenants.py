@@ -11,6 +11,8 @@ from sqlalchemy import Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from gateway.errors import BadRequest, NameTaken, RecordNotFound
+from gateway.records import adapter_limits
+from gateway.records.adapter_limits import AdapterLimits
 from gateway.records.audit import record_change
 from gateway.records.changes import count_change
 from gateway.records.database import Database
@@ -59,6 +61,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     on_token_limit: OnTokenLimit = "refuse"
     suspended: bool = False
     model_limits: dict[str, Limits] = {}
+    adapter_limits: AdapterLimits = AdapterLimits()
     created_at: datetime
 
 
@@ -69,7 +72,7 @@ class Tenants:
         self._database = database
 
     async def create(self, name: str, fields: Mapping[str, Any], actor: str) -> Tenant:
-        """fields: of Limits and of Tenant, as `update` takes them; the defaults hold for what is not given."""
+        """Add a tenant. fields: as `update` takes them; the others have defaults."""
         if not TENANT_NAME.fullmatch(name):
             raise BadRequest(
                 "Expected a tenant name of 1 to 64 characters a-z, 0-9, '.', '_' and '-', "
@@ -77,11 +80,13 @@ class Tenants:
                 param="name",
             )
         limits = {key: value for key, value in fields.items() if key in Limits.__struct_fields__}
-        others = {key: value for key, value in fields.items() if key not in limits}
+        of_adapters = {key: value for key, value in fields.items() if key in adapter_limits.FIELDS}
+        others = {key: value for key, value in fields.items() if key not in limits and key not in of_adapters}
         tenant = Tenant(
             id=uuid.uuid4().hex,
             name=name,
             limits=msgspec.structs.replace(DEFAULT_LIMITS, **limits),
+            adapter_limits=AdapterLimits(**of_adapters),
             created_at=datetime.now(UTC),
             **others,
         )
@@ -108,12 +113,18 @@ class Tenants:
         return [read_tenant(row) for row in rows]
 
     async def update(self, name: str, changes: Mapping[str, Any], actor: str) -> Tenant:
-        """changes: fields of Limits and of Tenant to set; none is allowed, and changes nothing."""
+        """Change a tenant. changes: fields of Limits, AdapterLimits and Tenant to set; without any nothing changes."""
         _check_possible(name)
-        values = dict(changes)
+        values = {key: value for key, value in changes.items() if key not in adapter_limits.FIELDS}
+        of_adapters = {key: value for key, value in changes.items() if key in adapter_limits.FIELDS}
         if "model_limits" in values:
             values["model_limits"] = _encode(values["model_limits"])
         async with self._database.write() as connection:
+            if of_adapters:
+                query = select(tenants.c.adapter_limits).where(tenants.c.name == name).with_for_update()
+                stored = (await connection.execute(query)).scalar_one_or_none()
+                limits = msgspec.structs.replace(adapter_limits.read_limits(stored), **of_adapters)
+                values["adapter_limits"] = adapter_limits.write_limits(limits)
             if values:
                 await connection.execute(update(tenants).where(tenants.c.name == name).values(**values))
             row = (await connection.execute(select(tenants).where(tenants.c.name == name))).one_or_none()
@@ -151,6 +162,7 @@ def read_tenant(row: Row[Any]) -> Tenant:
         on_token_limit=row.on_token_limit,
         suspended=row.suspended,
         model_limits=msgspec.json.decode(row.model_limits, type=dict[str, Limits]),
+        adapter_limits=adapter_limits.read_limits(row.adapter_limits),
         created_at=row.created_at,
     )
 
@@ -159,7 +171,11 @@ def _values(tenant: Tenant) -> dict[str, Any]:
     """Columns: the limits lie flat beside the other fields."""
     values = msgspec.structs.asdict(tenant)
     limits: Limits = values.pop("limits")
-    return values | msgspec.structs.asdict(limits) | {"model_limits": _encode(tenant.model_limits)}
+    encoded = {
+        "model_limits": _encode(tenant.model_limits),
+        "adapter_limits": adapter_limits.write_limits(tenant.adapter_limits),
+    }
+    return values | msgspec.structs.asdict(limits) | encoded
 
 
 def _encode(model_limits: Mapping[str, Limits]) -> str:

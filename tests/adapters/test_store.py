@@ -1,5 +1,6 @@
 """The directory store: atomic, idempotent, safe for racing processes, and repaired when damaged."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -88,18 +89,49 @@ def test_a_put_that_dies_before_the_rename_is_not_seen(tmp_path, monkeypatch):
     script = (
         "import os, sys, adapters.store as s\n"
         "from tests.adapters.files import BASE\n"
-        "s.DirectoryStore._publish = lambda self, checkpoint: os._exit(9)\n"
+        "s.DirectoryStore.publish = lambda *_: os._exit(9)\n"
         "s.DirectoryStore(sys.argv[1]).put(sys.argv[2], BASE)\n"
     )
     assert subprocess.run([sys.executable, "-c", script, store.root, folder], check=False).returncode == 9
-    assert len(leftovers(store)) == 1
+    assert len(leftovers(store)) == 2  # the folder and its lock
     assert list(store.list()) == []
     DirectoryStore(store.root)
-    assert len(leftovers(store)) == 1  # it may still be at work
-    old = time.time() - 2 * adapters.spool.STALE_SECONDS
-    os.utime(store.root / leftovers(store)[0], (old, old))
-    DirectoryStore(store.root)
+    assert len(leftovers(store)) == 2  # readers clean nothing
+    with store.spool() as spool:
+        store.clean()
+        assert sorted(leftovers(store)) == sorted((spool.folder.name, f"{spool.folder.name}.lock"))
     assert leftovers(store) == []
+
+
+def test_leftovers_of_the_release_before_go_by_their_age(tmp_path):
+    store = DirectoryStore(tmp_path)
+    folder = tmp_path / ".tmp-0123"
+    folder.mkdir()
+    store.clean()
+    assert leftovers(store) == [folder.name]  # it may still be at work
+    old = time.time() - 2 * adapters.spool.STALE_SECONDS
+    os.utime(folder, (old, old))
+    store.clean()
+    assert leftovers(store) == []
+
+
+def test_a_reader_needs_no_right_to_write(tmp_path, monkeypatch):
+    """As an engine that has the store mounted read-only, in which a gateway left something behind."""
+    store = DirectoryStore(tmp_path / "store")
+    digest = store.put(write(tmp_path / "a"), BASE).digest
+    old = store.root / ".tmp-old"
+    old.mkdir()
+    os.utime(old, (0, 0))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for call in ("unlink", "rmdir", "rename", "utime", "replace"):
+        monkeypatch.setattr(os, call, refuse)
+    reader = open_store(store.root)
+    assert reader.path(digest) is not None
+    assert list(reader.list()) == [digest]
+    assert old.is_dir()
 
 
 def test_many_puts_and_deletes_at_once_leave_a_whole_adapter_or_none(tmp_path):

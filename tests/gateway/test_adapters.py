@@ -66,8 +66,8 @@ async def acme(gateway: Gateway) -> Client:
     return await gateway.tenant("acme")
 
 
-def nested(content: dict[str, bytes]) -> dict[str, bytes]:
-    return {f"my-adapter/{name}": data for name, data in content.items()} | {"my-adapter/README.md": b"hello"}
+def nested(content: dict[str, bytes], folder: str = "my-adapter") -> dict[str, bytes]:
+    return {f"{folder}/{name}": data for name, data in content.items()} | {f"{folder}/README.md": b"hello"}
 
 
 FORMS: dict[str, Callable[[dict[str, bytes]], dict[str, bytes]]] = {
@@ -157,7 +157,7 @@ BAD: dict[str, tuple[dict[str, bytes], str]] = {
     "a broken gzip": ({"file": tarred(files(), "w:gz")[:-40]}, "file"),
     "an empty archive": ({"file": zipped({})}, CONFIG),
     "another archive": ({"file": zipped({"readme.txt": b"hello"})}, CONFIG),
-    "two of them": ({"file": zipped(nested(files()) | files())}, "file"),
+    "two of them": ({"file": zipped(nested(files()) | nested(files(), "other"))}, "file"),
     "zip climbs": ({"file": zipped(files() | {"../../evil": b"x"})}, "file"),
     "zip climbs with our file": ({"file": zipped({f"../{CONFIG}": b"{}", WEIGHTS: b""})}, "file"),
     "zip, absolute": ({"file": zipped(files() | {"/etc/evil": b"x"})}, "file"),

@@ -1,0 +1,79 @@
+"""A tenant's limits on its own adapters: how often they change, and how much of the store they take."""
+
+import msgspec
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.errors import Forbidden, RecordNotFound
+from gateway.records.tables import adapter_versions, adapters, tenants
+
+CODE = "adapter_limit_exceeded"
+# Versions of a name that stay on record, and count; older ones give way.
+KEPT_VERSIONS = 20
+
+
+class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """None: not limited. adapter_changes_per_minute: uploads and deletes. max_adapters: names.
+
+    max_adapter_bytes: of all versions on record, in the files' own dtypes.
+    """
+
+    adapter_changes_per_minute: int | None = 60
+    max_concurrent_uploads: int | None = 4
+    max_adapters: int | None = 1000
+    max_adapter_bytes: int | None = 64 << 30
+
+
+FIELDS = AdapterLimits.__struct_fields__
+
+
+def read_limits(stored: str | None) -> AdapterLimits:
+    """Return the limits of a tenant's row; NULL, of a row of the release before, is the defaults."""
+    return AdapterLimits() if stored is None else msgspec.json.decode(stored, type=AdapterLimits)
+
+
+def write_limits(limits: AdapterLimits) -> str:
+    return msgspec.json.encode(limits).decode()
+
+
+async def check_room(connection: AsyncConnection, tenant_id: str, new_bytes: int, *, new_name: bool) -> None:
+    """Hold the tenant's row and check that one more version fits. Raises Forbidden naming the limit, RecordNotFound.
+
+    On PostgreSQL the row's lock orders two uploads of one tenant; on SQLite the database's own does.
+    """
+    query = select(tenants.c.adapter_limits).where(tenants.c.id == tenant_id).with_for_update()
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        raise RecordNotFound("There is no tenant of this name any more.", param="tenant")
+    limits = read_limits(row.adapter_limits)
+    names, used = await stored(connection, tenant_id)
+    if new_name and limits.max_adapters is not None and names >= limits.max_adapters:
+        raise Forbidden(
+            f"max_adapters: {names} adapters are stored and {limits.max_adapters} allowed; delete one first.",
+            param="max_adapters",
+            code=CODE,
+        )
+    if limits.max_adapter_bytes is not None and used + new_bytes > limits.max_adapter_bytes:
+        raise no_room(used, new_bytes, limits.max_adapter_bytes)
+
+
+def no_room(used: int, new_bytes: int, limit: int) -> Forbidden:
+    """Return the refusal of an upload for which there is no room."""
+    return Forbidden(
+        f"max_adapter_bytes: {used} bytes are stored, this upload has {new_bytes}, and {limit} are allowed; delete an "
+        "adapter first.",
+        param="max_adapter_bytes",
+        code=CODE,
+    )
+
+
+async def stored(connection: AsyncConnection, tenant_id: str) -> tuple[int, int]:
+    """Return (names, bytes of all versions on record) of a tenant."""
+    query = (
+        select(func.count(adapters.c.id.distinct()), func.coalesce(func.sum(adapter_versions.c.num_bytes), 0))
+        .select_from(adapters)
+        .join(adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
+        .where(adapters.c.tenant_id == tenant_id)
+    )
+    names, used = (await connection.execute(query)).one()
+    return int(names), int(used)
