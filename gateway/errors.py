@@ -48,6 +48,12 @@ class BadRequest(GatewayError):
     status, kind, code = 400, "invalid_request_error", None
 
 
+class CheckFailed(GatewayError):
+    """The check of an upload ended without a result: it ran out of memory or time, or was killed."""
+
+    status, kind, code = 400, "invalid_request_error", "adapter_check_failed"
+
+
 class InvalidKey(GatewayError):
     status, kind, code = 401, "invalid_request_error", "invalid_api_key"
 
@@ -61,6 +67,12 @@ class WrongKey(InvalidKey):
 
 class Forbidden(GatewayError):
     status, kind, code = 403, "permission_error", "insufficient_permissions"
+
+
+class AdapterLimitExceeded(Forbidden):
+    """The tenant has no room for another adapter; `param` names the limit."""
+
+    code = "adapter_limit_exceeded"
 
 
 class RecordNotFound(GatewayError):
@@ -144,8 +156,18 @@ class Unavailable(GatewayError):
         super().__init__(message, code=code, headers={"Retry-After": str(retry_after)})
 
 
+# An answer that refuses stays below 2 KB, whatever it quotes.
+MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1200, 200
+
+
+def _fit(text: str, limit: int) -> str:
+    shown = text if len(text) <= limit else text[: limit - 3] + "..."
+    return shown.encode("utf-8", "backslashreplace").decode()
+
+
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    """OpenAI's error object as JSON."""
+    """OpenAI's error object as JSON. A message may quote a client: it is cut, and lone surrogates are escaped."""
+    message, param = _fit(message, MAX_MESSAGE_CHARS), None if param is None else _fit(param, MAX_PARAM_CHARS)
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 

@@ -19,7 +19,7 @@ from adapters.check import BOOT, PREPARED
 from adapters.manifest import AdapterError, BaseShape
 from adapters.store import Stored
 from gateway.api.upload import Workplace, too_large
-from gateway.errors import BadRequest, Unavailable
+from gateway.errors import BadRequest, CheckFailed, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ MEMORY_BYTES = 512 << 20
 CPU_SECONDS, CPU_BYTES_PER_SECOND = 10, 20_000_000
 # By the clock it may share its core with everything else, at the lowest priority.
 CLOCK_FACTOR = 6
-CHECK_FAILED = "adapter_check_failed"
 OPERATOR = "operator"
 
 
@@ -153,9 +152,7 @@ class Checker:
         if kind == "archive":
             return BadRequest(answer["message"], param="file")
         if kind == "memory":
-            return BadRequest(
-                f"The adapter cannot be checked within {MEMORY_BYTES >> 20} MiB of memory.", code=CHECK_FAILED
-            )
+            return CheckFailed(f"The adapter cannot be checked within {MEMORY_BYTES >> 20} MiB of memory.")
         return AdapterError(answer["field"], answer["message"])
 
 
@@ -187,4 +184,4 @@ def _failed(code: int, out: bytes) -> Exception:
         return Unavailable("The adapter store is full.", code="adapter_store_full", retry_after=60)
     ends = {-signal.SIGXCPU: "too much CPU time", -signal.SIGALRM: "too much time", -signal.SIGKILL: "it was killed"}
     why = ends.get(code, f"it ended with status {code}")
-    return BadRequest(f"The adapter could not be checked: {why}.", code=CHECK_FAILED)
+    return CheckFailed(f"The adapter could not be checked: {why}.")

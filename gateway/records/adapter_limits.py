@@ -4,10 +4,9 @@ import msgspec
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.errors import Forbidden, RecordNotFound
+from gateway.errors import AdapterLimitExceeded, RecordNotFound
 from gateway.records.tables import adapter_versions, adapters, tenants
 
-CODE = "adapter_limit_exceeded"
 # Versions of a name that stay on record, and count; older ones give way.
 KEPT_VERSIONS = 20
 
@@ -37,7 +36,7 @@ def write_limits(limits: AdapterLimits) -> str:
 
 
 async def check_room(connection: AsyncConnection, tenant_id: str, new_bytes: int, *, new_name: bool) -> None:
-    """Hold the tenant's row and check that one more version fits. Raises Forbidden naming the limit, RecordNotFound.
+    """Hold the tenant's row and check that one more version fits. Raises AdapterLimitExceeded, RecordNotFound.
 
     On PostgreSQL the row's lock orders two uploads of one tenant; on SQLite the database's own does.
     """
@@ -48,22 +47,20 @@ async def check_room(connection: AsyncConnection, tenant_id: str, new_bytes: int
     limits = read_limits(row.adapter_limits)
     names, used = await stored(connection, tenant_id)
     if new_name and limits.max_adapters is not None and names >= limits.max_adapters:
-        raise Forbidden(
+        raise AdapterLimitExceeded(
             f"max_adapters: {names} adapters are stored and {limits.max_adapters} allowed; delete one first.",
             param="max_adapters",
-            code=CODE,
         )
     if limits.max_adapter_bytes is not None and used + new_bytes > limits.max_adapter_bytes:
         raise no_room(used, new_bytes, limits.max_adapter_bytes)
 
 
-def no_room(used: int, new_bytes: int, limit: int) -> Forbidden:
+def no_room(used: int, new_bytes: int, limit: int) -> AdapterLimitExceeded:
     """Return the refusal of an upload for which there is no room."""
-    return Forbidden(
+    return AdapterLimitExceeded(
         f"max_adapter_bytes: {used} bytes are stored, this upload has {new_bytes}, and {limit} are allowed; delete an "
         "adapter first.",
         param="max_adapter_bytes",
-        code=CODE,
     )
 
 

@@ -9,7 +9,7 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.output import BUDGET, json_option, limits_text, moment, money, print_json, print_table
-from loraplex.commands.values import LIMITS, Money, given, limit_options
+from loraplex.commands.values import LIMITS, Money, adapter_limit_options, given, limit_options
 
 
 @click.group()
@@ -55,7 +55,7 @@ def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--weight", type=float, help="Share of a busy engine, relative to the other tenants'."),
     ):
         command = option(command)
-    return limit_options(command)
+    return limit_options(adapter_limit_options(command))
 
 
 @tenant.command(

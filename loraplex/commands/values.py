@@ -117,6 +117,14 @@ LIMITS = {
 }
 
 
+ADAPTER_LIMITS = {
+    "adapter_changes_per_minute": "Uploads and deletes of adapters in a minute",
+    "max_concurrent_uploads": "Uploads of adapters at once",
+    "max_adapters": "Names of adapters",
+    "max_adapter_bytes": "Bytes of the adapters' tensors, all versions on record",
+}
+
+
 def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """A flag for each limit; `none` lifts one."""
     money = click.option("--budget-per-month", type=Money(or_none=True), help="Money a calendar month (UTC), or none.")
@@ -124,6 +132,13 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, text in reversed(LIMITS.items()):
         flag = f"--{name.replace('_', '-')}"
         command = click.option(flag, type=Limit(), help=f"{text[:-1]}, or none.")(command)
+    return command
+
+
+def adapter_limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A flag for each limit on a tenant's adapters; `none` lifts one."""
+    for name, text in reversed(ADAPTER_LIMITS.items()):
+        command = click.option(f"--{name.replace('_', '-')}", type=Limit(), help=f"{text}, or none.")(command)
     return command
 
 
