@@ -7,7 +7,8 @@ from datetime import timedelta
 
 import msgspec
 
-from gateway.admission.limits import CLASSES, Limit
+from gateway.admission.limits import SINGLE, Limit
+from gateway.admission.local import WINDOW
 from gateway.admission.reservation import EPOCH, Progress, Reservation
 from gateway.admission.store import Store
 from gateway.errors import Unavailable
@@ -84,9 +85,10 @@ class Leases:
                     await self._restore(lost)
 
     async def _restore(self, held: _Held) -> None:
-        """Of its limits only what it holds as long as it runs: rates have forgotten, and budgets ask the ledger."""
+        """Put back a lease that Redis has lost, with all that its settlement corrects; rates of requests have
+        forgotten it."""
         reservation = held.reservation
-        limits = [limit for limit in held.limits if CLASSES[limit.kind] == "concurrency"]
+        limits = [limit for limit in held.limits if not (limit.kind in SINGLE and limit.kind in WINDOW)]
         await self._store.script(
             reservation.tenant_id,
             "restore",
@@ -94,6 +96,8 @@ class Leases:
             reservation.request_id,
             (reservation.admitted_at - EPOCH) // timedelta(microseconds=1),
             reservation.tokens,
+            reservation.completion,
+            reservation.cost,
             held.note,
             *(item for limit in limits for item in (limit.field, limit.value)),
         )

@@ -1,6 +1,6 @@
-"""One process's limits in memory, for as long as Redis is away: the arithmetic of quota.lua, step by step the same.
+"""One process's limits in memory, while Redis is away: the arithmetic of quota.lua, step by step the same.
 
-A test drives both through the same requests and compares every answer.
+A test drives both through the same requests and compares every answer. See quota.lua for why the arithmetic holds.
 """
 
 import calendar
@@ -16,8 +16,12 @@ from gateway.records.prices import Price
 
 # Microseconds, by kind.
 WINDOW = {"r": 60_000_000, "t": 60_000_000, "d": 86_400_000_000, "m": 60_000_000}
+# Kinds of which a running request holds its reservation; its use becomes debt at its end.
+STAGED = frozenset("td")
 GAUGE_WAIT_MS = 1000
-# Beyond these the ones that are paid off are forgotten.
+# The clock may be set back by so much before a debt decays again.
+MAX_STEP = 3_600_000_000
+# With more states, the ones that are paid off are forgotten.
 MAX_STATES = 100_000
 
 
@@ -34,6 +38,7 @@ class _Lease(msgspec.Struct):
     completion: int
     cost: int
     month: int
+    at: int
     limits: Sequence[Limit]
 
 
@@ -41,8 +46,9 @@ class LocalLimits:
     """now: microseconds of the time since 1970."""
 
     def __init__(self) -> None:
-        # Of a rate (when, debt then), of a budget (month, spent in it), of what is taken at once (amount, 0).
+        # Of a rate (when, debt then), of a budget (month, spent in it), of a count of running requests (amount, 0).
         self._states: dict[str, tuple[float, float]] = {}
+        self._held: dict[str, int] = {}
         self._leases: dict[str, _Lease] = {}
 
     def acquire(
@@ -56,19 +62,24 @@ class LocalLimits:
         price: Price,
         now: int | None = None,
     ) -> Answer:
-        """As the script's `acquire`. scope: the tenant's id."""
+        """Do the script's `acquire`. scope: the tenant's id."""
         now = _now() if now is None else now
         month, month_left_ms = _month(now)
         used: list[float] = []
+        held: list[float] = []
         room: list[int] = []
         granted = completion
         for limit in limits:
             kind, state = limit.kind, self._states.get(scope + limit.field)
             if kind in WINDOW:
-                used.append(_debt(state, now))
                 unit = WINDOW[kind] / limit.value
+                if state is not None and state[0] - now > MAX_STEP:
+                    state = self._states[scope + limit.field] = (now, state[1])
+                held.append(self._held.get(scope + limit.field, 0) * unit)
+                used.append(_debt(state, now) + held[-1])
                 room.append(max(0, math.floor((WINDOW[kind] - used[-1]) / unit + 0.001)))
             else:
+                held.append(0)
                 used.append(_spent(state, month) if kind == "b" else state[0] if state else 0)
                 room.append(max(0, limit.value - int(used[-1])))
             if kind == "b":
@@ -93,25 +104,32 @@ class LocalLimits:
                 waits.append(0)
             elif limit.kind in WINDOW:
                 window = WINDOW[limit.kind]
-                excess = used[i] + (amount - 0.001) * (window / limit.value) - window
-                waits.append(max(1, math.ceil(excess / 1000)))
+                needed = (amount - 0.001) * (window / limit.value)
+                if held[i] + needed > window:
+                    waits.append(GAUGE_WAIT_MS)
+                    continue
+                paused = _decays_from(self._states.get(scope + limit.field), now) - now
+                waits.append(max(1, math.ceil((used[i] + needed - window + paused) / 1000)))
             else:
                 waits.append(month_left_ms if limit.kind == "b" else GAUGE_WAIT_MS)
 
         allowed = not any(waits)
         if allowed and again is None:
             for i, limit in enumerate(limits):
-                amount = limit.amount(tokens, cost)
+                field, amount = scope + limit.field, limit.amount(tokens, cost)
                 room[i] -= amount
                 if limit.kind in WINDOW:
                     used[i] += amount * (WINDOW[limit.kind] / limit.value)
-                    state = (now, used[i])
+                    if limit.kind in STAGED:
+                        self._held[field] = self._held.get(field, 0) + amount
+                        continue
+                    state = (_decays_from(self._states.get(field), now), used[i])
                 elif limit.kind == "b":
                     state = (month, used[i] + amount)
                 else:
                     state = (used[i] + amount, 0)
-                self._states[scope + limit.field] = state
-            self._leases[scope + request_id] = _Lease(tokens, granted, cost, month, limits)
+                self._states[field] = state
+            self._leases[scope + request_id] = _Lease(tokens, granted, cost, month, now, limits)
             if len(self._states) > MAX_STATES:
                 self._forget(now, month)
 
@@ -126,7 +144,7 @@ class LocalLimits:
     def settle(
         self, scope: str, request_id: str, tokens: int, cost: int, *, counts: bool, now: int | None = None
     ) -> bool:
-        """As the script's `settle`; False if the request holds nothing (any more)."""
+        """Do the script's `settle`. Return False if the request holds nothing."""
         lease = self._leases.pop(scope + request_id, None)
         if lease is None:
             return False
@@ -135,10 +153,18 @@ class LocalLimits:
             field, kind = scope + limit.field, limit.kind
             state = self._states.get(field)
             if kind in WINDOW:
-                more = int(counts) - 1 if kind in SINGLE else tokens - lease.tokens
-                if more:
-                    debt = _debt(state, now) + more * (WINDOW[kind] / limit.value)
-                    self._states[field] = (now, max(0, debt))
+                debt, unit = _debt(state, now), WINDOW[kind] / limit.value
+                decays_from = _decays_from(state, now)
+                if kind in STAGED:
+                    self._held[field] -= lease.tokens
+                    if self._held[field] <= 0:
+                        del self._held[field]
+                    debt += tokens * unit
+                elif not counts:
+                    # The part that is not paid off yet.
+                    debt -= max(0, unit - max(0, decays_from - lease.at))
+                if state is not None or debt > 0:
+                    self._states[field] = (decays_from, max(0, debt))
             elif kind == "b":
                 if state is not None and state[0] == lease.month:
                     self._states[field] = (lease.month, max(0, state[1] + cost - lease.cost))
@@ -168,12 +194,18 @@ def _debt(state: tuple[float, float] | None, now: int) -> float:
     return max(0, debt - max(0, now - at))
 
 
+def _decays_from(state: tuple[float, float] | None, now: int) -> float:
+    """Return when a rate's new state begins to decay: now, or later where the clock was set back."""
+    at = now if state is None else state[0]
+    return now if at - now > MAX_STEP else max(at, now)
+
+
 def _spent(state: tuple[float, float] | None, month: int) -> float:
     return state[1] if state is not None and state[0] == month else 0
 
 
 def _month(now: int) -> tuple[int, int]:
-    """The calendar month, as a number, and the milliseconds until the next."""
+    """Return the calendar month, as a number, and the milliseconds until the next."""
     today = datetime.fromtimestamp(now // 1_000_000, UTC)
     days = calendar.monthrange(today.year, today.month)[1]
     next_month = datetime(today.year, today.month, 1, tzinfo=UTC).timestamp() + days * 86400

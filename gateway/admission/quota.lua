@@ -1,19 +1,26 @@
--- One tenant's limits, its keys' and its models': checked and taken all or nothing, on the server's own clock.
+-- The limits of one tenant, its keys and its models: checked and taken all or nothing, on the server's own clock.
 --
--- Rates are GCRA (the leaky bucket as a meter, ITU-T I.371, annex A). Of each only the debt is kept: how long it takes
--- until all that was taken is paid off. One unit costs T = window / limit, and a take is allowed while the debt stays
--- within the window. So who has rested may take the whole limit at once and gets one unit back every T; in any t
--- seconds never more than limit * (1 + t / window), and there is no window edge.
+-- Rates are leaky buckets used as meters (GCRA; ITU-T I.371, annex A). A bucket's debt is the time until all that was
+-- used is paid off: one unit costs T = window / limit, and the debt shrinks by a second every second. A request for
+-- tokens passes two stages:
+--   held   While it runs, its whole reservation is held. Held tokens do not decay: they may be used at any moment.
+--   debt   At its end the hold is released and the tokens that it really used become debt, which decays from then on.
+-- A request is admitted while debt + T * (held + its own tokens) stays within the window. So in any t seconds the tokens
+-- really used are at most limit * (1 + t / window): the requests that ended then left debt, of which t was paid off at
+-- most, and the ones that still run have used no more than they hold. A request counts towards a rate of requests when
+-- it is admitted.
 --
--- What lasts for a day or a month would outlive this server's data, were they lost: its ledger is in SQL. Where such a
--- limit has no state (yet, or any more) nothing is admitted, from a moment (`since`) that is noted, until `recall` has
--- brought what the ledger says was used before it. What is brought of a moment that is not noted is of data that were
--- lost meanwhile. What began before may still reach the ledger, so the state remembers `since` and how much that was
--- (`known`), and asks for a check when it is twice as old as at the last. What began later is counted here alone.
+-- A budget and a day's tokens outlive this server's data: the ledger in SQL has them. While such a limit has no state,
+-- nothing is admitted, from a moment (`since`) that is noted, until `recall` brings the usage before that moment from the
+-- ledger. A request that was admitted before `since` reaches the state through the ledger only: `recall` is repeated
+-- and adds what has become known (`known`). A request that was admitted later is counted here only.
+--
+-- Another server (a restart, a failover) may hold older data. The state therefore remembers the server's run id: where
+-- it differs, budgets and days have no state any more and are recalled.
 --
 -- KEYS: state (hash: a limit's field -> its state), leases (sorted set: request id -> when the lease ends, ms; negative
---   once that is past and what counts requests at once has been given back), held (hash: request id -> what it took,
---   id .. PROGRESS -> how far it is), usage (stream)
+--   once that is past and the request's slots are released), held (hash: request id -> its record, id .. PROGRESS -> how
+--   far it is), usage (stream)
 -- ARGV[1] is the call; moments are in microseconds:
 --   acquire, id, lease ms, prompt, completion, step, input price, output price, note, then of each limit: field, limit
 --     A request for `prompt` and at most `completion` tokens, of which it is granted a multiple of `step` or refused.
@@ -21,38 +28,49 @@
 --         of each to be checked: its number from 0 on, since}
 --     -> {2, of each to be recalled: its number, since}, and then nothing was taken
 --   recall, field, limit, since, owed, known
---     owed: of what was used before `since`, what counts then. known: all of it. The first call makes the state; a later
---     one for the same `since` adds what has become known, in any order and however often.
+--     owed: the part of the usage before `since` that still counts then. known: all of it. The first call makes the
+--     state; a later one for the same `since` adds what has become known, in any order and however often.
 --   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none
---     -> the event's id in the stream (the request's own without an event); nothing if the id holds no lease (any more),
---        and then nothing was done
---   extend, lease ms, then of each request: id, progress or ''     -> the ids that hold no lease (any more)
---   restore, lease ms, id, taken when, tokens, note, then of each limit: field, limit
---     Puts back a lease that was lost with this server's data, without asking whether there is room. The limits are
---     those of what is held at once.
+--     -> the event's id in the stream (the request's own without an event); nothing if the id holds no lease, and then
+--        nothing was done
+--   extend, lease ms, then of each request: id, progress or ''     -> the ids that hold no lease
+--   restore, lease ms, id, admitted when, tokens, completion, cost, note, then of each limit: field, limit
+--     Puts back a lease that was lost with this server's data, without asking whether there is room. Without the limits
+--     on requests a minute.
 --   expired, at most   -> of each lease that has ended: id, tokens taken, note, progress or '', taken when, ended when (ms)
 --
 -- A field ends with its limit's kind: r requests a minute, t tokens a minute, d tokens a day, c requests at once,
--- o tokens at once, b micro-units of money a calendar month (UTC), m changes of adapters a minute, u uploads at once. Prices are micro-units per million tokens; with at
--- most 10^9 of them and 4 * 10^6 tokens all products are exact.
+-- o tokens at once, b micro-units of money a calendar month (UTC), m changes of adapters a minute, u uploads at once.
+-- Prices are micro-units per million tokens; with at most 10^9 of them and 4 * 10^6 tokens all products are exact.
 
 local STATE, LEASES, HELD, USAGE = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local PROGRESS = ':progress'
-local NOTED = '?'
+-- Suffixes of a limit's field: the moment noted for a recall, and the tokens that running requests hold.
+local NOTED, HOLD = '?', '#'
+-- Fields that belong to no limit: the server's run id with the moment (ms) when it was last compared, and the moment
+-- when the counts of running requests were last compared with their records.
+local SERVER, COUNTED = '@', '!'
+-- The release before had no stages: its records lack this number and their reservations are in the debt.
+local VERSION = 2
 local WINDOW = {r = 60000000, t = 60000000, d = 86400000000, m = 60000000}
--- Kinds of which a request takes one; kinds that are held only while it runs.
+-- Kinds of which a request takes one; kinds that are held only while it runs; kinds with both stages.
 local SINGLE = {r = true, c = true, m = true, u = true}
 local GAUGE = {c = true, o = true, u = true}
--- The longest that anything here is good for is a month; what nobody touches for longer goes by itself.
+local STAGED = {t = true, d = true}
+-- The longest period of any limit is a month; a key that nobody touches for longer expires.
 local KEEP_MS = 35 * 86400000
--- Nobody knows when a running request ends; a second is how long it is worth waiting before asking again.
+-- The end of a running request is not known; after a second it is worth asking again.
 local GAUGE_WAIT_MS = 1000
--- The age at which what was recalled is checked first: a ledger is about as far behind as this.
-local FIRST_CHECK = 250000
+-- The age at which recalled usage is checked first: a ledger is about as far behind as this. The check is repeated at
+-- twice the age, in the first hour (the longest that a request may run) at least every 30 s.
+local FIRST_CHECK, MAX_CHECK, OFTEN = 250000, 30000000, 3600000000
+-- How often the server's run id and the counts of running requests are compared.
+local SERVER_MS, COUNT_MS = 5000, 15000
+-- The clock may be set back. A rate's debt does not decay again until the clock is where it was, unless that is further
+-- away than this.
+local MAX_STEP = 3600000000
 -- Leases that one call ends, and fields it looks at for what is paid off.
 local SWEEP, SAMPLE = 100, 10
-
-local NOTHING = struct.pack('dd', 0, 0)
 
 local floor, ceil, max, min = math.floor, math.ceil, math.max, math.min
 
@@ -60,11 +78,10 @@ local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local now_ms = floor(now / 1000)
 
--- The calendar month as a number, when it began, and the ms until the next. Hinnant's civil_from_days: years begin in
--- March.
-local month, month_start, month_left_ms
-local function calendar()
-  local days = floor(clock[1] / 86400)
+-- Return the calendar month of a moment (seconds) as a number, its start (microseconds) and its end (ms). Hinnant's
+-- civil_from_days: years begin in March.
+local function calendar(seconds)
+  local days = floor(seconds / 86400)
   local era = floor((days + 719468) / 146097)
   local day = days + 719468 - era * 146097
   local year = floor((day - floor(day / 1460) + floor(day / 36524) - floor(day / 146096)) / 365)
@@ -77,19 +94,37 @@ local function calendar()
     local leap = civil % 4 == 0 and (civil % 100 ~= 0 or civil % 400 == 0)
     next_month = leap and 366 or 365
   end
-  month = (year + era * 400) * 12 + of_year
-  month_start = (days - day + floor((153 * of_year + 2) / 5)) * 86400000000
-  month_left_ms = (days + next_month - day) * 86400000 - now_ms
+  local start = (days - day + floor((153 * of_year + 2) / 5)) * 86400000000
+  return (year + era * 400) * 12 + of_year, start, (days - day + next_month) * 86400000
+end
+
+local month, month_start, month_end_ms
+local function this_month()
+  if not month then
+    month, month_start, month_end_ms = calendar(tonumber(clock[1]))
+  end
 end
 
 -- State: of a rate {when, debt in microseconds then}, of a budget {month, spent in it}, as two doubles: exact, unlike
--- decimals. Of what is recalled three more: {since, known, when to check}. Of what is taken at once a decimal integer.
+-- decimals. A recalled limit has three more: {since, known, when to check}. A count of running requests or of the tokens
+-- that they hold is a decimal integer.
 local function debt_of(state)
   if not state then
     return 0
   end
   local at, debt = struct.unpack('dd', state)
   return max(0, debt - max(0, now - at))
+end
+
+-- Return the moment from which a rate's new state decays: now, or later where the clock was set back.
+local function decays_from(state)
+  local at = state and struct.unpack('d', state) or now
+  return at - now > MAX_STEP and now or max(at, now)
+end
+
+-- Return the part of `amount` that may be taken off a debt to which it was added at `at`: the rest may be paid off.
+local function refundable(amount, at, state)
+  return max(0, amount - max(0, decays_from(state) - at))
 end
 
 local function spent_of(state)
@@ -100,7 +135,7 @@ local function spent_of(state)
   return of_month == month and spent or 0
 end
 
--- A new state of a rate or a budget. `state`: the one before, whose last three are kept.
+-- Return a new state of a rate or a budget. `state`: the one before, whose last three numbers are kept.
 local function packed(first, second, state)
   return struct.pack('dd', first, second) .. string.sub(state or '', 17)
 end
@@ -117,7 +152,7 @@ local function is_recalled(kind)
   return kind == 'b' or kind == 'd'
 end
 
--- What a request takes of a limit.
+-- Return the amount of a limit that a request takes.
 local function amount_of(kind, tokens, cost)
   if SINGLE[kind] then
     return 1
@@ -125,16 +160,28 @@ local function amount_of(kind, tokens, cost)
   return kind == 'b' and cost or tokens
 end
 
--- Adds `sign` times what a lease holds of what is limited at once.
+local function change(field, by)
+  local left = redis.call('HINCRBY', STATE, field, by)
+  if left <= 0 then
+    redis.call('HDEL', STATE, field)
+  end
+end
+
+-- Add `sign` times the slots of a record: requests, uploads and tokens at once.
 local function hold(record, sign)
   for i = 1, #record.limits, 2 do
-    local field = record.limits[i]
-    local kind = kind_of(field)
+    local kind = kind_of(record.limits[i])
     if GAUGE[kind] then
-      local left = redis.call('HINCRBY', STATE, field, sign * amount_of(kind, record.tokens, 0))
-      if left <= 0 then
-        redis.call('HDEL', STATE, field)
-      end
+      change(record.limits[i], sign * amount_of(kind, record.tokens, 0))
+    end
+  end
+end
+
+-- Add `sign` times the tokens that a record holds of rates.
+local function reserve(record, sign)
+  for i = 1, #record.limits, 2 do
+    if record.v == VERSION and STAGED[kind_of(record.limits[i])] then
+      change(record.limits[i] .. HOLD, sign * record.tokens)
     end
   end
 end
@@ -144,14 +191,51 @@ local function record_of(id)
   return packed and cmsgpack.unpack(packed)
 end
 
--- Ends the leases whose time is past: releases their slots; the rest waits to be settled. A lease without a note (an
+-- Set the counts of running requests to the sums of their records. They differ where this server has lost some of its
+-- keys, or where a gateway of the release before, which does not count the tokens held, has settled a request.
+local function recount()
+  local sums = {}
+  local leases = redis.call('ZRANGE', LEASES, 0, -1, 'WITHSCORES')
+  for i = 1, #leases, 2 do
+    local record = record_of(leases[i])
+    if not record then
+      -- Nobody can settle it. If its request runs, its gateway restores it.
+      redis.call('ZREM', LEASES, leases[i])
+    else
+      for j = 1, #record.limits, 2 do
+        local field, kind = record.limits[j], kind_of(record.limits[j])
+        if GAUGE[kind] and tonumber(leases[i + 1]) > 0 then
+          sums[field] = (sums[field] or 0) + amount_of(kind, record.tokens, 0)
+        elseif STAGED[kind] and record.v == VERSION then
+          sums[field .. HOLD] = (sums[field .. HOLD] or 0) + record.tokens
+        end
+      end
+    end
+  end
+  local fields = redis.call('HKEYS', STATE)
+  for i = 1, #fields do
+    local kind = kind_of(fields[i])
+    if (GAUGE[kind] or kind == HOLD) and not sums[fields[i]] then
+      redis.call('HDEL', STATE, fields[i])
+    end
+  end
+  for field, sum in pairs(sums) do
+    redis.call('HSET', STATE, field, string.format('%d', sum))
+    redis.call('PEXPIRE', STATE, KEEP_MS)
+  end
+end
+
+-- End the leases whose time is past: release their slots; the rest waits to be settled. A lease without a note (an
 -- upload's) needs no settlement and is removed.
 local function sweep()
   local ended = redis.call('ZRANGEBYSCORE', LEASES, 1, now_ms, 'WITHSCORES', 'LIMIT', 0, SWEEP)
+  local complete = true
   for i = 1, #ended, 2 do
     local id = ended[i]
     local record = record_of(id)
-    if record then
+    if not record then
+      complete = false
+    else
       hold(record, -1)
       if record.note == '' then
         redis.call('HDEL', HELD, id, id .. PROGRESS)
@@ -159,13 +243,40 @@ local function sweep()
       else
         redis.call('ZADD', LEASES, -ended[i + 1], id)
       end
-    else
-      redis.call('ZREM', LEASES, id)
     end
+  end
+  if not complete then
+    recount()
   end
 end
 
--- From when on nothing is admitted on a limit that has no state; noted now if it is not yet.
+-- Drop the states of budgets and days where another server wrote them: they may be older than what was used.
+local function notice_another_server()
+  local seen = redis.call('HGET', STATE, SERVER) or ''
+  local run_id, at = string.match(seen, '^(%x+) (%d+)$')
+  if at and math.abs(now_ms - at) < SERVER_MS then
+    return
+  end
+  local info = redis.pcall('INFO', 'server')
+  local current = type(info) == 'string' and string.match(info, 'run_id:(%x+)')
+  if not current then
+    -- This server's rules forbid the question.
+    return
+  end
+  if current ~= run_id then
+    local fields = redis.call('HKEYS', STATE)
+    for i = 1, #fields do
+      local kind = kind_of(fields[i])
+      if is_recalled(kind) or kind == NOTED then
+        redis.call('HDEL', STATE, fields[i])
+      end
+    end
+  end
+  redis.call('HSET', STATE, SERVER, current .. ' ' .. string.format('%d', now_ms))
+  redis.call('PEXPIRE', STATE, KEEP_MS)
+end
+
+-- Return the moment from which nothing is admitted on a limit that has no state; note it if it is new.
 local function noted(field, kind)
   local since = tonumber(redis.call('HGET', STATE, field .. NOTED))
   if not since or kind == 'b' and since < month_start then
@@ -180,16 +291,22 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
   sweep()
   local first = 10
   local count = (#ARGV - first + 1) / 2
-  local fields, kinds, limits = {}, {}, {}
+  local fields, kinds, limits, names = {}, {}, {}, {}
+  local recalled = false
   for i = 1, count do
     local at = first + (i - 1) * 2
     fields[i], kinds[i], limits[i] = ARGV[at], kind_of(ARGV[at]), tonumber(ARGV[at + 1])
-    if kinds[i] == 'b' and not month then
-      calendar()
+    names[i], names[count + i] = fields[i], fields[i] .. HOLD
+    recalled = recalled or is_recalled(kinds[i])
+    if kinds[i] == 'b' then
+      this_month()
     end
   end
+  if recalled then
+    notice_another_server()
+  end
 
-  local states = count > 0 and redis.call('HMGET', STATE, unpack(fields)) or {}
+  local states = count > 0 and redis.call('HMGET', STATE, unpack(names)) or {}
   local unknown = {2}
   for i = 1, count do
     if is_recalled(kinds[i]) and not states[i] then
@@ -200,14 +317,21 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
     return unknown
   end
 
-  -- What is used of each limit, in its own unit, and how many tokens of completion that leaves.
-  local used, room = {}, {}
+  -- The used part of each limit, in its own unit (of a rate: microseconds, held tokens included), and how many tokens
+  -- of completion that leaves.
+  local used, held, room = {}, {}, {}
   local granted = completion
   for i = 1, count do
     local kind, limit = kinds[i], limits[i]
     if WINDOW[kind] then
-      used[i] = debt_of(states[i])
       local unit = WINDOW[kind] / limit
+      if states[i] and struct.unpack('d', states[i]) - now > MAX_STEP then
+        -- Written while the clock was far ahead: the debt begins to decay now.
+        states[i] = packed(now, debt_of(states[i]), states[i])
+        redis.call('HSET', STATE, fields[i], states[i])
+      end
+      held[i] = STAGED[kind] and (states[count + i] or 0) * unit or 0
+      used[i] = debt_of(states[i]) + held[i]
       -- Sums of T's fractions may miss the window by less than a thousandth of a unit.
       room[i] = max(0, floor((WINDOW[kind] - used[i]) / unit + 0.001))
     else
@@ -224,7 +348,7 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
     end
   end
 
-  -- A call that is sent again because its answer was lost has been paid for.
+  -- A call that is sent again because its answer was lost has taken its share already.
   local again = record_of(id)
   if again then
     granted = again.completion
@@ -237,15 +361,20 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
   local waits, allowed = {}, true
   for i = 1, count do
     local kind = kinds[i]
-    local excess = amount_of(kind, tokens, cost) - room[i]
+    local amount = amount_of(kind, tokens, cost)
     waits[i] = 0
-    if excess > 0 and not again then
+    if amount > room[i] and not again then
       allowed = false
       if WINDOW[kind] then
-        local unit = WINDOW[kind] / limits[i]
-        waits[i] = max(1, ceil((used[i] + (amount_of(kind, tokens, cost) - 0.001) * unit - WINDOW[kind]) / 1000))
+        local needed = (amount - 0.001) * (WINDOW[kind] / limits[i])
+        if held[i] + needed > WINDOW[kind] then
+          waits[i] = GAUGE_WAIT_MS
+        else
+          local paused = decays_from(states[i]) - now
+          waits[i] = max(1, ceil((used[i] + needed - WINDOW[kind] + paused) / 1000))
+        end
       else
-        waits[i] = kind == 'b' and month_left_ms or GAUGE_WAIT_MS
+        waits[i] = kind == 'b' and month_end_ms - now_ms or GAUGE_WAIT_MS
       end
     end
   end
@@ -253,42 +382,48 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
   local due = {}
   if allowed and not again then
     local record = {
-      tokens = tokens, completion = granted, cost = cost, month = month, note = note, at = now, limits = {},
+      v = VERSION, tokens = tokens, completion = granted, cost = cost, month = month, note = note, at = now, limits = {},
     }
-    local writes = {}
     for i = 1, count do
       local kind = kinds[i]
       local amount = amount_of(kind, tokens, cost)
       room[i] = room[i] - amount
-      local state
+      local state = states[i]
       if WINDOW[kind] then
-        used[i] = used[i] + amount * (WINDOW[kind] / limits[i])
-        state = packed(now, used[i], states[i])
+        local more = amount * (WINDOW[kind] / limits[i])
+        if not STAGED[kind] then
+          state = packed(decays_from(states[i]), used[i] + more, states[i])
+        end
+        used[i] = used[i] + more
       elseif kind == 'b' then
-        -- A new month has nothing before it, as a rule: nobody waits for the ledger to say so.
+        -- A new month begins with nothing spent, as a rule: nobody waits for the ledger to confirm it.
         local before = struct.unpack('d', states[i]) == month and states[i] or struct.pack('ddddd', month, 0, now, 0, 0)
         state = packed(month, used[i] + amount, before)
-      else
-        state = used[i] + amount
       end
       if is_recalled(kind) then
         local since, known, check = struct.unpack('ddd', state, 17)
         if check <= now then
           due[#due + 1], due[#due + 2] = i - 1, since
-          state = string.sub(state, 1, 16) .. struct.pack('ddd', since, known, now + max(now - since, FIRST_CHECK))
+          local age = now - since
+          local pause = age < OFTEN and min(age, MAX_CHECK) or age
+          state = string.sub(state, 1, 16) .. struct.pack('ddd', since, known, now + max(pause, FIRST_CHECK))
         end
       end
-      writes[2 * i - 1], writes[2 * i] = fields[i], state
+      if state and not GAUGE[kind] and state ~= states[i] then
+        redis.call('HSET', STATE, fields[i], state)
+      end
       record.limits[2 * i - 1], record.limits[2 * i] = fields[i], limits[i]
     end
-    if count > 0 then
-      redis.call('HSET', STATE, unpack(writes))
-      redis.call('PEXPIRE', STATE, KEEP_MS)
-    end
+    hold(record, 1)
+    reserve(record, 1)
     redis.call('HSET', HELD, id, cmsgpack.pack(record))
-    redis.call('PEXPIRE', HELD, KEEP_MS)
     redis.call('ZADD', LEASES, now_ms + lease_ms, id)
-    redis.call('PEXPIRE', LEASES, KEEP_MS)
+    for i = 1, 3 do
+      redis.call('PEXPIRE', KEYS[i], KEEP_MS)
+    end
+  elseif not allowed and redis.call('EXISTS', LEASES) == 0 then
+    -- Nothing runs: a count that is in the way is wrong.
+    recount()
   end
 
   local reply = {allowed and 1 or 0, granted, again and again.at or now}
@@ -297,7 +432,7 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
     if WINDOW[kinds[i]] then
       reset = ceil(used[i] / 1000)
     elseif kinds[i] == 'b' then
-      reset = month_left_ms
+      reset = month_end_ms - now_ms
     end
     local at = 3 * i + 1
     reply[at], reply[at + 1], reply[at + 2] = room[i], waits[i], reset
@@ -318,13 +453,13 @@ local function recall(field, limit, since, owed, known)
       return 0
     end
     if kind == 'd' then
-      first, second = now, debt_of(state) + (known - before) * unit
+      first, second = decays_from(state), debt_of(state) + (known - before) * unit
     else
       second = second + known - before
     end
     state = struct.pack('ddddd', first, second, since, known, check)
   else
-    calendar()
+    this_month()
     if redis.call('HGET', STATE, field .. NOTED) ~= string.format('%d', since) or kind == 'b' and since < month_start then
       return 0
     end
@@ -340,6 +475,36 @@ local function recall(field, limit, since, owed, known)
   return 1
 end
 
+-- Correct one limit to what a request used.
+local function settle_limit(record, field, limit, tokens, cost, requests)
+  local kind, state = kind_of(field), redis.call('HGET', STATE, field)
+  if is_recalled(kind) then
+    if not state or record.at < struct.unpack('d', state, 17) then
+      -- The data were lost after its admission: the ledger brings it.
+      return
+    end
+  end
+  if WINDOW[kind] then
+    local unit = WINDOW[kind] / limit
+    local debt = debt_of(state)
+    if STAGED[kind] and record.v == VERSION then
+      debt = debt + tokens * unit
+    else
+      local more = SINGLE[kind] and requests - 1 or tokens - record.tokens
+      debt = debt + (more < 0 and -refundable(-more * unit, record.at, state) or more * unit)
+    end
+    if state or debt > 0 then
+      redis.call('HSET', STATE, field, packed(decays_from(state), max(0, debt), state))
+    end
+  elseif kind == 'b' then
+    local of_month, spent = struct.unpack('dd', state)
+    -- The cost of a request of last month belongs to last month.
+    if of_month == record.month then
+      redis.call('HSET', STATE, field, packed(of_month, max(0, spent + cost - record.cost), state))
+    end
+  end
+end
+
 local function settle(id, tokens, cost, requests, event)
   local record = record_of(id)
   if not record then
@@ -351,25 +516,11 @@ local function settle(id, tokens, cost, requests, event)
   if lease and tonumber(lease) > 0 then
     hold(record, -1)
   end
+  reserve(record, -1)
   for i = 1, #record.limits, 2 do
-    local field, limit = record.limits[i], record.limits[i + 1]
-    local kind = kind_of(field)
-    if WINDOW[kind] then
-      local more = SINGLE[kind] and requests - 1 or tokens - record.tokens
-      if more ~= 0 then
-        local state = redis.call('HGET', STATE, field)
-        local debt = debt_of(state) + more * (WINDOW[kind] / limit)
-        redis.call('HSET', STATE, field, packed(now, max(0, debt), state))
-      end
-    elseif kind == 'b' and cost ~= record.cost then
-      -- What was begun last month was last month's.
-      local state = redis.call('HGET', STATE, field)
-      local of_month, spent = struct.unpack('dd', state or NOTHING)
-      if of_month == record.month then
-        redis.call('HSET', STATE, field, packed(of_month, max(0, spent + cost - record.cost), state))
-      end
-    end
+    settle_limit(record, record.limits[i], record.limits[i + 1], tokens, cost, requests)
   end
+  redis.call('PEXPIRE', STATE, KEEP_MS)
   return event == '' and id or redis.call('XADD', USAGE, '*', 'event', event)
 end
 
@@ -377,11 +528,11 @@ local function extend(lease_ms)
   local lost = {}
   for i = 3, #ARGV, 2 do
     local id, progress = ARGV[i], ARGV[i + 1]
-    local lease = redis.call('ZSCORE', LEASES, id)
-    if lease then
+    local lease, record = redis.call('ZSCORE', LEASES, id), record_of(id)
+    if lease and record then
       if tonumber(lease) < 0 then
-        -- Given up too early: its gateway was away, not dead.
-        hold(record_of(id), 1)
+        -- Ended too early: its gateway could not reach this server, but lives.
+        hold(record, 1)
       end
       redis.call('ZADD', LEASES, now_ms + lease_ms, id)
       if progress ~= '' then
@@ -391,30 +542,39 @@ local function extend(lease_ms)
       lost[#lost + 1] = id
     end
   end
+  local counted = tonumber(redis.call('HGET', STATE, COUNTED) or 0)
+  if #lost > 0 or math.abs(now_ms - counted) >= COUNT_MS then
+    recount()
+    redis.call('HSET', STATE, COUNTED, string.format('%d', now_ms))
+    redis.call('PEXPIRE', STATE, KEEP_MS)
+  end
   return lost
 end
 
-local function restore(lease_ms, id, at, tokens, note)
-  if record_of(id) then
+local function restore(lease_ms, id, at, tokens, completion, cost, note)
+  if redis.call('ZSCORE', LEASES, id) and record_of(id) then
     return 0
   end
-  local record = {tokens = tokens, completion = 0, cost = 0, note = note, at = at, limits = {}}
-  for i = 7, #ARGV, 2 do
-    record.limits[i - 6], record.limits[i - 5] = ARGV[i], tonumber(ARGV[i + 1])
+  local record = {
+    v = VERSION, tokens = tokens, completion = completion, cost = cost, month = calendar(floor(at / 1000000)),
+    note = note, at = at, limits = {},
+  }
+  for i = 9, #ARGV do
+    record.limits[i - 8] = i % 2 == 1 and ARGV[i] or tonumber(ARGV[i])
   end
-  hold(record, 1)
   redis.call('HSET', HELD, id, cmsgpack.pack(record))
   redis.call('ZADD', LEASES, now_ms + lease_ms, id)
+  recount()
   for i = 1, 3 do
     redis.call('PEXPIRE', KEYS[i], KEEP_MS)
   end
   return 1
 end
 
--- Forgets what some limits would say of themselves by default; a key or a model that is gone leaves no more than that.
+-- Forget the states of some limits that equal the default, so that a key or a model that is gone leaves nothing behind.
 local function forget_some()
   local sample = redis.call('HRANDFIELD', STATE, SAMPLE, 'WITHVALUES')
-  calendar()
+  this_month()
   for i = 1, #sample, 2 do
     local field, state = sample[i], sample[i + 1]
     local kind = kind_of(field)
@@ -437,6 +597,7 @@ end
 
 local function expired(at_most)
   sweep()
+  recount()
   forget_some()
   local found = {}
   local ended = redis.call('ZREVRANGEBYSCORE', LEASES, 0, '-inf', 'WITHSCORES', 'LIMIT', 0, at_most)
@@ -464,7 +625,8 @@ elseif call == 'recall' then
 elseif call == 'extend' then
   return extend(tonumber(ARGV[2]))
 elseif call == 'restore' then
-  return restore(tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
+  return restore(tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]),
+    tonumber(ARGV[7]), ARGV[8])
 elseif call == 'expired' then
   return expired(tonumber(ARGV[2]))
 end

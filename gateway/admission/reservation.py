@@ -9,11 +9,12 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request took.
+    """The part of its limits that one request took.
 
-    tokens: prompt and the most it may generate, over all its choices. max_tokens: of one choice; fewer than asked for
-    if the tenant has its answers shortened. headers: OpenAI's `x-ratelimit-*`; if shortened, `x-loraplex-max-tokens`.
-    admitted_at: by Redis' clock, which every period of a limit goes by; the ledger's row must have it (`created_at`).
+    tokens: prompt and completion, the most it may generate over all its choices. max_tokens: of one choice; fewer than
+    asked for if the tenant has its answers shortened. cost: the most it may cost, in micro-units. headers: OpenAI's
+    `x-ratelimit-*`; if shortened, `x-loraplex-max-tokens`. admitted_at: by Redis' clock, which every period of a limit
+    goes by; the ledger's row must have it (`created_at`).
     """
 
     request_id: str
@@ -22,6 +23,8 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     headers: dict[str, str]
     admitted_at: datetime
+    completion: int = 0
+    cost: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):

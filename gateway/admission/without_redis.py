@@ -108,4 +108,6 @@ def reservation(demand: Demand, granted: int, headers: dict[str, str], admitted_
         max_tokens=each,
         headers=headers,
         admitted_at=admitted_at,
+        completion=granted,
+        cost=demand.price.highest_cost(demand.prompt_tokens, granted),
     )

@@ -1,12 +1,9 @@
 """The quota's script under a clock that the test moves: against its twin in Python, step by step, and against what its
 answers promise."""
 
-import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from fractions import Fraction
-from importlib import resources
-from typing import Any
 
 import pytest
 import redis
@@ -17,46 +14,7 @@ from gateway.admission.limits import NAMES, Limit
 from gateway.admission.local import WINDOW, LocalLimits
 from gateway.admission.quota import UNKNOWN
 from gateway.records.prices import Price
-
-SOURCE = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")
-CLOCK = "redis.call('TIME')"
-# 2026-02-27, 23:59:58: a month's end is near.
-START = 1_772_236_798_000_000
-MS, SECOND, DAY = 1000, 1_000_000, 86_400_000_000
-
-
-class Script:
-    """One tenant's quota; `now` is in microseconds."""
-
-    def __init__(self, client: redis.Redis) -> None:
-        assert SOURCE.count(CLOCK) == 1
-        self._call = client.register_script(
-            SOURCE.replace(CLOCK, "{ARGV[#ARGV - 1], ARGV[#ARGV]}; ARGV[#ARGV] = nil; ARGV[#ARGV] = nil")
-        )
-        tag = f"loraplex:{{{uuid.uuid4().hex}}}:"
-        self._keys = [tag + part for part in ("quota", "leases", "held", "usage")]
-        self.now = START
-
-    def call(self, *arguments: Any) -> Any:
-        return self._call(keys=self._keys, args=[*arguments, self.now // SECOND, self.now % SECOND])
-
-    def acquire(
-        self, request_id: str, limits: list[Limit], prompt: int, completion: int, step: int, price: Price
-    ) -> tuple[bool, int, list[tuple[int, int, int]]]:
-        flat = [item for limit in limits for item in (limit.field, limit.value)]
-        call = ("acquire", request_id, 10**9, prompt, completion, step, price.highest_input, price.output, "{}", *flat)
-        reply = self.call(*call)
-        if reply[0] == UNKNOWN:
-            # Nothing was used before.
-            for i in range(1, len(reply), 2):
-                limit = limits[reply[i]]
-                self.call("recall", limit.field, limit.value, reply[i + 1], 0, 0)
-            reply = self.call(*call)
-        allowed, granted, _, *rest = reply[: 3 + 3 * len(limits)]
-        return bool(allowed), granted, [(rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3)]
-
-    def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:
-        return self.call("settle", request_id, tokens, cost, int(counts), "{}") is not None
+from tests.gateway.scripted import DAY, MS, SECOND, START, Script
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +90,9 @@ def test_who_waits_as_long_as_told_is_served_and_who_waits_a_millisecond_less_is
     script = Script(client)
     for number, (wait, prompt, completion) in enumerate(before):
         script.now += wait
-        script.acquire(f"r{number}", limits, prompt, completion, max(1, completion), price)
+        if script.acquire(f"r{number}", limits, prompt, completion, max(1, completion), price)[0]:
+            tokens_used, cost = prompt + completion, price.highest_cost(prompt, completion)
+            script.settle(f"r{number}", tokens_used, cost, True)
     if any(limit.amount(tokens, price.highest_cost(0, tokens)) > limit.value for limit in limits):
         return  # refused for good, before any script is asked
     allowed, _, states = script.acquire("asks", limits, 0, tokens, tokens, price)

@@ -1,0 +1,51 @@
+"""The quota's script under a clock that a test moves."""
+
+import uuid
+from importlib import resources
+from typing import Any
+
+import redis
+
+from gateway.admission.limits import Limit
+from gateway.admission.quota import UNKNOWN
+from gateway.records.prices import Price
+
+SOURCE = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")
+CLOCK = "redis.call('TIME')"
+# 2026-02-27, 23:59:58: a month's end is near.
+START = 1_772_236_798_000_000
+MS, SECOND, DAY = 1000, 1_000_000, 86_400_000_000
+
+
+class Script:
+    """One tenant's quota; `now` is in microseconds."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        assert SOURCE.count(CLOCK) == 1
+        self._call = client.register_script(
+            SOURCE.replace(CLOCK, "{ARGV[#ARGV - 1], ARGV[#ARGV]}; ARGV[#ARGV] = nil; ARGV[#ARGV] = nil")
+        )
+        tag = f"loraplex:{{{uuid.uuid4().hex}}}:"
+        self.keys = [tag + part for part in ("quota", "leases", "held", "usage")]
+        self.now = START
+
+    def call(self, *arguments: Any) -> Any:
+        return self._call(keys=self.keys, args=[*arguments, self.now // SECOND, self.now % SECOND])
+
+    def acquire(
+        self, request_id: str, limits: list[Limit], prompt: int, completion: int, step: int, price: Price
+    ) -> tuple[bool, int, list[tuple[int, int, int]]]:
+        flat = [item for limit in limits for item in (limit.field, limit.value)]
+        call = ("acquire", request_id, 10**9, prompt, completion, step, price.highest_input, price.output, "{}", *flat)
+        reply = self.call(*call)
+        if reply[0] == UNKNOWN:
+            # Nothing was used before.
+            for i in range(1, len(reply), 2):
+                limit = limits[reply[i]]
+                self.call("recall", limit.field, limit.value, reply[i + 1], 0, 0)
+            reply = self.call(*call)
+        allowed, granted, _, *rest = reply[: 3 + 3 * len(limits)]
+        return bool(allowed), granted, [(rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3)]
+
+    def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:
+        return self.call("settle", request_id, tokens, cost, int(counts), "{}") is not None
