@@ -14,7 +14,7 @@ from engine.model.config import context_length
 from engine.tokenizer import Tokenizer, TokenizerError
 from engine.tracing import TracingError, start_tracing, trace_requests
 from gateway.access import add_request_id, hide_server, observe
-from gateway.admission.auth import TRUST_SECONDS, Authenticator
+from gateway.admission.auth import Authenticator
 from gateway.admission.fallback import parse_fallback
 from gateway.admission.overload import Gate
 from gateway.admission.quota import Quota
@@ -53,6 +53,7 @@ from gateway.loop_lag import LoopLag
 from gateway.metrics import Metrics
 from gateway.records.audit import Audit
 from gateway.records.catalog import Catalog
+from gateway.records.changes import TRUST_SECONDS, Changes
 from gateway.records.database import Database
 from gateway.records.journal import Journal, journal_folder
 from gateway.records.keys import Keys
@@ -99,8 +100,9 @@ async def make_app(settings: Settings) -> web.Application:
     metrics.watch_loop(lag)
     database = Database(settings.database_url)
     tenants, keys, report = Tenants(database), Keys(database), UsageReport(database)
-    auth = Authenticator(keys, settings.key_pepper, settings.admin_key)
-    catalog = Catalog(database, settings.base_model, lambda: auth.changes, TRUST_SECONDS)
+    changes = Changes(database, settings.key_trust_seconds)
+    auth = Authenticator(keys, settings.key_pepper, settings.admin_key, changes)
+    catalog = Catalog(database, settings.base_model, changes, TRUST_SECONDS)
     redis = connect(settings.redis_url, settings.redis_timeout)
     journal = Journal(journal_folder(settings.journal_dir.expanduser(), settings.database_url), settings.journal_bytes)
     stream = UsageStream(redis, settings.redis_timeout)
@@ -165,7 +167,7 @@ async def make_app(settings: Settings) -> web.Application:
 
     async def costs(_: web.Application) -> AsyncIterator[None]:
         await price_list.refresh()
-        async with running(price_list.watch()):
+        async with running(price_list.watch(changes)):
             yield
 
     async def engines(_: web.Application) -> AsyncIterator[None]:

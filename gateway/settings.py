@@ -90,6 +90,8 @@ class Settings:
     shutdown_seconds: float = 20.0
     # Before that: `/readyz` says 503 for this long and requests are still taken, for load balancers to move on.
     drain_delay: float = 0.0
+    # Known keys, names and prices are believed for this long while the database is away; 0.5 is strict.
+    key_trust_seconds: float = 0.5
     # How long a gateway waits on start for a database that is away.
     database_wait: float = 30.0
     # Usage rows that may wait while SQL is away; beyond them no request is admitted.
@@ -151,6 +153,7 @@ class Settings:
         )
         durations = (
             "redis_timeout",
+            "key_trust_seconds",
             "lease_seconds",
             "engine_timeout",
             "client_timeout",

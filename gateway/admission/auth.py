@@ -23,6 +23,7 @@ import msgspec
 
 from gateway.caller import note_key
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
+from gateway.records.changes import ASK_SECONDS, Changes
 from gateway.records.keys import ApiKey, Keys
 from gateway.records.lookups import Lookups
 from gateway.records.tenants import Limits, Tenant
@@ -37,13 +38,9 @@ KEY_ID_BYTES = 8
 SECRET_BYTES = 20
 CHECK_HEX = 8
 
-# So old may be what is known of a key or a name: a revoked key is refused everywhere within half a second, and so long
-# does the answer to an adapter's deletion wait. The database is asked for changes often enough for answers to be lost.
-TRUST_SECONDS = 0.5
-ASK_SECONDS = 0.1
 CACHE_ENTRIES = 10_000
-# No number of changes that the database would say.
-UNKNOWN = -1
+# The scope of what is known of a key that does not exist: nothing but another database makes it exist.
+NOBODY = "nobody"
 # `last_used_at` is at most this much behind, and written no oftener.
 NOTE_USE_AFTER = timedelta(minutes=1)
 WRITE_USE_SECONDS = 2.0
@@ -79,44 +76,35 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(msgspec.Struct):
-    """What the database said of a key id. asked_at: on the monotonic clock; era: the Authenticator's then.
-
-    used_at: the last use that was noted.
-    """
+    """The database's answer for a key id. mark: `Changes.mark` before the query. used_at: the last noted use."""
 
     key: ApiKey | None
-    asked_at: float
-    era: int
+    mark: int
     used_at: datetime | None = None
+
+    @property
+    def scope(self) -> str:
+        return NOBODY if self.key is None else self.key.scope
 
 
 class Authenticator:
     """Issues keys and recognises them. Raises InvalidKey (401) and Forbidden (403), Unavailable without a database.
 
-    Every change of a key or a tenant counts up one number in the database, in its own transaction. While `watch`,
-    which asks for that number all the time, finds it unchanged, what is known of keys is true as it is, and no request
-    waits for the database. Once it has changed, all is looked up again, and running requests of keys that are no more
-    are ended. Without an answer nothing is believed for longer than TRUST_SECONDS.
+    Every change of a key or a tenant counts up the tenant's counter in the database, in its own transaction. While
+    `watch`, which reads these counters all the time, finds a tenant's unchanged, its cached keys are true, and no
+    request waits for the database. Once it has changed, the tenant's keys are looked up again, and running requests of
+    invalid keys are ended. Without a reading nothing is believed for longer than `Changes` trusts.
     """
 
-    def __init__(self, keys: Keys, pepper: str, admin_key: str) -> None:
+    def __init__(self, keys: Keys, pepper: str, admin_key: str, changes: Changes) -> None:
         self._keys = keys
+        self._changes = changes
         self._pepper = pepper.encode()
         self._admin_hash = self._hash(BOOTSTRAP_KEY_ID, admin_key)
         self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, the one looked up longest ago first
         self._lookups = Lookups(self._look_up)
-        self._changes = UNKNOWN
-        # Counts the times that all became old; what was asked in an earlier era is not believed.
-        self._era = 0
-        self._unchanged_at = 0.0
         self._running: dict[asyncio.Timeout, str] = {}
         self._used: dict[str, datetime] = {}
-
-    @property
-    def changes(self) -> int | None:
-        """The number of changes that the database may be believed to have now, None where it has to be asked."""
-        believed = time.monotonic() - self._unchanged_at < TRUST_SECONDS
-        return self._changes if believed and self._changes != UNKNOWN else None
 
     def issue(self, tenant: Tenant | None, scopes: frozenset[str], label: str, **fields: Any) -> tuple[ApiKey, str]:
         """A new key and its one and only clear text; fields: further ones of ApiKey. Not stored: that is `Keys.add`."""
@@ -182,7 +170,7 @@ class Authenticator:
             raise problem or InvalidKey("This API key is not valid any more.") from error
 
     async def watch(self) -> None:
-        """Keeps what is known of keys true, for ever. Run it as a task."""
+        """Keep cached keys true, for ever. Run it as a task."""
         last_written = time.monotonic()
         while True:
             begun = time.monotonic()
@@ -192,38 +180,29 @@ class Authenticator:
                     last_written = time.monotonic()
                     await self._write_uses()
             except Unavailable:
-                # Said by the database's own log. What is known is soon not believed any more; requests then ask
-                # themselves, and get the 503.
-                pass
+                # The database's own log reports it. Known keys are not believed for long; requests then read themselves
+                # and get the 503. Known revocations and expiries hold on.
+                self._end_known_invalid()
             await asyncio.sleep(max(0.0, begun + ASK_SECONDS - time.monotonic()))
 
-    def forget(self) -> None:
-        """What this process has changed itself counts here at once."""
-        self._changes = UNKNOWN
-        self._era += 1
-        self._known.clear()
+    async def catch_up(self) -> None:
+        """Notice a change that this process has just made itself."""
+        await self._changes.catch_up()
 
     async def refresh(self) -> None:
-        """Asks for changes now, and ends running requests of keys that are no more."""
-        asked_at = time.monotonic()
-        changes = await self._keys.changes()
-        self._unchanged_at = asked_at
-        if changes != self._changes:
-            self._changes = changes
-            self._era += 1
-            self._known.clear()
-        await self._end_invalid()
-
-    async def _end_invalid(self) -> None:
-        running = set(self._running.values())
-        missing = [key_id for key_id in running if self._current(key_id) is None]
+        """Read changes now, and end running requests of keys that are not valid any more."""
+        await self._changes.read()
+        missing = [key_id for key_id in set(self._running.values()) if self._current(key_id) is None]
         if missing:
-            asked_at, era = time.monotonic(), self._era
+            mark = self._changes.mark
             found = await self._keys.find_all(missing)
             for key_id in missing:
-                self._learn(key_id, found.get(key_id), asked_at, era)
+                self._learn(key_id, found.get(key_id), mark)
+        self._end_known_invalid()
+
+    def _end_known_invalid(self) -> None:
         invalid = set()
-        for key_id in running:
+        for key_id in set(self._running.values()):
             known = self._known.get(key_id)
             if known is not None and _problem(known.key) is not None:
                 invalid.add(key_id)
@@ -255,25 +234,24 @@ class Authenticator:
         return key
 
     def _current(self, key_id: str) -> _Known | None:
-        """What is known of a key, if it may still be believed."""
+        """Return the cached answer for a key, if it may be believed without asking."""
         known = self._known.get(key_id)
-        if known is None or known.era != self._era:
-            return None
-        return known if time.monotonic() - max(known.asked_at, self._unchanged_at) < TRUST_SECONDS else None
+        return known if known is not None and self._changes.holds(known.mark, known.scope) else None
 
     async def _find(self, key_id: str) -> _Known:
-        if known := self._current(key_id):
+        known = self._known.get(key_id)
+        if known is not None and await self._changes.confirm(known.mark, known.scope):
             return known
         return await self._lookups.get(key_id)
 
     async def _look_up(self, key_id: str) -> _Known:
-        # Both as of now: an answer that a change has overtaken on its way is not believed again.
-        asked_at, era = time.monotonic(), self._era
-        return self._learn(key_id, await self._keys.find(key_id), asked_at, era)
+        # Taken before the query: an answer that a change overtakes on its way is not believed again.
+        mark = self._changes.mark
+        return self._learn(key_id, await self._keys.find(key_id), mark)
 
-    def _learn(self, key_id: str, key: ApiKey | None, asked_at: float, era: int) -> _Known:
+    def _learn(self, key_id: str, key: ApiKey | None, mark: int) -> _Known:
         used_at = self._used.get(key_id, key.last_used_at if key else None)
-        known = self._known[key_id] = _Known(key, asked_at, era, used_at)
+        known = self._known[key_id] = _Known(key, mark, used_at)
         self._known.move_to_end(key_id)
         while len(self._known) > CACHE_ENTRIES:
             self._known.popitem(last=False)

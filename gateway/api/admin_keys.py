@@ -118,14 +118,14 @@ class AdminKeys:
             family_id=old.family_id,
         )
         await self._keys.replace(new, key_id, now + timedelta(seconds=grace), actor)
-        self._auth.forget()
+        await self._auth.catch_up()
         return _shown_once(new, clear)
 
     async def revoke(self, request: web.Request) -> web.Response:
         actor = await self._auth.admin(request.headers.get("Authorization"))
         key_id = request.match_info["id"]
         await self._keys.revoke(key_id, actor)
-        self._auth.forget()
+        await self._auth.catch_up()
         return json_response({"object": "api_key", "id": key_id, "revoked": True})
 
 

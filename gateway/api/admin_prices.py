@@ -62,6 +62,7 @@ class AdminPrices:
             await self._check_adapter(request, model)
         entry = await self._prices.put(model, price, actor)
         await self._known.refresh()
+        await self._auth.catch_up()
         return json_response(_describe(entry))
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -69,6 +70,7 @@ class AdminPrices:
         model = request.match_info["model"]
         await self._prices.delete(model, actor)
         await self._known.refresh()
+        await self._auth.catch_up()
         return json_response({"object": "price", "model": model, "deleted": True})
 
     async def _check_adapter(self, request: web.Request, model: str) -> None:

@@ -111,14 +111,14 @@ class AdminTenants:
             new = changes["model_limits"].keys() - before.model_limits.keys()
             await check_models(request, self._catalog, before, sorted(new), "model_limits", any_adapter=True)
         tenant = await self._tenants.update(name, changes, actor)
-        self._auth.forget()
+        await self._auth.catch_up()
         return json_response(describe_tenant(tenant))
 
     async def delete(self, request: web.Request) -> web.Response:
         actor = await self._auth.admin(request.headers.get("Authorization"))
         name = request.match_info["tenant"]
         await self._tenants.delete(name, actor, self._catalog.base_model)
-        self._auth.forget()
+        await self._auth.catch_up()
         return json_response({"object": "tenant", "name": name, "deleted": True})
 
 

@@ -1,7 +1,7 @@
 """Which adapter a name means, in each tenant's own namespace.
 
-Names are kept in memory while the database says that nothing has changed (gateway/records/changes.py). A change of what
-a name means is answered once no gateway can believe the old meaning any more: who has the answer finds it everywhere.
+Names are kept in memory while the tenant's change counter stays the same (gateway/records/changes.py). A change of a
+name's meaning is answered once no gateway that reaches the database believes the old one.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
 from gateway.records.adapter_limits import KEPT_VERSIONS, check_room, no_room, stored
 from gateway.records.audit import record_change
-from gateway.records.changes import count_change
+from gateway.records.changes import Changes, count_change
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
 from gateway.records.tables import adapter_versions, adapters, prices
@@ -58,7 +58,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 class _Known(msgspec.Struct, frozen=True):
     """limited: the names with limits of their own when it was looked up, which decide on `Model.names`."""
 
-    changes: int
+    mark: int
     limited: frozenset[str]
     model: Model
 
@@ -74,16 +74,15 @@ class Catalog:
         self,
         database: Database,
         base_model: str,
-        changes: Callable[[], int | None] = lambda: None,
+        changes: Changes | None = None,
         believed_seconds: float = 0.0,
     ) -> None:
-        """changes: the number of changes that may be believed to be the database's now; None: ask it yourself.
-        believed_seconds: for how long any gateway may still believe a number that is old."""
+        """believed_seconds: for how long another gateway may still believe an old meaning."""
         self._database = database
         self.base_model = base_model
-        self._changes = changes
+        self._changes = changes or Changes(database)
         self._believed_seconds = believed_seconds
-        # By tenant's id and name, with the number of changes before it was read.
+        # By tenant's id and name.
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._lookups = Lookups(self._look_up)
 
@@ -105,9 +104,12 @@ class Catalog:
         """
         if name == self.base_model:
             return Model(name=name, digest=None)
-        changes = self._changes()
         known = self._known.get((tenant.id, name))
-        if known is not None and known.changes == changes and known.limited == tenant.model_limits.keys():
+        if (
+            known is not None
+            and known.limited == tenant.model_limits.keys()
+            and (self._changes.holds(known.mark, tenant.id) or await self._changes.confirm(known.mark, tenant.id))
+        ):
             return known.model
         if not ADAPTER_NAME.fullmatch(name):
             raise ModelNotFound(name)
@@ -118,8 +120,8 @@ class Catalog:
 
     async def _look_up(self, asked: tuple[str, str, str, frozenset[str]]) -> Model | None:
         tenant_id, tenant_name, name, limited = asked
-        # Read before the query: an answer that a change overtakes on its way is not believed again.
-        changes = self._changes()
+        # Taken before the query: an answer that a change overtakes on its way is not believed again.
+        mark = self._changes.mark
         async with self._database.read() as connection:
             rows = (await connection.execute(_meanings(tenant_id, tenant_name, name, limited))).all()
         others = sorted(row.name for row in rows if row.name != name)
@@ -127,12 +129,11 @@ class Catalog:
         if digest is None:
             return None
         model = Model(name=name, digest=digest, names=(name, *others))
-        if changes is not None:
-            key = (tenant_id, name)
-            self._known[key] = _Known(changes, limited, model)
-            self._known.move_to_end(key)
-            if len(self._known) > CACHE_ENTRIES:
-                self._known.popitem(last=False)
+        key = (tenant_id, name)
+        self._known[key] = _Known(mark, limited, model)
+        self._known.move_to_end(key)
+        if len(self._known) > CACHE_ENTRIES:
+            self._known.popitem(last=False)
         return model
 
     async def check_declared(self, tenant: Tenant, num_bytes: int) -> None:
@@ -167,8 +168,7 @@ class Catalog:
         except IntegrityError:
             # Another upload made the name in between (PostgreSQL); this one is its next version.
             adapter = await self._add_version(tenant, name, content, actor, publish)
-        if adapter.version > 1:
-            await self._changed(tenant, name)
+        await self._changed(replaced=adapter.version > 1)
         return adapter
 
     async def _add_version(
@@ -207,7 +207,7 @@ class Catalog:
             detail = {"version": version, "digest": content["digest"]}
             await record_change(connection, actor, "adapter.push", target, detail, tenant=tenant.name)
             await publish()
-            await count_change(connection)
+            await count_change(connection, tenant.id)
         return Adapter(name=name, version=version, created_at=now, **content)
 
     async def by_tenant(self) -> Mapping[str, Sequence[Adapter]]:
@@ -242,13 +242,14 @@ class Catalog:
                 raise RecordNotFound("There is no adapter of this name.", param="name")
             target = f"{tenant.name}/{name}"
             await record_change(connection, actor, "adapter.delete", target, tenant=tenant.name)
-            await count_change(connection)
-        await self._changed(tenant, name)
+            await count_change(connection, tenant.id)
+        await self._changed(replaced=True)
 
-    async def _changed(self, tenant: Tenant, name: str) -> None:
-        """Here the old meaning ends at once; what this waits for is that no other worker believes it any more."""
-        self._known.pop((tenant.id, name), None)
-        await asyncio.sleep(self._believed_seconds)
+    async def _changed(self, *, replaced: bool) -> None:
+        """End the old meaning here at once, and wait until no other worker believes it. replaced: there was one."""
+        await self._changes.catch_up()
+        if replaced:
+            await asyncio.sleep(self._believed_seconds)
 
 
 def _check_possible(name: str) -> None:

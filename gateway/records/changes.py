@@ -1,18 +1,168 @@
-"""How often keys, tenants and adapters' names have changed: one number, by which a gateway learns that it must ask."""
+"""Change counters by tenant: which tenants' keys and names a gateway must look up again.
 
-from sqlalchemy import select, update
+Each transaction that changes a tenant, its keys, names or prices counts up the row of that tenant. A gateway reads the
+rows that have changed since a safe point ten times a second, so one tenant's changes empty no other tenant's cache, and
+two tenants' changes never wait for each other.
+
+No change is missed, in whatever order transactions commit. A row's stamp is the id of the transaction that wrote it,
+and the safe point is the oldest transaction that a reading's snapshot saw running (`pg_snapshot_xmin`): a later commit
+has this stamp or a newer one. A row that is read twice is recognised by its counter. SQLite has one writer at a time,
+whose stamps are a plain counter.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Row, TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.tables import access_changes
+from gateway.errors import Unavailable
+from gateway.records.database import Database
+from gateway.records.lookups import Lookups
+
+# Scopes beside the tenants' ids: admin keys, and the list of prices.
+OPERATORS, PRICES = "operators", "prices"
+
+# Cached keys and names are believed for this long after the last reading: a revoked key is refused everywhere within
+# half a second, and the answer to an adapter's deletion waits as long. Readings are so frequent that some may be lost.
+TRUST_SECONDS = 0.5
+ASK_SECONDS = 0.1
+
+_STAMPS = {
+    "postgresql": "CAST(CAST(pg_current_xact_id() AS text) AS bigint)",
+    "sqlite": "(SELECT coalesce(max(stamp), 0) + 1 FROM tenant_changes)",
+}
+_COUNT = {
+    dialect: text(
+        f"INSERT INTO tenant_changes (scope, changes, stamp) VALUES (:scope, 1, {stamp}) "
+        "ON CONFLICT (scope) DO UPDATE SET changes = tenant_changes.changes + 1, stamp = excluded.stamp"
+    )
+    for dialect, stamp in _STAMPS.items()
+}
+# The server's start tells one server from another after a failover: their transaction ids are not comparable.
+_SERVERS = {
+    "postgresql": "SELECT CAST(pg_postmaster_start_time() AS text) AS server, pg_is_in_recovery() AS standby, "
+    "CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text) AS bigint) AS safe",
+    "sqlite": "SELECT '' AS server, 0 AS standby, (SELECT coalesce(max(stamp), 0) + 1 FROM tenant_changes) AS safe",
+}
 
 
-async def count_change(connection: AsyncConnection) -> None:
-    """The last statement of each transaction that changes a key, a tenant or what a name means.
+def _reading(server: str) -> TextClause:
+    """Build the statement that reads the safe point and the rows since the one before, in one snapshot."""
+    return text(
+        "SELECT now.server, now.standby, now.safe, now.others, rows.scope, rows.changes "
+        f"FROM ({server}, (SELECT changes FROM access_changes) AS others) AS now "
+        "LEFT JOIN tenant_changes AS rows ON rows.stamp >= :since"
+    )
 
-    From here to the commit other such transactions wait, so whoever reads a number sees all that it counts.
+
+_READ = {dialect: _reading(server) for dialect, server in _SERVERS.items()}
+
+
+async def count_change(connection: AsyncConnection, *scopes: str | None) -> None:
+    """Count a change of tenants, by id, or of other scopes; None is OPERATORS. The last statement of its transaction.
+
+    From here to the commit other changes of the same tenants wait.
     """
-    await connection.execute(update(access_changes).values(changes=access_changes.c.changes + 1))
+    # In one order everywhere, so that two transactions never wait for each other.
+    for scope in sorted({scope or OPERATORS for scope in scopes}):
+        await connection.execute(_COUNT[connection.dialect.name], {"scope": scope})
 
 
-async def read_changes(connection: AsyncConnection) -> int:
-    return int((await connection.execute(select(access_changes.c.changes))).scalar_one())
+class Changes:
+    """Knowledge of which tenants have changed. A cache keeps `mark`, taken before its query, with each answer.
+
+    trust_seconds: how long answers are believed after the last reading; above TRUST_SECONDS for a gateway that goes on
+    serving known keys while the database is away.
+    """
+
+    def __init__(self, database: Database, trust_seconds: float = TRUST_SECONDS) -> None:
+        self._database = database
+        self._trust_seconds = max(TRUST_SECONDS, trust_seconds)
+        self._readings: Lookups[None, None] = Lookups(self._read)
+        self._server: tuple[str, int] | None = None
+        self._since = 0
+        self._counts: dict[str, int] = {}
+        # A local clock of noticed changes: an answer is old if its tenant has changed after the answer's mark.
+        self._clock = 0
+        self._all_changed_at = 0
+        self._changed_at: dict[str, int] = {}
+        self._read_at = -math.inf
+
+    @property
+    def mark(self) -> int:
+        return self._clock
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last successful reading began."""
+        return time.monotonic() - self._read_at
+
+    def holds(self, mark: int, scope: str) -> bool:
+        """Return whether an answer of this mark may be believed without asking anything."""
+        return self.age < self._trust_seconds and self.is_unchanged(mark, scope)
+
+    def is_unchanged(self, mark: int, scope: str) -> bool:
+        """Return whether no change is known that came after the mark."""
+        return mark >= self._all_changed_at and mark >= self._changed_at.get(scope, 0)
+
+    async def confirm(self, mark: int, scope: str) -> bool:
+        """Return whether an answer of this mark is true now; all who ask at once share one reading.
+
+        A process that has not read for a while, because its event loop stalled, so asks once and not once for each key.
+        Raises Unavailable.
+        """
+        if self.holds(mark, scope):
+            return True
+        if not self.is_unchanged(mark, scope):
+            return False
+        await self.read()
+        return self.is_unchanged(mark, scope)
+
+    async def read(self) -> None:
+        """Read what has changed up to now. Raises Unavailable."""
+        await self._readings.get(None)
+
+    async def close(self) -> None:
+        """Wait for a reading that is running."""
+        await self._readings.close()
+
+    async def catch_up(self) -> None:
+        """Notice the change that this process has just made, before its answer is sent."""
+        try:
+            await self.read()
+        except Unavailable:
+            # The change is made; nothing that was known before it is believed.
+            self._forget_all()
+
+    async def _read(self, _: None) -> None:
+        asked_at = time.monotonic()
+        async with self._database.read(reserved=True) as connection:
+            rows = (await connection.execute(_READ[connection.dialect.name], {"since": self._since})).all()
+        first = rows[0]
+        if first.standby:
+            await self._database.reconnect("it is a standby")
+            raise Unavailable("The database is a standby; try again shortly.", code="database_unavailable")
+        self._notice(rows)
+        self._read_at = asked_at
+
+    def _notice(self, rows: Sequence[Row[Any]]) -> None:
+        first = rows[0]
+        server = (first.server, first.others)
+        if server != self._server or first.safe < self._since:
+            # Another server, or a gateway of the release before has counted a change without saying whose.
+            self._server = server
+            self._forget_all()
+        for row in rows:
+            if row.scope is not None and self._counts.get(row.scope) != row.changes:
+                self._clock += 1
+                self._counts[row.scope], self._changed_at[row.scope] = row.changes, self._clock
+        self._since = first.safe
+
+    def _forget_all(self) -> None:
+        self._clock += 1
+        self._all_changed_at = self._clock
+        self._counts.clear()
+        self._changed_at.clear()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +30,13 @@ logging.getLogger("alembic").setLevel(logging.WARNING)
 
 # How long one statement, or the wait for a connection, may take before the caller gets an error (seconds).
 STATEMENT_SECONDS = 10
-POOL_SIZE = 10
+# Connections of one process: POOL_SIZE are kept, MAX_OVERFLOW more are opened under load, and one is reserved.
+POOL_SIZE, MAX_OVERFLOW = 10, 5
+# A connection is replaced when it is this old, so that a moved server or a balancer's time limit is noticed.
+RECYCLE_SECONDS = 1800
+RECONNECT_SECONDS = 1.0
+# SQLSTATE of a write on a standby.
+READ_ONLY = "25006"
 # Between two looks on start for a database that is away.
 RETRY_SECONDS = 0.5
 # Classes of SQLSTATE.
@@ -55,30 +62,54 @@ class Database:
             options["pool_size"] = 5
         else:
             options["connect_args"] = {"timeout": STATEMENT_SECONDS, "command_timeout": STATEMENT_SECONDS}
-            options["pool_size"] = POOL_SIZE
+            options["pool_size"], options["max_overflow"] = POOL_SIZE, MAX_OVERFLOW
+            options["pool_recycle"] = RECYCLE_SECONDS
             # A server may have closed a connection since it was used last.
             options["pool_pre_ping"] = True
         self._engine = create_async_engine(self._url, **options)
+        # One connection that no request can take: changes of keys are read on it.
+        self._reserved = create_async_engine(self._url, **options | {"pool_size": 1, "max_overflow": 0})
+        self._reconnected_at = -math.inf
         if self.dialect == "sqlite":
-            event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
-            event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
+            for engine in (self._engine, self._reserved):
+                event.listen(engine.sync_engine, "connect", _prepare_sqlite)
+                event.listen(engine.sync_engine, "begin", _begin_sqlite)
 
     @asynccontextmanager
-    async def read(self) -> AsyncIterator[AsyncConnection]:
-        """One transaction that only reads."""
+    async def read(self, *, reserved: bool = False) -> AsyncIterator[AsyncConnection]:
+        """Open a transaction that only reads. reserved: on the connection that is kept for reading changes."""
         with _translated(self._outage):
-            async with self._engine.connect() as connection, connection.begin():
+            async with (self._reserved if reserved else self._engine).connect() as connection, connection.begin():
                 yield connection
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
-        """One transaction that may write. On SQLite it holds the write lock from its start, so that what it
-        reads cannot change under it and it never fails for a stale snapshot."""
-        with _translated(self._outage):
-            async with self._engine.connect() as connection:
-                await connection.execution_options(loraplex_write=True)
-                async with connection.begin():
-                    yield connection
+        """Open a transaction that may write.
+
+        On SQLite it holds the write lock from its start, so that what it reads cannot change under it and it never
+        fails for a stale snapshot. A server that has become a standby refuses writes on connections that are otherwise
+        well: the pool is then replaced.
+        """
+        try:
+            with _translated(self._outage):
+                async with self._engine.connect() as connection:
+                    await connection.execution_options(loraplex_write=True)
+                    async with connection.begin():
+                        yield connection
+        except Unavailable as error:
+            if _state(error.__cause__) == READ_ONLY:
+                await self.reconnect("it is read-only")
+            raise
+
+    async def reconnect(self, reason: str) -> None:
+        """Replace all connections, at most once in RECONNECT_SECONDS: the URL may name another server by now."""
+        now = time.monotonic()
+        if now - self._reconnected_at < RECONNECT_SECONDS:
+            return
+        self._reconnected_at = now
+        log.warning("the database is connected to anew: %s", reason)
+        await self._engine.dispose()
+        await self._reserved.dispose()
 
     async def ping(self) -> None:
         """Raises Unavailable if the database does not answer."""
@@ -130,6 +161,7 @@ class Database:
 
     async def close(self) -> None:
         await self._engine.dispose()
+        await self._reserved.dispose()
 
 
 @contextmanager
@@ -150,9 +182,14 @@ def _cause(error: BaseException | None) -> str:
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
+def _state(error: BaseException | None) -> str:
+    """Return the SQLSTATE of an error, "" where it has none."""
+    return getattr(error.orig, "sqlstate", None) or "" if isinstance(error, DBAPIError) else ""
+
+
 def is_datas_fault(error: DBAPIError) -> bool:
-    """Whether the database is well and refuses what it was given. asyncpg's data errors say so by SQLSTATE only."""
-    state = getattr(error.orig, "sqlstate", None) or ""
+    """Return whether the database is well and refuses its input. asyncpg's data errors say so by SQLSTATE only."""
+    state = _state(error)
     return isinstance(error, DataError | IntegrityError) or state[:2] in (DATA_EXCEPTION, INTEGRITY_VIOLATION)
 
 

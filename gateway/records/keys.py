@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.audit import record_change
-from gateway.records.changes import count_change, read_changes
+from gateway.records.changes import OPERATORS, count_change
 from gateway.records.database import Database
 from gateway.records.tables import api_keys, tenants
 from gateway.records.tenants import Limits, Tenant, read_tenant
@@ -46,6 +46,11 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
         if not self.family_id:
             msgspec.structs.force_setattr(self, "family_id", self.id)
 
+    @property
+    def scope(self) -> str:
+        """The change counter that it depends on: its tenant's, or the operators'."""
+        return OPERATORS if self.tenant is None else self.tenant.id
+
     def valid(self, now: datetime) -> bool:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
@@ -60,7 +65,7 @@ class Keys:
         async with self._database.write() as connection:
             await connection.execute(insert(api_keys).values(**_values(key)))
             await record_change(connection, actor, "key.create", key.id, _detail(key), tenant=_owner(key))
-            await count_change(connection)
+            await count_change(connection, key.scope)
 
     async def find(self, key_id: str) -> ApiKey | None:
         """The key with its tenant and limits, valid or not; None if there is no such key."""
@@ -78,11 +83,6 @@ class Keys:
                 found.update({row.key_id: _key(row) for row in rows})
         return found
 
-    async def changes(self) -> int:
-        """How often any key or tenant has changed: while it stays the same, so does what `find` says."""
-        async with self._database.read() as connection:
-            return await read_changes(connection)
-
     async def list(self, tenant: Tenant | None) -> Sequence[ApiKey]:
         """A tenant's keys, or the admins', oldest first."""
         owner = None if tenant is None else tenant.id
@@ -99,7 +99,7 @@ class Keys:
                 revoke = update(api_keys).where(api_keys.c.id == key_id).values(revoked_at=datetime.now(UTC))
                 await connection.execute(revoke)
                 await record_change(connection, actor, "key.revoke", key_id, tenant=_owner(key))
-                await count_change(connection)
+                await count_change(connection, key.scope)
 
     async def replace(self, new: ApiKey, old_id: str, expires_at: datetime, actor: str) -> None:
         """Adds `new`; the old key lives until `expires_at`, or less if it was to end before.
@@ -115,7 +115,7 @@ class Keys:
             await connection.execute(insert(api_keys).values(**_values(new)))
             detail = _detail(new) | {"old": old_id, "old_expires_at": until.isoformat()}
             await record_change(connection, actor, "key.rotate", new.id, detail, tenant=_owner(new))
-            await count_change(connection)
+            await count_change(connection, new.scope)
 
     async def touch(self, used: Mapping[str, datetime]) -> None:
         """Writes down when keys were last used; an older moment never replaces a newer one."""

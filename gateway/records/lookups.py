@@ -1,4 +1,4 @@
-"""Equal questions to the database, asked once for all who wait."""
+"""Equal queries of the database, sent once for all callers that wait."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
@@ -9,8 +9,10 @@ V = TypeVar("V")
 
 
 class Lookups(Generic[K, V]):
-    """Nobody gets an answer that was asked for before they came: it might lack what they know to be there. Whoever
-    comes while a question is out waits for the next one, with all the others."""
+    """Coalesces concurrent lookups of one key.
+
+    A caller never receives the result of a query that started before its own call, so it always reads its own writes.
+    """
 
     def __init__(self, look_up: Callable[[K], Awaitable[V]]) -> None:
         self._look_up = look_up
@@ -18,12 +20,19 @@ class Lookups(Generic[K, V]):
         self._next: dict[K, asyncio.Task[V]] = {}
 
     async def get(self, key: K) -> V:
-        """Raises what the question ended with, to each who waits for it; one who leaves does not end it for others."""
+        """Return the result of a query that starts after this call, or raise its error; a cancelled caller leaves it
+        running for the others.
+        """
         lookup = self._next.get(key)
         if lookup is None:
             lookup = self._next[key] = asyncio.create_task(self._ask(key))
             lookup.add_done_callback(_hear)
         return await asyncio.shield(lookup)
+
+    async def close(self) -> None:
+        """Wait for the queries that are running, whose callers may have left."""
+        if running := {*self._out.values(), *self._next.values()}:
+            await asyncio.wait(running)
 
     async def _ask(self, key: K) -> V:
         if (before := self._out.get(key)) is not None:
@@ -36,6 +45,6 @@ class Lookups(Generic[K, V]):
 
 
 def _hear(lookup: "asyncio.Task[V]") -> None:
-    """What it raised was for those who waited, also where all have left."""
+    """Retrieve the error: it was for the callers, who may all have left."""
     if not lookup.cancelled():
         lookup.exception()

@@ -1,28 +1,32 @@
 """What tokens cost, by model: an operator's prices, and the one that holds for a request.
 
-Every gateway keeps them all in memory and asks for changes once a second, so that no request waits for SQL.
+Every gateway keeps them all in memory and loads them again when one has changed, so that no request waits for SQL.
 """
 
 import asyncio
 import re
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import msgspec
 from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, RecordNotFound, Unavailable
 from gateway.records.audit import record_change
 from gateway.records.catalog import Model
-from gateway.records.changes import count_change
+from gateway.records.changes import PRICES, Changes, count_change
 from gateway.records.database import Database
-from gateway.records.tables import prices
+from gateway.records.tables import prices, tenants
 
 # A base model's name, an adapter's as "tenant/name", all of a tenant's adapters as "tenant/*", or everything as "*".
 MODEL = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,255}")
 EVERYTHING = "*"
-# As long as another gateway may still reckon with an old price.
-REFRESH_SECONDS = 0.9
+# A changed price is loaded within this time of being noticed; without any change all are loaded once in RELOAD_SECONDS,
+# for prices that were set by a gateway of the release before or in SQL.
+LOOK_SECONDS = 0.2
+RELOAD_SECONDS = 60.0
 MICRO_UNITS = 1_000_000
 
 
@@ -92,7 +96,7 @@ class Prices:
             if changed.rowcount == 0:
                 await connection.execute(insert(prices).values(model=model, **values))
             await record_change(connection, actor, "price.put", model, msgspec.structs.asdict(price))
-            await count_change(connection)
+            await _count_change(connection, model)
         return entry
 
     async def delete(self, model: str, actor: str) -> None:
@@ -103,7 +107,14 @@ class Prices:
             if (await connection.execute(delete(prices).where(prices.c.model == model))).rowcount == 0:
                 raise RecordNotFound("There is no price of this model.", param="model")
             await record_change(connection, actor, "price.delete", model)
-            await count_change(connection)
+            await _count_change(connection, model)
+
+
+async def _count_change(connection: AsyncConnection, model: str) -> None:
+    """Count a change of prices, and of the tenant whose adapter has the price: `Model.names` depends on it."""
+    owner = select(tenants.c.id).where(tenants.c.name == model.partition("/")[0])
+    tenant_id = (await connection.execute(owner)).scalar_one_or_none() if "/" in model else None
+    await count_change(connection, PRICES, tenant_id or PRICES)
 
 
 class PriceList:
@@ -128,18 +139,23 @@ class PriceList:
         return rule or known.get(self._base_model) or known.get(EVERYTHING, FREE)
 
     async def refresh(self) -> None:
-        """Raises Unavailable; what was known then holds on."""
+        """Load all prices. Raises Unavailable; the prices known before then hold on."""
         self._known = {entry.model: entry.price for entry in await self._prices.list()}
 
-    async def watch(self) -> None:
-        """Refreshes for ever. Run it as a task."""
+    async def watch(self, changes: Changes) -> None:
+        """Load prices again whenever one has changed, for ever. Run it as a task."""
+        mark, loaded_at = -1, 0.0
         while True:
-            await asyncio.sleep(REFRESH_SECONDS)
-            try:
-                await self.refresh()
-            except Unavailable:
-                # Said by the database's own log; prices that changed meanwhile hold once it is back.
-                continue
+            if not changes.is_unchanged(mark, PRICES) or time.monotonic() - loaded_at > RELOAD_SECONDS:
+                before = changes.mark
+                try:
+                    await self.refresh()
+                except Unavailable:
+                    # The database's own log reports it; changed prices hold once it is back.
+                    pass
+                else:
+                    mark, loaded_at = before, time.monotonic()
+            await asyncio.sleep(LOOK_SECONDS)
 
 
 def _dearest(found: Sequence[Price]) -> Price:

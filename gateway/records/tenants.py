@@ -14,7 +14,7 @@ from gateway.errors import BadRequest, NameTaken, RecordNotFound
 from gateway.records import adapter_limits
 from gateway.records.adapter_limits import AdapterLimits
 from gateway.records.audit import record_change
-from gateway.records.changes import count_change
+from gateway.records.changes import PRICES, count_change
 from gateway.records.database import Database
 from gateway.records.tables import prices, tenants
 
@@ -94,7 +94,7 @@ class Tenants:
             async with self._database.write() as connection:
                 await connection.execute(insert(tenants).values(**_values(tenant)))
                 await record_change(connection, actor, "tenant.create", name, dict(fields), tenant=name)
-                await count_change(connection)
+                await count_change(connection, tenant.id)
         except IntegrityError as error:
             raise NameTaken(f"A tenant named '{name}' exists already.", param="name") from error
         return tenant
@@ -131,7 +131,7 @@ class Tenants:
             if row is None:
                 raise RecordNotFound(NO_TENANT, param="tenant")
             await record_change(connection, actor, "tenant.update", name, dict(changes), tenant=name)
-            await count_change(connection)
+            await count_change(connection, row.id)
         return read_tenant(row)
 
     async def delete(self, name: str, actor: str, base_model: str) -> None:
@@ -141,14 +141,15 @@ class Tenants:
         """
         _check_possible(name)
         async with self._database.write() as connection:
-            result = await connection.execute(delete(tenants).where(tenants.c.name == name))
-            if result.rowcount == 0:
+            deleted = await connection.execute(delete(tenants).where(tenants.c.name == name).returning(tenants.c.id))
+            tenant_id = deleted.scalar_one_or_none()
+            if tenant_id is None:
                 raise RecordNotFound(NO_TENANT, param="tenant")
             # Another tenant may get the name.
             of_tenant = func.substr(prices.c.model, 1, len(name) + 1) == f"{name}/"
             await connection.execute(delete(prices).where(of_tenant, prices.c.model != base_model))
             await record_change(connection, actor, "tenant.delete", name, tenant=name)
-            await count_change(connection)
+            await count_change(connection, tenant_id, PRICES)
 
 
 def read_tenant(row: Row[Any]) -> Tenant:

@@ -12,6 +12,7 @@ import pytest
 
 from gateway.admission.auth import Authenticator
 from gateway.errors import Forbidden
+from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.keys import Keys
 from gateway.records.tenants import Tenants
@@ -286,14 +287,14 @@ async def test_rotation_leaves_the_old_key_its_grace(gateway: Gateway):
 
 async def test_a_change_is_not_undone_by_a_lookup_that_it_overtook(database: Database):
     tenants, keys = Tenants(database), Keys(database)
-    auth = Authenticator(keys, PEPPER, ADMIN_KEY)
+    auth = Authenticator(keys, PEPPER, ADMIN_KEY, Changes(database))
     key, clear = auth.issue(await tenants.create("acme", {}, "op"), frozenset({"usage"}), "")
     await keys.add(key, "op")
     for _ in range(5):
         lookup = asyncio.create_task(auth.tenant(f"Bearer {clear}", "usage"))
         await asyncio.sleep(0)
         await tenants.update("acme", {"suspended": True}, "op")
-        auth.forget()
+        await auth.catch_up()
         await asyncio.wait({lookup})
         with pytest.raises(Forbidden):
             await auth.tenant(f"Bearer {clear}", "usage")

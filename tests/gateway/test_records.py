@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, ModelNotFound, NameTaken, RecordNotFound
 from gateway.records.catalog import Catalog
+from gateway.records.changes import Changes
 from gateway.records.database import Database, migrate
 from gateway.records.tables import audit, metadata
 from gateway.records.tenants import DEFAULT_LIMITS, Limits, Tenant, Tenants
@@ -74,8 +75,8 @@ def test_a_database_that_cannot_be_reached_is_a_setting(url: str):
 
 
 async def test_what_a_name_means_changes_at_once_where_it_was_changed(database: Database, tenants: Tenants):
-    """Although the number of changes has not been asked for since."""
-    catalog = Catalog(database, "base", lambda: 1)
+    """Although nothing watches for changes."""
+    catalog = Catalog(database, "base", Changes(database))
     acme = await tenants.create("acme", {}, actor="op")
     await add(catalog, acme, "tuned", "1")
     assert (await catalog.resolve(acme, "tuned")).digest == "1" * 64
