@@ -159,6 +159,7 @@ async def make_app(settings: Settings) -> web.Application:
     async def access(_: web.Application) -> AsyncIterator[None]:
         async with running(lag.watch()), running(auth.watch()):
             yield
+        await changes.close()
 
     async def leases(_: web.Application) -> AsyncIterator[None]:
         async with running(quota.keep_leases()):
