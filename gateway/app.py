@@ -31,6 +31,7 @@ from gateway.api.admin_tenants import AdminTenants
 from gateway.api.bodies import BODY_TIMEOUT
 from gateway.api.completions import Completions
 from gateway.api.dashboard import Dashboard
+from gateway.api.delivery import Deliveries
 from gateway.api.engines import Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.idempotency import Idempotency
@@ -123,12 +124,21 @@ async def make_app(settings: Settings) -> web.Application:
     token = settings.internal_token
     announcements = Announcements(redis, settings.redis_timeout) if ANNOUNCED in settings.engines else None
     discovery = Discovery(settings.engine_addresses, announcements)
-    registry = Registry(discovery, Probe(session, token, settings.base_model, settings.engine_silence))
+    registry = Registry(
+        discovery, Probe(session, token, settings.base_model, settings.engine_silence), settings.engine_timeout
+    )
     gate = Gate(lambda: registry.capacity, settings.queue_length, settings.queue_seconds)
     client = EngineClient(session, token, VllmAdapters(session, store, RecentUses(redis, settings.redis_timeout)))
     fleet = Fleet(registry, client, gate, settings.engine_timeout)
     finished = FinishedClient(session, token)
     accounting = Accounting(quota, ledger, metrics, finished)
+    deliveries = Deliveries(
+        metrics,
+        reader_bytes=settings.reader_buffer_bytes,
+        total_bytes=settings.answer_memory_bytes,
+        least_rate=settings.least_read_rate,
+        window=settings.client_timeout,
+    )
 
     def our_engines() -> list[str]:
         return [engine.url for engine in registry.engines if engine.address.kind == "loraplex"]
@@ -173,7 +183,7 @@ async def make_app(settings: Settings) -> web.Application:
 
     async def engines(_: web.Application) -> AsyncIterator[None]:
         await registry.poll()
-        async with running(registry.watch(gate.admit)):
+        async with running(registry.watch(gate.admit)), running(deliveries.watch()):
             yield
 
     async def usage(_: web.Application) -> AsyncIterator[None]:
@@ -208,6 +218,8 @@ async def make_app(settings: Settings) -> web.Application:
         tokenizer,
         max_model_len,
         settings.default_max_tokens,
+        max_answer_bytes=settings.max_answer_bytes,
+        max_event_bytes=settings.reader_buffer_bytes,
         other_engines=any(address.kind == "vllm" for address in settings.engine_addresses),
     )
     completions = Completions(
@@ -220,7 +232,8 @@ async def make_app(settings: Settings) -> web.Application:
         accounting=accounting,
         metrics=metrics,
         base_model=settings.base_model,
-        client_timeout=settings.client_timeout,
+        deliveries=deliveries,
+        max_answer_bytes=settings.max_answer_bytes,
         request_timeout=settings.request_timeout,
     )
     intake = AdapterIntake(

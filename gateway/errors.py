@@ -165,6 +165,22 @@ def _fit(text: str, limit: int) -> str:
     return shown.encode("utf-8", "backslashreplace").decode()
 
 
+class EngineMismatch(GatewayError):
+    """The engine read another adapter's pages than the request's: its answer is thrown away."""
+
+    status, code = 500, "adapter_mismatch"
+
+    def __init__(self) -> None:
+        super().__init__("The engine answered with another adapter than was asked for; nothing is charged. Try again.")
+
+
+class NoEngine(Unavailable):
+    """No engine is there for the request."""
+
+    def __init__(self) -> None:
+        super().__init__("No engine is available to serve this request; try again shortly.", code="no_engine")
+
+
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
     """OpenAI's error object as JSON. A message may quote a client: it is cut, and lone surrogates are escaped."""
     message, param = _fit(message, MAX_MESSAGE_CHARS), None if param is None else _fit(param, MAX_PARAM_CHARS)

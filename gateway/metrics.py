@@ -125,6 +125,16 @@ class Metrics:
             "Usage events that this process set aside in usage_rejected.",
             registry=self.registry,
         )
+        self._slow_readers = Counter(
+            "loraplex_gateway_slow_readers_cut",
+            "Clients cut off because they read their answers too slowly.",
+            registry=self.registry,
+        )
+        self._unread = Gauge(
+            "loraplex_gateway_unread_answer_bytes",
+            "Bytes of answers that clients have not read.",
+            registry=self.registry,
+        )
         # Of every request. The library looks a child up under a lock each time; these are as many, and as few.
         self._requests_of = cache(self._requests.labels)
         self._latency_of = cache(self._latency.labels)
@@ -160,6 +170,12 @@ class Metrics:
     def watch_loop(self, lag: LoopLag) -> None:
         self._loop_lag.set_function(lambda: lag.last)
         self._loop_lag_max.set_function(lambda: lag.longest)
+
+    def slow_reader_cut(self) -> None:
+        self._slow_readers.inc()
+
+    def watch_deliveries(self, unread: Callable[[], int]) -> None:
+        self._unread.set_function(unread)
 
     def watch_quota(self, up: Callable[[], bool]) -> None:
         self._quota_up.set_function(up)

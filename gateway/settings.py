@@ -82,8 +82,17 @@ class Settings:
     upload_min_rate: int = 16 * 2**10
     # The largest rank that is taken on upload. None: the largest that an engine says it serves, 64 until one does.
     max_lora_rank: int | None = None
-    # A client that takes no byte for this long is let go.
+    # A client with unread bytes of an answer is cut off when it takes less than `least_read_rate` bytes a second for
+    # this long.
     client_timeout: float = 60.0
+    least_read_rate: float = 1024.0
+    # The largest answer that is not streamed. A request whose answer could be larger by its tokens, choices and
+    # log-probabilities is refused.
+    max_answer_bytes: int = 8 * 2**20
+    # A stream's bytes that its client may leave unread before the engine is held back, which is its largest event too.
+    # And the memory that unread answers of all clients take in one worker; a tenant gets at most half of it.
+    reader_buffer_bytes: int = 2**20
+    answer_memory_bytes: int = 32 * 2**20
     # Networks of proxies whose X-Forwarded-For is believed, for who is told to wait after too many wrong keys.
     trusted_proxies: tuple[str, ...] = ()
     # On SIGTERM, streams may go on for this long.
@@ -150,6 +159,9 @@ class Settings:
             "idle_timeout",
             "body_timeout",
             "request_timeout",
+            "least_read_rate",
+            "max_answer_bytes",
+            "reader_buffer_bytes",
         )
         durations = (
             "redis_timeout",
@@ -165,6 +177,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SettingsError(env_name(name), f"expected a number above 0, got {value}")
+        if self.answer_memory_bytes < 2 * max(self.max_answer_bytes, self.reader_buffer_bytes):
+            raise SettingsError(
+                env_name("answer_memory_bytes"),
+                "expected at least twice LORAPLEX_MAX_ANSWER_BYTES and LORAPLEX_READER_BUFFER_BYTES",
+            )
         for name in ("drain_delay", "database_wait"):
             if not getattr(self, name) >= 0:
                 raise SettingsError(env_name(name), f"expected seconds, 0 or more, got {getattr(self, name)}")

@@ -30,6 +30,7 @@ class Place:
     priority: int
     tokens: int
     arrival: int = 0
+    entered: float | None = None
     # True: go ahead; False: refused.
     turn: "asyncio.Future[bool]" = field(init=False)
 
@@ -59,7 +60,7 @@ class Gate:
 
     @asynccontextmanager
     async def enter(self, place: Place, completion_tokens: Callable[[], int]) -> AsyncIterator[None]:
-        """Waits for the place, holds it for the block, and charges the tenant for what completion_tokens says then.
+        """Wait for the place, hold it for the block or until `free`, and charge the tenant `completion_tokens()` then.
 
         Raises Overloaded.
         """
@@ -70,16 +71,27 @@ class Gate:
             else:
                 self._inside += 1
             self._charge(place, place.tokens * PREFILL_COST)
-            entered = time.monotonic()
+            place.entered = time.monotonic()
             try:
                 yield
             finally:
-                self._inside -= 1
                 self._charge(place, completion_tokens() * DECODE_COST)
-                self._seconds_inside += 0.1 * (time.monotonic() - entered - self._seconds_inside)
+                self._step_out(place)
         finally:
             self._leave(place)
             self.admit()
+
+    def free(self, place: Place) -> None:
+        """Give a place back before the request ends: no engine is busy with it any more."""
+        self._step_out(place)
+        self.admit()
+
+    def _step_out(self, place: Place) -> None:
+        """Count the place no more; once, however often it is called."""
+        if place.entered is not None:
+            self._inside -= 1
+            self._seconds_inside += 0.1 * (time.monotonic() - place.entered - self._seconds_inside)
+            place.entered = None
 
     def admit(self) -> None:
         """Lets in as many as there is room for. To be called too when the engines' room may have grown."""

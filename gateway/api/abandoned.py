@@ -10,6 +10,7 @@ import msgspec
 from engine.responses import FinishedRequest
 from gateway.admission.quota import Quota
 from gateway.admission.reservation import ExpiredLease
+from gateway.api.charges import Weights
 from gateway.errors import Unavailable
 from gateway.fleet.finished import FinishedClient
 from gateway.metrics import Metrics
@@ -112,7 +113,8 @@ class Abandoned:
             event = msgspec.json.encode({**lease.lease, "request_id": lease.reservation.request_id, "outcome": outcome})
             await self._quota.settle(lease.reservation, tokens=lease.reservation.tokens, cost=0, event=event)
             return
-        used = row.prompt_tokens + row.completion_tokens
+        weights = msgspec.convert(lease.lease.get("weights", Weights()), Weights)
+        used = weights.tokens(row.prompt_tokens, row.completion_tokens)
         entry_id = await self._quota.settle(lease.reservation, tokens=used, cost=row.cost, event=encode(row))
         if entry_id is not None:
             log.warning("request %s, given up by its gateway or with it, is settled: %d tokens", row.request_id, used)
@@ -140,7 +142,7 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
 
 def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
     """lease.lease is `accounting.lease_note`'s."""
-    fields = dict(lease.lease)
+    fields = {name: value for name, value in lease.lease.items() if name != "weights"}
     price = msgspec.convert(fields.pop("price"), Price)
     created_at = lease.reservation.admitted_at
     return UsageRow(

@@ -1,4 +1,4 @@
-"""What one admitted request costs: followed while it runs, settled and written down however it ends."""
+"""The account of one admitted request: followed while it runs, settled and written down however it ends."""
 
 import asyncio
 import logging
@@ -11,7 +11,11 @@ from engine.responses import FinishedRequest
 from gateway.admission.auth import TenantPrincipal
 from gateway.admission.quota import Quota
 from gateway.admission.reservation import Reservation
+from gateway.api.charges import Charge, Ending, Used, Weights, charge
+from gateway.api.delivery import ClientGone
+from gateway.api.prompts import InferenceRequest
 from gateway.errors import Forbidden, InvalidKey, Unavailable
+from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field
 from gateway.fleet.finished import FinishedClient
 from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
@@ -31,10 +35,6 @@ SETTLE_PATIENCE_SECONDS = 1.0
 OUTCOME_PATIENCE_SECONDS = 10.0
 
 
-class ClientGone(Exception):
-    """The client closed the connection, or took no byte for too long."""
-
-
 class Account:
     """One request's costs so far. Token counts are the engine's where it says them."""
 
@@ -45,6 +45,7 @@ class Account:
         endpoint: str,
         model: Model,
         price: Price,
+        asked: InferenceRequest,
         arrived: float,
     ) -> None:
         self.principal = principal
@@ -52,6 +53,8 @@ class Account:
         self.endpoint = endpoint
         self.model = model
         self.price = price
+        self.asked_prompt = asked.prompt_tokens
+        self.weights = asked.weights
         self.engine: str | None = None
         # Whether the engine can be asked what it did: ours can.
         self.engine_remembers = False
@@ -60,50 +63,47 @@ class Account:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
-        self.status = "error"
-        # Against the limit of requests.
-        self.counts = True
-        # No engine was there for it: unless one says that it worked, it is none of the tenant's requests.
-        self.unserved = False
+        self.ending = Ending.BROKEN
         self.settlement: asyncio.Task[None] | None = None
         self.tell: Callable[[Reservation, str, int, int], None] | None = None
         self.arrived = arrived
         self._first_token: float | None = None
 
     @property
+    def status(self) -> str:
+        return self.ending.status
+
+    @property
     def first_token_seconds(self) -> float | None:
-        """From the request's arrival; of streams."""
+        """Seconds from the request's arrival to its first token, of a stream."""
         return None if self._first_token is None else self._first_token - self.arrived
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
-        """The engine has the prompt; from here on it costs, whoever leaves."""
+        """Note that the engine has the prompt; from here on it costs, whoever leaves."""
         self._before = self.engine, self.engine_remembers
         self.engine, self.prompt_tokens = engine.url, prompt_tokens
         self.engine_remembers = engine.address.kind == "loraplex"
 
     def unsent(self) -> None:
-        """It never came to that engine, which has nothing to tell of it."""
+        """Take the last note back: the request did not reach that engine, which knows nothing of it."""
         self.engine, self.engine_remembers = self._before
         self.prompt_tokens = 0
 
-    def refused(self, *, counts: bool = True) -> None:
-        """The engine did nothing with it. counts: whether it still is one of the tenant's requests."""
-        self.prompt_tokens, self.counts = 0, counts
-
-    def observe_answer(self, answer: dict[str, Any]) -> None:
-        """Reads the counts of a whole answer."""
+    def observe_answer(self, answer: Fields) -> None:
+        """Read the counts of a whole answer. Raises UpstreamFailed."""
         self._observe(answer)
 
-    def observe_event(self, event: dict[str, Any]) -> None:
-        """Reads the counts of one event of a stream; the first with a token is the client's first."""
+    def observe_event(self, event: Fields) -> None:
+        """Read the counts of one event of a stream; the first with a token is the client's first. Raises
+        UpstreamFailed."""
         before = self.completion_tokens
         self._observe(event)
         if self._first_token is None and self.completion_tokens > before:
             self._first_token = time.monotonic()
 
-    def _observe(self, event: dict[str, Any]) -> None:
-        progress, usage = event.get("loraplex"), event.get("usage")
-        choices = event.get("choices") or []
+    def _observe(self, event: Fields) -> None:
+        progress, usage = decode_field(event, "loraplex"), decode_field(event, "usage")
+        choices = decode_choices(event)
         if isinstance(usage, dict):
             self._count(usage, (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
         elif isinstance(progress, dict):
@@ -114,16 +114,19 @@ class Account:
         if self.tell is not None and self.engine is not None:
             self.tell(self.reservation, self.engine, self.prompt_tokens, self.completion_tokens)
         for choice in choices:
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            if isinstance(choice.finish_reason, str):
+                self.finish_reason = choice.finish_reason
 
-    def correct(self, outcome: FinishedRequest) -> None:
-        """The engine's last word, where its answer was not heard to its end."""
-        self.prompt_tokens, self.completion_tokens = outcome.prompt_tokens, outcome.completion_tokens
-        self.cached_tokens = outcome.cached_tokens
-        self.finish_reason = self.finish_reason or outcome.finish_reason
+    def charge(self, told: FinishedRequest | None) -> Charge:
+        """Return what the request costs. told: the engine's last word, where its answer was not heard to its end."""
+        heard = Used(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        known = None if told is None else Used(told.prompt_tokens, told.completion_tokens, told.cached_tokens)
+        if told is not None:
+            self.finish_reason = self.finish_reason or told.finish_reason
+        return charge(self.ending, self.asked_prompt, heard, known, self.weights)
 
-    def row(self, ended: float) -> UsageRow:
-        """ended: on the clock of `arrived`."""
+    def row(self, billed: Used, ended: float) -> UsageRow:
+        """Return the usage row. ended: on the clock of `arrived`."""
         first = self.first_token_seconds
         return UsageRow(
             request_id=self.reservation.request_id,
@@ -134,10 +137,10 @@ class Account:
             model=self.model.name,
             adapter_digest=self.model.digest,
             engine=self.engine,
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            cached_tokens=self.cached_tokens,
-            cost=self.price.cost(self.prompt_tokens, self.completion_tokens, self.cached_tokens),
+            prompt_tokens=billed.prompt,
+            completion_tokens=billed.completion,
+            cached_tokens=billed.cached,
+            cost=self.price.cost(billed.prompt, billed.completion, billed.cached),
             latency_ms=round((ended - self.arrived) * 1000),
             ttft_ms=None if first is None else round(first * 1000),
             status=self.status,
@@ -151,9 +154,14 @@ class Account:
         self.cached_tokens = _int(cached, self.cached_tokens)
 
 
-def lease_note(principal: TenantPrincipal, endpoint: str, model: Model, price: Price) -> dict[str, Any]:
-    """What settles a request whose gateway died, beside its progress: the usage row's fields that do not change."""
+def lease_note(
+    principal: TenantPrincipal, endpoint: str, model: Model, price: Price, weights: Weights
+) -> dict[str, Any]:
+    """Return what settles a request whose gateway died, beside its progress: the usage row's fields that do not change,
+    its price and, where they are not 1, its weights in the token rates."""
+    weighed = {} if weights == Weights() else {"weights": weights}
     return {
+        **weighed,
         "tenant": principal.tenant.name,
         "key_id": principal.key_id,
         "endpoint": endpoint,
@@ -181,36 +189,36 @@ class Accounting:
 
     @contextmanager
     def open(self, account: Account) -> Iterator[Account]:
-        """Closes the account on the way out, whatever happened inside. Redis is told how far it is, now and then."""
+        """Close the account on the way out, whatever happened inside. Redis learns now and then how far it is."""
         account.tell = self._quota.progress
         try:
             yield account
         except (asyncio.CancelledError, ClientGone):
-            self.close(account, "cancelled")
+            self.close(account, Ending.CANCELLED)
             raise
         except (InvalidKey, Forbidden):
-            self.close(account, "revoked")
+            self.close(account, Ending.REVOKED)
             raise
         finally:
-            self.close(account, "error")
+            self.close(account, Ending.BROKEN)
 
-    def close(self, account: Account, status: str) -> "asyncio.Task[None]":
-        """Starts writing down and settling; only the first call's status counts."""
+    def close(self, account: Account, ending: Ending) -> "asyncio.Task[None]":
+        """Start settling and writing down; only the first call's ending counts."""
         if account.settlement is None:
-            account.status = status
+            account.ending = ending
             account.settlement = asyncio.create_task(self._close(account))
             self._closing.add(account.settlement)
             account.settlement.add_done_callback(self._closing.discard)
         return account.settlement
 
-    async def close_and_wait(self, account: Account, status: str) -> None:
-        """Closes, and waits for it as long as a client may be kept waiting."""
-        await asyncio.wait({self.close(account, status)}, timeout=SETTLE_PATIENCE_SECONDS)
+    async def close_and_wait(self, account: Account, ending: Ending) -> None:
+        """Close, and wait for that as long as a client may be kept waiting."""
+        await asyncio.wait({self.close(account, ending)}, timeout=SETTLE_PATIENCE_SECONDS)
 
     async def close_ahead(self, account: Account) -> None:
-        """Closes a request that ended well. Its settlement is asked for before anything that its client may ask of this
-        process next, which so finds the slot free; where Redis keeps no order it is waited for."""
-        settlement = self.close(account, "ok")
+        """Close a request that ended well. Sends the settlement before the answer ends, so the client's next request
+        sees the freed slot; waits for it where Redis keeps no order."""
+        settlement = self.close(account, Ending.FINISHED)
         if not self._quota.in_order:
             await asyncio.wait({settlement}, timeout=SETTLE_PATIENCE_SECONDS)
 
@@ -226,25 +234,27 @@ class Accounting:
     async def _close(self, account: Account) -> None:
         ended = time.monotonic()
         outcome = None
-        if account.status != "ok" and account.engine is not None and account.engine_remembers:
+        if account.ending.asks_engine and account.engine is not None and account.engine_remembers:
             request_id = account.reservation.request_id
             try:
                 outcome = await self._finished.outcome(account.engine, request_id, OUTCOME_PATIENCE_SECONDS)
             except TimeoutError:
                 if await self._leave(account, account.engine):
                     return
-            if outcome is not None:
-                account.correct(outcome)
-        row = account.row(ended)
+        charged = account.charge(outcome)
+        row = account.row(charged.billed, ended)
         self._metrics.finished(row)
-        used = row.prompt_tokens + row.completion_tokens
-        if account.unserved and outcome is None and not used:
+        if not charged.is_recorded:
             await self._quota.release(account.reservation)
             return
         entry_id = None
         try:
             entry_id = await self._quota.settle(
-                account.reservation, tokens=used, cost=row.cost, event=encode(row), counts=account.counts
+                account.reservation,
+                tokens=charged.rate_tokens,
+                cost=row.cost,
+                event=encode(row),
+                counts=bool(charged.requests),
             )
             self._outage.over()
         except Unavailable as error:
@@ -265,9 +275,9 @@ class Accounting:
             return False
 
 
-def _has_text(choice: dict[str, Any]) -> bool:
-    delta = choice.get("delta") or choice.get("message") or {}
-    return bool(choice.get("text") or delta.get("content") or delta.get("tool_calls"))
+def _has_text(choice: Choice) -> bool:
+    delta = choice.delta if isinstance(choice.delta, dict) else {}
+    return bool(choice.text or delta.get("content") or delta.get("tool_calls"))
 
 
 def _int(value: Any, otherwise: int) -> int:

@@ -8,17 +8,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
-from aiohttp import ClientError, ClientResponse, web
+from aiohttp import ClientError, web
+from msgspec import Raw
 
 from engine.tracing import NO_SPAN, SPAN
 from gateway.admission.auth import Authenticator
 from gateway.admission.quota import Quota
-from gateway.api.accounting import Account, Accounting, ClientGone, lease_note
+from gateway.api.accounting import Account, Accounting, lease_note
 from gateway.api.bodies import json_response, read_raw
+from gateway.api.charges import Ending, ending_of
+from gateway.api.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
 from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
 from gateway.errors import (
     REQUEST_ID,
-    BadRequest,
     Forbidden,
     InvalidKey,
     ModelNotFound,
@@ -27,8 +29,9 @@ from gateway.errors import (
     error_body,
     translate,
 )
-from gateway.fleet.client import Call, EngineRefused, read_events, read_json
-from gateway.fleet.dispatch import Fleet
+from gateway.fleet.answers import Fields, read_answer, read_events
+from gateway.fleet.client import Call, EngineRefused
+from gateway.fleet.dispatch import Answering, Fleet
 from gateway.metrics import Metrics
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.prices import PriceList
@@ -60,7 +63,8 @@ class Completions:
         accounting: Accounting,
         metrics: Metrics,
         base_model: str,
-        client_timeout: float,
+        deliveries: Deliveries,
+        max_answer_bytes: int,
         request_timeout: float,
     ) -> None:
         self._auth = auth
@@ -72,7 +76,8 @@ class Completions:
         self._accounting = accounting
         self._metrics = metrics
         self._base_model = base_model
-        self._client_timeout = client_timeout
+        self._deliveries = deliveries
+        self._max_answer_bytes = max_answer_bytes
         self._request_timeout = request_timeout
         self._started = int(time.time())
 
@@ -94,7 +99,7 @@ class Completions:
                 describe_request(span, endpoint.path, account)
 
     async def _admit(self, request: web.Request, endpoint: Endpoint) -> tuple[InferenceRequest, Account]:
-        """What is asked for, as far as it is granted, and on whose account."""
+        """Return the request as far as it is granted, and its account."""
         arrived = time.monotonic()
         principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
         tenant = principal.tenant
@@ -104,29 +109,29 @@ class Completions:
         model = await self._catalog.resolve(tenant, parsed.model)
         asked = await self._prompts.measure(parsed, raw)
         self._accounting.check_room()
-        price = self._prices.price(tenant.name, model)
+        price, weights = self._prices.price(tenant.name, model), asked.weights
         try:
             reservation = await self._quota.acquire(
                 principal,
                 model,
                 request[REQUEST_ID],
-                asked.prompt_tokens,
+                asked.prompt_tokens * weights.prompt,
                 asked.max_tokens,
-                choices=asked.choices,
-                price=price,
-                lease=lease_note(principal, endpoint.name, model, price),
+                choices=asked.choices * weights.completion,
+                price=weights.price(price),
+                lease=lease_note(principal, endpoint.name, model, price, weights),
             )
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)
             raise
         if reservation.max_tokens < asked.max_tokens:
             asked.shorten(reservation.max_tokens)
-        return asked, Account(principal, reservation, endpoint.name, model, price, arrived)
+        return asked, Account(principal, reservation, endpoint.name, model, price, asked, arrived)
 
     async def _forward(
         self, request: web.Request, endpoint: Endpoint, asked: InferenceRequest, account: Account
     ) -> web.StreamResponse:
-        """Sends it to an engine and the engine's answer to the client."""
+        """Send the request to an engine and the engine's answer to the client."""
         call = Call(
             request_id=request[REQUEST_ID],
             path=endpoint.path,
@@ -137,67 +142,75 @@ class Completions:
             span=request.get(SPAN, NO_SPAN),
             trace=_trace(request),
         )
-        relay = self._relay_stream if asked.stream else self._relay_answer
+        delivery = self._deliveries.open(request, account.principal.tenant.id)
         try:
             async with AsyncExitStack() as stack:
-                # An answer that is not streamed comes whole, when it begins; the relay of a stream watches by itself.
                 async with self._while_allowed(account):
-                    upstream = await stack.enter_async_context(self._fleet.open(call, account))
-                return await relay(request, upstream, asked, account)
+                    answering = await stack.enter_async_context(self._fleet.open(call, account))
+                    if not asked.stream:
+                        return await self._relay_answer(answering, account, delivery)
+                return await self._relay_stream(request, answering, asked, account, delivery)
         except EngineRefused as refusal:
-            # A 4xx comes before any work: nothing of it is held against the tenant. Overload is, or a client could
-            # knock without end.
-            account.unserved = refusal.error.code == "no_engine"
-            of_client = refusal.status is not None and 400 <= refusal.status < 500
-            account.refused(counts=not (of_client or account.unserved))
-            # Whose fault it was: only the client's is a refusal, a wrong token or a missing model is our error.
-            status = "refused" if isinstance(refusal.error, BadRequest) else "error"
-            await self._accounting.close_and_wait(account, status)
+            await self._accounting.close_and_wait(account, ending_of(refusal))
             refusal.error.headers = {**account.reservation.headers, **refusal.error.headers}
             raise refusal.error from refusal
+        finally:
+            delivery.is_open = False
 
-    async def _relay_answer(
-        self, request: web.Request, upstream: ClientResponse, asked: InferenceRequest, account: Account
-    ) -> web.StreamResponse:
-        answer = await read_json(upstream)
+    async def _relay_answer(self, answering: Answering, account: Account, delivery: Delivery) -> web.Response:
+        async def reserve(size: int) -> None:
+            if size > FREE_BYTES:
+                # The engine has made all of it; only this gateway's memory is waited for.
+                answering.release()
+                await delivery.reserve(size)
+
+        answer = await read_answer(answering.response, self._max_answer_bytes, reserve)
         account.observe_answer(answer)
         answer.pop("loraplex", None)
-        answer["model"] = account.model.name
+        answer["model"] = _json(account.model.name)
+        body = msgspec.json.encode(answer)
         await self._accounting.close_ahead(account)
-        return web.Response(
-            body=msgspec.json.encode(answer), content_type="application/json", headers=account.reservation.headers
-        )
+        delivery.whole(len(body))
+        return web.Response(body=body, content_type="application/json", headers=_headers(answering, account))
 
     async def _relay_stream(
-        self, request: web.Request, upstream: ClientResponse, asked: InferenceRequest, account: Account
+        self,
+        request: web.Request,
+        answering: Answering,
+        asked: InferenceRequest,
+        account: Account,
+        delivery: Delivery,
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={**STREAM_HEADERS, **account.reservation.headers})
+        response = web.StreamResponse(headers={**STREAM_HEADERS, **_headers(answering, account)})
+        delivery.on_full = answering.release
+        model = _json(account.model.name)
         try:
-            await self._guard(response.prepare(request))
+            await _prepare(response, request)
             try:
                 async with self._while_allowed(account):
-                    async for event in read_events(upstream):
+                    async for event in read_events(answering.response, self._deliveries.reader_bytes):
                         account.observe_event(event)
                         if "error" in event:
-                            await self._accounting.close_and_wait(account, "error")
-                            await self._send(response, msgspec.json.encode(event))
+                            await self._accounting.close_and_wait(account, Ending.BROKEN)
+                            await _send(delivery, response, msgspec.json.encode(event))
                             return response
-                        visible = visible_event(event, account.model.name, asked.include_usage)
+                        visible = visible_event(event, model, asked.include_usage)
                         if visible is not None:
-                            await self._send(response, msgspec.json.encode(visible))
+                            await _send(delivery, response, msgspec.json.encode(visible))
                 await self._accounting.close_ahead(account)
-                await self._send(response, b"[DONE]")
+                await _send(delivery, response, b"[DONE]")
             except ClientGone:
                 raise
             except Exception as error:  # noqa: BLE001  (the status line is out: errors travel as an event)
                 failure = translate(error, request[REQUEST_ID])
                 # The engine stops, and can then be asked what it did.
-                upstream.close()
-                status = "revoked" if isinstance(error, InvalidKey | Forbidden) else "error"
-                await self._accounting.close_and_wait(account, status)
-                await self._send(response, error_body(failure.message, failure.kind, failure.param, failure.code))
+                answering.response.close()
+                revoked = isinstance(error, InvalidKey | Forbidden)
+                await self._accounting.close_and_wait(account, Ending.REVOKED if revoked else Ending.BROKEN)
+                body = error_body(failure.message, failure.kind, failure.param, failure.code)
+                await _send(delivery, response, body)
         except ClientGone:
-            self._accounting.close(account, "cancelled")
+            self._accounting.close(account, Ending.CANCELLED)
             if request.transport is not None:
                 request.transport.abort()
         return response
@@ -216,20 +229,6 @@ class Completions:
             if not deadline.expired():
                 raise
             raise OutOfTime(f"The request took longer than the {self._request_timeout:g} s that any may.") from error
-
-    async def _send(self, response: web.StreamResponse, data: bytes) -> None:
-        await self._guard(response.write(b"data: " + data + b"\n\n"))
-
-    async def _guard(self, writing: Any) -> None:
-        """Waits until the client has taken enough of what was written; nothing piles up here for a slow one.
-
-        Raises ClientGone.
-        """
-        try:
-            async with asyncio.timeout(self._client_timeout):
-                await writing
-        except (ClientError, ConnectionError, TimeoutError) as error:
-            raise ClientGone from error
 
     async def list_models(self, request: web.Request) -> web.Response:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
@@ -264,10 +263,34 @@ def _trace(request: web.Request) -> dict[str, str]:
     return {"traceparent": given} if given is not None and TRACEPARENT.fullmatch(given) else {}
 
 
-def visible_event(event: dict[str, Any], model: str, include_usage: bool) -> dict[str, Any] | None:
-    """A stream's event as its client may see it, None for one that only the gateway asked for."""
+async def _prepare(response: web.StreamResponse, request: web.Request) -> None:
+    try:
+        await response.prepare(request)
+    except (ClientError, ConnectionError) as error:
+        raise ClientGone from error
+
+
+async def _send(delivery: Delivery, response: web.StreamResponse, data: bytes) -> None:
+    await delivery.write(response, b"data: " + data + b"\n\n")
+
+
+def _headers(answering: Answering, account: Account) -> dict[str, str]:
+    return account.reservation.headers
+
+
+def _json(value: str) -> Raw:
+    return Raw(msgspec.json.encode(value))
+
+
+def visible_event(event: Fields, model: Raw, include_usage: bool) -> Fields | None:
+    """Return a stream's event as its client may see it, None for one that only the gateway asked for."""
     event.pop("loraplex", None)
     event["model"] = model
     if not include_usage:
         event.pop("usage", None)
-    return event if event.get("choices") or event.get("usage") is not None else None
+    return event if _says_something(event, "choices") or _says_something(event, "usage") else None
+
+
+def _says_something(event: Fields, name: str) -> bool:
+    raw = memoryview(event.get(name, b""))
+    return raw.nbytes > len(b"null") or bytes(raw) not in (b"", b"[]", b"null")

@@ -8,6 +8,7 @@ import msgspec
 
 from engine.protocol import ChatCompletionRequest, CompletionRequest, decode, prompt_too_long
 from engine.tokenizer import TextTooLong, Tokenizer
+from gateway.api.charges import Weights, check_answer_size, weights_of
 from gateway.errors import BadRequest
 from gateway.fleet.vllm_fields import check_fields
 
@@ -37,7 +38,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to send and what it may cost.
 
     body: the client's own, with the fields the gateway decides set. prompt_tokens: of all prompts together.
-    max_tokens: the most that may be generated for each of `choices`, which are those of all prompts.
+    max_tokens: the most that may be generated for each of `choices`, which are those of all prompts. weights: of the
+    request's tokens in the token rates.
     """
 
     body: dict[str, Any]
@@ -47,6 +49,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     choices: int
     max_tokens_field: str
+    weights: Weights = Weights()
 
     def shorten(self, max_tokens: int) -> None:
         """Lets it generate no more than `max_tokens`, fewer than were asked for."""
@@ -59,9 +62,18 @@ class PromptReader:
     """Raises the protocol's BadRequest naming the field, ChatTemplateError, or BadRequest for too long a prompt."""
 
     def __init__(
-        self, tokenizer: Tokenizer, max_model_len: int, default_max_tokens: int, *, other_engines: bool = False
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        default_max_tokens: int,
+        *,
+        max_answer_bytes: int = 2**23,
+        max_event_bytes: int = 2**20,
+        other_engines: bool = False,
     ) -> None:
         """other_engines: vLLM servers are listed; gateway/fleet/vllm_fields.py says which further fields they get."""
+        self._max_answer_bytes = max_answer_bytes
+        self._max_event_bytes = max_event_bytes
         self._other_engines = other_engines
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -102,6 +114,9 @@ class PromptReader:
                 param=field,
                 code="context_length_exceeded",
             )
+        choices = len(lengths) * (request.n or 1)
+        limit = self._max_event_bytes if request.stream else self._max_answer_bytes
+        check_answer_size(request, prompt_tokens, choices * max_tokens, limit)
         body: dict[str, Any] = msgspec.json.decode(raw)
         for name in GATEWAYS_OWN:
             body.pop(name, None)
@@ -116,8 +131,9 @@ class PromptReader:
             include_usage=request.include_usage,
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
-            choices=len(lengths) * (request.n or 1),
+            choices=choices,
             max_tokens_field=request.max_new_tokens_field,
+            weights=weights_of(request),
         )
 
     def _lengths(self, request: AnyRequest) -> list[int]:

@@ -19,6 +19,7 @@ from aiohttp import (
 from engine.protocol import BadRequest as ProtocolError
 from engine.tracing import NO_SPAN, Span
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
+from gateway.fleet.answers import read_error
 from gateway.fleet.registry import EngineRecord
 from gateway.fleet.vllm import VllmAdapters
 from gateway.fleet.vllm_fields import vllm_request
@@ -26,9 +27,7 @@ from gateway.records.catalog import Model
 from gateway.records.tenants import Tenant
 
 CONNECT_SECONDS = 5.0
-# The largest single event we hold in memory.
-MAX_EVENT_BYTES = 16 * 2**20
-
+WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
 
 # Connections are kept for the next request a little less long than uvicorn (vLLM's server) keeps them: a request must
 # not meet one that is being closed.
@@ -79,6 +78,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     span: Span = NO_SPAN
     trace: dict[str, str] = {}
 
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
 
 def new_session(read_timeout: float) -> ClientSession:
     """One for the whole gateway. read_timeout: seconds without a byte until a request is given up."""
@@ -114,7 +117,7 @@ class EngineClient:
             raise EngineGone(had_it=not isinstance(error, ClientConnectorError)) from error
         except (ClientError, OSError, TimeoutError) as error:
             # A stream begins with its first token. A whole answer may be long in coming and nothing be wrong.
-            broken = not isinstance(error, TimeoutError) or bool(call.body.get("stream"))
+            broken = not isinstance(error, TimeoutError) or call.is_stream
             failure = UpstreamFailed(f"The engine did not answer ({type(error).__name__}).")
             raise EngineRefused(failure, broken=broken) from error
         except ProtocolError as error:
@@ -159,67 +162,17 @@ class EngineClient:
         headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
         digest = call.model.digest
         wire = msgspec.json.encode({**body, "model": f"sha256:{digest}" if digest else call.model.name})
-        # A redirect would take the prompt and the engine's secret elsewhere.
-        return await self._session.post(f"{engine.url}{call.path}", data=wire, headers=headers, allow_redirects=False)
-
-
-async def read_json(response: ClientResponse) -> dict[str, Any]:
-    """A whole JSON answer. Raises UpstreamFailed."""
-    try:
-        answer = msgspec.json.decode(b"".join([chunk async for chunk in _chunks(response)]))
-    except msgspec.DecodeError as error:
-        raise UpstreamFailed("The engine's answer is not valid JSON.") from error
-    if not isinstance(answer, dict):
-        raise UpstreamFailed("The engine's answer is not a JSON object.")
-    return answer
-
-
-async def read_events(response: ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream up to `[DONE]`. Reads no further than it is asked for.
-
-    Raises UpstreamFailed if the stream ends before `[DONE]` or holds something else.
-    """
-    buffer = bytearray()
-    async for chunk in _chunks(response):
-        buffer += chunk
-        while (end := buffer.find(b"\n")) >= 0:
-            line = bytes(buffer[:end]).rstrip(b"\r")
-            del buffer[: end + 1]
-            # Comments, event names and blank lines carry nothing here: each of our events is one data line.
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            try:
-                event = msgspec.json.decode(data)
-            except msgspec.DecodeError as error:
-                raise UpstreamFailed("The engine sent an event that is not valid JSON.") from error
-            if not isinstance(event, dict):
-                raise UpstreamFailed("The engine sent an event that is not a JSON object.")
-            yield event
-        if len(buffer) > MAX_EVENT_BYTES:
-            raise UpstreamFailed("The engine sent an event larger than this gateway accepts.")
-    raise UpstreamFailed("The engine's stream ended before its end.")
-
-
-async def _chunks(response: ClientResponse) -> AsyncIterator[bytes]:
-    """The body as it arrives. Only reading is guarded here: what fails while a client is written to is not the
-    engine's fault."""
-    parts = response.content.iter_any()
-    while True:
-        try:
-            chunk = await anext(parts)
-        except StopAsyncIteration:
-            return
-        except (ClientError, OSError, TimeoutError) as error:
-            raise UpstreamFailed(f"The engine's answer broke off ({type(error).__name__}).") from error
-        yield chunk
+        # A whole answer's first byte comes with its last: its time is bounded by the request's, and by whether the
+        # engine lives (`Registry`), not by silence.
+        timeout = self._session.timeout if call.is_stream else WHOLE_TIMEOUT
+        url = f"{engine.url}{call.path}"
+        # A redirect would carry the prompt and the secret to another host.
+        return await self._session.post(url, data=wire, headers=headers, allow_redirects=False, timeout=timeout)
 
 
 async def _refusal(response: ClientResponse, model: Model) -> GatewayError:
-    """The engine's error as ours: what the client did wrong is passed on in the client's own terms."""
-    body = b"".join([chunk async for chunk in _chunks(response)])
+    """Return the engine's error as ours: a client's mistake is passed on in the client's own terms."""
+    body = await read_error(response)
     try:
         detail = msgspec.json.decode(body)["error"]
         message, param, code = str(detail["message"]), detail.get("param"), detail.get("code")

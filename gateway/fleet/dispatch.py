@@ -2,37 +2,46 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
+import msgspec
 from aiohttp import ClientConnectionError, ClientResponse
 from msgspec.structs import replace
 
 from gateway.admission.overload import Gate, Place
-from gateway.errors import Overloaded, Unavailable, UpstreamFailed
+from gateway.errors import NoEngine, Overloaded, Unavailable, UpstreamFailed
 from gateway.fleet.client import Call, EngineClient, EngineGone, EngineRefused
-from gateway.fleet.registry import EngineRecord, Registry
+from gateway.fleet.registry import Busy, EngineRecord, Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.tracing import upstream
 
 # Engines that may go away or fail with a request in hand before it is given to no other: it may be the request's fault.
 MAX_DEATHS = 2
 
+Begun = tuple[EngineRecord, ClientResponse, Busy]
+
 
 class Bill(Protocol):
-    """Who pays, as far as an engine's choice has to do with it."""
+    """Learns which engine has the request; `gateway/api/charges.py` decides who pays."""
 
     completion_tokens: int
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
-        """The engine is being asked; the last one that this is called with serves the request."""
+        """Note that the engine is asked; the last one that is noted serves the request."""
 
     def unsent(self) -> None:
-        """It did not come to that engine."""
+        """Take the last note back: the request did not reach that engine."""
 
-    def refused(self) -> None:
-        """That engine did nothing with it."""
+
+class Answering(msgspec.Struct, frozen=True):
+    """An engine that answers with status 200, the body unread. release: gives the engine's places back before the
+    answer's end, because the engine waits for nothing here; once, however often called."""
+
+    engine: EngineRecord
+    response: ClientResponse
+    release: Callable[[], None]
 
 
 class Fleet:
@@ -46,8 +55,8 @@ class Fleet:
         self._conversations = Conversations()
 
     @asynccontextmanager
-    async def open(self, call: Call, bill: Bill) -> AsyncIterator[ClientResponse]:
-        """An engine's answer of status 200, its body unread. Raises EngineRefused."""
+    async def open(self, call: Call, bill: Bill) -> AsyncIterator[Answering]:
+        """Yield an engine that has begun to answer. Raises EngineRefused."""
         tenant = call.tenant
         place = Place(tenant.id, tenant.weight, tenant.priority, call.prompt_tokens)
         async with AsyncExitStack() as held:
@@ -56,10 +65,20 @@ class Fleet:
                     await held.enter_async_context(self._gate.enter(place, lambda: bill.completion_tokens))
             except Overloaded as error:
                 raise EngineRefused(error) from error
-            yield await self._begin(call, bill, held)
+            engine, response, busy = await self._begin(call, bill, held)
 
-    async def _begin(self, call: Call, bill: Bill, held: AsyncExitStack) -> ClientResponse:
-        """Tries one engine after the other until one begins to answer; what it takes is given to `held`."""
+            def release() -> None:
+                busy.free()
+                self._gate.free(place)
+
+            yield Answering(engine, response, release)
+
+    async def _begin(self, call: Call, bill: Bill, held: AsyncExitStack) -> Begun:
+        """Try one engine after the other until one begins to answer; `held` ends what it opens.
+
+        A stream has `first_byte_seconds` for that; a whole answer, whose first byte is its last, all of its
+        request's time, as long as its engine lives.
+        """
         digest = call.model.digest
         prefix = prefix_key(call.tenant.id, digest, call.body)
         refusal: EngineRefused | None = None
@@ -67,32 +86,25 @@ class Fleet:
         deaths = 0
         engine: EngineRecord | None = None
         try:
-            async with asyncio.timeout(self._first_byte_seconds):
+            async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None):
                 while True:
                     left = [candidate for candidate in self._registry.engines if candidate not in tried]
                     engine = choose(left, digest, prefix, self._conversations.engine(prefix, left))
                     if engine is None:
-                        raise refusal or EngineRefused(
-                            Unavailable(
-                                "No engine is available to serve this request; try again shortly.", code="no_engine"
-                            )
-                        )
+                        raise refusal or EngineRefused(NoEngine())
                     tried.add(engine)
                     bill.sent(engine, call.prompt_tokens)
                     try:
                         async with _while_it_speaks(engine):
-                            response = await held.enter_async_context(self._attempt(engine, call))
+                            response, busy = await held.enter_async_context(self._attempt(engine, call))
                     except EngineGone as error:
-                        # One that died with it may have worked, and is asked once it is back.
-                        if error.had_it:
-                            bill.refused()
-                        else:
+                        # An engine that died with the request may have worked; it is asked once it is back.
+                        if not error.had_it:
                             bill.unsent()
                         deaths += error.had_it
                         if deaths == MAX_DEATHS:
                             raise EngineRefused(UpstreamFailed("The engine left before it answered.")) from error
                     except EngineRefused as error:
-                        bill.refused()
                         # Another may do better: this one failed, or lacks the adapter's files, say.
                         deaths += isinstance(error.error, UpstreamFailed)
                         if deaths == MAX_DEATHS or not isinstance(error.error, UpstreamFailed | Unavailable):
@@ -105,31 +117,33 @@ class Fleet:
                             refusal = error
                     else:
                         self._conversations.served(prefix, engine)
-                        return response
+                        return engine, response, busy
         except TimeoutError:
-            if engine is not None and call.body.get("stream"):
+            if engine is not None:
                 engine.breaker.failed()
             late = UpstreamFailed(f"No engine began to answer within {self._first_byte_seconds:g} s.")
             raise EngineRefused(late) from None
 
     @asynccontextmanager
-    async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[ClientResponse]:
-        """One engine asked, and what is to be learnt from that."""
+    async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[ClientResponse, Busy]]:
+        """Ask one engine, and learn from how that ends."""
         started = time.monotonic()
         engine.breaker.sent()
         learn = engine.breaker.gave_up
         try:
-            with upstream(call, engine) as span, engine.busy(call.model.digest):
+            with upstream(call, engine) as span, engine.busy(call.model.digest) as busy:
                 told = span.headers()
                 sent = replace(call, trace=told) if told else call
                 async with self._client.open(engine, sent) as response:
                     engine.breaker.began()
-                    yield response
+                    yield response, busy
                     # An answer that broke off has been told to the client by now; here it only counts.
                     ended = response.content.exception()
             if ended is None:
                 learn = engine.breaker.succeeded
-                engine.observe_request(time.monotonic() - started)
+                if busy.is_counted:
+                    # Else its client took longer to read than the engine to answer.
+                    engine.observe_request(time.monotonic() - started)
             elif type(ended) is not ClientConnectionError:
                 # That very type is left by closing it ourselves, because a key was revoked say: no fault of the engine.
                 learn = engine.breaker.failed

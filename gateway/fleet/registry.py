@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -34,8 +35,8 @@ class EngineRecord:
     resident: digests (no prefix) of the adapters it holds. serving: this process' requests by digest, the base model's
     under None. others: requests of other gateways. slots: what it runs at once. load_seconds: what bringing an adapter
     takes. request_seconds: what a request takes. problem: why it gets no requests although it lives, and what to do.
-    silent: it is down because it says nothing, though its connections stand. unanswered: ends the wait of each request
-    that it has not begun to answer.
+    silent_since: it is down because it says nothing, though its connections stand. unanswered: ends the wait of each
+    request that it has not begun to answer.
     """
 
     address: Address
@@ -51,7 +52,7 @@ class EngineRecord:
     state: dict[str, Any] = field(default_factory=dict)
     misses: int = 0
     problem: str | None = None
-    silent: bool = False
+    silent_since: float | None = None
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
     breaker: Breaker = field(default_factory=Breaker)
 
@@ -78,14 +79,15 @@ class EngineRecord:
         return digest in self.resident or self.serving[digest] > 0
 
     @contextmanager
-    def busy(self, digest: str | None) -> Iterator[None]:
-        """Counts one request for as long as it is with this engine."""
+    def busy(self, digest: str | None) -> Iterator["Busy"]:
+        """Count one request for as long as it is with this engine."""
         self.in_flight += 1
         self.serving[digest] += 1
+        busy = Busy(self)
         try:
-            yield
+            yield busy
         finally:
-            self.in_flight -= 1
+            busy.free()
             self.serving[digest] -= 1
             if not self.serving[digest]:
                 del self.serving[digest]
@@ -118,14 +120,15 @@ class EngineRecord:
     def mark_down(self, reason: str, *, draining: bool = False, silent: bool = False) -> None:
         if self.healthy:
             log.warning("engine %s is %s: %s", self.url, "leaving" if draining else "down", reason)
-        self.healthy, self.problem, self.draining, self.silent = False, None, draining, silent
+        self.healthy, self.problem, self.draining = False, None, draining
+        self.silent_since = (self.silent_since or time.monotonic()) if silent else None
         self.resident, self.others = frozenset(), 0
 
     def mark_misconfigured(self, problem: str) -> None:
         if self.problem != problem:
             log.error("engine %s is misconfigured: %s", self.url, problem)
         self.healthy, self.misses, self.problem, self.draining = False, 0, problem, False
-        self.silent = False
+        self.silent_since = None
         self.resident = frozenset()
 
     def mark_up(self) -> None:
@@ -134,13 +137,26 @@ class EngineRecord:
             # What the one before it did is not held against an engine that comes back.
             self.breaker = Breaker()
         self.healthy, self.misses, self.problem, self.draining = True, 0, None, False
-        self.silent = False
+        self.silent_since = None
 
     def missed(self, reason: str) -> None:
         """One health check went unanswered."""
         self.misses += 1
         if self.misses >= MISSES_UNTIL_DOWN:
             self.mark_down(reason, silent=True)
+
+
+class Busy:
+    """One request of an engine's `in_flight`."""
+
+    def __init__(self, engine: EngineRecord) -> None:
+        self._engine = engine
+        self.is_counted = True
+
+    def free(self) -> None:
+        """Count the request no more, because the engine waits for nothing here. Its adapter stays in `serving`."""
+        self._engine.in_flight -= self.is_counted
+        self.is_counted = False
 
 
 class Watch(Protocol):
@@ -157,8 +173,11 @@ class Registry:
     """The engines that `discover` finds. Each is asked how it is and then listened to; one that cannot be listened to
     is asked every second. An engine that is discovered no more gets no new requests; those it has go on."""
 
-    def __init__(self, discover: Callable[[], Awaitable[Iterable[Address]]], watch: Watch) -> None:
+    def __init__(
+        self, discover: Callable[[], Awaitable[Iterable[Address]]], watch: Watch, silence_patience: float = 300.0
+    ) -> None:
         self._discover = discover
+        self._silence_patience = silence_patience
         self._watch = watch
         self._engines: dict[str, EngineRecord] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -217,8 +236,12 @@ class Registry:
             changed()
 
     def _spread(self, engine: EngineRecord) -> None:
-        """Who waits for the first word of a silent engine gets another; where there is none, it may yet come back."""
-        if engine.silent and any(other.available for other in self._engines.values()):
+        """End the wait for a silent engine's first byte: at once where another is available, else after
+        `silence_patience`, because it may come back."""
+        if engine.silent_since is None:
+            return
+        has_other = any(other.available for other in self._engines.values())
+        if has_other or time.monotonic() - engine.silent_since > self._silence_patience:
             engine.let_go()
 
     def _watched(self, url: str, task: "asyncio.Task[None]") -> None:

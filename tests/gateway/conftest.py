@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,17 @@ async def gateway(
     of = settings(tmp_path, model_dir, [upstream.url], redis_url, migrate_on_start=False)
     async with running(of) as gateway:
         yield gateway
+
+
+@pytest.fixture
+def serve(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, migrated: Path) -> Any:
+    """Start a gateway with other settings."""
+
+    @asynccontextmanager
+    async def serving(**overrides: Any) -> AsyncIterator[Gateway]:
+        shutil.copy(migrated, tmp_path / "gateway.db")
+        of = settings(tmp_path, model_dir, [upstream.url], redis_url, migrate_on_start=False, **overrides)
+        async with running(of) as gateway:
+            yield gateway
+
+    return serving

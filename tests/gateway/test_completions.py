@@ -5,6 +5,7 @@ import base64
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from gateway.api.completions import visible_event
 from tests.gateway.running import ADMIN_KEY, BASE_MODEL, HI_TOKENS, Client, Gateway, until
@@ -187,17 +188,31 @@ async def test_an_engine_that_refuses(stream: bool, theirs: int, ours: int, tena
     assert (used["prompt_tokens"], used["completion_tokens"]) == (0, 0)
 
 
-@pytest.mark.parametrize(("theirs", "status"), [(400, "refused"), (422, "refused"), (404, "error")])
-async def test_what_only_the_engine_refuses_costs_no_quota(theirs: int, status: str, gateway: Gateway):
-    tenant = await gateway.tenant("once", requests_per_minute=1, tokens_per_minute=100)
-    for _ in range(3):
+@pytest.mark.parametrize("theirs", [400, 422])
+async def test_a_refusal_of_the_engine_costs_a_request_and_the_prompts_tokens(theirs: int, gateway: Gateway):
+    """And no money: the engine may have compiled a grammar or loaded an adapter for it."""
+    await gateway.admin.call("PUT", "/admin/api/prices", json={"model": BASE_MODEL, "input": "1", "output": "1"})
+    # "Hi" is 2 tokens: two refusals leave 96 of 100, and then one request of three.
+    tenant = await gateway.tenant("once", requests_per_minute=3, tokens_per_minute=100)
+    for left in (98, 96):
         got = await tenant.complete(max_tokens=90, x_engine={"status": theirs})
-        assert got.status in (400, 502), got.body
-    assert (await tenant.complete(max_tokens=90)).status == 200
-    used = await rows(tenant, 4)
+        assert got.status == 400, got.body
+        again = await tenant.complete(max_tokens=left - 1)
+        assert (again.status, again.error["type"]) == (429, "tokens"), again.body
+    assert (await tenant.complete(max_tokens=94)).status == 200
+    assert (await tenant.complete(max_tokens=1)).error["type"] == "requests"
+    used = await rows(tenant, 3)
     assert (used["prompt_tokens"], used["completion_tokens"]) == (PROMPT_TOKENS, 2)
     page = (await gateway.nobody.get("/admin/", headers=_basic())).body.decode()
-    assert page.count(f">{status}<") == 3
+    assert page.count(">refused<") == 2
+
+
+async def test_an_engine_that_refuses_the_gateway_costs_the_tenant_nothing(gateway: Gateway):
+    tenant = await gateway.tenant("once", requests_per_minute=1, tokens_per_minute=100)
+    for _ in range(3):
+        assert (await tenant.complete(max_tokens=90, x_engine={"status": 404})).status == 502
+    assert (await tenant.complete(max_tokens=90)).status == 200
+    assert (await rows(tenant, 4))["prompt_tokens"] == PROMPT_TOKENS
 
 
 async def test_an_overloaded_engine_still_counts_the_request(gateway: Gateway):
@@ -253,9 +268,10 @@ def _basic() -> dict[str, str]:
 
 
 def test_an_event_that_only_says_how_far_an_engine_is_goes_no_further():
-    silent = {"choices": [], "loraplex": {"completion_tokens": 3}}
-    assert visible_event(dict(silent), "m", include_usage=True) is None
-    assert visible_event(dict(silent), "m", include_usage=False) is None
-    usage = {"choices": [], "usage": {"completion_tokens": 3}}
-    assert visible_event(dict(usage), "m", include_usage=True) == usage | {"model": "m"}
-    assert visible_event(dict(usage), "m", include_usage=False) is None
+    silent = {"choices": Raw(b"[]"), "loraplex": Raw(b'{"completion_tokens":3}')}
+    model = Raw(b'"m"')
+    assert visible_event(dict(silent), model, include_usage=True) is None
+    assert visible_event(dict(silent), model, include_usage=False) is None
+    usage = {"choices": Raw(b"[]"), "usage": Raw(b'{"completion_tokens":3}')}
+    assert visible_event(dict(usage), model, include_usage=True) == usage | {"model": model}
+    assert visible_event(dict(usage), model, include_usage=False) is None

@@ -2,34 +2,18 @@
 
 import asyncio
 import json
-import shutil
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from tests.gateway.running import BASE_MODEL, Client, Gateway, until
 from tests.gateway.upstream import Upstream
 
 EVENTS = 400
 # Larger than all socket buffers between the engine and the client together.
 TOKENS_PER_EVENT = 100_000
-
-
-@pytest.fixture
-def serve(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, migrated: Path) -> Any:
-    @asynccontextmanager
-    async def serving(**overrides: Any) -> AsyncIterator[Gateway]:
-        shutil.copy(migrated, tmp_path / "gateway.db")
-        of = settings(tmp_path, model_dir, [upstream.url], redis_url, migrate_on_start=False, **overrides)
-        async with running(of) as gateway:
-            yield gateway
-
-    return serving
 
 
 async def connect(gateway: Gateway, receive_buffer: int | None = None) -> tuple[Any, asyncio.StreamWriter]:

@@ -20,7 +20,8 @@ CACHED_TOKENS = 3
 
 class Upstream:
     """x_engine: tokens (2), delay (seconds between tokens), status (answer this instead), fail_after (an error event
-    after so many tokens), drop_after (cut the connection after so many), per_event (tokens in one event)."""
+    after so many tokens), drop_after (cut the connection after so many), per_event (tokens in one event), pad (bytes
+    that the answer and each event are larger by)."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -195,7 +196,8 @@ class Upstream:
         return response
 
     def _envelope(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"id": "cmpl-1", "object": "completion", "created": 1, "model": body["model"]}
+        pad = {"pad": "x" * body["x_engine"]["pad"]} if "pad" in body.get("x_engine", {}) else {}
+        return {"id": "cmpl-1", "object": "completion", "created": 1, "model": body["model"], **pad}
 
 
 def usage(tokens: int) -> dict[str, Any]:

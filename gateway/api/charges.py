@@ -1,0 +1,176 @@
+"""Who pays when what fails: one function, `charge`."""
+
+import math
+from enum import Enum
+
+import msgspec
+
+from engine.protocol import CompletionRequest, SamplingRequest
+from gateway.errors import BadRequest, EngineMismatch, NoEngine, Overloaded, Unavailable
+from gateway.fleet.client import EngineRefused
+from gateway.records.prices import Price
+
+# Log-probabilities at one position that cost a token of the token rates.
+LOGPROBS_PER_TOKEN = 5
+# Estimated JSON of an answer: of one log-probability, and of one token's text and ids. Measured on Llama's vocabulary:
+# 61 bytes for a prompt's log-probability, 78 for a chat's; a whole answer beyond the limit is cut off when it is read.
+LOGPROB_BYTES = 80
+TOKEN_BYTES = 8
+
+
+class Ending(Enum):
+    """How an admitted request ended."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    REVOKED = "revoked"
+    BROKEN = "broken"
+    NOT_BEGUN = "not begun"
+    REFUSED = "refused"
+    OVERLOADED = "overloaded"
+    UNABLE = "unable"
+    UNSERVED = "unserved"
+    MISMATCHED = "mismatched"
+
+    @property
+    def status(self) -> str:
+        """The usage row's status."""
+        own = {Ending.FINISHED: "ok", Ending.CANCELLED: "cancelled", Ending.REVOKED: "revoked"}
+        return own.get(self) or ("refused" if self is Ending.REFUSED else "error")
+
+    @property
+    def asks_engine(self) -> bool:
+        """Whether the engine may have done work that this gateway did not hear of."""
+        return self in (Ending.CANCELLED, Ending.REVOKED, Ending.BROKEN, Ending.NOT_BEGUN, Ending.UNSERVED)
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """Tokens of the token rates that a token of a prompt, and a generated one, cost.
+
+    A log-probability costs a fifth of a token: `completion = 1 + ceil(logprobs / 5)`, and where log-probabilities of
+    the prompt are asked for `prompt = 1 + n * max(1, ceil(prompt_logprobs / 5))`.
+    """
+
+    prompt: int = 1
+    completion: int = 1
+
+    def tokens(self, prompt: int, completion: int) -> int:
+        return prompt * self.prompt + completion * self.completion
+
+    def price(self, price: Price) -> Price:
+        """Return the price of a rate's token, so that a reservation in rate tokens reserves the money of real ones."""
+        return msgspec.structs.replace(
+            price,
+            input=-(-price.input // self.prompt),
+            cached=-(-price.cached // self.prompt),
+            output=-(-price.output // self.completion),
+        )
+
+
+class Used(msgspec.Struct, frozen=True):
+    """Tokens of a request, by the engine's count."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+
+class Charge(msgspec.Struct, frozen=True):
+    """What a request costs: of the request rates, of the token rates, and `billed`, the tokens of its usage row, which
+    are its money. is_recorded: whether there is a usage row."""
+
+    requests: int
+    rate_tokens: int
+    billed: Used
+    is_recorded: bool = True
+
+
+def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, weights: Weights) -> Charge:
+    """Return what a request costs by how it ended.
+
+    asked_prompt: the prompt's tokens as admitted. heard: the counts of the answer as far as it came; the whole prompt
+    once an engine was asked. told: the engine's own count, where it was asked afterwards and knows the request.
+
+    | ending     | when                                                | request | token rates    | money, usage row |
+    |------------|-----------------------------------------------------|---------|----------------|------------------|
+    | FINISHED   | the answer came to its end                          | 1       | heard          | heard            |
+    | CANCELLED  | the client left, or read too slowly                 | 1       | told, or heard | told, or heard   |
+    | REVOKED    | its key or tenant was shut meanwhile                | 1       | told, or heard | told, or heard   |
+    | BROKEN     | the answer broke off, grew too large, or timed out  | 1       | told, or heard | told, or heard   |
+    | NOT_BEGUN  | engines failed before the first byte                | 1       | told, or none  | told, or none    |
+    | REFUSED    | an engine found the request or its adapter bad: 4xx | 1       | the prompt     | none             |
+    | OVERLOADED | engines or their queue were full: 429, 503          | 1       | none           | none             |
+    | UNABLE     | an engine refused the gateway: 401, 404             | 0       | none           | none             |
+    | UNSERVED   | no engine was there                                 | 0       | none           | no row           |
+    | MISMATCHED | an engine served another adapter than was asked for | 0       | none           | none             |
+
+    An UNSERVED request that an engine worked on after all is charged as BROKEN. What the gateway refuses itself is
+    refused before it is admitted, and costs nothing.
+    """
+    if ending is Ending.UNSERVED and told is not None and told.prompt + told.completion:
+        ending = Ending.BROKEN
+    if ending in (Ending.FINISHED, Ending.CANCELLED, Ending.REVOKED, Ending.BROKEN):
+        used = told or heard
+    elif ending is Ending.NOT_BEGUN:
+        used = told or Used()
+    else:
+        used = Used()
+    rate_tokens = weights.tokens(used.prompt, used.completion)
+    if ending is Ending.REFUSED:
+        # A refusal may have cost the engine a grammar or the load of an adapter.
+        rate_tokens = weights.tokens(asked_prompt, 0)
+    counts = ending not in (Ending.UNABLE, Ending.UNSERVED, Ending.MISMATCHED)
+    return Charge(int(counts), rate_tokens, used, is_recorded=ending is not Ending.UNSERVED)
+
+
+def ending_of(refusal: EngineRefused) -> Ending:
+    """Return how a request ended that no engine began to answer."""
+    error, status = refusal.error, refusal.status
+    if isinstance(error, EngineMismatch):
+        return Ending.MISMATCHED
+    if isinstance(error, NoEngine):
+        return Ending.UNSERVED
+    if isinstance(error, Overloaded | Unavailable):
+        return Ending.OVERLOADED
+    if isinstance(error, BadRequest):
+        return Ending.REFUSED
+    return Ending.UNABLE if status is not None and 400 <= status < 500 else Ending.NOT_BEGUN
+
+
+def weights_of(request: SamplingRequest) -> Weights:
+    """Return what the request's tokens cost of the token rates."""
+    of_prompt, of_completion = request.num_prompt_logprobs, request.num_logprobs
+    prompt = 1
+    if of_prompt is not None:
+        # Even of no alternatives, every position's logits are computed, and nothing comes from the cache.
+        prompt += (request.n or 1) * max(1, math.ceil(of_prompt / LOGPROBS_PER_TOKEN))
+    return Weights(prompt, 1 + math.ceil((of_completion or 0) / LOGPROBS_PER_TOKEN))
+
+
+def check_answer_size(request: SamplingRequest, prompt: int, completion: int, limit: int) -> None:
+    """Refuse a request whose answer could be larger than the gateway holds: all of a whole answer, the prompt's part,
+    which is one event, of a stream's.
+
+    prompt: tokens of all prompts. completion: the most tokens of all choices. Raises BadRequest naming the field.
+    """
+    n, of_prompt, of_completion = request.n or 1, request.num_prompt_logprobs, request.num_logprobs
+    text = n * prompt * TOKEN_BYTES if isinstance(request, CompletionRequest) and request.echo else 0
+    prompt_part = text if of_prompt is None else text + n * prompt * (of_prompt + 1) * LOGPROB_BYTES
+    each = TOKEN_BYTES if of_completion is None else TOKEN_BYTES + (of_completion + 1) * LOGPROB_BYTES
+    completion_part = 0 if request.stream else completion * each
+    if (size := prompt_part + completion_part) <= limit:
+        return
+    if prompt_part > completion_part:
+        field = "prompt_logprobs" if request.prompt_logprobs is not None else "echo"
+    elif of_completion:
+        field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
+    elif of_completion is not None:
+        field = "logprobs"
+    else:
+        field = "n" if n > 1 else request.max_new_tokens_field
+    raise BadRequest(
+        f"{field}: expected an answer of at most {limit} bytes; tokens, choices and log-probabilities together could "
+        f"make this one {size} bytes.",
+        param=field,
+        code="answer_too_large",
+    )

@@ -1,0 +1,219 @@
+"""Answers on their way to clients: unread ones take bounded memory, and a client that does not read is cut off.
+
+An answer's unread bytes lie in its connection's write buffer, so that a client that keeps up costs nothing. The buffer
+of a stream may grow to `reader_bytes`; then, or when the memory of all clients together is used up, the engine is held
+back, and its place is free for others (`Delivery.on_full`). One task looks at all connections twice a second.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from aiohttp import ClientError, web
+
+from gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+# Unread bytes that every answer may have: a small one never waits for memory.
+FREE_BYTES = 2**16
+LOOK_SECONDS = 0.5
+# A client's pace is judged over so long, at least, while others wait for memory.
+PRESSURE_SECONDS = 2.0
+
+
+class ClientGone(Exception):
+    """The client closed the connection, or was cut off."""
+
+
+class Delivery:
+    """One connection's unread bytes. `held`: how many of the common memory they take."""
+
+    def __init__(self, deliveries: "Deliveries", transport: asyncio.WriteTransport) -> None:
+        self.transport = transport
+        self.tenant_id = ""
+        self.held = 0
+        self.taken_at_mark = 0
+        self.marked = time.monotonic()
+        self.is_open = False
+        self.on_full: Callable[[], None] | None = None
+        self._deliveries = deliveries
+        self._written = 0
+        # Bytes of a whole answer that are reserved and not yet with the transport.
+        self._reserved = 0
+
+    @property
+    def unread(self) -> int:
+        return 0 if self.transport.is_closing() else self.transport.get_write_buffer_size()
+
+    @property
+    def taken(self) -> int:
+        return self._written - self.unread
+
+    async def reserve(self, size: int) -> None:
+        """Wait until there is memory for a whole answer of `size` bytes."""
+        if size > FREE_BYTES:
+            await self._deliveries.wait_for_room(self, size)
+            self._reserved = size
+            self._deliveries.hold(self, size)
+
+    def whole(self, size: int) -> None:
+        """Note that an answer of `size` bytes is given to the transport next."""
+        self._written += size
+        self._reserved = 0
+        self._deliveries.hold(self, size)
+
+    async def write(self, response: web.StreamResponse, data: bytes) -> None:
+        """Write to the client; wait only where its buffer, or the memory of all, is full. Raises ClientGone."""
+        self._written += len(data)
+        if (size := self.transport.get_write_buffer_size() + len(data)) > FREE_BYTES:
+            await self._fall_behind(size)
+        try:
+            await response.write(data)
+        except (ClientError, ConnectionError) as error:
+            raise ClientGone from error
+
+    async def _fall_behind(self, size: int) -> None:
+        """Take memory for `size` unread bytes; the engine's place is free where that, or the write, has to wait."""
+        has_room = self._deliveries.has_room(self, size)
+        if self.on_full is not None and (size > self._deliveries.reader_bytes or not has_room):
+            self.on_full()
+        if not has_room:
+            await self._deliveries.wait_for_room(self, size)
+        self._deliveries.hold(self, size)
+
+    def look(self, now: float) -> None:
+        """Update what is held, and begin a new period of judgement where nothing is unread."""
+        unread = self.unread
+        self._deliveries.hold(self, max(self._reserved, unread))
+        if not unread:
+            self.mark(now)
+
+    def mark(self, now: float) -> None:
+        self.marked, self.taken_at_mark = now, self.taken
+
+
+class Deliveries:
+    """All clients that are answered.
+
+    reader_bytes: the unread bytes of a stream at which its engine is held back. total_bytes: the memory for all unread
+    answers, of which one tenant gets half. least_rate: bytes a second that a client with unread bytes must take, on
+    average over `window` seconds.
+    """
+
+    def __init__(
+        self, metrics: Metrics, *, reader_bytes: int, total_bytes: int, least_rate: float, window: float
+    ) -> None:
+        self._metrics = metrics
+        self.reader_bytes = reader_bytes
+        self._total_bytes = total_bytes
+        self._least_rate = least_rate
+        self._window = window
+        self._open: dict[asyncio.WriteTransport, Delivery] = {}
+        self._held = 0
+        self._held_by: Counter[str] = Counter()
+        self._waiting: set[asyncio.Event] = set()
+        metrics.watch_deliveries(lambda: self._held)
+
+    @property
+    def held(self) -> int:
+        return self._held
+
+    def open(self, request: web.Request, tenant_id: str) -> Delivery:
+        """Return the delivery of a request's connection. Raises ClientGone."""
+        transport = request.transport
+        if transport is None:
+            raise ClientGone
+        assert isinstance(transport, asyncio.WriteTransport)
+        delivery = self._open.get(transport)
+        if delivery is None:
+            delivery = self._open[transport] = Delivery(self, transport)
+        self._hold_for(delivery, tenant_id)
+        delivery.is_open, delivery.on_full = True, None
+        transport.set_write_buffer_limits(high=self.reader_bytes)
+        return delivery
+
+    def hold(self, delivery: Delivery, size: int) -> None:
+        """Set what a delivery holds of the common memory."""
+        if size == delivery.held:
+            return
+        more = size - delivery.held
+        delivery.held = size
+        self._held += more
+        self._held_by[delivery.tenant_id] += more
+        if not self._held_by[delivery.tenant_id]:
+            del self._held_by[delivery.tenant_id]
+        if more < 0:
+            for event in self._waiting:
+                event.set()
+
+    async def wait_for_room(self, delivery: Delivery, size: int) -> None:
+        """Wait until the common memory has room for a delivery of `size` bytes."""
+        while not self.has_room(delivery, size):
+            event = asyncio.Event()
+            self._waiting.add(event)
+            try:
+                await event.wait()
+            finally:
+                self._waiting.discard(event)
+
+    async def watch(self) -> None:
+        """Look at all connections for ever. Run it as a task."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Forget the connections that have taken everything; cut off those that take too little."""
+        for transport, delivery in list(self._open.items()):
+            delivery.look(now)
+            if transport.is_closing() or not (delivery.is_open or delivery.unread):
+                self.hold(delivery, 0)
+                del self._open[transport]
+            elif now - delivery.marked >= self._window:
+                if delivery.taken - delivery.taken_at_mark < self._least_rate * self._window:
+                    self._cut(delivery)
+                delivery.mark(now)
+        if self._waiting or self._held > 3 * self._total_bytes // 4:
+            self._make_room(now)
+
+    def _make_room(self, now: float) -> None:
+        """Cut off the slowest client of the tenant that holds most, unless it will be done within the window."""
+        if not self._held_by:
+            return
+        tenant_id, _ = self._held_by.most_common(1)[0]
+        judged = [
+            delivery
+            for delivery in self._open.values()
+            if delivery.tenant_id == tenant_id and delivery.unread and now - delivery.marked >= PRESSURE_SECONDS
+        ]
+        slowest = max(judged, key=lambda delivery: delivery.unread / _rate(delivery, now), default=None)
+        if slowest is not None and slowest.unread / _rate(slowest, now) > self._window:
+            self._cut(slowest)
+
+    def _cut(self, delivery: Delivery) -> None:
+        log.warning("a client of tenant %s reads too slowly: %d bytes unread", delivery.tenant_id, delivery.unread)
+        self._metrics.slow_reader_cut()
+        # Its handler, if one runs, is cancelled by that, and the request settled as one whose client left.
+        delivery.transport.abort()
+        self.hold(delivery, 0)
+
+    def has_room(self, delivery: Delivery, size: int) -> bool:
+        """Whether the delivery may hold `size` bytes."""
+        own = self._held_by[delivery.tenant_id] - delivery.held
+        total = self._held - delivery.held
+        return total + size <= self._total_bytes and own + size <= self._total_bytes // 2
+
+    def _hold_for(self, delivery: Delivery, tenant_id: str) -> None:
+        """Move what a connection holds to the tenant of its next request."""
+        held = delivery.held
+        self.hold(delivery, 0)
+        delivery.tenant_id = tenant_id
+        self.hold(delivery, held)
+
+
+def _rate(delivery: Delivery, now: float) -> float:
+    """Bytes a second that the client has taken since the mark; at least one, to divide by."""
+    return max(1.0, (delivery.taken - delivery.taken_at_mark) / max(now - delivery.marked, 0.001))
