@@ -177,8 +177,10 @@ class EngineMismatch(GatewayError):
 class NoEngine(Unavailable):
     """No engine is there for the request."""
 
+    status, code = 503, "no_engine"
+
     def __init__(self) -> None:
-        super().__init__("No engine is available to serve this request; try again shortly.", code="no_engine")
+        super().__init__("No engine is available to serve this request; try again shortly.")
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:

@@ -1,0 +1,123 @@
+"""Who pays when what fails, and what log-probabilities cost."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.protocol import BadRequest as ProtocolError
+from engine.protocol import ChatCompletionRequest, CompletionRequest
+from gateway.api.charges import Ending, Used, Weights, charge, check_answer_size, weights_of
+from gateway.errors import BadRequest
+from gateway.records.prices import Price
+from tests.gateway.running import CONTEXT, HI, Gateway
+
+HEARD, TOLD = Used(10, 4, 2), Used(10, 7, 2)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return msgspec.convert({"model": "m", "prompt": "x", **fields}, CompletionRequest)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return msgspec.convert({"model": "m", "messages": HI, **fields}, ChatCompletionRequest)
+
+
+@pytest.mark.parametrize(
+    ("ending", "told", "requests", "tokens", "billed"),
+    [
+        (Ending.FINISHED, None, 1, 14, HEARD),
+        (Ending.CANCELLED, None, 1, 14, HEARD),
+        (Ending.CANCELLED, TOLD, 1, 17, TOLD),
+        (Ending.REVOKED, TOLD, 1, 17, TOLD),
+        (Ending.BROKEN, TOLD, 1, 17, TOLD),
+        (Ending.NOT_BEGUN, None, 1, 0, Used()),
+        (Ending.NOT_BEGUN, TOLD, 1, 17, TOLD),
+        (Ending.REFUSED, None, 1, 9, Used()),
+        (Ending.OVERLOADED, None, 1, 0, Used()),
+        (Ending.UNABLE, None, 0, 0, Used()),
+        (Ending.UNSERVED, None, 0, 0, Used()),
+        (Ending.UNSERVED, TOLD, 1, 17, TOLD),
+        (Ending.MISMATCHED, None, 0, 0, Used()),
+    ],
+)
+def test_who_pays(ending: Ending, told: Used | None, requests: int, tokens: int, billed: Used):
+    charged = charge(ending, 9, HEARD, told, Weights())
+    assert (charged.requests, charged.rate_tokens, charged.billed) == (requests, tokens, billed)
+    assert charged.is_recorded == (ending is not Ending.UNSERVED or told is not None)
+
+
+def test_every_ending_is_in_the_table():
+    assert charge.__doc__ is not None
+    assert all(f"| {ending.name} " in charge.__doc__ for ending in Ending)
+
+
+@pytest.mark.parametrize(
+    ("request_", "weights"),
+    [
+        (completion(), Weights(1, 1)),
+        (completion(logprobs=0), Weights(1, 1)),
+        (completion(logprobs=20), Weights(1, 5)),
+        (completion(logprobs=1, echo=True), Weights(2, 2)),
+        (completion(prompt_logprobs=0), Weights(2, 1)),
+        (completion(prompt_logprobs=20, n=3), Weights(13, 1)),
+        (chat(logprobs=True, top_logprobs=20), Weights(1, 5)),
+    ],
+)
+def test_log_probabilities_cost_tokens(request_: Any, weights: Weights):
+    assert weights_of(request_) == weights
+
+
+def test_the_money_of_a_weighed_reservation_is_that_of_the_real_tokens():
+    price = Price(input=200_001, cached=100_001, output=600_001)
+    weights = Weights(5, 3)
+    weighed = weights.price(price).highest_cost(8000 * 5, 1000 * 3)
+    assert 0 <= weighed - price.highest_cost(8000, 1000) <= 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (completion(prompt_logprobs=20), "prompt_logprobs"),
+        (completion(logprobs=20, echo=True), "echo"),
+        (completion(logprobs=20, echo=True, stream=True), "echo"),
+        (chat(logprobs=True, top_logprobs=20, n=16), "top_logprobs"),
+        (chat(logprobs=True, n=16), "logprobs"),
+        (chat(n=16), "n"),
+        (chat(max_completion_tokens=10), "max_completion_tokens"),
+    ],
+)
+def test_an_answer_that_could_be_too_large_names_the_field(request_: Any, field: str):
+    prompt, tokens = (8000, 10) if "echo" in field or "prompt" in field else (10, 160_000)
+    with pytest.raises(BadRequest) as refused:
+        check_answer_size(request_, prompt, tokens, 2**20)
+    assert (refused.value.param, refused.value.code) == (field, "answer_too_large")
+    check_answer_size(request_, 10, 10, 2**20)
+
+
+def test_a_stream_may_be_of_any_length():
+    check_answer_size(chat(logprobs=True, top_logprobs=20, stream=True), 10, 10**6, 2**20)
+
+
+async def test_log_probabilities_are_reserved_and_settled(gateway: Gateway):
+    """A prompt of 2 tokens with 20 log-probabilities each is 10, and 8 generated ones with 20 are 40."""
+    tight = await gateway.tenant("tight", tokens_per_minute=49)
+    asked = {"prompt_logprobs": 20, "logprobs": 20, "max_tokens": 8, "x_engine": {"tokens": 2}}
+    refused = await tight.complete(**asked)
+    assert (refused.status, refused.error["code"]) == (400, "request_exceeds_limit")
+    tenant = await gateway.tenant("enough", tokens_per_minute=50)
+    got = await tenant.complete(**asked)
+    assert got.status == 200
+    # The double counts 11 tokens of prompt: 55 and 10 were used, more than there are.
+    assert (await tenant.complete(max_tokens=1)).error["type"] == "tokens"
+
+
+async def test_too_many_log_probabilities_are_refused(gateway: Gateway):
+    tenant = await gateway.tenant("acme")
+    got = await tenant.complete(prompt=["x" * 200] * 900, prompt_logprobs=20, n=16, max_tokens=CONTEXT - 200)
+    assert (got.status, got.error["param"], got.error["code"]) == (400, "prompt_logprobs", "answer_too_large")
+
+
+def test_the_requests_above_are_what_the_wire_takes():
+    with pytest.raises(ProtocolError):
+        chat(top_logprobs=3).check()
