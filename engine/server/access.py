@@ -15,7 +15,7 @@ from engine.server.finished import MAX_ID_BYTES
 
 logger = logging.getLogger(__name__)
 
-OPEN_ROUTES = ("/health", "/metrics", "/ping")
+OPEN_ROUTES = ("/health", "/livez", "/metrics", "/ping")
 KEYED_ROUTES = ("/tokenize", "/detokenize")
 LOAD_ROUTE = "/v1/load_lora_adapter"
 # Set for a request that showed the internal token.

@@ -124,6 +124,7 @@ class Server:
         app.router.add_get("/finished", self._route(EngineRoutes.finished_requests))
         app.router.add_get("/health", self._health)
         app.router.add_get("/ping", self._health)
+        app.router.add_get("/livez", self._live)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._render_metrics)
         app.router.add_get("/openapi.json", self._describe)
@@ -263,6 +264,17 @@ class Server:
         if self._routes is None:
             return json_response(Health("loading"), 503)
         return json_response(Health("ok"))
+
+    async def _live(self, _: web.Request) -> web.Response:
+        """Say whether a restart would help: 503 from the engine's failure to the process's end."""
+        if self._loop is not None and self._loop.failure is not None:
+            return json_response(Health("unhealthy", self._loop.failure), 503)
+        return json_response(Health("ok"))
+
+    async def failed(self) -> None:
+        """Return once the engine has failed; `start` must have ended."""
+        assert self._loop is not None
+        await self._loop.failed.wait()
 
     async def _version(self, _: web.Request) -> web.Response:
         return json_response(Version(version("loraplex")))

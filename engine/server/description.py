@@ -40,6 +40,7 @@ ROUTES = (
     Route("GET", "/finished", "What requests have cost, by the gateway's ids.", None, FinishedRequestList),
     Route("GET", "/health", "Whether requests can be served.", None, Health),
     Route("GET", "/ping", "The same.", None, Health),
+    Route("GET", "/livez", "Whether the process should go on: 503 once the engine has failed.", None, Health),
     Route("GET", "/version", "The engine's version.", None, Version),
     Route("GET", "/metrics", "For Prometheus."),
     Route("GET", "/openapi.json", "This description.", None, dict),

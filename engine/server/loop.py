@@ -80,7 +80,9 @@ class EngineLoop:
         # Nothing is in flight, or nobody waits for it any longer.
         self._drained = asyncio.Event()
         self._drained.set()
+        # Set by the thread before it ends, so that nothing is accepted that nobody would run.
         self.failure: str | None = None
+        self.failed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -164,8 +166,8 @@ class EngineLoop:
                 return
             try:
                 future.set_result(function())
-            except Exception as exc:  # noqa: BLE001 - handed to the caller
-                future.set_exception(exc)
+            except BaseException as exc:  # noqa: BLE001 - handed to the caller
+                future.set_exception(exc if isinstance(exc, Exception) else RuntimeError(repr(exc)))
 
         if self.failure is not None or not self._thread.is_alive():
             raise EngineUnavailable(self.failure or "the engine is shut down")
@@ -220,9 +222,10 @@ class EngineLoop:
                 )
             except RequestError as exc:
                 self._to_event_loop(self._refuse, request_id, exc)
-            except Exception as exc:
+            except BaseException as exc:
                 logger.exception("a request could not be added")
-                self._to_event_loop(self._refuse, request_id, exc)
+                error = exc if isinstance(exc, Exception) else RuntimeError(repr(exc))
+                self._to_event_loop(self._refuse, request_id, error)
 
         return add
 
@@ -235,9 +238,10 @@ class EngineLoop:
                 if self._engine.has_work():
                     self._step()
             self._run_commands()
-        except Exception as exc:
+        except BaseException as exc:  # Rust's panics are no Exception, and must not leave a thread that nobody misses
+            self.failure = f"the engine failed: {type(exc).__name__}: {exc}"
             logger.exception("the engine failed; it answers nothing until it is started again")
-            self._to_event_loop(self._fail, f"the engine failed: {type(exc).__name__}: {exc}")
+            self._to_event_loop(self._fail)
 
     def _wait_for_work(self) -> bool:
         """False when the thread should end."""
@@ -285,8 +289,9 @@ class EngineLoop:
             route[0].fail(error)
             self.release(request_id)
 
-    def _fail(self, reason: str) -> None:
-        self.failure = reason
+    def _fail(self) -> None:
+        reason = self.failure or ""
+        self.failed.set()
         for generation in {id(g): g for g, _ in self._routes.values()}.values():
             generation.fail(EngineUnavailable(reason))
         for request_id in list(self._routes):

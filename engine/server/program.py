@@ -3,11 +3,14 @@
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 from adapters.store import Store
 from engine.config import ConfigError, EngineConfig
@@ -20,6 +23,11 @@ from engine.tracing import TracingError, start_tracing
 
 logger = logging.getLogger(__name__)
 
+# Exit code of an engine that failed while it served: whatever supervises it starts it again.
+FAILED = 70
+# Requests that ran get this long to take their error.
+FAILED_EXIT_S = 15.0
+
 
 async def serve(
     server: Server,
@@ -29,8 +37,12 @@ async def serve(
     progress: Progress | None,
     announce: Callable[[int], AbstractAsyncContextManager[None]],
 ) -> int:
-    """Serves until SIGTERM or SIGINT and returns the exit code; a second one ends the drain. `ready` is told the port
-    once the model is loaded, and `announce(port)` entered; it is left before the drain begins."""
+    """Serve until SIGTERM, SIGINT or the engine's failure, and return the exit code.
+
+    A second signal ends the drain. `ready` gets the port once the model is loaded, and `announce(port)` is entered; it
+    is left before the drain begins. After a failure the process ends within `FAILED_EXIT_S`, whatever hangs, so that
+    its supervisor starts another.
+    """
     stop = asyncio.Event()
     event_loop = asyncio.get_running_loop()
 
@@ -43,6 +55,7 @@ async def serve(
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         event_loop.add_signal_handler(signum, end)
+    failed = False
     try:
         async with listening(server, host, port) as bound_port:
             try:
@@ -50,13 +63,31 @@ async def serve(
                 if not stop.is_set():
                     ready(bound_port)
                 async with announce(bound_port):
-                    await stop.wait()
+                    await _first(stop.wait(), server.failed())
+                if not stop.is_set():
+                    failed = True
+                    _exit_within(FAILED_EXIT_S)
             finally:
                 await server.stop()
     except (ConfigError, TokenizerError, OSError) as exc:
         print(f"loraplex engine: {exc}", file=sys.stderr)
         return 1
-    return 0
+    return FAILED if failed else 0
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Return when the first of them does, and end the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+def _exit_within(seconds: float) -> None:
+    """End the process after so long even if a thread, a device or a client holds it."""
+    timer = threading.Timer(seconds, os._exit, [FAILED])
+    timer.daemon = True
+    timer.start()
 
 
 def run(
@@ -78,7 +109,9 @@ def run(
     ready: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """`loraplex engine`: the exit code, 0 after a clean stop, 1 with one line on stderr for what cannot be served.
+    """Run `loraplex engine` and return its exit code.
+
+    0 after a clean stop, 1 with one line on stderr for what cannot be served, `FAILED` once the engine has failed.
 
     gateways: those to announce the engine to, as at `advertise_url`; None: where it listens.
     """

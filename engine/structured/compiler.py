@@ -5,6 +5,7 @@ function of the sequence's output tokens alone. docs/lab-notes.md says why llgui
 """
 
 import json
+import logging
 import re
 import threading
 from collections.abc import Callable, Collection
@@ -17,6 +18,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from engine.scheduling.request import RequestError
 from engine.structured.cost import check_lark, check_schemas
 from engine.structured.spec import GrammarSpec
+
+logger = logging.getLogger(__name__)
 
 # Between two parts of JSON: nothing, a space, or a new line with its indentation. With no bound, a small model that
 # likes spaces writes spaces until max_tokens.
@@ -40,32 +43,51 @@ _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
 class Matcher:
-    """Where one sequence is in its grammar. Owned by the engine's thread."""
+    """State of one sequence in its grammar. Owned by the engine's thread.
 
-    __slots__ = ("_end_ids", "_state", "ended", "param")
+    Never raises: a fault of the library, its panics included, ends this sequence and no other of the same step.
+    """
+
+    __slots__ = ("_end_ids", "_fault", "_state", "ended", "param")
 
     def __init__(self, state: llguidance.LLMatcher, end_ids: frozenset[int], param: str) -> None:
         self._state = state
         self._end_ids = end_ids
         self.param = param
         self.ended = False
+        self._fault = ""
 
     def fill(self, bits: np.ndarray) -> None:
-        """Writes which tokens may come next: bit i of uint32 `[ceil(vocab / 32)]` is token i.
+        """Write which tokens may come next: bit i of uint32 `[ceil(vocab / 32)]` is token i.
 
         An end token is among them only where the grammar accepts, and alone where nothing else can follow.
         """
-        self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        try:
+            self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        except BaseException as exc:  # noqa: BLE001 - pyo3's PanicException is no Exception
+            self._fail(exc)
+            for end_id in self._end_ids:
+                bits[end_id // 32] |= np.uint32(1 << end_id % 32)
 
     def advance(self, token_id: int) -> bool:
-        """Takes the sampled token. False if the grammar's limits were passed: `error` says which."""
-        taken = self._state.consume_token(token_id)
-        self.ended = token_id in self._end_ids and self._state.is_stopped()
+        """Take the sampled token. False if the grammar's limits were passed or the library failed: see `error`."""
+        if self._fault:
+            return False
+        try:
+            taken = self._state.consume_token(token_id)
+            self.ended = token_id in self._end_ids and self._state.is_stopped()
+        except BaseException as exc:  # noqa: BLE001 - as in `fill`
+            self._fail(exc)
+            return False
         return taken
 
     @property
     def error(self) -> str:
-        return _first_line(self._state.get_error())
+        return self._fault or _first_line(self._state.get_error())
+
+    def _fail(self, exc: BaseException) -> None:
+        logger.error("the grammar library failed on %s: %s", self.param, type(exc).__name__)
+        self._fault = "the grammar library failed on it"
 
 
 class Grammar:
