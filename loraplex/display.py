@@ -51,6 +51,9 @@ class Display:
             yield status.update
         self.console.print(f"[green]✓[/] {what} [dim]({time.monotonic() - started:.1f} s)[/]", soft_wrap=True)
 
+    def note(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, markup=False)
+
     def stopping(self) -> None:
         self.console.print("Stopping (Ctrl-C again to stop at once)", soft_wrap=True)
 

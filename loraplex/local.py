@@ -124,20 +124,18 @@ class LocalService:
         self.data = data
         self.display = display
         self.secrets: Secrets = data.secrets()
-        self.processes = ProcessGroup(data.logs)
-        self._http: aiohttp.ClientSession | None = None
+        self.processes = ProcessGroup(data.logs, announce=display.note)
         self._folders = ExitStack()
 
     async def start(self) -> None:
         """Brings everything up; raises ChildError with the log's tail when a part does not come up."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as self._http:
-            redis_url = self.options.redis_url or await self._start_valkey()
-            environment = self._gateway_environment(redis_url)
-            with self.display.step("Bringing the database up to date"):
-                await self.processes.run("migrate", self._program("migrate"), environment)
-            engines = [await self._start_engine(index) for index in range(self.options.engines)]
-            environment["LORAPLEX_ENGINES"] = ",".join(engines)
-            await self._start_gateway(environment)
+        redis_url = self.options.redis_url or await self._start_valkey()
+        environment = self._gateway_environment(redis_url)
+        with self.display.step("Bringing the database up to date"):
+            await self.processes.run("migrate", self._program("migrate"), environment)
+        engines = [await self._start_engine(index) for index in range(self.options.engines)]
+        environment["LORAPLEX_ENGINES"] = ",".join(engines)
+        await self._start_gateway(environment)
         write_private_json(
             self.data.root / "local.json",
             {
@@ -200,6 +198,8 @@ class LocalService:
             child = await self.processes.start(name, argv, environment)
             url = f"http://{LOOPBACK}:{port}"
             await self.processes.healthy(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
+        # Nothing is lost with an engine but the answers under way: the gateway answers 503 until it is back.
+        self.processes.keep_alive(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
         return url
 
     async def _start_gateway(self, environment: dict[str, str]) -> None:
@@ -228,16 +228,21 @@ class LocalService:
         return (sys.executable, "-m", "loraplex.cli", *arguments)
 
     async def _answers(self, url: str) -> bool:
-        assert self._http is not None
         try:
-            async with self._http.get(url) as response:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+                session.get(url) as response,
+            ):
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
 
 
 async def run(options: UpOptions, data: DataDir, display: Display, *, demo: bool) -> None:
-    """Serves until SIGINT, SIGTERM or SIGHUP. Raises ChildError when a part dies; stops the others first."""
+    """Serve until SIGINT, SIGTERM or SIGHUP. An engine that dies is started again.
+
+    Raises ChildError when another part dies, or an engine too often; stops the others first.
+    """
     service = LocalService(options, data, display)
     processes = service.processes
     signals = asyncio.Event()

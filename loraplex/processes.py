@@ -1,6 +1,7 @@
 """Child processes started in order and stopped in reverse, each with a log file and a health check.
 
-Knows nothing of what the processes do.
+A child that is kept alive is started again when it dies, after a growing pause, up to a limit of deaths in a row. The
+death of any other ends the group. Knows nothing of what the processes do.
 """
 
 import asyncio
@@ -14,6 +15,10 @@ from pathlib import Path
 
 TAIL_LINES = 15
 POLL_SECONDS = 0.1
+# A child that died goes on after these pauses; one more death in a row ends the group.
+BACKOFF_SECONDS = (1.0, 2.0, 4.0, 8.0)
+# Deaths are in a row unless the child was healthy for so long between them.
+STEADY_SECONDS = 60.0
 
 
 class ChildError(RuntimeError):
@@ -21,10 +26,25 @@ class ChildError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class KeepAlive:
+    """How to see that a child that was started again is healthy, and how long that may take."""
+
+    check: Callable[[], Awaitable[bool]]
+    timeout: float
+
+
+@dataclass(eq=False)
 class Child:
+    """keep_alive: None where its death ends the group. deaths: in a row. healthy_at: by the event loop's clock."""
+
     name: str
     process: asyncio.subprocess.Process
     log: Path
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    keep_alive: KeepAlive | None = None
+    deaths: int = 0
+    healthy_at: float | None = None
 
     def failure(self, what: str) -> ChildError:
         tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
@@ -32,24 +52,39 @@ class Child:
         return ChildError("\n".join(lines + [f"  {line}" for line in tail]))
 
     def death(self) -> ChildError:
+        return self.failure(self.how_it_died())
+
+    def how_it_died(self) -> str:
         code = self.process.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return self.failure(how)
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 class ProcessGroup:
     """The children of one `loraplex up`. Use from the main thread: the death signal follows the thread that forks."""
 
-    def __init__(self, logs: Path, stop_seconds: float = 45.0) -> None:
+    def __init__(
+        self, logs: Path, stop_seconds: float = 45.0, announce: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """announce: gets a line about each child that is started again."""
+        self._announce = announce
         self.logs = logs
         self.stop_seconds = stop_seconds
         self.children: list[Child] = []
 
     async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Child:
-        """Starts `argv` in its own process group, so that a Ctrl-C in the terminal reaches only us."""
+        """Start `argv` in its own process group, so that a Ctrl-C in the terminal reaches only us."""
         log = self._new_log(name)
+        child = Child(name, await self._spawn(log, argv, env), log, argv, env)
+        self.children.append(child)
+        return child
+
+    def keep_alive(self, child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> None:
+        """Start a child, healthy now, again whenever it dies. check, timeout: as in `healthy`."""
+        child.keep_alive, child.healthy_at = KeepAlive(check, timeout), asyncio.get_running_loop().time()
+
+    async def _spawn(self, log: Path, argv: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
         with log.open("wb") as out:
-            process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "loraplex.launch", str(os.getpid()), *argv),
                 env=dict(env),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -57,9 +92,6 @@ class ProcessGroup:
                 stderr=asyncio.subprocess.STDOUT,
                 process_group=0,
             )
-        child = Child(name, process, log)
-        self.children.append(child)
-        return child
 
     def _new_log(self, name: str) -> Path:
         """An empty private file; the last run's is kept beside it."""
@@ -88,12 +120,48 @@ class ProcessGroup:
             await asyncio.sleep(POLL_SECONDS)
 
     async def first_death(self) -> ChildError:
-        """Returns once a child has died by itself."""
+        """Return once a child has died that is not kept alive, or one that is too often. Starts the others again."""
+        revivals: dict[Child, asyncio.Task[ChildError | None]] = {}
+        try:
+            while True:
+                for child in self.children:
+                    if child in revivals:
+                        if revivals[child].done() and (error := revivals.pop(child).result()) is not None:
+                            return error
+                    elif child.process.returncode is not None:
+                        if child.keep_alive is None:
+                            return child.death()
+                        revivals[child] = asyncio.create_task(self._revive(child, child.keep_alive))
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            for task in revivals.values():
+                task.cancel()
+            await asyncio.gather(*revivals.values(), return_exceptions=True)
+
+    async def _revive(self, child: Child, keep_alive: KeepAlive) -> ChildError | None:
+        """Start a dead child again and again, until it is healthy or has died too often: the error to end with."""
+        clock = asyncio.get_running_loop().time
+        if child.healthy_at is not None and clock() - child.healthy_at >= STEADY_SECONDS:
+            child.deaths = 0
         while True:
-            for child in self.children:
-                if child.process.returncode is not None:
-                    return child.death()
-            await asyncio.sleep(POLL_SECONDS)
+            child.deaths, child.healthy_at = child.deaths + 1, None
+            how = child.how_it_died()
+            if child.deaths > len(BACKOFF_SECONDS):
+                return child.failure(f"{how} and has died {child.deaths} times in a row")
+            pause = BACKOFF_SECONDS[child.deaths - 1]
+            self._announce(f"{child.name} {how}; it starts again in {pause:g} s")
+            await asyncio.sleep(pause)
+            child.log = self._new_log(child.name)
+            child.process = await self._spawn(child.log, child.argv, child.env)
+            try:
+                await self.healthy(child, keep_alive.check, keep_alive.timeout)
+            except ChildError:
+                self._kill(child)
+                await child.process.wait()
+                continue
+            child.healthy_at = clock()
+            self._announce(f"{child.name} serves again")
+            return None
 
     async def stop(self, announce: Callable[[str], None]) -> None:
         """Stops the children, the youngest first; SIGKILL for one that does not go within `stop_seconds`."""

@@ -88,19 +88,44 @@ def requests_of(tenant: Tenant, model: str) -> int:
     return sum(row["requests"] for row in rows if row["model"] == model)
 
 
+def child(stack: Stack, program: bytes) -> int:
+    """The process of `loraplex engine` or `loraplex gateway`."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children(stack.process.pid)}
+    [pid] = [pid for pid, words in lines.items() if program in words]
+    return pid
+
+
 def test_a_second_run_keeps_everything_and_ctrl_c_leaves_nothing(tmp_path: Path):
     data = data_dir(tmp_path)
     first = Stack(data, "--demo")
     try:
         demo = first.wait_ready().demo
         pids = children(first.process.pid)
-        [engine] = [pid for pid in pids if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         acme = Tenant("acme", demo["tenants"][0]["api_key"], tuple(demo["tenants"][0]["models"]), demo["gateway"])
         answer = acme.ask("pirate", "Why is the sky blue?")
-        # A part that dies takes the rest down in order, and says what happened.
-        os.kill(engine, signal.SIGKILL)
-        assert first.process.wait(40) == 1
-        assert "Error: engine was killed by SIGKILL; its log is" in first.text()
+        # An engine that dies is started again; until it serves, the gateway says when to come back.
+        os.kill(child(first, b"engine"), signal.SIGKILL)
+        body = json.dumps({"model": "pirate", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]})
+        away = []
+        while "engine serves again" not in first.text():
+            reply = http("POST", f"{acme.url}/v1/chat/completions", acme.key, body.encode())
+            away += [reply] if reply.status != 200 else []
+            assert len(away) < 1000
+            time.sleep(0.1)
+        assert "engine was killed by SIGKILL; it starts again in 1 s" in first.text()
+        # The first may have been sent before the gateway knew of the death.
+        assert away[0].status in (502, 503)
+        assert {reply.status for reply in away[1:]} == {503}
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in away[1:])
+        deadline = time.monotonic() + 60
+        while http("POST", f"{acme.url}/v1/chat/completions", acme.key, body.encode()).status != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        before = requests_of(acme, "pirate")
+        # Another part that dies takes the rest down in order, and says what happened.
+        os.kill(child(first, b"gateway"), signal.SIGKILL)
+        assert first.process.wait(60) == 1
+        assert "Error: gateway was killed by SIGKILL; its log is" in first.text()
         assert "Traceback" not in first.text()
         wait_gone(pids)
     finally:
@@ -113,7 +138,7 @@ def test_a_second_run_keeps_everything_and_ctrl_c_leaves_nothing(tmp_path: Path)
         assert again["admin_key"] == demo["admin_key"]
         acme = Tenant("acme", acme.key, acme.models, again["gateway"])
         assert acme.ask("pirate", "Why is the sky blue?") == answer
-        wait_for(lambda: requests_of(acme, "pirate") == 2)
+        wait_for(lambda: requests_of(acme, "pirate") > before)
         assert [a["version"] for a in http("GET", f"{acme.url}/v1/adapters", acme.key).json["data"]] == [1, 1]
         pids = children(second.process.pid)
         assert len(pids) == 3

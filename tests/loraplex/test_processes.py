@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from loraplex import processes
 from loraplex.processes import ChildError, ProcessGroup
 
 SLEEPER = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)")
@@ -115,3 +116,100 @@ def test_children_die_when_the_parent_is_killed(tmp_path):
     while alive(orphan) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(orphan)
+
+
+def counting(runs: str, *, dies_after: int) -> tuple[str, ...]:
+    """A program that counts its runs in a file and exits at once from run `dies_after` on."""
+    script = f"""
+import pathlib, sys, time
+runs = pathlib.Path({runs!r})
+runs.write_text(str(int(runs.read_text() or 0) + 1 if runs.exists() else 1))
+print('up', flush=True)
+if int(runs.read_text()) >= {dies_after}:
+    sys.exit(70)
+time.sleep(60)
+"""
+    return (sys.executable, "-c", script)
+
+
+async def test_a_child_that_is_kept_alive_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "BACKOFF_SECONDS", (0.05,))
+    said: asyncio.Queue[str] = asyncio.Queue()
+    group = ProcessGroup(tmp_path, announce=said.put_nowait)
+    try:
+        child = await group.start("engine", counting(str(tmp_path / "runs"), dies_after=99), os.environ)
+        await group.healthy(child, lambda: has_printed(child), 30)
+        group.keep_alive(child, lambda: has_printed(child), 30)
+        death = asyncio.create_task(group.first_death())
+        for runs in ("2", "3"):
+            before = child.process.pid
+            os.kill(before, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                assert await said.get() == "engine was killed by SIGKILL; it starts again in 0.05 s"
+                assert await said.get() == "engine serves again"
+            assert child.process.pid != before
+            assert (tmp_path / "runs").read_text() == runs
+            assert not death.done()
+            # A while of health makes the next death a first one again.
+            monkeypatch.setattr(processes, "STEADY_SECONDS", 0.0)
+        death.cancel()
+        await asyncio.wait([death])
+    finally:
+        await group.stop(lambda name: None)
+    assert not alive(child.process.pid)
+
+
+async def test_a_child_that_dies_too_often_in_a_row_ends_the_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "BACKOFF_SECONDS", (0.02, 0.04, 0.06))
+    said: list[str] = []
+    group = ProcessGroup(tmp_path, announce=said.append)
+    try:
+        child = await group.start("engine", counting(str(tmp_path / "runs"), dies_after=2), os.environ)
+        await group.healthy(child, lambda: has_printed(child), 30)
+        group.keep_alive(child, lambda: has_printed(child), 30)
+        os.kill(child.process.pid, signal.SIGKILL)
+        message = str(await asyncio.wait_for(group.first_death(), 60))
+        assert message.startswith("engine exited with code 70 and has died 4 times in a row; its log is ")
+        assert [line for line in said if "starts again" in line] == [
+            "engine was killed by SIGKILL; it starts again in 0.02 s",
+            "engine exited with code 70; it starts again in 0.04 s",
+            "engine exited with code 70; it starts again in 0.06 s",
+        ]
+        assert (tmp_path / "runs").read_text() == "4"
+    finally:
+        await group.stop(lambda name: None)
+
+
+async def test_a_child_that_never_is_healthy_again_is_killed_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "BACKOFF_SECONDS", (0.02,))
+    group, is_healthy = ProcessGroup(tmp_path), True
+
+    async def check() -> bool:
+        return is_healthy
+
+    try:
+        child = await group.start("engine", SLEEPER, os.environ)
+        group.keep_alive(child, check, 0.3)
+        is_healthy = False
+        os.kill(child.process.pid, signal.SIGKILL)
+        message = str(await asyncio.wait_for(group.first_death(), 60))
+        assert message.startswith("engine was killed by SIGKILL and has died 2 times in a row")
+        assert not alive(child.process.pid)
+    finally:
+        await group.stop(lambda name: None)
+
+
+async def test_the_death_of_another_child_ends_the_group_while_one_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "BACKOFF_SECONDS", (60.0,))
+    group = ProcessGroup(tmp_path)
+    try:
+        gateway = await group.start("gateway", SLEEPER, os.environ)
+        engine = await group.start("engine", SLEEPER, os.environ)
+        group.keep_alive(engine, lambda: has_printed(engine), 30)
+        death = asyncio.create_task(group.first_death())
+        for child in (engine, gateway):
+            os.kill(child.process.pid, signal.SIGKILL)
+            await child.process.wait()
+        assert str(await asyncio.wait_for(death, 30)).startswith("gateway was killed by SIGKILL")
+    finally:
+        await group.stop(lambda name: None)
