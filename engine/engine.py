@@ -297,7 +297,7 @@ class Engine:
         sampled = step.sampling.wait()
         moved = self.scheduler.commit(sampled)
         self._num_generated_tokens += len(moved)
-        outputs = [request.output([sampled[request]]) for request in moved]
+        outputs = [request.output([token] if (token := sampled[request]) >= 0 else []) for request in moved]
         now = time.perf_counter()
         # It ran from when the one before had ended, if that was later than its own start.
         self._pacer.observe(now - max(step.started, self._last_commit), step.num_decodes, step.num_prompt_tokens)

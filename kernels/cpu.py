@@ -83,12 +83,18 @@ class TorchOps:
         return out
 
     def _attend(self, q: Tensor, kv: KvCache, tables: Tensor, seen: Tensor, scale: float) -> Tensor:
-        """q `[n, queries, heads, D]`, seen `[n, queries, keys]`; heads of a group are folded into the queries."""
+        """q `[n, queries, heads, D]`, seen `[n, queries, keys]`; heads of a group are folded into the queries.
+
+        Keys and values that no query of a request sees are replaced by zeros: they may be another request's, and a NaN
+        there passes through a weight of 0 and through a mask that is added.
+        """
         n, queries, heads, dim = q.shape
         kv_heads, block_size, keys = kv.k.shape[1], kv.k.shape[2], seen.shape[-1]
         tables = tables[:, : -(-keys // block_size)].long()
-        k = _gather(kv.k, kv.k_scales, tables, q.dtype).transpose(2, 3).flatten(1, 2)[:, :keys].transpose(1, 2)
-        v = _gather(kv.v, kv.v_scales, tables, q.dtype).transpose(2, 3).flatten(1, 2)[:, :keys].transpose(1, 2)
+        unseen = ~seen.any(1)
+        foreign = unseen[:, :, None, None] if bool(unseen.any()) else None
+        k = _gather(kv.k, kv.k_scales, tables, q.dtype, foreign, keys)
+        v = _gather(kv.v, kv.v_scales, tables, q.dtype, foreign, keys)
         group = heads // kv_heads
         folded = q.view(n, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, -1, dim)
         mask = seen[:, None, None].expand(n, 1, group, queries, keys).reshape(n, 1, -1, keys)
@@ -99,10 +105,15 @@ class TorchOps:
         return reference.silu_and_mul(gate_up)
 
 
-def _gather(cache: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tables' blocks `[n, blocks, heads, block_size, D]` in `dtype`, widened if they are of 8 bits."""
+def _gather(
+    cache: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype, foreign: Tensor | None, keys: int
+) -> Tensor:
+    """Return the tables' first `keys` rows `[n, heads, keys, D]` in `dtype`, zeros where foreign `[n, keys, 1, 1]`."""
     if scales is None:
-        return cache[tables]
-    # As bytes: torch cannot index fp8.
-    values = cache.view(torch.uint8)[tables].view(cache.dtype)
-    return (values.float() * scales[tables].unsqueeze(-1)).to(dtype)
+        found = cache[tables]
+    else:
+        # As bytes: torch cannot index fp8.
+        values = cache.view(torch.uint8)[tables].view(cache.dtype)
+        found = (values.float() * scales[tables].unsqueeze(-1)).to(dtype)
+    rows = found.transpose(2, 3).flatten(1, 2)[:, :keys]
+    return (rows if foreign is None else rows.masked_fill(foreign, 0)).transpose(1, 2)

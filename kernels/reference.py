@@ -58,7 +58,8 @@ def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, routing: LoraRouting)
     """`y[t, slice s] += scales[a, s] * (x[t] @ A[a, s].T) @ B[a, s].T` with `a = adapter_index[t]`, in place.
 
     y `[T, offsets[-1]]`, x `[T, in_features]`, any float dtype; sums are made in fp32.
-    Rows with adapter_index -1 are not touched, bit for bit.
+    Rows with adapter_index -1 are not touched, bit for bit, and slices of scale 0 are not read: their pages may hold a
+    former adapter's weights, whose product may be infinite, and 0 times infinity is NaN.
     """
     page_rank = group.a_pages.shape[2]
     for slot in sorted(set(routing.adapter_index.tolist()) - {-1}):
@@ -66,6 +67,8 @@ def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, routing: LoraRouting)
         pages = routing.page_table[slot, : -(-int(routing.ranks[slot]) // page_rank)].long()
         out = y[rows].float()
         for s in range(len(group.offsets) - 1):
+            if not group.scales[slot, s]:
+                continue
             columns = slice(group.offsets[s], group.offsets[s + 1])
             a = take(group.a_pages, pages)[:, s].flatten(0, 1).float()
             b = take(group.b_pages, pages).flatten(0, 1)[:, columns].float()

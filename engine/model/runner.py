@@ -16,7 +16,7 @@ from adapters.device_pool import AdapterPool
 from engine.model.batch import Layout, Planner, PromptRows, make_batch
 from engine.model.graphs import DecodeGraphs
 from engine.model.llama import Decoder
-from engine.model.sampler import RowLogprobs, sample, token_logprobs
+from engine.model.sampler import RowLogprobs, mark_not_finite, sample, token_logprobs
 from engine.model.transfer import Download, upload
 from engine.scheduling.request import Request, Status
 from kernels.backend import KvCache
@@ -41,7 +41,8 @@ class Sampling:
     logprobs: list[tuple[list[Request | PromptRows], list[int], Download]]
 
     def wait(self) -> dict[Request, int]:
-        """The next token of each request whose tokens were all computed; hands out logprobs on the way."""
+        """Return the next token of each request whose tokens were all computed, `NOT_FINITE` where its logits are not
+        numbers, and hand out logprobs."""
         for owners, top, download in self.logprobs:
             for owner, entry in zip(owners, RowLogprobs(*download.wait()).entries(top), strict=True):
                 if isinstance(owner, Request):
@@ -129,7 +130,8 @@ class Runner:
             logprobs.append(([requests[i] for i in wanted], top, Download(found.tensors)))
         [seats] = upload(self.device, [np.array([request.seat for request in requests])])
         self._last_tokens.index_copy_(0, seats, tokens)
-        return Sampling(requests, Download([tokens]), [entry for entry in logprobs if entry is not None])
+        chosen = mark_not_finite(tokens, logits)
+        return Sampling(requests, Download([chosen]), [entry for entry in logprobs if entry is not None])
 
     def _prompt_logprobs(
         self, rows: PromptRows, logits: Tensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.model.transfer import upload
-from engine.scheduling.request import Request, TokenLogprobs
+from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
 from engine.structured.masks import constrain
 
 _LARGEST_U64 = 2**64 - 1
@@ -43,6 +43,13 @@ def likeliest(logits: Tensor) -> Tensor:
         return logits.argmax(-1)
     # Not torch's: 16 rows of 49k take it 0.4 ms and more where its threads must wake, numpy 0.1 ms (docs/lab-notes.md).
     return torch.tensor([int(row.argmax()) for row in logits.numpy()])
+
+
+def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Return tokens `[n]` with `NOT_FINITE` where the chosen logit is NaN or infinite: an adapter's finite weights can
+    overflow in the products. A choice among finite logits is kept, whatever stands beside them in its row."""
+    chosen = logits.gather(1, tokens[:, None])[:, 0]
+    return torch.where(chosen < torch.inf, tokens, NOT_FINITE)
 
 
 def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:

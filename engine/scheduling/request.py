@@ -16,6 +16,9 @@ BASE_SERVED = "base"
 MIXED_SERVED = "mixed"
 """Values of `Request.served_digest` that name no adapter: the base model's weights alone, and more than one."""
 
+NOT_FINITE = -1
+"""Stands in for a sampled token where the model gave NaN or infinity."""
+
 
 class RequestError(ValueError):
     """A request that cannot be served: `field` names the parameter, `message` says what was expected."""
@@ -216,8 +219,11 @@ class Request:
         self.num_preemptions += 1
 
     def append(self, token_id: int) -> None:
-        """Takes the sampled token and finishes on a stop token, at the grammar's end or at the limit."""
+        """Take the sampled token; finish on a stop token, at the grammar's end, at the limit or without a number."""
         self.num_pending = 0
+        if token_id == NOT_FINITE:
+            self._fail_not_finite()
+            return
         self.token_ids.append(token_id)
         if self.matcher is not None and not self.matcher.advance(token_id):
             self.error_param = self.matcher.param
@@ -226,6 +232,15 @@ class Request:
             self.finish("stop")
         elif self.num_output_tokens >= self.params.max_tokens:
             self.finish("length")
+
+    def _fail_not_finite(self) -> None:
+        """Finish with an error. An adapter is to blame where there is one: the parameter that named it is `model`."""
+        self.logprobs.clear()
+        if self.adapter is None:
+            self.finish("error", "the model gave NaN or infinity in place of a number for each next token")
+            return
+        self.error_param = "model"
+        self.finish("error", "the adapter's weights make NaN or infinity of this prompt: they are too large")
 
     def _is_stop(self, token_id: int) -> bool:
         if self.matcher is not None and self.matcher.ended:

@@ -1,0 +1,205 @@
+"""NaN and infinity of one tenant never reach another's rows, in any op of any backend.
+
+Each test runs a batch twice, with harmless numbers and with poison in every row and page that is not the victim's. The
+victim's rows must be equal bit for bit. Masks are products with 0 in many kernels, and 0 * NaN is NaN.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import native, reference
+from kernels.backend import KvCache, Ops
+from kernels.batch import Batch
+from kernels.cpu import TorchOps
+from kernels.reference import LARGEST, LoraGroup
+from kernels.triton_ops import TritonOps
+from tests.kernels.test_native import make_batch
+
+POISON = [torch.nan, torch.inf, -torch.inf, 1.7e38]
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
+WIDTH = (HEADS + 2 * KV_HEADS) * DIM
+
+# Numpy remarks on overflows in the interpreter; here they are the point.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def native_ops() -> Ops:
+    library = native.load()
+    assert library is not None, "the tests need a C++ compiler"
+    return native.NativeOps(library)
+
+
+class ReferenceOps(TorchOps):
+    """`kernels.reference`'s own attention in place of the padded one."""
+
+    def paged_attention(self, q: Tensor, kv: KvCache, plan, scale: float, sliding_window: int) -> Tensor:
+        b = plan.batch
+        bounds = b.block_tables, b.query_start, b.context_lens
+        return reference.paged_attention(q, kv.k, kv.v, *bounds, scale, sliding_window, kv.k_scales, kv.v_scales)
+
+
+MAKERS = {"reference": ReferenceOps, "torch": TorchOps, "native": native_ops, "triton": TritonOps}
+BACKENDS = [
+    ("reference", torch.float32), ("torch", torch.float32), ("torch", torch.float16), ("torch", torch.bfloat16),
+    ("native", torch.float32), ("native", torch.bfloat16), ("triton", torch.float32), ("triton", torch.float16),
+]  # fmt: skip
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda p: f"{p[0]}-{str(p[1])[6:]}")
+def backend(request: pytest.FixtureRequest) -> tuple[Ops, torch.dtype]:
+    if torch.cuda.is_available() and request.param[0] == "triton":
+        pytest.skip("the tensors of this test are the CPU's")
+    name, dtype = request.param
+    return MAKERS[name](), dtype
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def new_cache(num_blocks: int, dtype: torch.dtype, fill: float) -> KvCache:
+    shape = (num_blocks, KV_HEADS, BLOCK, DIM)
+    if dtype not in LARGEST:
+        return KvCache(*(torch.full(shape, fill).to(dtype) for _ in "kv"))
+    rows = torch.full(shape, 100.0).to(dtype)
+    return KvCache(rows, rows.clone(), torch.full(shape[:3], fill), torch.full(shape[:3], fill))
+
+
+def attend(ops: Ops, batch: Batch, earlier: Batch, victims: Tensor, dtype: torch.dtype, cache: KvCache, poison: float,
+           window: int) -> Tensor:  # fmt: skip
+    """Return the attention's output of the batch after the earlier tokens' keys and values are written. victims: by
+    request; every number of the others is poison."""
+    cos_sin = torch.cat((torch.ones(256, DIM // 2), torch.zeros(256, DIM // 2)), -1)
+    q = torch.empty(0)
+    for seed, step in enumerate((earlier, batch)):
+        qkv = normal(seed, step.num_tokens, WIDTH).to(dtype)
+        owner = torch.repeat_interleave(torch.arange(len(victims)), step.query_start.diff())
+        qkv[~victims[owner]] = torch.tensor(poison).to(dtype)
+        q = ops.rope_and_write_kv(qkv, cos_sin, cache, ops.plan(step, None))
+    return ops.paged_attention(q, cache, ops.plan(batch, None), DIM**-0.5, window)
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("window", [0, 20])
+def test_attention_reads_no_other_request_and_no_stale_row(
+    backend: tuple[Ops, torch.dtype], poison: float, window: int
+) -> None:
+    ops, dtype = backend
+    if isinstance(ops, TritonOps) and (
+        abs(poison) == 1.7e38 or poison == -torch.inf or (window and poison == torch.inf)
+    ):
+        pytest.skip("seconds each in the interpreter, for the same masks")
+    check_attention(ops, dtype, dtype, poison, window)
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+@pytest.mark.parametrize("make", [TorchOps, TritonOps])
+def test_attention_over_8_bits_reads_no_stale_scale(make: type[Ops], kv_dtype: torch.dtype) -> None:
+    check_attention(make(), torch.float32, kv_dtype, torch.nan, 0)
+    check_attention(make(), torch.float32, kv_dtype, torch.inf, 0)
+
+
+def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, poison: float, window: int) -> None:
+    """Decodes and prompts, short victims beside long attackers, in blocks that held an attacker's keys before."""
+    lengths, counts = [5, 50, 1, 33, 17, 40, 36], [1, 1, 1, 1, 17, 40, 3]
+    victims = torch.tensor([True, False, True, True, True, False, True])
+    batch, earlier = (make_batch(n, lengths, BLOCK) for n in (counts, lengths))
+    tables = batch.block_tables.clone()
+    for i, length in enumerate(lengths):  # as the planner's: entries beyond a request's own blocks are somebody's
+        tables[i, -(-length // BLOCK) :] = tables[1, 0]
+    batch, earlier = replace(batch, block_tables=tables), replace(earlier, block_tables=tables)
+    found = []
+    for value in (0.5, poison):
+        cache = new_cache(int(tables.max()) + 1, kv_dtype, value)
+        out = attend(ops, batch, earlier, victims, dtype, cache, value, window)
+        owner = torch.repeat_interleave(torch.arange(len(lengths)), batch.query_start.diff())
+        found.append(out[victims[owner]])
+    assert found[1].isfinite().all()
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_padding_rows_reach_no_row(backend: tuple[Ops, torch.dtype], poison: float) -> None:
+    """A captured decode step has rows without a request: slot -1, no context, whatever numbers stand there."""
+    ops, dtype = backend
+    if isinstance(ops, native.NativeOps):
+        pytest.skip("no step of the native ops is captured")
+    lengths = [5, 40, 1, 1]
+    batch = make_batch([1] * 4, lengths, BLOCK)
+    contexts, slots = batch.context_lens.clone(), batch.slot_mapping.clone()
+    contexts[2:], slots[2:] = 0, -1
+    padded = replace(batch, context_lens=contexts, slot_mapping=slots)
+    victims = torch.tensor([True, True, False, False])
+    found = []
+    for value in (0.5, poison):
+        cache = new_cache(int(batch.block_tables.max()) + 1, dtype, value)
+        earlier = make_batch(lengths, lengths, BLOCK)
+        found.append(attend(ops, padded, earlier, victims, dtype, cache, value, 0)[:2])
+    assert found[1].isfinite().all()
+    assert torch.equal(*found)
+
+
+def lora_pages(dtype: torch.dtype, poison: float) -> tuple[SimpleNamespace, LoraGroup]:
+    """Two adapters: slot 0 is the victim's, of rank 12 and with its second slice untargeted; slot 1 and every page
+    and slice that the victim does not use hold poison."""
+    sizes, in_features, rank, num_pages = (64, 32, 32), 96, 12, 6
+    offsets = (0, 64, 96, 128)
+    a, b = torch.full((num_pages, 3, 8, in_features), poison), torch.full((num_pages, 8, sum(sizes)), poison)
+    table = torch.tensor([[4, 1, -1], [0, 3, 5]], dtype=torch.int32)
+    for j, page in enumerate((4, 1)):
+        rows = min(8, rank - 8 * j)
+        a[page, :, :], b[page] = 0, 0
+        a[page, :, :rows] = normal(j, 3, rows, in_features) / 10
+        b[page, :rows] = normal(10 + j, rows, sum(sizes)) / 10
+        a[page, 1], b[page, :, 64:96] = poison, poison  # a former owner's: whoever is not targeted is not written
+    scales = torch.tensor([[2.0, 0.0, 0.5], [1.0, 1.0, 1.0]])
+    group = LoraGroup(a.to(dtype), b.to(dtype), scales, offsets)
+    tables = SimpleNamespace(
+        groups=[{"x": group}], embeddings={}, heads={}, page_rank=8, page_table=table,
+        ranks=torch.tensor([rank, 24], dtype=torch.int32),
+    )  # fmt: skip
+    return tables, group
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1, 1], [20, 9, 1, 3, 17]])
+def test_an_adapters_weights_reach_its_own_rows_only(
+    backend: tuple[Ops, torch.dtype], poison: float, counts: list[int]
+) -> None:
+    ops, dtype = backend
+    adapters = [0, 1, -1, 1, 0]
+    batch = make_batch(counts, counts, BLOCK, adapters)
+    owner = batch.adapter_index
+    packed = ops.pack_linear((normal(5, 128, 96) / 10).to(dtype))
+    found = []
+    for value in (0.0, poison):
+        tables, group = lora_pages(dtype, value)
+        x = normal(6, batch.num_tokens, 96).to(dtype)
+        x[owner == 1] = torch.tensor(value).to(dtype)
+        found.append(ops.linear(x, packed, group, ops.plan(batch, tables))[owner != 1])
+    assert found[1].isfinite().all()
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("make", [TorchOps, native_ops, TritonOps])
+@pytest.mark.parametrize("whole_row", [True, False])
+def test_rows_without_numbers_draw_some_token_and_disturb_no_other(make, poison: float, whole_row: bool) -> None:
+    logits = normal(7, 6, 300) * 3
+    clean = logits.clone()
+    logits[1::2, :: 1 if whole_row else 7] = poison
+    parameters = (
+        torch.tensor([0.0, 0.0, 1.0, 1.0, 0.7, 0.7]),
+        torch.tensor([0, 0, 0, 20, 5, 5], dtype=torch.int32),
+        torch.tensor([1.0, 1.0, 0.9, 0.9, 1.0, 0.5]),
+        torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.1]),
+        torch.arange(6),
+        torch.arange(6) + 1,
+    )
+    tokens = make().sample(logits, *parameters)
+    assert torch.equal(tokens[::2], make().sample(clean, *parameters)[::2])
+    assert ((tokens >= 0) & (tokens < 300)).all()
