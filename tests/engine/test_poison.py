@@ -124,28 +124,29 @@ def test_a_victims_tokens_beside_an_overflowing_adapter(
     if ops is TritonOps and (async_scheduling or attack == "values"):
         pytest.skip("half a minute each in the interpreter; the other backends run it")
     engine, digests = make_engine(ops, dtype, async_scheduling=async_scheduling)
+    prompt, max_tokens, attacks = (5, 2, (9,)) if ops is TritonOps else (21, 6, (40, 19))
     victims = {"base": None, "adapter": digests["victim"]}
     expected = {}
     for name, adapter in victims.items():
         alone: dict[str, list[RequestOutput]] = {}
-        ask(engine, name, adapter, 21, "victim")
+        ask(engine, name, adapter, prompt, "victim", max_tokens)
         while engine.has_work():
             step(engine, alone)
         expected[name] = tokens(alone[name])
     said: dict[str, list[RequestOutput]] = {}
-    ask(engine, "base", None, 21, "v1")
+    ask(engine, "base", None, prompt, "v1", max_tokens)
     step(engine, said)
-    for i in range(2):
-        ask(engine, f"attack-{i}", digests[attack], (40, 19)[i], "attacker", temperature=float(i), logprobs=2)
+    for i, length in enumerate(attacks):
+        ask(engine, f"attack-{i}", digests[attack], length, "attacker", temperature=float(i), logprobs=2)
     step(engine, said)
     step(engine, said)
-    ask(engine, "adapter", digests["victim"], 21, "v2")
-    ask(engine, "base-again", None, 21, "v3")
+    ask(engine, "adapter", digests["victim"], prompt, "v2", max_tokens)
+    ask(engine, "base-again", None, prompt, "v3", max_tokens)
     while engine.has_work():
         step(engine, said)
     assert tokens(said["base"]) == tokens(said["base-again"]) == expected["base"]
     assert tokens(said["adapter"]) == expected["adapter"]
-    for i in range(2):
+    for i in range(len(attacks)):
         last = said[f"attack-{i}"][-1]
         assert last.finish_reason == "error"
         assert last.error_param == "model"

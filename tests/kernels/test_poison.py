@@ -106,7 +106,9 @@ def test_attention_over_8_bits_reads_no_stale_scale(make: type[Ops], kv_dtype: t
 def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, poison: float, window: int) -> None:
     """Decodes and prompts, short victims beside long attackers, in blocks that held an attacker's keys before."""
     lengths, counts = [5, 50, 1, 33, 17, 40, 36], [1, 1, 1, 1, 17, 40, 3]
-    victims = torch.tensor([True, False, True, True, True, False, True])
+    if isinstance(ops, TritonOps):  # the interpreter takes seconds for each key-value head of a request
+        lengths, counts = [5, 33, 17, 2], [1, 1, 3, 2]
+    victims = torch.tensor([True, False, True, True, True, False, True])[: len(lengths)]
     batch, earlier = (make_batch(n, lengths, BLOCK) for n in (counts, lengths))
     tables = batch.block_tables.clone()
     for i, length in enumerate(lengths):  # as the planner's: entries beyond a request's own blocks are somebody's
