@@ -4,7 +4,17 @@ Learns two times from the steps that ran: what a step of decodes alone takes, an
 token or another stream's. A mixed step then gets as many prompt tokens as stretch it to `stretch` times the decode step
 (Sarathi-Serve's chunk budget, Agrawal et al., OSDI 2024, measured while serving instead of profiled). Knows no clock:
 the engine tells it.
+
+A mixed step may also have a fixed cost, the same for 4 prompt tokens and for 400: on a GPU it is launched kernel by
+kernel, where a decode step is one graph. Such a cost looks like dear rows, and ever smaller chunks would pay it ever
+more often. So the pacer tries a chunk of twice the size now and then. Where most of the time does not grow with it,
+the larger size becomes the least chunk, up to the size at which the rows cost about as much as the rest. A regression
+over past steps cannot tell the two costs apart: chunks are cut so that steps take equally long, so large chunks are
+those of cheap rows.
 """
+
+from collections import deque
+from typing import NamedTuple
 
 # A prompt must come forward however slow the machine looks. No more than a few tokens: at thousands of keys before them
 # 16 made steps of 8 streams on two CPU cores three times as long, 4 leave them within the stretch that is asked for.
@@ -15,6 +25,20 @@ STEPS_UNTIL_ALONE = 16
 # of all waiting would be least with no room below 1 and all of it above; this keeps streams moving near the middle.
 STEEPNESS = 5
 _MEMORY = 0.9  # weight of the past in each moving average
+# Shares of a row's average cost that one more row adds: below the first the fixed cost is the larger part, and chunks
+# double; above the second there is nearly none, and a least chunk that was learnt is given up.
+MOSTLY_FIXED, HARDLY_FIXED = 0.5, 0.8
+# Steps with prompts between two trials of a double chunk: few while they succeed, twice as many after each that fails,
+# so that streams on a machine without a fixed cost see next to none.
+FIRST_TRIAL, LAST_TRIAL = 2, 4096
+
+
+class _Step(NamedTuple):
+    """A step with prompts: prompt tokens, rows beyond the usual decodes, seconds beyond the decode step."""
+
+    tokens: int
+    rows: float
+    spent: float
 
 
 class Pacer:
@@ -28,6 +52,10 @@ class Pacer:
         self._rows = 0.0
         self._spent = 0.0
         self._steps_since_alone = 0
+        self._least_chunk = LEAST_CHUNK
+        self._recent: deque[_Step] = deque(maxlen=4)
+        self._steps_since_trial = 0
+        self._trial_interval = FIRST_TRIAL
 
     def prompt_budget(self, num_decodes: int, most: int, patience: float = 1.0) -> int:
         """Prompt tokens that a step of so many decodes may compute beside them, at most `most`.
@@ -43,7 +71,12 @@ class Pacer:
         # The number of streams may have moved on since a step was theirs alone.
         grown = self._decode_seconds + (num_decodes - self._decodes) * each
         room = (self._stretch - 1) * max(patience, 1.0) ** STEEPNESS * max(grown, 0.5 * self._decode_seconds)
-        return min(most, max(LEAST_CHUNK, int(room / each)))
+        chunk = max(self._least_chunk, int(room / each))
+        if self._is_trial_due:
+            chunk *= 2
+        elif self._steps_since_alone == STEPS_UNTIL_ALONE - 3 and chunk == self._least_chunk > LEAST_CHUNK:
+            chunk //= 2  # the fixed cost may be gone
+        return min(most, chunk)
 
     def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:
         """A step took `seconds` for so many decoding requests and prompt tokens."""
@@ -52,14 +85,52 @@ class Pacer:
             self._decode_seconds = _average(self._decode_seconds, seconds)
             self._decodes = _average(self._decodes or None, num_decodes)
             return
-        self._steps_since_alone += bool(num_decodes)
         rows, spent = float(num_prompt_tokens), seconds
         # Beside no decodes the weights' reading is in the time as well, which errs on the streams' side.
         if num_decodes and self._decode_seconds is not None:
             rows, spent = rows + num_decodes - self._decodes, seconds - self._decode_seconds
+            self._compare(_Step(num_prompt_tokens, rows, spent))
+        self._steps_since_alone += bool(num_decodes)
         if rows >= 1:
             self._rows = _MEMORY * self._rows + rows
             self._spent = _MEMORY * self._spent + spent
+
+    @property
+    def _is_trial_due(self) -> bool:
+        """True for every other step at most, so that each trial stands beside a usual step."""
+        is_due = self._steps_since_trial >= self._trial_interval and len(self._recent) >= FIRST_TRIAL
+        return is_due and self._steps_since_alone % 2 == 0 and self._steps_since_alone > 0
+
+    def _compare(self, step: _Step) -> None:
+        """Learn the least chunk from a step of another size than those before it.
+
+        The quickest of these is what it is compared with: a step that lost its core to another program looks dear, and
+        must not make a double one look cheap.
+        """
+        usual = min(self._recent, key=lambda before: before.spent, default=step)
+        if usual.tokens < 1.6 * step.tokens and step.tokens < 1.6 * usual.tokens:
+            self._recent.append(step)
+            self._steps_since_trial += 1
+            return
+        each = usual.spent / max(usual.rows, 1.0)
+        share = (step.spent - usual.spent) / (step.rows - usual.rows) / each if each > 0 else 1.0
+        if step.tokens < usual.tokens:
+            if usual.tokens <= self._least_chunk and share > HARDLY_FIXED:
+                self._set_least_chunk(step)
+        elif not self._is_trial_due:
+            self._recent.clear()  # another prompt's chunk, or a change of patience
+        elif share < MOSTLY_FIXED:
+            self._set_least_chunk(step)
+            self._trial_interval = FIRST_TRIAL
+        else:
+            self._trial_interval = min(2 * self._trial_interval, LAST_TRIAL)
+        self._steps_since_trial = 0
+
+    def _set_least_chunk(self, step: _Step) -> None:
+        """Make the step's size the least chunk. Steps of other sizes no longer say what is usual."""
+        self._least_chunk = max(LEAST_CHUNK, step.tokens)
+        self._recent.clear()
+        self._recent.append(step)
 
 
 def _average(old: float | None, new: float) -> float:

@@ -1,6 +1,9 @@
 """A step's prompt work beside running streams."""
 
+import random
 from collections.abc import Callable
+
+import pytest
 
 from engine.scheduling.pacing import LEAST_CHUNK, STEPS_UNTIL_ALONE, Pacer
 
@@ -65,3 +68,100 @@ def test_more_prompts_than_streams_get_longer_steps() -> None:
     assert pacer.prompt_budget(2, 4096, patience=0.1) == alone
     assert abs(pacer.prompt_budget(2, 4096, patience=2.0) - 32 * alone) <= 32
     assert pacer.prompt_budget(2, 4096, patience=1e6) == 4096
+
+
+class Machine:
+    """Takes a decode step's time, `fixed` more for any prompt and `each` for each of its tokens. noise: the share by
+    which steps vary; one of 20 loses its core and takes three times as long."""
+
+    def __init__(self, decode: float, fixed: float, each: float, noise: float = 0.0, seed: int = 0) -> None:
+        self.decode, self.fixed, self.each, self.noise = decode, fixed, each, noise
+        self._random = random.Random(seed)
+
+    def seconds(self, tokens: int) -> float:
+        exact = self.decode + (self.fixed + self.each * tokens if tokens else 0.0)
+        if not self.noise:
+            return exact
+        return exact * (3.0 if self._random.random() < 0.05 else self._random.gauss(1.0, self.noise))
+
+
+def serve(pacer: Pacer, machine: Machine, prompt: int, streams: int = 8, most: int = 632) -> tuple[float, list[int]]:
+    """Return the seconds until a prompt beside other tenants' streams is computed, and its chunks."""
+    seconds, chunks = 0.0, []
+    while sum(chunks) < prompt:
+        chunk = min(pacer.prompt_budget(streams, most, 1 / streams), prompt - sum(chunks))
+        took = machine.seconds(chunk)
+        pacer.observe(took, streams, chunk)
+        seconds += took
+        chunks.append(chunk)
+    return seconds, chunks
+
+
+def warm(machine: Machine) -> Pacer:
+    pacer = Pacer(1.8)
+    for _ in range(20):
+        pacer.observe(machine.seconds(0), 8, 0)
+    return pacer
+
+
+@pytest.mark.parametrize("decode", [0.0012, 0.0045])
+@pytest.mark.parametrize("fixed", [0.001, 0.002, 0.003, 0.0036, 0.004, 0.006, 0.010, 0.015])
+def test_a_fixed_cost_of_mixed_steps_does_not_starve_a_long_prompt(decode: float, fixed: float) -> None:
+    """Neither the first one nor one after hours. The least time is that of the rows alone."""
+    machine = Machine(decode, fixed, 20e-6)
+    pacer = warm(machine)
+    for _ in range(3):
+        seconds, _chunks = serve(pacer, machine, 4000)
+        assert seconds < 0.8
+        for _ in range(200):
+            pacer.observe(machine.seconds(0), 8, 0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_does_not_hide_a_fixed_cost(seed: int) -> None:
+    machine = Machine(0.0045, 0.010, 20e-6, noise=0.1, seed=seed)
+    pacer = warm(machine)
+    assert sorted(serve(pacer, machine, 4000)[0] for _ in range(5))[2] < 1.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_a_fixed_cost_streams_keep_their_stretch(seed: int) -> None:
+    """Two CPU cores: noise and lost cores are not taken for a fixed cost, and trials become rare. Chunks are those of a
+    pacer that tries nothing, but for one in a hundred."""
+
+    def chunks(pacer: Pacer) -> list[int]:
+        machine = Machine(0.020, 0.0, 0.0002, noise=0.1, seed=seed)
+        for _ in range(20):
+            pacer.observe(machine.seconds(0), 8, 0)
+        return [chunk for _ in range(50) for chunk in serve(pacer, machine, 4000)[1] if chunk]
+
+    class WithoutTrials(Pacer):
+        _is_trial_due = False
+
+    expected, found = chunks(WithoutTrials(1.8)), chunks(Pacer(1.8))
+    mean, found_mean = (sum(sizes) / len(sizes) for sizes in (expected, found))
+    assert abs(found_mean - mean) < 0.03 * mean
+    large, found_large = (sum(size > 1.5 * mean for size in sizes) / len(sizes) for sizes in (expected, found))
+    assert found_large < large + 0.015
+
+
+def test_rows_that_become_dearer_with_the_context_are_not_taken_for_a_fixed_cost() -> None:
+    """A long prompt's rows cost more with each chunk, so chunks shrink while steps take equally long."""
+    pacer, done = warm(Machine(0.020, 0.0, 0.0)), 0
+    stretches = []
+    while done < 8000:
+        chunk = pacer.prompt_budget(8, 632, 1 / 8)
+        took = 0.020 + chunk * 0.0001 * (1 + done / 400)
+        pacer.observe(took, 8, chunk)
+        stretches.append(took / 0.020)
+        done += chunk
+    assert sum(stretch > 2.2 for stretch in stretches) <= 0.03 * len(stretches)
+
+
+def test_a_fixed_cost_that_is_gone_is_forgotten() -> None:
+    slow, quick = Machine(0.0045, 0.010, 100e-6), Machine(0.0045, 0.0, 100e-6)
+    pacer = warm(slow)
+    serve(pacer, slow, 8000)
+    serve(pacer, quick, 8000)
+    chunks = serve(pacer, quick, 4000)[1]
+    assert sum(chunks) / len(chunks) < 1.3 * 0.8 * 0.0045 / 100e-6
