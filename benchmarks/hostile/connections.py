@@ -2,11 +2,7 @@
 
 import asyncio
 import contextlib
-import gzip
-import json
 import random
-import time
-from functools import cache
 
 from benchmarks.hostile.archives import good
 from benchmarks.hostile.attack import attack
@@ -136,89 +132,6 @@ async def pour_forms(attacker: Attacker) -> None:
     await attacker.side_by_side(5, lambda i: pour(attacker, head, *kinds[i], rate=4 * 2**20))
 
 
-@cache
-def deep_bodies() -> list[bytes]:
-    """JSON of almost 8 MiB: deep, wide, long."""
-    size = 8 * 2**20 - 200
-    messages = ",".join(['{"role":"user","content":"a"}'] * (size // 32))
-    return [
-        b'{"model":"x","messages":' + b"[" * (size // 2) + b"]" * (size // 2) + b"}",
-        b'{"model":"x","messages":' + b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6) + b"}",
-        f'{{"model":"x","messages":[{messages}]}}'.encode(),
-        b'{"model":"x","prompt":[' + b"1," * (size // 2 - 20) + b"1]}",
-        b'{"model":"x","prompt":"' + b"a " * (size // 2 - 20) + b'"}',
-        b'{"model":"' + b"m" * (size - 30) + b'"}',
-        b'{"model":"x","prompt":"a","stop":["' + b'a","' * (size // 4 - 20) + b'b"]}',
-        b'{"model":"x","prompt":"a","x":' + b"9" * (size - 40) + b"}",
-    ]
-
-
-@attack("deep-json", "JSON bodies of 8 MiB: deep, wide, long", prepare=deep_bodies)
-async def send_deep(attacker: Attacker) -> None:
-    name = json.dumps(attacker.target.base_model).encode()
-
-    async def one(index: int) -> None:
-        turn = index
-        while attacker.going:
-            body = deep_bodies()[turn % len(deep_bodies())].replace(b'"x"', name, 1)
-            path = "/v1/chat/completions" if b'"messages"' in body[:80] else "/v1/completions"
-            await attacker.call("POST", path, data=body, headers={"Content-Type": "application/json"})
-            turn += 1
-
-    await attacker.side_by_side(2, one)
-
-
-@cache
-def gzip_bodies() -> list[bytes]:
-    return [
-        gzip.compress(bytes(512 * 2**20), 6),
-        gzip.compress(gzip.compress(bytes(2**27))),
-        b"\x1f\x8b" + b"\xff" * 4000,
-    ]
-
-
-@attack("gzip-bodies", "gzip request bodies of 0.5 MB that grow to 512 MiB", prepare=gzip_bodies)
-async def send_gzip(attacker: Attacker) -> None:
-    async def one(index: int) -> None:
-        turn = index
-        while attacker.going:
-            for path in ("/v1/chat/completions", "/v1/adapters"):
-                headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-                if path.endswith("adapters"):
-                    headers["Content-Type"] = f"multipart/form-data; boundary={BOUNDARY.decode()}"
-                await attacker.call("POST", path, data=gzip_bodies()[turn % 3], headers=headers)
-            turn += 1
-            await attacker.pause(0.05)
-
-    await attacker.side_by_side(2, one)
-
-
-@attack("header-flood", "heads of 8 KB, of 60 KB without an end, and of 2,000 fields")
-async def send_headers(attacker: Attacker) -> None:
-    kinds = [
-        attacker.head("GET", "/v1/models", 0, "X-A: " + "a" * 7000),
-        attacker.head("GET", "/v1/models", 0)[:-2] + b"X-A: " + b"a" * 60_000,
-        attacker.head("GET", "/v1/models", 0, *(f"X-{i}: a" for i in range(2000))),
-        b"GET /" + b"a" * 60_000,
-        b"\r\n" * 20_000,
-        attacker.head("GET", "/v1/models?" + "&".join(f"a{i}=1" for i in range(1000)), 0),
-    ]
-
-    async def one(index: int) -> None:
-        while attacker.going:
-            reader, writer = await attacker.connect()
-            try:
-                writer.write(kinds[index % len(kinds)])
-                await status_of(attacker, reader, 1.0)
-            except OSError:
-                attacker.count("cut off")
-            finally:
-                await close(writer)
-            await attacker.pause(0.05)
-
-    await attacker.side_by_side(12, one)
-
-
 @attack("idle-connections", "500 connections that say nothing, and 200 that ask once and stay")
 async def stay(attacker: Attacker) -> None:
     async def one(index: int) -> None:
@@ -264,84 +177,3 @@ async def flood(attacker: Attacker) -> None:
             await attacker.call("GET", paths[index % len(paths)])
 
     await attacker.side_by_side(12, one)
-
-
-@attack("cancel-storm", "streams that are left as soon as they begin")
-async def storm(attacker: Attacker) -> None:
-    body = {"model": attacker.target.base_model, "messages": [{"role": "user", "content": "Hi"}]}
-    raw = json.dumps(body | {"stream": True, "max_tokens": 400, "ignore_eos": True}).encode()
-    request = attacker.head("POST", "/v1/chat/completions", len(raw), JSON) + raw
-
-    async def one(index: int) -> None:
-        while attacker.going:
-            reader, writer = await attacker.connect()
-            try:
-                writer.write(request)
-                if index % 2:
-                    await status_of(attacker, reader, 2.0)
-                else:
-                    await asyncio.sleep(random.random() / 100)
-                    attacker.count("left")
-            except OSError:
-                attacker.count("cut off")
-            finally:
-                await close(writer)
-            await attacker.pause(0.02)
-
-    await attacker.side_by_side(8, one)
-
-
-async def read_slowly(attacker: Attacker, body: dict, path: str, every: float, size: int) -> None:
-    """Ask, then read `size` bytes every so many seconds; count how it was answered, and whether it was cut off."""
-    raw = json.dumps({"model": attacker.target.base_model} | body).encode()
-    reader, writer = await attacker.connect()
-    began = time.monotonic()
-    try:
-        writer.write(attacker.head("POST", path, len(raw), JSON) + raw)
-        if await status_of(attacker, reader, attacker.left) == 200:
-            while attacker.going and await reader.read(size):
-                await attacker.pause(every)
-            attacker.count("read on" if not attacker.going else "cut off")
-    except OSError:
-        attacker.count("cut off")
-        attacker.note(f"a slow reader was cut off after {time.monotonic() - began:.0f} s")
-    finally:
-        await close(writer)
-
-
-READERS = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 200, "ignore_eos": True}
-READERS |= {"logprobs": True, "top_logprobs": 20}
-
-
-@attack("fast-readers", "as slow-readers, read at once", shown=False)
-async def fast_readers(attacker: Attacker) -> None:
-    async def one(index: int) -> None:
-        while attacker.going:
-            answer = await attacker.call(
-                "POST", "/v1/chat/completions", json={"model": attacker.target.base_model, **READERS, "stream": True}
-            )
-            await attacker.pause(5.0 if answer is None or answer.status != 200 else 0.5)
-
-    await attacker.side_by_side(200, one)
-
-
-@attack("slow-readers", "200 readers of streams with top_logprobs 20, 1 KB a second each", honest="fast-readers")
-async def slow_readers(attacker: Attacker) -> None:
-    async def one(index: int) -> None:
-        while attacker.going:
-            await read_slowly(attacker, READERS | {"stream": True}, "/v1/chat/completions", 1.0, 1024)
-            await attacker.pause(5.0)
-
-    await attacker.side_by_side(200, one)
-
-
-@attack(
-    "slow-whole-answers", "200 readers of whole answers with top_logprobs 20, 1 KB a second each", honest="fast-readers"
-)
-async def slow_whole(attacker: Attacker) -> None:
-    async def one(index: int) -> None:
-        while attacker.going:
-            await read_slowly(attacker, READERS, "/v1/chat/completions", 1.0, 1024)
-            await attacker.pause(5.0)
-
-    await attacker.side_by_side(200, one)

@@ -43,7 +43,7 @@ class Control:
         return web.json_response({k: v() if callable(v) else v for k, v in self.seen.items()})
 
     async def _trap(self, request: web.Request) -> web.Response:
-        """Elsewhere: nothing of ours should ever arrive here."""
+        """Take note of a request that followed a redirect; none should."""
         body = await request.text()
         secret = TOKEN in " ".join(request.headers.values())
         self.seen.setdefault("trapped", []).append({"bytes": len(body), "secret": secret})

@@ -24,7 +24,7 @@ DIGEST = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}(/(adapter_config\.json|adapter_mo
 
 @dataclass
 class Seen:
-    """Of one round. memory, children: peaks in bytes, the gateway's above its start. stall: seconds. cpu: seconds."""
+    """Measurements of one round. memory, children: peaks in bytes, the gateway's above its start. stall: seconds. cpu: seconds."""
 
     memory: int = 0
     children: int = 0

@@ -1,0 +1,139 @@
+"""Bodies and heads as the weapon: deep, compressed, in crumbs, without an end."""
+
+import gzip
+import json
+from functools import cache
+
+from benchmarks.hostile.attack import attack
+from benchmarks.hostile.attacker import BOUNDARY, Attacker
+from benchmarks.hostile.connections import JSON, KIND, close, status_of
+
+
+@cache
+def deep_bodies() -> list[bytes]:
+    """JSON of almost 8 MiB: deep, wide, long."""
+    size = 8 * 2**20 - 200
+    messages = ",".join(['{"role":"user","content":"a"}'] * (size // 32))
+    return [
+        b'{"model":"x","messages":' + b"[" * (size // 2) + b"]" * (size // 2) + b"}",
+        b'{"model":"x","messages":' + b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6) + b"}",
+        f'{{"model":"x","messages":[{messages}]}}'.encode(),
+        b'{"model":"x","prompt":[' + b"1," * (size // 2 - 20) + b"1]}",
+        b'{"model":"x","prompt":"' + b"a " * (size // 2 - 20) + b'"}',
+        b'{"model":"' + b"m" * (size - 30) + b'"}',
+        b'{"model":"x","prompt":"a","stop":["' + b'a","' * (size // 4 - 20) + b'b"]}',
+        b'{"model":"x","prompt":"a","x":' + b"9" * (size - 40) + b"}",
+        b'{"model":"x","prompt":"' + b"a" * (size - 40) + b'"}',
+        b'{"model":"x","prompt":"' + "e\u0301".encode() * (size // 3 - 20) + b'"}',
+    ]
+
+
+@attack("deep-json", "JSON bodies of 8 MiB: deep, wide, long", prepare=deep_bodies)
+async def send_deep(attacker: Attacker) -> None:
+    name = json.dumps(attacker.target.base_model).encode()
+
+    async def one(index: int) -> None:
+        turn = index
+        while attacker.going:
+            body = deep_bodies()[turn % len(deep_bodies())].replace(b'"x"', name, 1)
+            path = "/v1/chat/completions" if b'"messages"' in body[:80] else "/v1/completions"
+            await attacker.call("POST", path, data=body, headers={"Content-Type": "application/json"})
+            turn += 1
+
+    await attacker.side_by_side(2, one)
+
+
+@cache
+def gzip_bodies() -> list[bytes]:
+    return [
+        gzip.compress(bytes(512 * 2**20), 6),
+        gzip.compress(gzip.compress(bytes(2**27))),
+        b"\x1f\x8b" + b"\xff" * 4000,
+    ]
+
+
+@attack("gzip-bodies", "gzip request bodies of 0.5 MB that grow to 512 MiB", prepare=gzip_bodies)
+async def send_gzip(attacker: Attacker) -> None:
+    async def one(index: int) -> None:
+        turn = index
+        while attacker.going:
+            for path in ("/v1/chat/completions", "/v1/adapters"):
+                headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+                if path.endswith("adapters"):
+                    headers["Content-Type"] = f"multipart/form-data; boundary={BOUNDARY.decode()}"
+                await attacker.call("POST", path, data=gzip_bodies()[turn % 3], headers=headers)
+            turn += 1
+            await attacker.pause(0.05)
+
+    await attacker.side_by_side(2, one)
+
+
+@attack("header-flood", "heads of 8 KB, of 60 KB without an end, and of 2,000 fields")
+async def send_headers(attacker: Attacker) -> None:
+    kinds = [
+        attacker.head("GET", "/v1/models", 0, "X-A: " + "a" * 7000),
+        attacker.head("GET", "/v1/models", 0)[:-2] + b"X-A: " + b"a" * 60_000,
+        attacker.head("GET", "/v1/models", 0, *(f"X-{i}: a" for i in range(2000))),
+        b"GET /" + b"a" * 60_000,
+        b"\r\n" * 20_000,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(40_000),
+        attacker.head("GET", "/v1/models?" + "&".join(f"a{i}=1" for i in range(1000)), 0),
+    ]
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            reader, writer = await attacker.connect()
+            try:
+                writer.write(kinds[index % len(kinds)])
+                await status_of(attacker, reader, 1.0)
+            except OSError:
+                attacker.count("cut off")
+            finally:
+                await close(writer)
+            await attacker.pause(0.05)
+
+    await attacker.side_by_side(12, one)
+
+
+@cache
+def tiny_chunks() -> bytes:
+    """A JSON body of 1 MiB in chunks of one byte, each with an extension."""
+    return b"1;a=b\r\n \r\n" * 2**20
+
+
+@attack("tiny-chunks", "bodies in chunks of one byte with extensions, 11 MB on the wire for 1 MiB", prepare=tiny_chunks)
+async def send_chunks(attacker: Attacker) -> None:
+    kinds = [("/v1/chat/completions", JSON), ("/v1/adapters", KIND), ("/v1/completions", JSON)]
+
+    async def one(index: int) -> None:
+        path, kind = kinds[index % len(kinds)]
+        while attacker.going:
+            reader, writer = await attacker.connect()
+            try:
+                writer.write(attacker.head("POST", path, None, kind) + tiny_chunks())
+                writer.write(b"2\r\n{}\r\n0\r\n\r\n")
+                await status_of(attacker, reader, attacker.left)
+            except OSError:
+                attacker.count("cut off")
+            finally:
+                await close(writer)
+            await attacker.pause(0.05)
+
+    await attacker.side_by_side(3, one)
+
+
+@attack("pipelining", "2,000 requests on each connection before the first answer is read, which never is")
+async def pipeline(attacker: Attacker) -> None:
+    request = attacker.head("GET", "/openapi.json", 0) * 1000 + attacker.head("GET", "/v1/usage", 0) * 1000
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            _, writer = await attacker.connect()
+            try:
+                writer.write(request)
+                await attacker.pause(3.0)
+                attacker.count("sent")
+            finally:
+                await close(writer)
+
+    await attacker.side_by_side(8, one)

@@ -1,0 +1,91 @@
+"""Readers as the weapon: those that leave at once, and those that hardly read."""
+
+import asyncio
+import json
+import random
+import time
+
+from benchmarks.hostile.attack import attack
+from benchmarks.hostile.attacker import Attacker
+from benchmarks.hostile.connections import JSON, close, status_of
+
+
+@attack("cancel-storm", "streams that are left as soon as they begin")
+async def storm(attacker: Attacker) -> None:
+    body = {"model": attacker.target.base_model, "messages": [{"role": "user", "content": "Hi"}]}
+    raw = json.dumps(body | {"stream": True, "max_tokens": 400, "ignore_eos": True}).encode()
+    request = attacker.head("POST", "/v1/chat/completions", len(raw), JSON) + raw
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            reader, writer = await attacker.connect()
+            try:
+                writer.write(request)
+                if index % 2:
+                    await status_of(attacker, reader, 2.0)
+                else:
+                    await asyncio.sleep(random.random() / 100)
+                    attacker.count("left")
+            except OSError:
+                attacker.count("cut off")
+            finally:
+                await close(writer)
+            await attacker.pause(0.02)
+
+    await attacker.side_by_side(8, one)
+
+
+async def read_slowly(attacker: Attacker, body: dict, path: str, every: float, size: int) -> None:
+    """Ask, then read `size` bytes every so many seconds; count how it was answered, and whether it was cut off."""
+    raw = json.dumps({"model": attacker.target.base_model} | body).encode()
+    reader, writer = await attacker.connect()
+    began = time.monotonic()
+    try:
+        writer.write(attacker.head("POST", path, len(raw), JSON) + raw)
+        if await status_of(attacker, reader, attacker.left) == 200:
+            while attacker.going and await reader.read(size):
+                await attacker.pause(every)
+            attacker.count("read on" if not attacker.going else "cut off")
+    except OSError:
+        attacker.count("cut off")
+        attacker.note(f"a slow reader was cut off after {time.monotonic() - began:.0f} s")
+    finally:
+        await close(writer)
+
+
+READERS = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 200, "ignore_eos": True}
+READERS |= {"logprobs": True, "top_logprobs": 20}
+
+
+@attack("fast-readers", "as slow-readers, read at once", shown=False)
+async def fast_readers(attacker: Attacker) -> None:
+    async def one(index: int) -> None:
+        while attacker.going:
+            answer = await attacker.call(
+                "POST", "/v1/chat/completions", json={"model": attacker.target.base_model, **READERS, "stream": True}
+            )
+            await attacker.pause(5.0 if answer is None or answer.status != 200 else 0.5)
+
+    await attacker.side_by_side(200, one)
+
+
+@attack("slow-readers", "200 readers of streams with top_logprobs 20, 1 KB a second each", honest="fast-readers")
+async def slow_readers(attacker: Attacker) -> None:
+    async def one(index: int) -> None:
+        while attacker.going:
+            await read_slowly(attacker, READERS | {"stream": True}, "/v1/chat/completions", 1.0, 1024)
+            await attacker.pause(5.0)
+
+    await attacker.side_by_side(200, one)
+
+
+@attack(
+    "slow-whole-answers", "200 readers of whole answers with top_logprobs 20, 1 KB a second each", honest="fast-readers"
+)
+async def slow_whole(attacker: Attacker) -> None:
+    async def one(index: int) -> None:
+        while attacker.going:
+            await read_slowly(attacker, READERS, "/v1/chat/completions", 1.0, 1024)
+            await attacker.pause(5.0)
+
+    await attacker.side_by_side(200, one)
