@@ -18,7 +18,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples" / "adapters"
 MIB = 2**20
 # Digits of a pax header that has no end: quadratic in the regular expression of Python before 3.11.10 and 3.12.6.
-DIGITS = 300_000
+DIGITS = 60_000
 
 
 @cache

@@ -96,8 +96,9 @@ async def serve(kind: str) -> None:
         url = await exits.enter_async_context(serving(control.app()))
         told: dict[str, Any] = {"control": url}
         if kind == "vllm":
-            vllm = await exits.enter_async_context(VllmDouble(TOKEN).serving())
-            told["engines"] = [f"vllm+{vllm.url}"]
+            vllm = await exits.enter_async_context(VllmDouble().serving())
+            told["engines"] = [f"vllm+{vllm.url}?key_env=KEY_OF_VLLM"]
+            told["environment"] = {"KEY_OF_VLLM": vllm.api_key}
             control.seen["fields"] = lambda: sorted({name for _, body in vllm.requests for name in body})
             control.seen["salts"] = lambda: sorted({body.get("cache_salt", "") for _, body in vllm.requests})
             control.seen["requests"] = lambda: len(vllm.requests)

@@ -24,7 +24,10 @@ DIGEST = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}(/(adapter_config\.json|adapter_mo
 
 @dataclass
 class Seen:
-    """Measurements of one round. memory, children: peaks in bytes, the gateway's above its start. stall: seconds. cpu: seconds."""
+    """Measurements of one round, in bytes and seconds.
+
+    memory: the gateway's peak above its start. children: its children's peak. stall: the slowest answer.
+    """
 
     memory: int = 0
     children: int = 0
