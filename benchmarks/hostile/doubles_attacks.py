@@ -23,7 +23,6 @@ INTERNAL: dict[str, Any] = {
     "truncate_prompt_tokens": 1,
     "logits_processors": ["os.system"],
     "chat_template": "{{ 1 }}",
-    "thinking_token_budget": 1,
     "repetition_detection": {"a": 1},
     "request_id": "mine",
     "priority": -100,

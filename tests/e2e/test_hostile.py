@@ -4,6 +4,7 @@ Latencies are not judged, because tests share their machine; stalls generously.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,9 +22,10 @@ def place(stack: Stack) -> Place:
     return of_stack(stack)
 
 
-@pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with before_doubles(tmp_path_factory.mktemp("vllm"), "vllm") as place:
+@pytest.fixture
+def doubles(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
+    """A gateway before the engine doubles of a kind."""
+    with before_doubles(tmp_path, request.param) as place:
         yield place
 
 
@@ -51,3 +53,16 @@ async def test_an_attack_is_felt_by_nobody_and_leaves_nothing(name: str, statuse
     result = await attacked(name, place)
     assert statuses <= set(result.statuses)
     assert all(status == "503" or not status.startswith("5") for status in result.statuses)
+
+
+@pytest.mark.parametrize(
+    ("doubles", "name", "statuses"),
+    [
+        ("vllm", "vllm-fields", {"200", "400"}),
+        ("redirecting", "redirects", {"200"}),
+    ],
+    indirect=["doubles"],
+)
+async def test_an_engine_that_misbehaves_learns_nothing(name: str, statuses: set[str], doubles: Place):
+    result = await attacked(name, doubles)
+    assert statuses <= set(result.statuses)
