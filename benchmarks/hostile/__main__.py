@@ -2,7 +2,7 @@
 
     python -m benchmarks.hostile                          (all, about 40 minutes; --list names them)
     python -m benchmarks.hostile --only pax-bomb rank-65 --seconds 5 --pairs 1
-    python -m benchmarks.hostile --mutations 200          (mutated uploads as well; 0 for none)
+    python -m benchmarks.hostile --only mutated-uploads --mutations 1000
 
 Attacks are on the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
 need engines that misbehave, and meet a gateway before doubles of them. Each attacker is a new tenant with the default
@@ -45,6 +45,8 @@ def show(result: Result) -> str:
 
 async def run_all(flags: argparse.Namespace, folder: Path) -> list[Result]:
     wanted = [ATTACKS[name] for name in flags.only] if flags.only else SHOWN
+    if not flags.mutations:
+        wanted = [attack for attack in wanted if attack.name != "mutated-uploads"]
     limits = Limits(latency=flags.latency or None)
     results = []
     for name in dict.fromkeys(attack.place for attack in wanted):
@@ -53,7 +55,7 @@ async def run_all(flags: argparse.Namespace, folder: Path) -> list[Result]:
             for attack in wanted:
                 if attack.place == name:
                     print(f"\n{attack.name}: {attack.words}", flush=True)
-                    results.append(await run_attack(attack, place, flags.seconds, flags.pairs, limits))
+                    results.append(await run_attack(attack, place, flags.seconds, flags.pairs, limits, flags.mutations))
                     print(show(results[-1]), flush=True)
     return results
 
@@ -71,6 +73,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=12.0, help="length of a round")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of rounds for each attack")
     parser.add_argument("--latency", type=float, default=1.2, help="limit of the neighbour's p50 and p99; 0 for none")
+    parser.add_argument("--mutations", type=int, default=200, help="mutated uploads in a round; 0 for none")
     parser.add_argument("--postgres", action="store_true", help="PostgreSQL instead of SQLite")
     parser.add_argument("--json", type=Path, help="write the results there as well")
     flags = parser.parse_args()

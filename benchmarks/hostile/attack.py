@@ -23,7 +23,7 @@ class Attack:
     prepare: Callable[[], object] | None = None
     honest: str | None = None
     least_seconds: float = 0.0
-    limits: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int | None] = field(default_factory=dict)
     shown: bool = True
 
 

@@ -33,7 +33,8 @@ REQUEST_ID = re.compile(rb"req_[0-9a-f]+")
 @dataclass(frozen=True)
 class Target:
     """The gateway under attack, as its attacker sees it. control: the URL at which
-    engine doubles tell what they saw. max_upload_seconds: the longest that a refusal may take."""
+    engine doubles tell what they saw. max_upload_seconds: the longest that a refusal may take.
+    mutations: uploads that `mutated-uploads` sends in a round."""
 
     url: str
     key: str
@@ -42,6 +43,7 @@ class Target:
     max_upload_seconds: float = 5.0
     max_error_bytes: int = 2048
     control: str = ""
+    mutations: int = 200
 
 
 @dataclass

@@ -106,7 +106,9 @@ async def child(attack: Attack, target: Target) -> AsyncIterator[Child]:
         await process.wait()
 
 
-async def run_attack(attack: Attack, place: Place, seconds: float, pairs: int, limits: Limits) -> Result:
+async def run_attack(
+    attack: Attack, place: Place, seconds: float, pairs: int, limits: Limits, mutations: int = 200
+) -> Result:
     """Attack `pairs` times for as many seconds, each time right after a quiet round of the same length."""
     number, seconds = next(NUMBERS), max(seconds, attack.least_seconds)
     neighbour_key = place.tenant(f"neighbour-{number}")
@@ -115,9 +117,8 @@ async def run_attack(attack: Attack, place: Place, seconds: float, pairs: int, l
         exits.callback(watch.close)
 
         async def attacker(of: Attack, name: str) -> Child:
-            target = Target(
-                place.url, place.tenant(name, **of.limits), neighbour_key, place.base_model, control=place.control
-            )
+            key = place.tenant(name, **of.limits)
+            target = Target(place.url, key, neighbour_key, place.base_model, control=place.control, mutations=mutations)
             return await exits.enter_async_context(child(of, target))
 
         hostile = await attacker(attack, f"attacker-{number}")

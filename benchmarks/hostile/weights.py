@@ -1,5 +1,6 @@
 """Uploads whose content is the weapon: headers, patterns, ranks, values, names; and what engines make of them."""
 
+import asyncio
 import json
 import math
 import random
@@ -237,3 +238,28 @@ async def cycle(attacker: Attacker) -> None:
     await attacker.side_by_side(8, one)
     for name in names:
         await attacker.call("DELETE", f"/v1/adapters/{name}")
+
+
+@attack(
+    "mutated-uploads",
+    "mutated headers, shapes, archives, names and JSON, each refused with a reason in under 5 s",
+    limits={"adapter_changes_per_minute": None, "max_concurrent_uploads": None},
+)
+async def send_mutated(attacker: Attacker) -> None:
+    from tests.gateway.mutated_uploads import mutated
+
+    pending = mutated(good(), seed=attacker.target.mutations, count=attacker.target.mutations)
+
+    async def one() -> None:
+        for upload in pending:
+            headers = {"Content-Type": upload.content_type}
+            answer = await attacker.call("POST", "/v1/adapters", data=upload.body, headers=headers)
+            if answer is None:
+                attacker.check(False, f"{upload.kind}: no answer")
+                continue
+            reasoned = 400 <= answer.status < 500 and answer.status != 429 and answer.json["error"]["message"]
+            attacker.check(bool(reasoned), f"{upload.kind}: {answer.status}")
+            limit = attacker.target.max_upload_seconds
+            attacker.check(answer.seconds <= limit, f"{upload.kind}: refused after {answer.seconds:.1f} s")
+
+    await asyncio.gather(one(), one())
