@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,8 @@ from tests.e2e.stack import ROOT
 
 # The first requests of a stack warm caches that no attack should be charged for.
 WARM_SECONDS = 2.0
+# Worth a line in the report, beyond so many seconds.
+SLOW_TO_SETTLE = 5.0
 NUMBERS = itertools.count(1)
 
 
@@ -123,7 +126,9 @@ async def run_attack(
 
         hostile = await attacker(attack, f"attacker-{number}")
         honest = await attacker(ATTACKS[attack.honest], f"honest-{number}") if attack.honest else None
-        session = await exits.enter_async_context(aiohttp.ClientSession())
+        # No connection is kept: what is open after a round is the attacker's.
+        connector = aiohttp.TCPConnector(force_close=True, limit=0)
+        session = await exits.enter_async_context(aiohttp.ClientSession(connector=connector))
         uploads = place.has_real_engine
         neighbour = Neighbour(session, place.url, neighbour_key, place.base_model, uploads=uploads)
         await measure(neighbour, watch, None, WARM_SECONDS)
@@ -133,18 +138,15 @@ async def run_attack(
             before, calm, _ = await measure(neighbour, watch, honest, seconds)
             quiet.add(before)
             quiet_stall = max(quiet_stall, calm.stall)
-            await session.close()
             remains = await watch.settled()
-            session = await exits.enter_async_context(aiohttp.ClientSession())
-            neighbour = Neighbour(session, place.url, neighbour_key, place.base_model, uploads=uploads)
             after, one, outcome = await measure(neighbour, watch, hostile, seconds)
             felt.add(after)
             merge(seen, told, one, outcome)
-            await session.close()
             accepted = set(told.accepted)
+            began = time.monotonic()
             left += (await watch.settled(remains, accepted)).beyond(remains, accepted)
-            session = await exits.enter_async_context(aiohttp.ClientSession())
-            neighbour = Neighbour(session, place.url, neighbour_key, place.base_model, uploads=uploads)
+            if time.monotonic() - began > SLOW_TO_SETTLE:
+                told.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
         return judge(attack, limits, quiet, felt, seen, told, quiet_stall, left)
 
 
