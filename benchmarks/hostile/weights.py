@@ -78,13 +78,17 @@ async def send_patterns(attacker: Attacker) -> None:
     async def one(index: int) -> None:
         while attacker.going:
             for name, content in dear_patterns().items():
+                if not attacker.going:
+                    break
                 answer = await attacker.upload(f"p{index}-{name}", {CONFIG: content, WEIGHTS: weights})
-                if answer is not None:
-                    attacker.check(answer.seconds <= 5.0, f"{name}: answered after {answer.seconds:.1f} s")
-                    if answer.status == 201:
-                        await attacker.chat(model=f"p{index}-{name}", max_tokens=1)
+                if answer is None or answer.status in (429, 503):
+                    await attacker.pause(0.5)
+                    continue
+                attacker.check(answer.seconds <= 5.0, f"{name}: answered after {answer.seconds:.1f} s")
+                if answer.status == 201:
+                    await attacker.chat(model=f"p{index}-{name}", max_tokens=1)
 
-    await attacker.side_by_side(4, one)
+    await asyncio.gather(*(one(index) for index in range(4)))
 
 
 @cache
