@@ -15,7 +15,7 @@ from engine.tokenizer import Tokenizer, TokenizerError
 from engine.tracing import TracingError, start_tracing, trace_requests
 from gateway.access import add_request_id, hide_server, observe
 from gateway.admission.auth import Authenticator
-from gateway.admission.fallback import parse_fallback
+from gateway.admission.fallback import parse_check, parse_fallback
 from gateway.admission.overload import Gate
 from gateway.admission.quota import Quota
 from gateway.admission.store import connect
@@ -116,6 +116,7 @@ async def make_app(settings: Settings) -> web.Application:
         fallback,
         metrics.admitted_without_redis,
         UsagePast(database, settings.base_model),
+        parse_check(settings.redis_check),
     )
     prices = Prices(database)
     price_list = PriceList(prices, settings.base_model)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
-from gateway.admission.fallback import parse_fallback
+from gateway.admission.fallback import parse_check, parse_fallback
 from gateway.fleet.addresses import ANNOUNCED, Address, parse_address
 
 Network = IPv4Network | IPv6Network
@@ -64,6 +64,8 @@ class Settings:
     lease_seconds: float = 30.0
     # What holds while Redis is away: closed, open or local, for all limits or by class (`requests=local`).
     quota_fallback: tuple[str, ...] = ("closed",)
+    # Redis' own settings (eviction, persistence) are checked: warn, refuse (`/readyz` says 503) or off.
+    redis_check: str = "warn"
     # No byte from the engine for this long ends the request.
     engine_timeout: float = 300.0
     # An engine that says nothing of its state for this long is down; its requests without a first byte go elsewhere.
@@ -130,6 +132,10 @@ class Settings:
             parse_fallback(self.quota_fallback)
         except ValueError as error:
             raise SettingsError(env_name("quota_fallback"), str(error)) from error
+        try:
+            parse_check(self.redis_check)
+        except ValueError as error:
+            raise SettingsError(env_name("redis_check"), str(error)) from error
         _check_url("database_url", self.database_url, {"sqlite", "postgresql", "postgres"})
         if not self.base_model:
             raise SettingsError(env_name("base_model"), "expected the served name of the base model")

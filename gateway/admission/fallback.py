@@ -6,6 +6,9 @@ from typing import Literal, cast, get_args
 Mode = Literal["closed", "open", "local"]
 
 MODES = get_args(Mode)
+# How Redis' own settings are checked: `LORAPLEX_REDIS_CHECK`.
+Check = Literal["warn", "refuse", "off"]
+CHECKS: tuple[Check, ...] = get_args(Check)
 # Of limits, as gateway.admission.limits.CLASSES names them.
 LIMIT_CLASSES = ("requests", "tokens", "concurrency", "budget")
 
@@ -25,3 +28,10 @@ def parse_fallback(items: Iterable[str]) -> Mapping[str, Mode]:
         for limit_class in (name,) if separator else LIMIT_CLASSES:
             found[limit_class] = cast(Mode, mode)
     return found
+
+
+def parse_check(text: str) -> Check:
+    """Return the mode of that name. Raises ValueError."""
+    if text not in CHECKS:
+        raise ValueError(f"expected {', '.join(CHECKS)}; got {text!r}")
+    return text

@@ -562,9 +562,11 @@ local function restore(lease_ms, id, at, tokens, completion, cost, note)
   for i = 9, #ARGV do
     record.limits[i - 8] = i % 2 == 1 and ARGV[i] or tonumber(ARGV[i])
   end
+  -- `extend` has found it missing and counted all others again.
+  hold(record, 1)
+  reserve(record, 1)
   redis.call('HSET', HELD, id, cmsgpack.pack(record))
   redis.call('ZADD', LEASES, now_ms + lease_ms, id)
-  recount()
   for i = 1, 3 do
     redis.call('PEXPIRE', KEYS[i], KEEP_MS)
   end

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from gateway.admission.auth import TenantPrincipal
-from gateway.admission.fallback import Mode, parse_fallback
+from gateway.admission.fallback import Check, Mode, parse_fallback
 from gateway.admission.leases import Leases
 from gateway.admission.limits import Limit, adapter_limits, limits_of
 from gateway.admission.presence import Presence
@@ -24,6 +24,7 @@ from gateway.admission.recall import Past, Recall
 from gateway.admission.refusals import check_possible, rate_headers, refusal
 from gateway.admission.reservation import EPOCH, ExpiredLease, Progress, Reservation
 from gateway.admission.store import Client, Store, unavailable
+from gateway.admission.store_check import StoreCheck
 from gateway.admission.without_redis import Demand, WithoutRedis, reservation
 from gateway.errors import Unavailable
 from gateway.records.catalog import Model
@@ -58,6 +59,7 @@ class Quota:
         fallback: Mapping[str, Mode] = CLOSED,
         admitted_without: Callable[[str], None] = lambda mode: None,
         past: Past | None = None,
+        check: Check = "warn",
     ) -> None:
         """admitted_without: called with "open" or "local" for each request that is admitted without Redis.
 
@@ -65,6 +67,7 @@ class Quota:
         """
         self._redis = redis
         self._store = Store(redis, timeout)
+        self._check = StoreCheck(redis, self._store, check)
         self._recall = Recall(self._store.script, past)
         self._lease_ms = int(lease_seconds * 1000)
         self.fallback = fallback
@@ -86,6 +89,11 @@ class Quota:
     def gateways(self) -> int:
         """How many live, this one among them, as Redis last said."""
         return self._presence.count
+
+    @property
+    def store_warnings(self) -> str:
+        """The state of Redis' settings; it begins with "ok" unless requests are to be refused for them."""
+        return self._check.state
 
     @property
     def away(self) -> bool:
@@ -308,6 +316,7 @@ class Quota:
             group.create_task(self._leases.keep_extending())
             group.create_task(self._keep_giving_back())
             group.create_task(self._keep_present())
+            group.create_task(self._check.watch())
 
     async def ping(self) -> None:
         """Raises Unavailable if Redis does not answer in time."""

@@ -43,6 +43,7 @@ class Health:
             "database": database,
             "redis": redis,
             "quota": self._quota_state(redis),
+            "redis_settings": self._quota.store_warnings,
             "engines": "ok" if up else "; ".join(self._registry.problems) or "none is up",
             "tokenizer": "ok",
             "ledger": "ok" if self._ledger.has_room else "full",
