@@ -125,6 +125,12 @@ class Metrics:
             "Usage events that this process set aside in usage_rejected.",
             registry=self.registry,
         )
+        self._mismatches = Counter(
+            "loraplex_gateway_adapter_mismatches",
+            "Answers for which the engine read another adapter than was asked for.",
+            ["engine"],
+            registry=self.registry,
+        )
         self._slow_readers = Counter(
             "loraplex_gateway_slow_readers_cut",
             "Clients cut off because they read their answers too slowly.",
@@ -170,6 +176,9 @@ class Metrics:
     def watch_loop(self, lag: LoopLag) -> None:
         self._loop_lag.set_function(lambda: lag.last)
         self._loop_lag_max.set_function(lambda: lag.longest)
+
+    def adapter_mismatch(self, engine: str) -> None:
+        self._mismatches.labels(engine).inc()
 
     def slow_reader_cut(self) -> None:
         self._slow_readers.inc()

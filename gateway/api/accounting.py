@@ -14,9 +14,10 @@ from gateway.admission.reservation import Reservation
 from gateway.api.charges import Charge, Ending, Used, Weights, charge
 from gateway.api.delivery import ClientGone
 from gateway.api.prompts import InferenceRequest
-from gateway.errors import Forbidden, InvalidKey, Unavailable
+from gateway.errors import EngineMismatch, Forbidden, InvalidKey, Unavailable
 from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field
 from gateway.fleet.finished import FinishedClient
+from gateway.fleet.receipts import matches, served_digest
 from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
 from gateway.outage import Outage
@@ -63,6 +64,8 @@ class Account:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
+        # The engine's receipt; None: it said nothing.
+        self.served_digest: str | None = None
         self.ending = Ending.BROKEN
         self.settlement: asyncio.Task[None] | None = None
         self.tell: Callable[[Reservation, str, int, int], None] | None = None
@@ -89,13 +92,20 @@ class Account:
         self.engine, self.engine_remembers = self._before
         self.prompt_tokens = 0
 
+    def observe_receipt(self, receipt: Any) -> None:
+        """Read which adapter the engine used. Raises EngineMismatch where it is not the request's."""
+        if isinstance(receipt, str):
+            self.served_digest = served_digest(receipt)
+            if not matches(self.served_digest, self.model.digest):
+                raise EngineMismatch
+
     def observe_answer(self, answer: Fields) -> None:
-        """Read the counts of a whole answer. Raises UpstreamFailed."""
+        """Read the counts of a whole answer. Raises UpstreamFailed, EngineMismatch."""
         self._observe(answer)
 
     def observe_event(self, event: Fields) -> None:
         """Read the counts of one event of a stream; the first with a token is the client's first. Raises
-        UpstreamFailed."""
+        UpstreamFailed, EngineMismatch."""
         before = self.completion_tokens
         self._observe(event)
         if self._first_token is None and self.completion_tokens > before:
@@ -104,6 +114,8 @@ class Account:
     def _observe(self, event: Fields) -> None:
         progress, usage = decode_field(event, "loraplex"), decode_field(event, "usage")
         choices = decode_choices(event)
+        if isinstance(progress, dict):
+            self.observe_receipt(progress.get("adapter_digest"))
         if isinstance(usage, dict):
             self._count(usage, (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
         elif isinstance(progress, dict):
@@ -146,6 +158,7 @@ class Account:
             status=self.status,
             finish_reason=self.finish_reason,
             created_at=self.reservation.admitted_at,
+            served_digest=self.served_digest,
         )
 
     def _count(self, counts: dict[str, Any], cached: Any) -> None:
@@ -198,6 +211,9 @@ class Accounting:
             raise
         except (InvalidKey, Forbidden):
             self.close(account, Ending.REVOKED)
+            raise
+        except EngineMismatch:
+            self.close(account, Ending.MISMATCHED)
             raise
         finally:
             self.close(account, Ending.BROKEN)

@@ -6,7 +6,7 @@ from enum import Enum
 import msgspec
 
 from engine.protocol import CompletionRequest, SamplingRequest
-from gateway.errors import BadRequest, EngineMismatch, NoEngine, Overloaded, Unavailable
+from gateway.errors import BadRequest, EngineMismatch, Forbidden, InvalidKey, NoEngine, Overloaded, Unavailable
 from gateway.fleet.client import EngineRefused
 from gateway.records.prices import Price
 
@@ -123,11 +123,16 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
     return Charge(int(counts), rate_tokens, used, is_recorded=ending is not Ending.UNSERVED)
 
 
+def ending_after(error: Exception) -> Ending:
+    """Return how a request ended whose stream this error ended."""
+    if isinstance(error, InvalidKey | Forbidden):
+        return Ending.REVOKED
+    return Ending.MISMATCHED if isinstance(error, EngineMismatch) else Ending.BROKEN
+
+
 def ending_of(refusal: EngineRefused) -> Ending:
     """Return how a request ended that no engine began to answer."""
     error, status = refusal.error, refusal.status
-    if isinstance(error, EngineMismatch):
-        return Ending.MISMATCHED
     if isinstance(error, NoEngine):
         return Ending.UNSERVED
     if isinstance(error, Overloaded | Unavailable):

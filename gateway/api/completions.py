@@ -3,8 +3,8 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import msgspec
@@ -16,22 +16,23 @@ from gateway.admission.auth import Authenticator
 from gateway.admission.quota import Quota
 from gateway.api.accounting import Account, Accounting, lease_note
 from gateway.api.bodies import json_response, read_raw
-from gateway.api.charges import Ending, ending_of
+from gateway.api.charges import Ending, ending_after, ending_of
 from gateway.api.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
 from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
 from gateway.errors import (
     REQUEST_ID,
-    Forbidden,
-    InvalidKey,
+    EngineMismatch,
     ModelNotFound,
     OutOfTime,
     RateLimited,
     error_body,
     translate,
 )
+from gateway.fleet import receipts
 from gateway.fleet.answers import Fields, read_answer, read_events
 from gateway.fleet.client import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
+from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.prices import PriceList
@@ -147,6 +148,8 @@ class Completions:
             async with AsyncExitStack() as stack:
                 async with self._while_allowed(account):
                     answering = await stack.enter_async_context(self._fleet.open(call, account))
+                    stack.enter_context(self._distrusting(answering.engine))
+                    account.observe_receipt(answering.response.headers.get(receipts.HEADER))
                     if not asked.stream:
                         return await self._relay_answer(answering, account, delivery)
                 return await self._relay_stream(request, answering, asked, account, delivery)
@@ -171,7 +174,7 @@ class Completions:
         body = msgspec.json.encode(answer)
         await self._accounting.close_ahead(account)
         delivery.whole(len(body))
-        return web.Response(body=body, content_type="application/json", headers=_headers(answering, account))
+        return web.Response(body=body, content_type="application/json", headers=_headers(account))
 
     async def _relay_stream(
         self,
@@ -181,7 +184,7 @@ class Completions:
         account: Account,
         delivery: Delivery,
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={**STREAM_HEADERS, **_headers(answering, account)})
+        response = web.StreamResponse(headers={**STREAM_HEADERS, **_headers(account)})
         delivery.on_full = answering.release
         model = _json(account.model.name)
         try:
@@ -205,8 +208,9 @@ class Completions:
                 failure = translate(error, request[REQUEST_ID])
                 # The engine stops, and can then be asked what it did.
                 answering.response.close()
-                revoked = isinstance(error, InvalidKey | Forbidden)
-                await self._accounting.close_and_wait(account, Ending.REVOKED if revoked else Ending.BROKEN)
+                if isinstance(error, EngineMismatch):
+                    self._distrust(answering.engine)
+                await self._accounting.close_and_wait(account, ending_after(error))
                 body = error_body(failure.message, failure.kind, failure.param, failure.code)
                 await _send(delivery, response, body)
         except ClientGone:
@@ -214,6 +218,19 @@ class Completions:
             if request.transport is not None:
                 request.transport.abort()
         return response
+
+    @contextmanager
+    def _distrusting(self, engine: EngineRecord) -> Iterator[None]:
+        try:
+            yield
+        except EngineMismatch:
+            self._distrust(engine)
+            raise
+
+    def _distrust(self, engine: EngineRecord) -> None:
+        """Count an answer of another adapter, and take its engine out until it has been restarted."""
+        self._metrics.adapter_mismatch(engine.url)
+        engine.distrust()
 
     @asynccontextmanager
     async def _while_allowed(self, account: Account) -> AsyncIterator[None]:
@@ -274,8 +291,10 @@ async def _send(delivery: Delivery, response: web.StreamResponse, data: bytes) -
     await delivery.write(response, b"data: " + data + b"\n\n")
 
 
-def _headers(answering: Answering, account: Account) -> dict[str, str]:
-    return account.reservation.headers
+def _headers(account: Account) -> dict[str, str]:
+    if account.served_digest is None:
+        return account.reservation.headers
+    return {**account.reservation.headers, receipts.HEADER: receipts.as_receipt(account.served_digest)}
 
 
 def _json(value: str) -> Raw:

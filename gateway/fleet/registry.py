@@ -23,6 +23,7 @@ MISSES_UNTIL_DOWN = 3
 BATCHES_IN_FLIGHT = 2
 # What is assumed until an engine has told or shown it.
 DEFAULT_SLOTS = 32
+MISMATCH = "engine answered with another adapter than was asked for; restart it and report its log"
 DEFAULT_LOAD_SECONDS = 0.05
 # An engine measures its loads up to host memory; the way to the device comes after that.
 LEAST_LOAD_SECONDS = 0.02
@@ -35,6 +36,7 @@ class EngineRecord:
     resident: digests (no prefix) of the adapters it holds. serving: this process' requests by digest, the base model's
     under None. others: requests of other gateways. slots: what it runs at once. load_seconds: what bringing an adapter
     takes. request_seconds: what a request takes. problem: why it gets no requests although it lives, and what to do.
+    distrusted: the instance that answered with another adapter than was asked for.
     silent_since: it is down because it says nothing, though its connections stand. unanswered: ends the wait of each
     request that it has not begun to answer.
     """
@@ -53,6 +55,7 @@ class EngineRecord:
     misses: int = 0
     problem: str | None = None
     silent_since: float | None = None
+    distrusted: str | None = None
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
     breaker: Breaker = field(default_factory=Breaker)
 
@@ -131,7 +134,16 @@ class EngineRecord:
         self.silent_since = None
         self.resident = frozenset()
 
+    def distrust(self) -> None:
+        """Give this engine no requests until another instance of it says how it is."""
+        self.distrusted = str(self.state.get("instance"))
+        self.mark_misconfigured(MISMATCH)
+
     def mark_up(self) -> None:
+        if self.distrusted is not None and self.distrusted == str(self.state.get("instance")):
+            self.mark_misconfigured(MISMATCH)
+            return
+        self.distrusted = None
         if not self.healthy:
             log.info("engine %s is up", self.url)
             # What the one before it did is not held against an engine that comes back.

@@ -172,6 +172,8 @@ usage = Table(
     Column("status", String(16), nullable=False),
     Column("finish_reason", String(32), nullable=True),
     Column("created_at", UtcDateTime, nullable=False),
+    # The engine's receipt: a digest, "base" or "mixed"; NULL where it said nothing.
+    Column("served_digest", String(64), nullable=True),
     Index("ix_usage_tenant_id_created_at", "tenant_id", "created_at"),
     Index("ix_usage_tenant_created_at", "tenant", "created_at"),
     Index("ix_usage_created_at", "created_at"),

@@ -12,7 +12,8 @@ Id = Annotated[str, Meta(max_length=32)]
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """status: "ok", "cancelled" (the client left), "refused" (the engine found the request bad; it cost nothing),
-    "error" or "abandoned" (its gateway died). Times in ms from the request's arrival. cost: in micro-units."""
+    "error" or "abandoned" (its gateway died). Times in ms from the request's arrival. cost: in micro-units.
+    served_digest: the engine's receipt (gateway/fleet/receipts.py); None: it said nothing."""
 
     request_id: Annotated[str, Meta(max_length=64)]
     tenant_id: Id
@@ -31,6 +32,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     status: Annotated[str, Meta(max_length=16)]
     finish_reason: Annotated[str, Meta(max_length=32)] | None
     created_at: Annotated[datetime, Meta(tz=True)]
+    served_digest: Annotated[str, Meta(max_length=64)] | None = None
 
 
 _encoder = msgspec.json.Encoder()

@@ -21,7 +21,7 @@ CACHED_TOKENS = 3
 class Upstream:
     """x_engine: tokens (2), delay (seconds between tokens), status (answer this instead), fail_after (an error event
     after so many tokens), drop_after (cut the connection after so many), per_event (tokens in one event), pad (bytes
-    that the answer and each event are larger by)."""
+    that the answer and each event are larger by), mixed_after (the receipt says "mixed" in that event)."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -49,6 +49,9 @@ class Upstream:
         # Says nothing of itself any more, as if stopped; begins no answer.
         self.mute = False
         self.holds = False
+        # The receipt: of the model that was asked for, another one, or none, as vLLM and older engines.
+        self.receipt: str | Literal[True] | None = True
+        self.instance = "one"
         # Streams of requests that ask for a `pause` wait after their first event.
         self.paused = True
 
@@ -96,12 +99,12 @@ class Upstream:
         return response
 
     def _state_now(self) -> dict[str, Any]:
-        told = (self.model, tuple(self.resident), self.running, self.draining)
+        told = (self.instance, self.model, tuple(self.resident), self.running, self.draining)
         if told != self._told:
             self._told = told
             self._generation += 1
         return {
-            "instance": "one",
+            "instance": self.instance,
             "generation": self._generation,
             "model": self.model,
             "adapters_resident": self.resident,
@@ -159,12 +162,19 @@ class Upstream:
         choice = {"index": 0, "finish_reason": "stop"}
         chat = request.path.endswith("chat/completions")
         choice |= {"message": {"role": "assistant", "content": "a" * tokens}} if chat else {"text": "a" * tokens}
-        return web.json_response({**self._envelope(body), "choices": [choice], "usage": usage(tokens)})
+        answer = {**self._envelope(body), "choices": [choice], "usage": usage(tokens)}
+        return web.json_response(answer, headers=self._receipt(body))
+
+    def _receipt(self, body: dict[str, Any]) -> dict[str, str]:
+        asked = body["model"] if body["model"].startswith("sha256:") else "base"
+        said = asked if self.receipt is True else self.receipt
+        return {} if said is None else {"x-loraplex-adapter-digest": said}
 
     async def _stream(
         self, request: web.Request, body: dict[str, Any], how: dict[str, Any], mine: dict[str, Any]
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        response.headers.update(self._receipt(body))
         await response.prepare(request)
         chat = request.path.endswith("chat/completions")
         tokens, step = min(how.get("tokens", 2), body["max_tokens"]), how.get("per_event", 1)
@@ -176,7 +186,13 @@ class Upstream:
             event = {**self._envelope(body), "choices": [choice], "usage": None}
             if self.says_progress:
                 mine["completion_tokens"] = made
-                counts = {"completion_tokens": made, "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
+                counts: dict[str, Any] = {
+                    "completion_tokens": made,
+                    "prompt_tokens": PROMPT_TOKENS,
+                    "cached_tokens": CACHED_TOKENS,
+                }
+                if how.get("mixed_after") == made:
+                    counts["adapter_digest"] = "mixed"
                 event["loraplex"] = counts
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             self.events += 1
