@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 from aiohttp import web
@@ -65,7 +66,7 @@ from gateway.records.usage_past import UsagePast
 from gateway.records.usage_report import UsageReport
 from gateway.records.usage_stream import UsageStream
 from gateway.records.usage_writer import UsageWriter
-from gateway.settings import Settings, SettingsError
+from gateway.settings import OFF, Settings, SettingsError
 from gateway.tracing import UNTRACED
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,8 @@ async def make_app(settings: Settings) -> web.Application:
     database = Database(settings.database_url)
     tenants, keys, report = Tenants(database), Keys(database), UsageReport(database)
     changes = Changes(database, settings.key_trust_seconds)
-    auth = Authenticator(keys, settings.key_pepper, settings.admin_key, changes)
+    bootstrap_key = None if settings.admin_key == OFF else settings.admin_key
+    auth = Authenticator(keys, settings.key_pepper, bootstrap_key, changes)
     catalog = Catalog(database, settings.base_model, changes, TRUST_SECONDS)
     redis = connect(settings.redis_url, settings.redis_timeout)
     journal = Journal(journal_folder(settings.journal_dir.expanduser(), settings.database_url), settings.journal_bytes)
@@ -165,6 +167,7 @@ async def make_app(settings: Settings) -> web.Application:
         if settings.migrate_on_start:
             await database.upgrade()
         await database.check_schema()
+        await _check_admin_key(settings, keys)
         yield
 
     async def access(_: web.Application) -> AsyncIterator[None]:
@@ -201,7 +204,7 @@ async def make_app(settings: Settings) -> web.Application:
         await accounting.drain(FLUSH_SECONDS)
 
     # A request meets these from the outside in.
-    wrong_keys = FailedLogins(metrics).middleware()
+    wrong_keys = FailedLogins(metrics, auth.is_issued, redis, settings.database_url).middleware()
     observed = observe(metrics, settings.proxy_networks)
     middlewares = [observed, error_boundary, wrong_keys, known_parameters, idempotency.for_admin_calls(auth)]
     if tracing is not None:
@@ -262,7 +265,7 @@ async def make_app(settings: Settings) -> web.Application:
             web.delete("/v1/adapters/{name}", own.delete),
             web.get("/v1/usage", Usage(auth=auth, report=report).get),
             *admin.routes(),
-            *Engines(announcements, token).routes(),
+            *Engines(announcements, token, settings.announce_token).routes(),
             *AdminAudit(auth=auth, audit=Audit(database)).routes(),
             *AdminPrices(auth=auth, prices=prices, known=price_list, tenants=tenants, catalog=catalog).routes(),
             *AdminTenants(auth=auth, tenants=tenants, catalog=catalog).routes(),
@@ -290,3 +293,16 @@ def _read_model(settings: Settings) -> tuple[Tokenizer, BaseShape, int]:
     if settings.max_model_len is None and not isinstance(config.get("max_position_embeddings"), int):
         raise SettingsError("LORAPLEX_MAX_MODEL_LEN", "is required: config.json has no max_position_embeddings")
     return tokenizer, base, settings.max_model_len or context_length(config)
+
+
+async def _check_admin_key(settings: Settings, keys: Keys) -> None:
+    """Raise SettingsError where nobody could open the admin API."""
+    if settings.admin_key != OFF:
+        return
+    now = datetime.now(UTC)
+    if not any(key.valid(now) for key in await keys.list(None)):
+        raise SettingsError(
+            "LORAPLEX_ADMIN_KEY",
+            "is required while the database holds no valid admin key: set it, make one with `loraplex key create "
+            "--admin`, then set it to 'off'",
+        )

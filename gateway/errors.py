@@ -128,7 +128,10 @@ class TooManyFailures(GatewayError):
     status, kind, code = 429, "invalid_request_error", "too_many_wrong_keys"
 
     def __init__(self, *, retry_after: int) -> None:
-        message = f"Too many wrong API keys from your address. Try again in {retry_after} s, or with a right one."
+        message = (
+            f"Too many wrong API keys came from your address, and this one was not looked at. Try again in "
+            f"{retry_after} s. Keys that this service has issued are served meanwhile."
+        )
         super().__init__(message, headers={"Retry-After": str(retry_after)})
 
 

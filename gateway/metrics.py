@@ -87,6 +87,11 @@ class Metrics:
         self._failed_logins = Counter(
             "loraplex_gateway_wrong_keys", "Requests with an API key that opens nothing.", registry=self.registry
         )
+        self._refused_logins = Counter(
+            "loraplex_gateway_refused_keys",
+            "Requests refused for their address' wrong keys, their own secret not looked at.",
+            registry=self.registry,
+        )
         self._engine_up = Gauge(
             "loraplex_gateway_engine_up",
             "1 if the engine answers its health check.",
@@ -172,6 +177,9 @@ class Metrics:
 
     def login_failed(self) -> None:
         self._failed_logins.inc()
+
+    def login_refused(self) -> None:
+        self._refused_logins.inc()
 
     def watch_loop(self, lag: LoopLag) -> None:
         self._loop_lag.set_function(lambda: lag.last)

@@ -13,12 +13,15 @@ from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 from gateway.admission.fallback import parse_check, parse_fallback
+from gateway.credentials import MIN_BITS, guess_bits
 from gateway.fleet.addresses import ANNOUNCED, Address, parse_address
 
 Network = IPv4Network | IPv6Network
 
 PREFIX = "LORAPLEX_"
 MIN_SECRET_CHARS = 16
+# The value of LORAPLEX_ADMIN_KEY for which there is no bootstrap admin key.
+OFF = "off"
 
 
 class SettingsError(ValueError):
@@ -42,7 +45,10 @@ class Settings:
     model_dir: Path
     base_model: str
     key_pepper: str = field(repr=False)
-    admin_key: str = field(repr=False)
+    # An admin key that needs no database; OFF once the database holds another one.
+    admin_key: str = field(default=OFF, repr=False)
+    # The secret that lets an engine announce itself. "": the internal token.
+    announce_token: str = field(default="", repr=False)
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -112,9 +118,8 @@ class Settings:
     journal_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
-        for name in ("internal_token", "key_pepper", "admin_key"):
-            if len(getattr(self, name)) < MIN_SECRET_CHARS:
-                raise SettingsError(env_name(name), f"expected a secret of at least {MIN_SECRET_CHARS} characters")
+        for name in ("internal_token", "key_pepper", "admin_key", "announce_token"):
+            _check_secret(name, getattr(self, name))
         if not self.engines:
             raise SettingsError(env_name("engines"), f"expected at least one engine URL, or the word {ANNOUNCED}")
         try:
@@ -275,6 +280,18 @@ def _convert(name: str, hint: Any, value: Any) -> Any:
     if not isinstance(value, str):
         raise SettingsError(env_name(name), f"expected a string, got {type(value).__name__}")
     return value
+
+
+def _check_secret(name: str, secret: str) -> None:
+    """Raise SettingsError for a secret that can be guessed; nothing of it is repeated."""
+    if (name == "admin_key" and secret == OFF) or (name == "announce_token" and not secret):
+        return
+    if len(secret) < MIN_SECRET_CHARS or guess_bits(secret) < MIN_BITS:
+        raise SettingsError(
+            env_name(name),
+            f"expected a random secret of at least {MIN_SECRET_CHARS} characters and {MIN_BITS} bits, such as "
+            "`openssl rand -hex 24` prints: no word, name or pattern",
+        )
 
 
 def _check_url(name: str, url: str, schemes: set[str]) -> None:

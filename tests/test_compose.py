@@ -34,9 +34,9 @@ OURS = ("migrate", "engine", "gateway")
 SHUTDOWN_SECONDS = next(field.default for field in fields(Settings) if field.name == "shutdown_seconds")
 GIVEN = {
     "POSTGRES_PASSWORD": "a-database-password",
-    "LORAPLEX_INTERNAL_TOKEN": "an-internal-token-for-this-test",
-    "LORAPLEX_ADMIN_KEY": "an-admin-key-for-this-test",
-    "LORAPLEX_KEY_PEPPER": "a-key-pepper-for-this-test",
+    "LORAPLEX_INTERNAL_TOKEN": "compose-token-8e2b6f4091cd57a3",
+    "LORAPLEX_ADMIN_KEY": "compose-admin-5f0c9a1e7b3d4826",
+    "LORAPLEX_KEY_PEPPER": "compose-pepper-c41d07e96ab2f358",
     "MODEL_DIR": "/somewhere/model",
 }
 

@@ -18,9 +18,17 @@ TIMEOUT = ClientTimeout(total=2.0)
 
 
 @asynccontextmanager
-async def announcing(gateways: Sequence[str], url: str, internal_token: str | None) -> AsyncIterator[None]:
-    """Announces the engine at `url` to each gateway for as long as the block runs, then takes it back."""
-    headers = {"x-loraplex-internal-token": internal_token or ""}
+async def announcing(
+    gateways: Sequence[str], url: str, internal_token: str | None, announce_token: str | None = None
+) -> AsyncIterator[None]:
+    """Announce the engine at `url` to each gateway for as long as the block runs, then take it back.
+
+    announce_token: where gateways want another secret for this than the internal token.
+    """
+    if announce_token:
+        headers = {"x-loraplex-announce-token": announce_token}
+    else:
+        headers = {"x-loraplex-internal-token": internal_token or ""}
     async with ClientSession(headers=headers, timeout=TIMEOUT) as session:
         tasks = [asyncio.create_task(_keep_announcing(session, gateway, url)) for gateway in gateways]
         try:

@@ -106,6 +106,7 @@ def run(
     access_log: bool = False,
     gateways: Sequence[str] = (),
     advertise_url: str | None = None,
+    announce_token: str | None = None,
     ready: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> int:
@@ -113,7 +114,8 @@ def run(
 
     0 after a clean stop, 1 with one line on stderr for what cannot be served, `FAILED` once the engine has failed.
 
-    gateways: those to announce the engine to, as at `advertise_url`; None: where it listens.
+    gateways: those to announce the engine to, as at `advertise_url` (None: where it listens), by the announce token
+    (None: by the internal one).
     """
     try:
         tracing = start_tracing("loraplex-engine")
@@ -138,7 +140,7 @@ def run(
 
     def announce(bound_port: int) -> AbstractAsyncContextManager[None]:
         own = advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
-        return announcing(gateways, own, internal_token)
+        return announcing(gateways, own, internal_token, announce_token)
 
     def settled(bound_port: int) -> None:
         # No full collection walks over what stays for good: a tenth of a second in which no stream moves.

@@ -96,11 +96,12 @@ class Authenticator:
     invalid keys are ended. Without a reading nothing is believed for longer than `Changes` trusts.
     """
 
-    def __init__(self, keys: Keys, pepper: str, admin_key: str, changes: Changes) -> None:
+    def __init__(self, keys: Keys, pepper: str, admin_key: str | None, changes: Changes) -> None:
+        """admin_key: the bootstrap key, None where it is switched off."""
         self._keys = keys
         self._changes = changes
         self._pepper = pepper.encode()
-        self._admin_hash = self._hash(BOOTSTRAP_KEY_ID, admin_key)
+        self._admin_hash = None if admin_key is None else self._hash(BOOTSTRAP_KEY_ID, admin_key)
         self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, the one looked up longest ago first
         self._lookups = Lookups(self._look_up)
         self._running: dict[asyncio.Timeout, str] = {}
@@ -142,7 +143,7 @@ class Authenticator:
 
     async def admin_key(self, presented: str) -> str:
         """The id of an admin key given in the clear."""
-        if hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), self._admin_hash):
+        if self._is_bootstrap(presented):
             note_key(BOOTSTRAP_KEY_ID, None)
             return BOOTSTRAP_KEY_ID
         key = await self._recognise(presented)
@@ -215,7 +216,7 @@ class Authenticator:
     async def _recognise(self, presented: str) -> ApiKey:
         match = _KEY.fullmatch(presented)
         if match is None:
-            if hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), self._admin_hash):
+            if self._is_bootstrap(presented):
                 raise Forbidden("This is an admin key; tenants' routes need a tenant's key.")
             raise WrongKey
         key_id, random, check = match.groups()
@@ -232,6 +233,18 @@ class Authenticator:
             raise problem
         self._note_use(known, key.id)
         return key
+
+    def is_issued(self, presented: str) -> bool:
+        """Return whether a key's check digits are right, which only a key of this deployment has: it is no guess.
+
+        The key may be revoked, expired or deleted; the database is not asked.
+        """
+        match = _KEY.fullmatch(presented)
+        return match is not None and hmac.compare_digest(match[3], self._check(match[1], match[2]))
+
+    def _is_bootstrap(self, presented: str) -> bool:
+        known = self._admin_hash
+        return known is not None and hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), known)
 
     def _current(self, key_id: str) -> _Known | None:
         """Return the cached answer for a key, if it may be believed without asking."""

@@ -1,18 +1,30 @@
-"""Wrong keys, counted by where they come from. Whoever sends too many is told to wait; a right key is served from
-anywhere, so that nobody can lock out the others behind one address."""
+"""Wrong keys, counted by the address they come from.
 
+An address that has sent too many is refused before its next guess is looked at, so that an answer never tells whether
+the guess was right. Keys that this deployment has issued are served from any address: their check digits, which nobody
+can compute without the pepper, tell them from guesses. So an attacker locks no tenant out behind a shared address.
+Chosen secrets (the bootstrap admin key, the internal token) have no such digits and wait until the address is calm.
+"""
+
+import asyncio
+import hashlib
 import ipaddress
 import logging
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
+from redis.exceptions import RedisError
 
 from gateway.caller import CALLER, parse_address
+from gateway.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN, basic_password
 from gateway.errors import Handler, TooManyFailures, WrongKey
 from gateway.metrics import Metrics
+from gateway.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +35,32 @@ SECONDS_EACH = 6.0
 MAX_ADDRESSES = 10_000
 # An IPv6 customer is given a whole network of this size.
 IPV6_PREFIX = 64
+# A wrong key's answer waits this long at most for Redis.
+SHARE_SECONDS = 0.25
+# KEYS: an address' bucket. ARGV: seconds that one wrong key costs. Returns the seconds until all of it is paid off.
+SCRIPT = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+local debt = math.max(0, tonumber(redis.call('GET', KEYS[1]) or '0') - now) + tonumber(ARGV[1])
+redis.call('SET', KEYS[1], string.format('%.6f', now + debt), 'PX', math.ceil(debt * 1000))
+return math.ceil(debt * 1000)
+"""
 
 
 class FailedLogins:
-    """One process's count, in bounded memory."""
+    """One process' buckets, in bounded memory; each wrong key that is looked at is added to a bucket that all processes
+    share through Redis, and its state taken over. So n processes look at n - 1 guesses more than one would."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(
+        self, metrics: Metrics, is_issued: Callable[[str], bool], redis: Any | None = None, deployment: str = ""
+    ) -> None:
+        """redis: None to count in this process only. deployment: the same in every process of one, such as its
+        database's URL, so that another on the same Redis counts apart."""
         self._metrics = metrics
+        self._is_issued = is_issued
+        self._script = redis.register_script(SCRIPT) if redis is not None else None
+        self._scope = f"loraplex:wrong-keys:{hashlib.sha256(deployment.encode()).hexdigest()[:8]}"
+        self._outage = Outage(log, "sharing the count of wrong keys")
         # Address -> the moment at which it will have paid off all its failures (monotonic).
         self._paid_off: OrderedDict[str, float] = OrderedDict()
 
@@ -38,34 +69,71 @@ class FailedLogins:
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            caller = CALLER.get()
+            assert caller is not None  # gateway/access.py's, further out
+            address = who(caller.address)
+            wait = self._wait(address)
+            if wait > 0 and self._may_be_guess(request):
+                self._metrics.login_refused()
+                raise TooManyFailures(retry_after=math.ceil(wait))
             try:
                 return await handler(request)
             except WrongKey:
-                caller = CALLER.get()
-                assert caller is not None  # gateway/access.py's, further out
-                self.count(who(caller.address))
+                await self.count(address)
                 raise
 
         return middleware
 
-    def count(self, address: str) -> None:
-        """One more wrong key. Raises TooManyFailures in place of its 401."""
+    async def count(self, address: str) -> None:
+        """Count one more wrong key that has been looked at."""
         self._metrics.login_failed()
+        was_calm = self._wait(address) <= 0
+        # Before anything is awaited: guesses that come at the same time must find it.
         now = time.monotonic()
-        debt = max(0.0, self._paid_off.get(address, 0.0) - now)
-        wait = debt - (BURST - 1) * SECONDS_EACH
-        if wait > 0:
-            raise TooManyFailures(retry_after=math.ceil(wait))
-        self._paid_off[address] = now + debt + SECONDS_EACH
+        self._remember(address, max(now, self._paid_off.get(address, 0.0)) + SECONDS_EACH)
+        shared = await self._share(address)
+        if shared is not None:
+            self._remember(address, max(self._paid_off.get(address, 0.0), time.monotonic() + shared))
+        if was_calm and self._wait(address) > 0:
+            log.warning("many wrong API keys from %s: refused until it is calm", address)
+
+    def _wait(self, address: str) -> float:
+        """Return the seconds until a guess from the address is looked at again, 0 or less for now."""
+        return self._paid_off.get(address, 0.0) - time.monotonic() - (BURST - 1) * SECONDS_EACH
+
+    def _may_be_guess(self, request: web.Request) -> bool:
+        """Return whether a request holds a secret that is none of our issued keys."""
+        if INTERNAL_TOKEN in request.headers or ANNOUNCE_TOKEN in request.headers:
+            return True
+        for given in request.headers.getall("Authorization", ()):
+            scheme, _, secret = given.partition(" ")
+            presented = basic_password(secret) if scheme.lower() == "basic" else secret.strip()
+            if presented is not None and not self._is_issued(presented):
+                return True
+        return False
+
+    def _remember(self, address: str, paid_off: float) -> None:
+        self._paid_off[address] = paid_off
         self._paid_off.move_to_end(address)
         if len(self._paid_off) > MAX_ADDRESSES:
             self._paid_off.popitem(last=False)
-        if wait + SECONDS_EACH > 0:  # that was the last one for now
-            log.warning("many wrong API keys from %s: told to wait", address)
+
+    async def _share(self, address: str) -> float | None:
+        """Add a wrong key to the shared bucket. Returns its seconds of debt, None while Redis is away."""
+        if self._script is None:
+            return None
+        try:
+            async with asyncio.timeout(SHARE_SECONDS):
+                debt = await self._script(keys=[f"{self._scope}:{address}"], args=[SECONDS_EACH])
+        except (RedisError, OSError, TimeoutError) as error:
+            self._outage.failed(type(error).__name__, "each process counts by itself")
+            return None
+        self._outage.over()
+        return int(debt) / 1000
 
 
 def who(address: str) -> str:
-    """Whom an address is taken for: of IPv6, its whole network."""
+    """Return the caller that an address stands for: of IPv6, its whole network."""
     parsed = parse_address(address)
     if isinstance(parsed, ipaddress.IPv6Address):
         return str(ipaddress.IPv6Network((parsed, IPV6_PREFIX), strict=False))

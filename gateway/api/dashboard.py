@@ -4,8 +4,6 @@ The browser's own dialog asks for the admin key (HTTP Basic, any user name); no 
 a Bearer key only, so nothing that a browser sends by itself can change anything.
 """
 
-import base64
-import binascii
 from datetime import UTC, datetime, timedelta
 from importlib import resources
 
@@ -13,6 +11,7 @@ import jinja2
 from aiohttp import web
 
 from gateway.admission.auth import Authenticator
+from gateway.credentials import basic_password
 from gateway.errors import BadRequest, Forbidden, InvalidKey
 from gateway.fleet.registry import Registry
 from gateway.records.catalog import Catalog
@@ -95,8 +94,7 @@ def _basic_password(authorization: str | None) -> str:
     scheme, _, encoded = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
         raise InvalidKey("An admin key is needed.")
-    try:
-        decoded = base64.b64decode(encoded, validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError) as error:
-        raise InvalidKey from error
-    return decoded.partition(":")[2]
+    password = basic_password(encoded)
+    if password is None:
+        raise InvalidKey
+    return password

@@ -1,4 +1,5 @@
-"""`/internal/engines`: engines say that they are there, and that they go. For holders of the internal token only."""
+"""`/internal/engines`: engines say that they are there, and that they go. For holders of the internal token, or
+of a token for announcements alone."""
 
 import hmac
 from typing import Annotated
@@ -8,7 +9,8 @@ from aiohttp import web
 from redis.exceptions import RedisError
 
 from gateway.api.bodies import read_body
-from gateway.errors import BadRequest, RecordNotFound, Unavailable, WrongKey
+from gateway.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN
+from gateway.errors import BadRequest, InvalidKey, RecordNotFound, Unavailable, WrongKey
 from gateway.fleet.addresses import ANNOUNCED, parse_address
 from gateway.fleet.discovery import Announcements
 
@@ -20,11 +22,13 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Engines:
-    """announcements: None where LORAPLEX_ENGINES does not ask for them."""
+    """An engine that is announced receives every tenant's prompts: whoever may announce is trusted with them."""
 
-    def __init__(self, announcements: Announcements | None, internal_token: str) -> None:
+    def __init__(self, announcements: Announcements | None, internal_token: str, announce_token: str = "") -> None:
+        """announcements: None where LORAPLEX_ENGINES does not ask for them. announce_token: "" for the internal one."""
         self._announcements = announcements
-        self._token = internal_token.encode()
+        self._header = ANNOUNCE_TOKEN if announce_token else INTERNAL_TOKEN
+        self._token = (announce_token or internal_token).encode()
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -49,10 +53,11 @@ class Engines:
         return web.Response(status=204)
 
     async def _read(self, request: web.Request) -> tuple[Announcements, str]:
-        given = request.headers.get("x-loraplex-internal-token", "")
+        given = request.headers.get(self._header, "")
         # aiohttp hands over bytes that are no UTF-8 as surrogates.
         if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token):
-            raise WrongKey("x-loraplex-internal-token is missing or wrong.", code="invalid_internal_token")
+            kind = WrongKey if given else InvalidKey
+            raise kind(f"{self._header} is missing or wrong.", code="invalid_internal_token")
         if self._announcements is None:
             raise RecordNotFound(f"This gateway takes no announcements: LORAPLEX_ENGINES does not hold '{ANNOUNCED}'.")
         url = (await read_body(request, Announcement)).url

@@ -188,6 +188,7 @@ def engine(**flags: Any) -> None:
                 drain_s=drain_s,
                 gateways=gateways,
                 advertise_url=advertise_url,
+                announce_token=os.environ.get("LORAPLEX_ANNOUNCE_TOKEN"),
                 ready=lambda bound: click.echo(f"engine ready: {name} on http://{host}:{bound}"),
                 progress=progress,
             )
@@ -208,7 +209,8 @@ def gateway(**flags: Any) -> None:
     """Serve tenants: keys, quotas, adapters and usage in front of engines. Never loads torch.
 
     Everything can be given in the environment as LORAPLEX_...; secrets and the URLs that hold one only there:
-    LORAPLEX_DATABASE_URL, LORAPLEX_REDIS_URL, LORAPLEX_INTERNAL_TOKEN, LORAPLEX_KEY_PEPPER, LORAPLEX_ADMIN_KEY.
+    LORAPLEX_DATABASE_URL, LORAPLEX_REDIS_URL, LORAPLEX_INTERNAL_TOKEN, LORAPLEX_KEY_PEPPER, LORAPLEX_ADMIN_KEY,
+    LORAPLEX_ANNOUNCE_TOKEN.
     """
     from gateway.serve import run
     from gateway.settings import Settings, SettingsError

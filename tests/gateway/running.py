@@ -15,8 +15,8 @@ from gateway.serve import listening
 from gateway.settings import Settings
 from tests.gateway.upstream import TOKEN
 
-ADMIN_KEY = "an-admin-key-of-tests"
-PEPPER = "a-pepper-that-only-tests-use"
+ADMIN_KEY = "tests-admin-5f0c9a1e7b3d4826"
+PEPPER = "tests-pepper-c41d07e96ab2f358"
 BASE_MODEL = "base"
 CONTEXT = 256
 # One token a byte, so that a test can count: the template adds 2 a message and 1 at the end.

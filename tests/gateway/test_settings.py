@@ -1,11 +1,15 @@
 """The one config: what it takes, and that each refusal names what to look at."""
 
+import secrets
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.credentials import MIN_BITS, guess_bits
 from gateway.settings import Settings, SettingsError
+from tests.gateway.running import ADMIN_KEY, PEPPER
+from tests.gateway.upstream import TOKEN
 
 
 @pytest.fixture
@@ -14,12 +18,12 @@ def environ(model_dir: Path) -> dict[str, str]:
         "LORAPLEX_DATABASE_URL": "sqlite:////tmp/x.db",
         "LORAPLEX_REDIS_URL": "redis://:redis-password@127.0.0.1",
         "LORAPLEX_ENGINES": "http://127.0.0.1:1/, http://127.0.0.1:2",
-        "LORAPLEX_INTERNAL_TOKEN": "t" * 16,
+        "LORAPLEX_INTERNAL_TOKEN": TOKEN,
         "LORAPLEX_ADAPTER_STORE": "/nowhere",
         "LORAPLEX_MODEL_DIR": str(model_dir),
         "LORAPLEX_BASE_MODEL": "base",
-        "LORAPLEX_KEY_PEPPER": "p" * 16,
-        "LORAPLEX_ADMIN_KEY": "a" * 16,
+        "LORAPLEX_KEY_PEPPER": PEPPER,
+        "LORAPLEX_ADMIN_KEY": ADMIN_KEY,
     }
 
 
@@ -37,7 +41,7 @@ def test_what_other_programs_read_is_not_ours_to_refuse(environ: dict[str, str])
 
 def test_secrets_are_not_shown(environ: dict[str, str]):
     shown = repr(Settings.load(environ))
-    for secret in ("t" * 16, "p" * 16, "a" * 16, "redis-password"):
+    for secret in (TOKEN, PEPPER, ADMIN_KEY, "redis-password"):
         assert secret not in shown
 
 
@@ -60,7 +64,12 @@ def test_what_is_missing_is_named(missing: str, environ: dict[str, str]):
         ("DATABASE_URL", "mysql://x"),
         ("REDIS_URL", "http://x"),
         ("KEY_PEPPER", "short"),
+        ("KEY_PEPPER", "p" * 32),
+        ("INTERNAL_TOKEN", "0123456789abcdef0123456789abcdef"),
+        ("ANNOUNCE_TOKEN", "my-announce-token-for-engines"),
         ("ADMIN_KEY", "short"),
+        ("ADMIN_KEY", "changeme-changeme"),
+        ("ADMIN_KEY", "loraplex-admin-secret-key"),
         ("MODEL_DIR", "/no/such/folder"),
         ("REDIS_TIMEOUT", "0"),
         ("ENGINE_SILENCE", "0"),
@@ -81,3 +90,34 @@ def test_what_is_wrong_is_named(name: str, value: str, environ: dict[str, str]):
 def test_an_unknown_override_is_refused_and_the_known_are_listed(environ: dict[str, Any]):
     with pytest.raises(SettingsError, match=r"prot.*known are.*port"):
         Settings.load(environ, prot=1)
+
+
+def test_a_guessable_secret_is_refused_without_being_repeated(environ: dict[str, str]):
+    with pytest.raises(SettingsError, match="openssl rand") as refused:
+        Settings.load(environ | {"LORAPLEX_ADMIN_KEY": "changeme-changeme"})
+    assert "changeme" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "a" * 64,
+        "ab" * 32,
+        "aaaabbbbccccdddd",
+        "0123456789" * 4,
+        "abcdefghijklmnopqrstuvwxyz",
+        "password-password-password",
+        "my-loraplex-admin-secret-key",
+        "correct-horse-battery-staple",
+        "Summer2026!Summer2026!",
+        "20260101202601012026",
+    ],
+)
+def test_secrets_that_can_be_guessed(secret: str):
+    assert guess_bits(secret) < MIN_BITS
+
+
+@pytest.mark.parametrize("made", [lambda: secrets.token_urlsafe(32), lambda: secrets.token_hex(16)])
+def test_what_generators_print_is_accepted(made: Any):
+    """`loraplex up` made the first kind for its folders, which must go on starting."""
+    assert min(guess_bits(made()) for _ in range(2000)) >= MIN_BITS

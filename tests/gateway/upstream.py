@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tests.serving import serving
 
-TOKEN = "an-internal-token-of-tests"
+TOKEN = "tests-token-8e2b6f4091cd57a3"
 PROMPT_TOKENS = 11
 CACHED_TOKENS = 3
 

@@ -1,0 +1,76 @@
+"""Secrets in a request's headers, and how hard a chosen one is to guess."""
+
+import base64
+import binascii
+import re
+
+INTERNAL_TOKEN = "x-loraplex-internal-token"
+ANNOUNCE_TOKEN = "x-loraplex-announce-token"
+
+# Guesses are throttled to 14,400 a day and address; 64 bits stand against a leaked hash as well.
+MIN_BITS = 64
+# A word is one of several thousand, however many letters it has (the lists of Diceware have 7,776).
+WORD_BITS, WORD_LETTERS = 13.0, 5
+PLACEHOLDER_BITS = 1.0
+_PLACEHOLDERS = """
+admin administrator api bearer change changeme default demo dev example here internal key letmein
+live local loraplex me my pass password pepper please prod production qwerty random replace
+replaceme root secret secure service string strong super test tests testing token user welcome your
+"""
+PLACEHOLDERS = frozenset(_PLACEHOLDERS.split())
+_PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+|.", re.DOTALL)
+LETTER_BITS, DIGIT_BITS, OTHER_BITS = 4.7, 3.3, 5.0
+
+
+def basic_password(encoded: str) -> str | None:
+    """Return the password of HTTP Basic credentials, None for what is none."""
+    try:
+        return base64.b64decode(encoded.strip(), validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return None
+
+
+def guess_bits(secret: str) -> float:
+    """Estimate the bits of a secret, cautiously.
+
+    A repetition of the whole counts once, a run of equal or consecutive characters (`0000`, `abcd`) as one character,
+    each five letters in a row as one word of a dictionary, and a usual placeholder (`changeme`, `token`) as next to
+    nothing. `openssl rand -hex 16` reaches 72 or more, `openssl rand -hex 24` 113.
+    """
+    secret = _without_runs(_period(secret))
+    bits, seen = 0.0, set()
+    for piece in _PIECES.findall(secret):
+        word = piece.lower()
+        is_again = word in seen and (len(word) > 2 or not word.isalnum())
+        if is_again or word in PLACEHOLDERS:
+            bits += PLACEHOLDER_BITS
+        elif word.isdigit():
+            bits += DIGIT_BITS * len(word)
+        elif word.isalpha():
+            bits += min(LETTER_BITS * len(word) + (piece != word), WORD_BITS * max(1, len(word) // WORD_LETTERS))
+        else:
+            bits += OTHER_BITS
+        seen.add(word)
+    return bits
+
+
+def _period(text: str) -> str:
+    """Return the shortest beginning that, repeated, gives the whole text (its last repetition may be cut off)."""
+    for length in range(1, len(text) // 2 + 1):
+        if (text[:length] * (len(text) // length + 1))[: len(text)] == text:
+            return text[:length]
+    return text
+
+
+def _without_runs(text: str) -> str:
+    """Return the text with each run of equal or consecutive characters shortened to its first."""
+    kept: list[str] = []
+    step: int | None = None
+    for before, character in zip(" " + text, text, strict=False):
+        difference = ord(character) - ord(before)
+        if kept and abs(difference) <= 1 and (step is None or difference == step):
+            step = difference
+            continue
+        step = None
+        kept.append(character)
+    return "".join(kept)
