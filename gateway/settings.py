@@ -47,8 +47,8 @@ class Settings:
     key_pepper: str = field(repr=False)
     # An admin key that needs no database; OFF once the database holds another one.
     admin_key: str = field(default=OFF, repr=False)
-    # The secret that lets an engine announce itself. "": the internal token.
-    announce_token: str = field(default="", repr=False)
+    # The secret that lets an engine announce itself. None: the internal token.
+    announce_token: str | None = field(default=None, repr=False)
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -282,9 +282,9 @@ def _convert(name: str, hint: Any, value: Any) -> Any:
     return value
 
 
-def _check_secret(name: str, secret: str) -> None:
+def _check_secret(name: str, secret: str | None) -> None:
     """Raise SettingsError for a secret that can be guessed; nothing of it is repeated."""
-    if (name == "admin_key" and secret == OFF) or (name == "announce_token" and not secret):
+    if secret is None or (name == "admin_key" and secret == OFF):
         return
     if len(secret) < MIN_SECRET_CHARS or guess_bits(secret) < MIN_BITS:
         raise SettingsError(

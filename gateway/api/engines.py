@@ -24,8 +24,8 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Engines:
     """An engine that is announced receives every tenant's prompts: whoever may announce is trusted with them."""
 
-    def __init__(self, announcements: Announcements | None, internal_token: str, announce_token: str = "") -> None:
-        """announcements: None where LORAPLEX_ENGINES does not ask for them. announce_token: "" for the internal one."""
+    def __init__(self, announcements: Announcements | None, internal_token: str, announce_token: str | None) -> None:
+        """announcements: None where LORAPLEX_ENGINES does not ask for them. announce_token: None: the internal."""
         self._announcements = announcements
         self._header = ANNOUNCE_TOKEN if announce_token else INTERNAL_TOKEN
         self._token = (announce_token or internal_token).encode()
@@ -56,8 +56,9 @@ class Engines:
         given = request.headers.get(self._header, "")
         # aiohttp hands over bytes that are no UTF-8 as surrogates.
         if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token):
-            kind = WrongKey if given else InvalidKey
-            raise kind(f"{self._header} is missing or wrong.", code="invalid_internal_token")
+            if not given:
+                raise InvalidKey(f"{self._header} is missing.", code="invalid_internal_token")
+            raise WrongKey(f"{self._header} is wrong.", code="invalid_internal_token")
         if self._announcements is None:
             raise RecordNotFound(f"This gateway takes no announcements: LORAPLEX_ENGINES does not hold '{ANNOUNCED}'.")
         url = (await read_body(request, Announcement)).url
