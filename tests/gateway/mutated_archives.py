@@ -1,4 +1,4 @@
-"""Archives that must be refused, made from an adapter's files, for `mutated_uploads`. Needs the standard library only."""
+"""Archives that must be refused, made from an adapter's files, for `mutated_uploads`.."""
 
 import bz2
 import gzip

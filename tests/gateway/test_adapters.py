@@ -55,7 +55,8 @@ async def push(
 ) -> Answer:
     form = aiohttp.FormData()
     for field, content in parts.items():
-        form.add_field(field, content, filename=field)
+        # aiohttp warns of large bytes.
+        form.add_field(field, io.BytesIO(content), filename=field)
     if name is not None:
         form.add_field("name", name)
     return await client.call("POST", path, data=form, **options)
