@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import cast
 
 from aiohttp import ClientError, web
 
@@ -123,10 +124,10 @@ class Deliveries:
 
     def open(self, request: web.Request, tenant_id: str) -> Delivery:
         """Return the delivery of a request's connection. Raises ClientGone."""
-        transport = request.transport
+        # uvloop's transports have the methods of asyncio's and inherit from none of its classes.
+        transport = cast(asyncio.WriteTransport | None, request.transport)
         if transport is None:
             raise ClientGone
-        assert isinstance(transport, asyncio.WriteTransport)
         delivery = self._open.get(transport)
         if delivery is None:
             delivery = self._open[transport] = Delivery(self, transport)

@@ -23,7 +23,7 @@ from tests.gateway.running import Gateway, running, save_model, settings
 from tests.gateway.upstream import Upstream
 
 # What goes away and comes back there fails otherwise than on asyncio's own loop, and uvloop's is what is served with.
-ON_UVLOOP = {"test_abandoned", "test_idempotency", "test_ledger", "test_outage", "test_redis_restart"}
+ON_UVLOOP = {"test_abandoned", "test_delivery", "test_idempotency", "test_ledger", "test_outage", "test_redis_restart"}
 
 
 def pytest_asyncio_loop_factories(
