@@ -15,6 +15,7 @@ from engine.model.config import context_length
 from engine.tokenizer import Tokenizer, TokenizerError
 from engine.tracing import TracingError, start_tracing, trace_requests
 from gateway.access import add_request_id, hide_server, observe
+from gateway.admin_port import keep_off_public_port
 from gateway.admission.auth import Authenticator
 from gateway.admission.fallback import parse_check, parse_fallback
 from gateway.admission.overload import Gate
@@ -207,6 +208,8 @@ async def make_app(settings: Settings) -> web.Application:
     wrong_keys = FailedLogins(metrics, auth.is_issued, redis, settings.database_url).middleware()
     observed = observe(metrics, settings.proxy_networks)
     middlewares = [observed, error_boundary, wrong_keys, known_parameters, idempotency.for_admin_calls(auth)]
+    if settings.admin_port is not None:
+        middlewares.insert(2, keep_off_public_port(settings.admin_port))
     if tracing is not None:
         middlewares.insert(0, trace_requests(tracing, lambda route: route not in UNTRACED))
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)

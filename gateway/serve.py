@@ -117,7 +117,10 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
     )
     try:
         await runner.setup()
-        await _bind(runner, "LORAPLEX_PORT", settings.host, settings.port, shared=settings.workers > 1)
+        shared = settings.workers > 1
+        await _bind(runner, "LORAPLEX_PORT", settings.host, settings.port, shared=shared)
+        if settings.admin_port is not None:
+            await _bind(runner, "LORAPLEX_ADMIN_PORT", settings.host, settings.admin_port, shared=shared)
         if settings.metrics_port is not None:
             await metrics_runner.setup()
             await _bind(metrics_runner, "LORAPLEX_METRICS_PORT", settings.host, settings.metrics_port)

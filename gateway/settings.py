@@ -54,6 +54,8 @@ class Settings:
     port: int = 8080
     # Processes that share the port. Each serves its own metrics: the first at metrics_port, the next at the one after.
     workers: int = 1
+    # None: the admin API, the dashboard and announcements of engines are on the main port as well.
+    admin_port: int | None = None
     # None: /metrics is on the main port, for admin keys only.
     metrics_port: int | None = None
     # None: what the model's config.json says, as the engines read it. Set it to the engines' --max-model-len.
@@ -152,6 +154,9 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
                 raise SettingsError(env_name(name), f"expected a port between 0 and 65535, got {value}")
+        if self.admin_port is not None and not (0 < self.admin_port <= 65535 and self.admin_port != self.port):
+            problem = f"expected a port between 1 and 65535 other than LORAPLEX_PORT, got {self.admin_port}"
+            raise SettingsError(env_name("admin_port"), problem)
         if self.workers > 1 and self.metrics_port is None:
             raise SettingsError(
                 env_name("metrics_port"),
