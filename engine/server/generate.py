@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 # A longer body is read and tokenized in a thread; a shorter one takes less time than the way there and back.
 OFFLOAD_BYTES = 8192
+# Of one answer. Each takes some 60 bytes of JSON and as much again while it is made: 128 MiB.
+MAX_LOGPROB_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +120,15 @@ class GenerationRoutes:
         body, prompts, prompt_field = asked.body, asked.prompts, asked.prompt_field
         limits = [self._max_tokens(body, len(prompt), asked.default_max_tokens, prompt_field) for prompt in prompts]
         sequences = (body.n or 1) * len(prompts)
+        self._check_logprobs(body, prompts)
         if sequences > self.loop.max_requests:
             limit_and_flags = f"{self.loop.max_requests} sequences, --max-num-seqs and --max-waiting together"
             raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {limit_and_flags}")
-        # A request that waits for its adapter or its grammar takes its place in the queue already.
-        with self.loop.place(sequences) as place:
+        # Waiting for an adapter or a grammar takes a place in the queue, and so does an answer that is not read.
+        with self.loop.place(sequences):
             async with self.models.using(body.model, caller.tenant) as adapter:
                 submissions = await self._submissions(caller, asked, limits, adapter)
-                generation = self.loop.submit(asked.request_id, submissions, place)
+                generation = self.loop.submit(asked.request_id, submissions)
                 return await self._generate(request, caller, asked, generation)
 
     async def _submissions(
@@ -159,10 +162,25 @@ class GenerationRoutes:
             try:
                 if asked.body.stream:
                     return await run.stream(request, asked.answer)
-                return await run.whole(asked.answer)
+                return await run.whole(request, asked.answer)
             finally:
                 run.count_left()
                 run.describe(request.get(SPAN, NO_SPAN), request.path)
+
+    def _check_logprobs(self, body: SamplingRequest, prompts: list[list[int]]) -> None:
+        """Bound the memory of an answer: each token of each choice brings its own entry and the likeliest ones."""
+        of_prompt, of_answer = body.num_prompt_logprobs, body.num_logprobs
+        choices, prompt_tokens = body.n or 1, sum(map(len, prompts))
+        entries = 0 if of_prompt is None else choices * prompt_tokens * (of_prompt + 1)
+        if of_answer is not None:
+            entries += choices * len(prompts) * (body.max_new_tokens or 0) * (of_answer + 1)
+        if entries > MAX_LOGPROB_ENTRIES:
+            field = "logprobs" if of_prompt is None else "prompt_logprobs"
+            raise BadRequest(
+                field,
+                f"{field}: expected at most {MAX_LOGPROB_ENTRIES} log-probabilities in one answer, tokens times choices "
+                f"times the likeliest of each; this request asks for {entries}",
+            )
 
     def _max_tokens(self, body: SamplingRequest, prompt: int, default: int | None, prompt_field: str) -> int:
         room = self.max_model_len - prompt

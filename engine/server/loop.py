@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from engine.scheduling.request import RequestError, RequestOutput, SamplingParams
@@ -47,13 +46,6 @@ class StepEngine(Protocol):
     def step(self) -> list[RequestOutput]: ...
 
 
-@dataclass(slots=True)
-class Place:
-    """Room for `count` sequences, held by a request until it is submitted."""
-
-    count: int
-
-
 class EngineLoop:
     """Owns the engine's thread. Every method but the thread's own is called on the event loop."""
 
@@ -75,7 +67,7 @@ class EngineLoop:
         self._accepting = True
         self._calls: set[Future[Any]] = set()
         self._routes: dict[str, tuple[Generation, int]] = {}
-        # Of requests that wait for their adapter or grammar.
+        # Sequences of requests whose handlers run: that wait for an adapter or a grammar, run, or are being read.
         self._placed = 0
         # Nothing is in flight, or nobody waits for it any longer.
         self._drained = asyncio.Event()
@@ -100,21 +92,21 @@ class EngineLoop:
         return self._max_requests
 
     @contextmanager
-    def place(self, count: int) -> Iterator[Place]:
-        """Hold places for sequences that are not in the engine yet. Raises EngineUnavailable as `submit` does."""
+    def place(self, count: int) -> Iterator[None]:
+        """Hold places for a request's sequences, from before they are in the engine until its answer has been taken.
+
+        Raises EngineUnavailable as `submit` does.
+        """
         self._check_room(count)
-        place = Place(count)
         self._placed += count
         try:
-            yield place
+            yield
         finally:
-            self._give_back(place)
+            self._placed -= count
 
-    def submit(self, request_id: str, submissions: list[Submission], place: Place | None = None) -> Generation:
-        """Queue the sequences, in the places held for them. Raises EngineUnavailable when failed, closing or full."""
-        if place is not None:
-            self._give_back(place)
-        self._check_room(len(submissions))
+    def submit(self, request_id: str, submissions: list[Submission]) -> Generation:
+        """Queue the sequences, whose places are held. Raises EngineUnavailable when failed or closing."""
+        self._check_room(0)
         ids = [f"{request_id}-{i}" for i in range(len(submissions))]
         generation = Generation(self, ids)
         for i, (sequence_id, submission) in enumerate(zip(ids, submissions, strict=True)):
@@ -128,14 +120,8 @@ class EngineLoop:
             raise EngineUnavailable(self.failure)
         if not self._accepting:
             raise EngineUnavailable("the engine is shutting down", retry_after=1)
-        if len(self._routes) + self._placed + count > self._max_requests:
-            raise QueueFull(
-                f"{len(self._routes) + self._placed} requests are in flight, the most allowed", retry_after=1
-            )
-
-    def _give_back(self, place: Place) -> None:
-        self._placed -= place.count
-        place.count = 0
+        if self._placed + count > self._max_requests:
+            raise QueueFull(f"{self._placed} requests are in flight, the most allowed", retry_after=1)
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step. Until it is released it may still get a step's outputs."""

@@ -1,5 +1,7 @@
 """One request on its way: the engine's outputs become deltas, the deltas an answer or a stream."""
 
+import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -23,6 +25,14 @@ from engine.server.tracing import Phases, describe_generation
 from engine.structured.spec import GrammarSpec
 from engine.tokenizer import Tokenizer
 from engine.tracing import Span
+
+logger = logging.getLogger(__name__)
+
+# A client that takes less than a piece in so long is cut off: it holds its request's place and memory.
+WRITE_SECONDS = 30.0
+PIECE_BYTES = 64 << 10
+# An answer with more tokens' log-probabilities is encoded in a thread: 1,000 with 20 likeliest each take some 10 ms.
+INLINE_ENTRIES = 500
 
 RECEIPT_HEADER = "x-loraplex-adapter-digest"
 
@@ -113,15 +123,31 @@ class Run:
         self._tally.count(prompt, completion, done.cached_tokens)
         self._tally.end(reason)
 
-    async def whole(self, answer: Answer[Any]) -> web.Response:
+    async def whole(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
         total = [Delta(sequence.index) for sequence in self._sequences]
         async for deltas in self._deltas():
             for delta in deltas:
                 total[delta.index].add(delta)
-        choices, progress = [answer.whole(delta) for delta in total], self._progress_if_internal()
-        body = answer.envelope(choices, stream=False, usage=self._usage(), progress=progress)
-        headers = self._receipt()
-        return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=headers)
+        usage, progress = self._usage(), self._progress_if_internal()
+
+        def encode() -> bytes:
+            # Choice by choice, so that the objects of one are gone before the next's are made.
+            choices = [msgspec.Raw(msgspec.json.encode(answer.whole(total.pop(0)))) for _ in self._sequences]
+            return msgspec.json.encode(answer.envelope(choices, stream=False, usage=usage, progress=progress))
+
+        entries = sum(len(delta.logprobs) + len(delta.prompt_logprobs or ()) for delta in total)
+        body = encode() if entries <= INLINE_ENTRIES else await asyncio.to_thread(encode)
+        if len(body) <= PIECE_BYTES:
+            return web.Response(body=body, content_type="application/json", headers=self._receipt())
+        response = web.StreamResponse(headers={"Content-Type": "application/json"} | self._receipt())
+        response.content_length = len(body)
+        try:
+            await response.prepare(request)
+            await _write(request, response, body)
+            await response.write_eof()
+        except ConnectionError:
+            return response
+        return response
 
     async def stream(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
         # The first news comes before the headers: what is refused until then is a plain error with its status.
@@ -135,17 +161,18 @@ class Run:
             opened: set[int] = set()
             while deltas:
                 if payload := self._chunks(answer, deltas, opened):
-                    await response.write(payload)
+                    await _write(request, response, payload)
                 try:
                     deltas = await anext(news, [])
                 except Exception as exc:  # noqa: BLE001 - the status is sent; the error goes into the stream
-                    await response.write(_event(error_body(as_api_error(exc, request))) + b"data: [DONE]\n\n")
+                    error = _event(error_body(as_api_error(exc, request)))
+                    await _write(request, response, error + b"data: [DONE]\n\n")
                     return response
             end = b"data: [DONE]\n\n"
             if self._body.include_usage:
                 usage = answer.envelope([], stream=True, usage=self._usage(), progress=self._progress_if_internal())
                 end = _event(msgspec.json.encode(usage)) + end
-            await response.write(end)
+            await _write(request, response, end)
             await response.write_eof()
         except ConnectionError:
             # The client went away before the handler was cancelled; leaving aborts what runs.
@@ -245,6 +272,19 @@ class Run:
             done.prompt_tokens + done.completion_tokens,
             PromptTokensDetails(done.cached_tokens),
         )
+
+
+async def _write(request: web.Request, response: web.StreamResponse, payload: bytes) -> None:
+    """Write in pieces, each within `WRITE_SECONDS`. Raises ConnectionError for a client that is too slow."""
+    for start in range(0, len(payload), PIECE_BYTES):
+        try:
+            async with asyncio.timeout(WRITE_SECONDS):
+                await response.write(payload[start : start + PIECE_BYTES])
+        except TimeoutError:
+            logger.info("a client was cut off: it took too little of its answer for %g s", WRITE_SECONDS)
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionAbortedError("the client reads too slowly") from None
 
 
 def _event(data: bytes) -> bytes:
