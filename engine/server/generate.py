@@ -178,8 +178,8 @@ class GenerationRoutes:
             field = "logprobs" if of_prompt is None else "prompt_logprobs"
             raise BadRequest(
                 field,
-                f"{field}: expected at most {MAX_LOGPROB_ENTRIES} log-probabilities in one answer, tokens times choices "
-                f"times the likeliest of each; this request asks for {entries}",
+                f"{field}: expected at most {MAX_LOGPROB_ENTRIES} log-probabilities in one answer, which are tokens "
+                f"times choices times the likeliest of each; got {entries}",
             )
 
     def _max_tokens(self, body: SamplingRequest, prompt: int, default: int | None, prompt_field: str) -> int:
