@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def _die_with(parent: int) -> None:
 
 def _limit(job: dict[str, Any]) -> None:
     os.nice(NICE)
+    with suppress(OSError):
+        # Where a container's memory ends, the kernel takes this process and not the gateway.
+        Path("/proc/self/oom_score_adj").write_text("1000")
     # SIGALRM's default ends the process; the parent has the same limit, unless it hangs.
     signal.alarm(int(job["seconds"]) + 1)
     limits = {

@@ -17,6 +17,8 @@ PREFIX = ".tmp-"
 _LOCK = ".lock"
 # Folders without a lock: of the release before, and of deletions that were cut off.
 STALE_SECONDS = 3600.0
+# Where a file system has no locks, no upload takes so long.
+UNLOCKED_SECONDS = 24 * 3600.0
 
 
 class Spool:
@@ -41,6 +43,8 @@ class Spool:
             try:
                 if _take(lock) and _is(lock, self._lock_path):
                     break
+            except OSError:
+                break  # a file system without locks: `clean` goes by age there
             except BaseException:
                 os.close(lock)
                 raise
@@ -73,7 +77,11 @@ def clean(root: Path) -> None:
 def _remove_dead(lock_path: Path) -> None:
     lock = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if _take(lock) and _is(lock, lock_path):
+        try:
+            dead = _take(lock)
+        except OSError:
+            dead = time.time() - lock_path.stat().st_mtime > UNLOCKED_SECONDS
+        if dead and _is(lock, lock_path):
             shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
             lock_path.unlink()
     finally:

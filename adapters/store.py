@@ -39,6 +39,8 @@ class Store(Protocol):
     def spool(self) -> Spool: ...
     def publish(self, folder: Path, digest: str, stored: Stored) -> None: ...
     def clean(self) -> None: ...
+    def set_aside(self, digest: str, unused_seconds: float) -> Path | None: ...
+    def bring_back(self, folder: Path, digest: str) -> None: ...
 
 
 class DirectoryStore:
@@ -124,6 +126,33 @@ class DirectoryStore:
         os.utime(doomed, (time.time(), time.time()))
         shutil.rmtree(doomed)
         return True
+
+    def set_aside(self, digest: str, unused_seconds: float) -> Path | None:
+        """Rename away an adapter that nobody has put for so long; None if somebody has, or it is not there.
+
+        The caller removes the folder, or brings it back. Raises OSError.
+        """
+        final, aside = self._folder(digest), self.root / f"{PREFIX}{uuid.uuid4().hex}"
+        latest = time.time() - unused_seconds
+        try:
+            if final.stat().st_mtime > latest:
+                return None
+            final.rename(aside)
+        except FileNotFoundError:
+            return None
+        if aside.stat().st_mtime > latest:  # put again between the look and the rename
+            self.bring_back(aside, digest)
+            return None
+        return aside
+
+    def bring_back(self, folder: Path, digest: str) -> None:
+        """Undo `set_aside`; nothing happens where the same content was put again meanwhile. Raises OSError."""
+        try:
+            folder.rename(self._folder(digest))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            shutil.rmtree(folder)
 
     def list(self) -> Iterator[str]:
         for folder in sorted(self.root.glob("[0-9a-f][0-9a-f]/*")):

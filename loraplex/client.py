@@ -118,6 +118,11 @@ class GatewayClient:
     async def delete_adapter(self, tenant: str | None, name: str) -> None:
         await self.call("DELETE", _path(_adapters_path(tenant), name))
 
+    async def collect_adapters(self) -> dict[str, Any]:
+        """Remove adapters from the store that no name of any tenant refers to."""
+        done: dict[str, Any] = await self.call("POST", "/admin/api/adapters/collect")
+        return done
+
     async def push_adapter(self, tenant: str | None, name: str, path: Path) -> dict[str, Any]:
         """Uploads a PEFT folder or an archive of one; for `tenant`, or with a tenant's own key if None.
 

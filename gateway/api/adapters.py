@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +27,9 @@ log = logging.getLogger(__name__)
 
 # While no engine has told; also our engine's own default.
 DEFAULT_MAX_RANK = 64
+# Content that no version refers to stays for a day, and is looked for so many digests at a time.
+UNUSED_SECONDS = 24 * 3600.0
+COLLECT_AT_ONCE = 200
 
 
 class AdapterIntake:
@@ -93,6 +98,27 @@ class AdapterIntake:
 
         return await self._idempotency.once(request, actor, f"{name} {checked.digest}".encode(), add_version)
 
+    async def collect(self) -> tuple[int, int]:
+        """Remove from the store what no version on record refers to. Returns (adapters, bytes) removed.
+
+        An upload in between is safe: it renews the time of what it finds in the store, and its version is on record
+        by the second look, or its content is put again.
+        """
+        stored = await asyncio.to_thread(lambda: list(self._store.list()))
+        removed = num_bytes = 0
+        for start in range(0, len(stored), COLLECT_AT_ONCE):
+            some = stored[start : start + COLLECT_AT_ONCE]
+            for digest in sorted(set(some) - await self._catalog.referenced(some)):
+                aside = await asyncio.to_thread(self._store.set_aside, digest, UNUSED_SECONDS)
+                if aside is None:
+                    continue
+                if await self._catalog.referenced([digest]):
+                    await asyncio.to_thread(self._store.bring_back, aside, digest)
+                    continue
+                num_bytes += await asyncio.to_thread(_remove, aside)
+                removed += 1
+        return removed, num_bytes
+
     async def run(self, _: web.Application) -> AsyncIterator[None]:
         """Clean the store before the first upload, and wait for the last one's folder to go."""
         await asyncio.to_thread(self._store.clean)
@@ -136,6 +162,12 @@ class Adapters:
         await self._quota.change(tenant.id, request[REQUEST_ID], tenant.adapter_limits.adapter_changes_per_minute)
         await self._catalog.delete(principal.tenant, name, principal.key_id)
         return json_response({"object": "adapter", "name": name, "deleted": True})
+
+
+def _remove(folder: Path) -> int:
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    shutil.rmtree(folder)
+    return size
 
 
 def upload_rules(settings: Settings) -> UploadRules:

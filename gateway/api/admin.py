@@ -42,6 +42,7 @@ class Admin:
             web.post(f"{tenant}/adapters", self.push_adapter),
             web.get(f"{tenant}/adapters", self.list_adapters),
             web.delete(f"{tenant}/adapters/{{name}}", self.delete_adapter),
+            web.post("/admin/api/adapters/collect", self.collect),
             web.get("/admin/api/usage", self.usage),
             web.get("/admin/api/engines", self.engines),
         ]
@@ -59,6 +60,12 @@ class Admin:
         name = request.match_info["name"]
         await self._catalog.delete(await self._tenant(request), name, actor)
         return json_response({"object": "adapter", "name": name, "deleted": True})
+
+    async def collect(self, request: web.Request) -> web.Response:
+        """Remove adapters of deleted names and tenants from the store."""
+        await self._actor(request)
+        removed, num_bytes = await self._intake.collect()
+        return json_response({"object": "collection", "removed": removed, "bytes": num_bytes})
 
     async def usage(self, request: web.Request) -> web.Response:
         """Of one tenant (`?tenant=`, deleted ones too), or of all."""

@@ -49,6 +49,7 @@ ROUTES = (
     Route("POST", "/admin/api/tenants/{tenant}/adapters", "Upload an adapter for a tenant.", None, dict),
     Route("GET", "/admin/api/tenants/{tenant}/adapters", "A tenant's adapters.", None, dict),
     Route("DELETE", "/admin/api/tenants/{tenant}/adapters/{name}", "Free an adapter's name.", None, dict),
+    Route("POST", "/admin/api/adapters/collect", "Remove adapters that no name refers to.", None, dict),
     Route("GET", "/admin/api/usage", "What tenants have used.", None, dict),
     Route("GET", "/admin/api/engines", "The engines and how they are.", None, dict),
     Route("GET", "/admin/api/audit", "Who changed what.", None, dict),

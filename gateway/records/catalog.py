@@ -210,6 +210,12 @@ class Catalog:
             await count_change(connection, tenant.id)
         return Adapter(name=name, version=version, created_at=now, **content)
 
+    async def referenced(self, digests: Sequence[str]) -> set[str]:
+        """Return those digests that a version on record has, of any tenant. At most a few hundred at once."""
+        query = select(adapter_versions.c.digest).where(adapter_versions.c.digest.in_(digests)).distinct()
+        async with self._database.read() as connection:
+            return set((await connection.execute(query)).scalars())
+
     async def by_tenant(self) -> Mapping[str, Sequence[Adapter]]:
         """Every tenant's adapters, by the tenant's id; of one that has none there is nothing."""
         found = defaultdict(list)

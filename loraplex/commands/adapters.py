@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from loraplex.commands.common import Gateway, examples, tenant_options
+from loraplex.commands.common import Gateway, admin_options, examples, tenant_options
 from loraplex.commands.output import json_option, print_json, print_table
 
 
@@ -48,3 +48,11 @@ def delete(name: str, tenant: str | None, gateway: Gateway) -> None:
     """Delete the adapter NAME with its versions."""
     gateway.run(lambda client: client.delete_adapter(tenant, name))
     click.echo(f"deleted adapter {name}")
+
+
+@adapter.command("collect", epilog=examples("loraplex adapter collect"))
+@admin_options
+def collect(gateway: Gateway) -> None:
+    """Remove adapters from the store that no name of any tenant has referred to for a day."""
+    done = gateway.run(lambda client: client.collect_adapters())
+    click.echo(f"removed {done['removed']} adapters, {done['bytes']} bytes")

@@ -1,0 +1,50 @@
+"""`loraplex adapter collect`: the store forgets what no name refers to, and nothing else."""
+
+import os
+import time
+from pathlib import Path
+
+from adapters.spool import PREFIX
+from tests.gateway.running import Gateway
+from tests.gateway.test_adapters import files, push
+
+COLLECT = "/admin/api/adapters/collect"
+
+
+def stored(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "adapters").glob("??/*")}
+
+
+def make_old(folder: Path) -> None:
+    for path in (folder / "adapters").glob("??/*"):
+        os.utime(path, (time.time() - 2 * 86_400,) * 2)
+
+
+async def test_only_what_no_name_refers_to_for_a_day_is_removed(gateway: Gateway, tmp_path: Path):
+    acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+    kept, shared, freed, fresh = [(await push(acme, f"a{i}", files(i))).json["digest"][7:] for i in range(4)]
+    assert (await push(globex, "same", files(1))).json["digest"][7:] == shared
+    for name in ("a1", "a2"):
+        assert (await acme.call("DELETE", f"/v1/adapters/{name}")).status == 200
+    assert (await gateway.admin.post(COLLECT)).json == {"object": "collection", "removed": 0, "bytes": 0}
+    make_old(tmp_path)
+    assert (await acme.call("DELETE", "/v1/adapters/a3")).status == 200
+    assert (await push(acme, "again", files(3))).status == 201  # its time is renewed
+    assert (await acme.call("DELETE", "/v1/adapters/again")).status == 200
+    done = (await gateway.admin.post(COLLECT)).json
+    assert done["removed"] == 1
+    assert done["bytes"] > 1536
+    assert stored(tmp_path) == {kept, shared, fresh}
+    assert freed not in stored(tmp_path)
+    assert not list((tmp_path / "adapters").glob(f"{PREFIX}*"))
+    assert (await globex.chat(model="same")).status == 200
+    assert (await acme.post(COLLECT)).status == 403
+
+
+async def test_a_deleted_tenants_adapters_go(gateway: Gateway, tmp_path: Path):
+    acme = await gateway.tenant("acme")
+    assert (await push(acme, "a", files())).status == 201
+    assert (await gateway.admin.call("DELETE", "/admin/api/tenants/acme")).status == 200
+    make_old(tmp_path)
+    assert (await gateway.admin.post(COLLECT)).json["removed"] == 1
+    assert stored(tmp_path) == set()
