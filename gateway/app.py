@@ -255,7 +255,16 @@ async def make_app(settings: Settings) -> web.Application:
     own = Adapters(auth=auth, catalog=catalog, intake=intake, quota=quota)
     admin = Admin(auth=auth, tenants=tenants, catalog=catalog, intake=intake, report=report, registry=registry)
     dashboard = Dashboard(auth=auth, tenants=tenants, catalog=catalog, report=report, registry=registry)
-    health = Health(database=database, quota=quota, ledger=ledger, registry=registry, drain=drain)
+    health = Health(
+        database=database,
+        quota=quota,
+        ledger=ledger,
+        registry=registry,
+        drain=drain,
+        metrics=metrics,
+        degraded_is_ready=settings.readiness == "degraded",
+    )
+    app.cleanup_ctx.append(health.watching)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat),

@@ -84,6 +84,12 @@ class Metrics:
             "The event loop's longest stall in the last minute.",
             registry=self.registry,
         )
+        self._part_up = Gauge(
+            "loraplex_gateway_part_up",
+            "1 if the part is well, as /readyz has it: database, redis, quota, engines, tokenizer, ledger, process.",
+            ["part"],
+            registry=self.registry,
+        )
         self._failed_logins = Counter(
             "loraplex_gateway_wrong_keys", "Requests with an API key that opens nothing.", registry=self.registry
         )
@@ -193,6 +199,9 @@ class Metrics:
 
     def watch_deliveries(self, unread: Callable[[], int]) -> None:
         self._unread.set_function(unread)
+
+    def part_up(self, part: str, up: bool) -> None:
+        self._part_up.labels(part).set(up)
 
     def watch_quota(self, up: Callable[[], bool]) -> None:
         self._quota_up.set_function(up)

@@ -111,6 +111,8 @@ class Settings:
     drain_delay: float = 0.0
     # Known keys, names and prices are believed for this long while the database is away; 0.5 is strict.
     key_trust_seconds: float = 0.5
+    # Whether `/readyz` says 200 (degraded) or 503 (strict) while the database, Redis or all engines are away.
+    readiness: str = "degraded"
     # How long a gateway waits on start for a database that is away.
     database_wait: float = 30.0
     # Usage rows that may wait while SQL is away; beyond them no request is admitted.
@@ -162,6 +164,8 @@ class Settings:
                 env_name("metrics_port"),
                 "is required with several workers: worker n serves its own metrics at port + n",
             )
+        if self.readiness not in ("degraded", "strict"):
+            raise SettingsError(env_name("readiness"), f"expected degraded or strict, got {self.readiness!r}")
         positive = (
             "workers",
             "max_model_len",

@@ -205,7 +205,7 @@ class LocalService:
     async def _start_gateway(self, environment: dict[str, str]) -> None:
         with self.display.step("Starting the gateway"):
             child = await self.processes.start("gateway", self._program("gateway"), environment)
-            ready = f"{self.options.gateway_url}/readyz"
+            ready = f"{self.options.gateway_url}/readyz?strict=true"
             await self.processes.healthy(child, lambda: self._answers(ready), GATEWAY_SECONDS)
 
     def _gateway_environment(self, redis_url: str) -> dict[str, str]:

@@ -1,33 +1,72 @@
-"""`/healthz`, `/readyz`, `/metrics` and `/openapi.json`: for whoever runs the gateway, not for its tenants."""
+"""`/healthz`, `/readyz`, `/metrics` and `/openapi.json`: for the operator, not for tenants."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 
 from aiohttp import web
+from msgspec import Struct
 
 from gateway.admission.auth import Authenticator
 from gateway.admission.quota import Quota
-from gateway.api.bodies import json_response
+from gateway.api.bodies import json_response, read_flag
 from gateway.api.description import gateway_description
+from gateway.background import running
 from gateway.drain import Drain
 from gateway.errors import GatewayError
 from gateway.fleet.registry import Registry
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.records.database import Database
 from gateway.records.ledger import Ledger
+from gateway.records.lookups import Lookups
 
 # A probe waits no longer than this for any part.
 PROBE_SECONDS = 2.0
+# The parts are looked at this often for the metrics, besides each question to `/readyz`.
+LOOK_SECONDS = 1.0
+# These make a gateway not ready in any case: it is on its way out, or the operator refuses such a Redis.
+ALWAYS_NEEDED = {"process", "redis_settings"}
+
+
+class State(Struct, frozen=True):
+    """State of one part: "ok", "ok: ..." or the fault; since: when it became well or faulty."""
+
+    text: str
+    since: datetime
+
+    @property
+    def ok(self) -> bool:
+        return self.text == "ok" or self.text.startswith("ok: ")
 
 
 class Health:
-    """The tokenizer was loaded before the gateway listened, so it is ready whenever this answers."""
+    """Readiness from the states of the parts; the tokenizer was loaded before the gateway listened.
 
-    def __init__(self, *, database: Database, quota: Quota, ledger: Ledger, registry: Registry, drain: Drain) -> None:
+    degraded_is_ready: whether a gateway whose shared dependencies are away stays in its load balancer, so that clients
+    get 503 with Retry-After instead of refused connections, and the admin API and the dashboard stay reachable.
+    """
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        quota: Quota,
+        ledger: Ledger,
+        registry: Registry,
+        drain: Drain,
+        metrics: Metrics,
+        degraded_is_ready: bool,
+    ) -> None:
         self._drain = drain
         self._database = database
         self._quota = quota
         self._ledger = ledger
         self._registry = registry
+        self._metrics = metrics
+        self._degraded_is_ready = degraded_is_ready
+        self._states: dict[str, State] = {}
+        # However many ask, each part is probed by one at a time.
+        self._looks: Lookups[None, None] = Lookups(self._look)
 
     async def describe(self, _: web.Request) -> web.Response:
         return json_response(gateway_description())
@@ -35,30 +74,55 @@ class Health:
     async def live(self, _: web.Request) -> web.Response:
         return json_response({"status": "ok"})
 
-    async def ready(self, _: web.Request) -> web.Response:
-        """200 if requests can be served, 503 if not; each part's state either way."""
+    async def ready(self, request: web.Request) -> web.Response:
+        """Answer 200 if the gateway should be given requests, else 503; with each part's state either way.
+
+        With `?strict=true` it is 503 whenever a part that requests need is away.
+        """
+        strict = read_flag(request, "strict") or not self._degraded_is_ready
+        await self._looks.get(None)
+        # Requests are served without Redis where the operator chose that.
+        faulty = [name for name, state in self._states.items() if not state.ok and name != "redis"]
+        ready = not faulty or not (strict or ALWAYS_NEEDED & set(faulty))
+        body = {
+            "status": ("degraded" if faulty else "ready") if ready else "not ready",
+            "parts": {name: state.text for name, state in self._states.items()},
+            "since": {name: state.since for name, state in self._states.items() if not state.ok},
+            "engines_up": len(self._registry.healthy),
+            "engine_problems": self._registry.problems,
+        }
+        return json_response(body, status=200 if ready else 503)
+
+    async def watching(self, _: web.Application) -> AsyncIterator[None]:
+        """Look at the parts all the time, for the metrics, while the application runs."""
+        async with running(self._watch()):
+            yield
+        await self._looks.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._looks.get(None)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _look(self, _: None) -> None:
         database, redis = await asyncio.gather(self._probe(self._database), self._probe(self._quota))
-        up = len(self._registry.healthy)
-        parts = {
+        texts = {
             "database": database,
             "redis": redis,
             "quota": self._quota_state(redis),
             "redis_settings": self._quota.store_warnings,
-            "engines": "ok" if up else "; ".join(self._registry.problems) or "none is up",
+            "engines": "ok" if self._registry.healthy else "; ".join(self._registry.problems) or "none is up",
             "tokenizer": "ok",
             "ledger": "ok" if self._ledger.has_room else "full",
             "process": "stopping" if self._drain.begun else "ok",
         }
-        # Requests are served without Redis where the operator chose that.
-        needed = {name: state for name, state in parts.items() if name != "redis"}
-        ready = all(state == "ok" or state.startswith("ok: ") for state in needed.values())
-        body = {
-            "status": "ready" if ready else "not ready",
-            "parts": parts,
-            "engines_up": up,
-            "engine_problems": self._registry.problems,
-        }
-        return json_response(body, status=200 if ready else 503)
+        now = datetime.now(UTC)
+        for name, text in texts.items():
+            before, state = self._states.get(name), State(text, now)
+            if before is not None and before.ok == state.ok:
+                state = State(text, before.since)
+            self._states[name] = state
+            self._metrics.part_up(name, state.ok)
 
     def _quota_state(self, redis: str) -> str:
         if redis == "ok":

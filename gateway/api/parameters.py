@@ -8,6 +8,7 @@ FORCE = ("force",)
 USAGE = ("since", "until", "group_by")
 # By method and path; every other route of the admin API takes none.
 PARAMETERS = {
+    ("GET", "/readyz"): ("strict",),
     ("GET", "/v1/usage"): USAGE,
     ("GET", "/admin/api/usage"): ("tenant", *USAGE),
     ("GET", "/admin/api/audit"): ("tenant", "actor", "action", "since", "until", "limit", "after"),

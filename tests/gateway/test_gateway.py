@@ -71,10 +71,12 @@ async def test_redis_dies_and_comes_back(tmp_path: Path, model_dir: Path, upstre
         assert got.headers["Retry-After"] == "1"
         ready = await gateway.nobody.get("/readyz")
         assert (ready.status, ready.json["parts"]["redis"], ready.json["parts"]["database"]) == (
-            503,
+            200,
             "unavailable",
             "ok",
         )
+        assert (ready.json["status"], list(ready.json["since"])) == ("degraded", ["redis", "quota"])
+        assert (await gateway.nobody.get("/readyz?strict=true")).status == 503
         assert (await gateway.nobody.get("/healthz")).status == 200
         # What was admitted goes on to its end.
         assert (await long).events[-1] == "[DONE]"
@@ -82,7 +84,8 @@ async def test_redis_dies_and_comes_back(tmp_path: Path, model_dir: Path, upstre
         again = ValkeyServer(port=port, data_dir=tmp_path / "valkey")
         again.start()
         await until(lambda: served(acme))
-        assert (await gateway.nobody.get("/readyz")).status == 200
+        ready = await gateway.nobody.get("/readyz?strict=true")
+        assert (ready.status, ready.json["status"], ready.json["since"]) == (200, "ready", {})
         again.stop()
 
 

