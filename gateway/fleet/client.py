@@ -1,7 +1,9 @@
 """Speaking to one engine: open a request, read its events, and let go of it at once when nobody wants the rest."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,6 +29,8 @@ from gateway.records.catalog import Model
 from gateway.records.tenants import Tenant
 
 CONNECT_SECONDS = 5.0
+# Bodies of more prompt tokens are rebuilt on a thread.
+INLINE_TOKENS = 4096
 WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
 
 # Connections are kept for the next request a little less long than uvicorn (vLLM's server) keeps them: a request must
@@ -144,8 +148,10 @@ class EngineClient:
         return await self._send(engine, call, call.body, headers)
 
     async def _post_to_vllm(self, engine: EngineRecord, call: Call) -> ClientResponse:
-        body, headers = vllm_request(call.body, call.path, call.tenant.id, call.model.digest), engine.address.bearer
-        digest = call.model.digest
+        digest, headers = call.model.digest, engine.address.bearer
+        build = partial(vllm_request, call.body, call.path, call.tenant.id, digest)
+        # Work for each message: long conversations are walked through beside the event loop.
+        body = await asyncio.to_thread(build) if call.prompt_tokens > INLINE_TOKENS else build()
         if digest is None:
             return await self._send(engine, call, body, headers)
         await self._adapters.ensure(engine, digest)

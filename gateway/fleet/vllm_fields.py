@@ -10,7 +10,7 @@ from functools import cache
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
 
 from engine.protocol import BadRequest, ChatCompletionRequest, CompletionRequest, NotServed, decode
 
@@ -110,10 +110,7 @@ def _allowed(body: dict[str, Any], kind: RequestType) -> dict[str, Any]:
     """Return the declared fields of a body, at every depth, that were given and mean something to vLLM."""
     _refuse_unknown(body, kind)
     served = {name: body[name] for name in _served(kind) & body.keys() if body[name] is not None}
-    try:
-        sent: dict[str, Any] = _declared(served, msgspec.to_builtins(msgspec.convert(served, kind)))
-    except RecursionError:
-        raise BadRequest(None, "the body is nested too deeply") from None
+    sent: dict[str, Any] = _declared(served, _type_info(kind))
     for name in [each for each in sent if each.startswith(OLD_FORMS)]:
         sent["structured_outputs"] = {name.removeprefix(OLD_FORMS): sent.pop(name)}
     return sent | {name: body[name] for name in _VLLM_ONLY & body.keys() if body[name] is not None}
@@ -137,14 +134,29 @@ def _served(kind: RequestType) -> frozenset[str]:
     return frozenset(field.name for field in msgspec.structs.fields(kind) if field.type != NotServed)
 
 
-def _declared(given: Any, checked: Any) -> Any:
-    """Return `checked` without the defaults of what was not given."""
-    if isinstance(given, dict) and isinstance(checked, dict):
-        return {name: _declared(value, checked[name]) for name, value in given.items() if name in checked}
-    # Only lists of objects hold anything undeclared; a prompt may have 100,000 token ids.
-    if isinstance(given, list) and given and isinstance(given[0], dict):
-        return [_declared(*pair) for pair in zip(given, checked, strict=True)]
-    return checked
+@cache
+def _type_info(kind: RequestType) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _declared(value: Any, declared: inspect.Type) -> Any:
+    """Return a checked value without the members that its type does not declare.
+
+    Only structs and lists of them are walked through: a prompt may have a million token ids, a schema any depth.
+    """
+    options = declared.types if isinstance(declared, inspect.UnionType) else (declared,)
+    for option in options:
+        if isinstance(option, inspect.StructType) and isinstance(value, dict):
+            given = [field for field in option.fields if field.encode_name in value]
+            return {field.encode_name: _declared(value[field.encode_name], field.type) for field in given}
+        if isinstance(option, inspect.ListType) and isinstance(value, list) and _holds_structs(option.item_type):
+            return [_declared(item, option.item_type) for item in value]
+    return value
+
+
+def _holds_structs(declared: inspect.Type) -> bool:
+    options = declared.types if isinstance(declared, inspect.UnionType) else (declared,)
+    return any(isinstance(option, inspect.StructType) for option in options)
 
 
 def _is_one_sequence(body: dict[str, Any]) -> bool:

@@ -156,12 +156,27 @@ def test_a_client_cannot_make_several_sequences_count_as_one():
     assert sent(options | {"n": 2})["stream_options"]["continuous_usage_stats"] is False
 
 
-def test_a_body_that_is_nested_too_deeply_is_a_bad_request():
+def test_what_has_no_declared_members_is_not_walked_through():
+    """A body of 8 MiB may hold a million of them, at any depth; walking took seconds of the event loop."""
     deep: Any = 1
-    for _ in range(700):
-        deep = {"a": deep}
-    with pytest.raises(BadRequest, match="nested too deeply"):
-        vllm_request({"messages": HI, "model": "m", "chat_template_kwargs": {"x": deep}}, CHAT_PATH, "acme", None)
+    for _ in range(5000):
+        deep = {"a": [deep]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": deep}}}
+    body = {"messages": HI, "model": "m", "chat_template_kwargs": {"x": deep}, "tools": [tool]}
+    sent = vllm_request(body, CHAT_PATH, "acme", None)
+    assert sent["chat_template_kwargs"] is body["chat_template_kwargs"]
+    assert sent["tools"][0]["function"]["parameters"] is tool["function"]["parameters"]
+    prompt = [[1, 2], [3]]
+    assert vllm_request({"prompt": prompt, "model": "m"}, "/v1/completions", "acme", None)["prompt"] is prompt
+
+
+async def test_a_long_conversation_is_sent_whole(vllm_gateway: tuple[Gateway, VllmDouble], monkeypatch):
+    monkeypatch.setattr("gateway.fleet.client.INLINE_TOKENS", 1)
+    gateway, vllm = vllm_gateway
+    acme = await gateway.tenant("long")
+    messages = [{"role": "user", "content": str(number)} for number in range(20)]
+    assert (await acme.chat(messages=messages, max_tokens=1)).status == 200
+    assert vllm.requests[-1][1]["messages"] == messages
 
 
 def test_salts_differ_by_tenant_adapter_and_the_clients_own_and_have_one_length():
