@@ -49,6 +49,7 @@ from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
 from gateway.fleet.finished import FinishedClient
 from gateway.fleet.probe import Probe
+from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.recent_uses import RecentUses
 from gateway.fleet.registry import Registry
 from gateway.fleet.vllm import VllmAdapters
@@ -133,7 +134,8 @@ async def make_app(settings: Settings) -> web.Application:
     )
     gate = Gate(lambda: registry.capacity, settings.queue_length, settings.queue_seconds)
     client = EngineClient(session, token, VllmAdapters(session, store, RecentUses(redis, settings.redis_timeout)))
-    fleet = Fleet(registry, client, gate, settings.engine_timeout)
+    quarantine = Quarantine(settings.quarantine_seconds, metrics.quarantined)
+    fleet = Fleet(registry, client, gate, settings.engine_timeout, quarantine)
     finished = FinishedClient(session, token)
     accounting = Accounting(quota, ledger, metrics, finished)
     deliveries = Deliveries(

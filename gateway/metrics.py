@@ -142,6 +142,12 @@ class Metrics:
             ["engine"],
             registry=self.registry,
         )
+        self._quarantined = Counter(
+            "loraplex_gateway_quarantined",
+            "Requests and adapters that were with several engines as they died, and are refused for some minutes.",
+            ["kind"],
+            registry=self.registry,
+        )
         self._slow_readers = Counter(
             "loraplex_gateway_slow_readers_cut",
             "Clients cut off because they read their answers too slowly.",
@@ -193,6 +199,10 @@ class Metrics:
 
     def adapter_mismatch(self, engine: str) -> None:
         self._mismatches.labels(engine).inc()
+
+    def quarantined(self, kind: str) -> None:
+        """kind: "request" or "adapter"."""
+        self._quarantined.labels(kind).inc()
 
     def slow_reader_cut(self) -> None:
         self._slow_readers.inc()

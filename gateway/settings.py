@@ -78,6 +78,8 @@ class Settings:
     engine_timeout: float = 300.0
     # An engine that says nothing of its state for this long is down; its requests without a first byte go elsewhere.
     engine_silence: float = 5.0
+    # A request that was with two engines as they died is refused for this long, and so are their deaths remembered.
+    quarantine_seconds: float = 600.0
     # Requests that wait here while every engine is full, and seconds that one waits at most; beyond either, 429.
     queue_length: int = 512
     queue_seconds: float = 30.0
@@ -192,6 +194,7 @@ class Settings:
             "upload_timeout",
             "shutdown_seconds",
             "engine_silence",
+            "quarantine_seconds",
         )
         for name in (*positive, *durations, "queue_length", "queue_seconds"):
             value = getattr(self, name)

@@ -109,6 +109,7 @@ class Completions:
         principal.check_model(parsed.model)
         model = await self._catalog.resolve(tenant, parsed.model)
         asked = await self._prompts.measure(parsed, raw)
+        self._fleet.check(tenant.id, model.digest, asked.body)
         self._accounting.check_room()
         price, weights = self._prices.price(tenant.name, model), asked.weights
         try:

@@ -1,4 +1,4 @@
-"""A circuit breaker: an engine that breaks request after request gets none for a while, then one to prove itself.
+"""Circuit breakers: an engine that breaks request after request gets none for a while, then one to prove itself.
 
 Health checks see an engine that is gone; this sees one that answers them and nothing else.
 """
@@ -9,6 +9,63 @@ from collections.abc import Callable
 FAILURES_UNTIL_OPEN = 3
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
+# Tenants whose failures are remembered for an engine.
+MAX_TENANTS = 10_000
+
+
+class Breakers:
+    """An engine's breakers: one for each tenant whose requests fail on it, and one for all tenants.
+
+    A tenant's opens after FAILURES_UNTIL_OPEN of its own in a row. The one for all counts only failures in a row,
+    nobody's success between them, that come from two tenants or more. So one tenant's requests, whatever they do to the
+    engine, take it from that tenant alone.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._of_all = Breaker(clock)
+        self._of: dict[str, Breaker] = {}
+        # Tenants of the failures since the last success.
+        self._failing: set[str] = set()
+
+    @property
+    def allows_some(self) -> bool:
+        """Whether the engine is there for tenants that have no failures of their own."""
+        return self._of_all.allows
+
+    def allows(self, tenant_id: str) -> bool:
+        """Whether a request of the tenant may be sent now."""
+        own = self._of.get(tenant_id)
+        return self._of_all.allows and (own is None or own.allows)
+
+    def sent(self, tenant_id: str) -> None:
+        for breaker in self._both(tenant_id):
+            breaker.sent()
+
+    def began(self, tenant_id: str) -> None:
+        for breaker in self._both(tenant_id):
+            breaker.began()
+
+    def succeeded(self, tenant_id: str) -> None:
+        self._of_all.succeeded()
+        self._of.pop(tenant_id, None)
+        self._failing.clear()
+
+    def failed(self, tenant_id: str) -> None:
+        self._of.setdefault(tenant_id, Breaker(self._clock)).failed()
+        self._failing.add(tenant_id)
+        if len(self._failing) > 1 or self._of_all.is_on_trial:
+            self._of_all.failed()
+        if len(self._of) > MAX_TENANTS:
+            del self._of[next(iter(self._of))]
+
+    def gave_up(self, tenant_id: str) -> None:
+        for breaker in self._both(tenant_id):
+            breaker.gave_up()
+
+    def _both(self, tenant_id: str) -> list["Breaker"]:
+        own = self._of.get(tenant_id)
+        return [self._of_all] if own is None else [self._of_all, own]
 
 
 class Breaker:
@@ -30,6 +87,10 @@ class Breaker:
     def allows(self) -> bool:
         """Whether a request may be sent now."""
         return not self._is_open or (not self._on_trial and self._clock() >= self._open_until)
+
+    @property
+    def is_on_trial(self) -> bool:
+        return self._on_trial
 
     def sent(self) -> None:
         """A request goes out; while half open it is the trial."""

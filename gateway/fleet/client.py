@@ -61,8 +61,8 @@ class EngineRefused(Exception):
 
     @property
     def failed(self) -> bool:
-        """Whether its answer shows a fault of its own: a redirect, or a 5xx other than that it is too busy."""
-        if self.status is None or isinstance(self.error, Unavailable):
+        """Whether its answer shows a fault of its own: a redirect, or a 5xx that is not about load or an adapter."""
+        if self.status is None or isinstance(self.error, Unavailable | BadRequest):
             return False
         return self.status >= 500 or 300 <= self.status < 400
 
@@ -188,7 +188,9 @@ async def _refusal(response: ClientResponse, model: Model) -> GatewayError:
         message, param, code = "", None, None
     if model.digest:
         message = message.replace(f"sha256:{model.digest}", model.name).replace(model.digest, model.name)
-    if response.status in (400, 413, 422):
+    # An adapter's fault is no failure of the engine, whatever status says so; the files may be missing on one alone.
+    is_adapters = code is not None and code.startswith("adapter_") and response.status != 404
+    if response.status in (400, 413, 422) or is_adapters:
         return BadRequest(message or "The engine refused the request.", param=param, code=code)
     if response.status in (429, 503):
         retry_after = response.headers.get("Retry-After", "1")

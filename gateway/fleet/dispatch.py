@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import ClientConnectionError, ClientResponse
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from gateway.admission.overload import Gate, Place
 from gateway.errors import NoEngine, Overloaded, Unavailable, UpstreamFailed
 from gateway.fleet.client import Call, EngineClient, EngineGone, EngineRefused
+from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.registry import Busy, EngineRecord, Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.tracing import upstream
@@ -47,12 +48,24 @@ class Answering(msgspec.Struct, frozen=True):
 class Fleet:
     """first_byte_seconds: how long a request may take to be begun, over all engines that are tried."""
 
-    def __init__(self, registry: Registry, client: EngineClient, gate: Gate, first_byte_seconds: float) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        client: EngineClient,
+        gate: Gate,
+        first_byte_seconds: float,
+        quarantine: Quarantine,
+    ) -> None:
         self._registry = registry
+        self._quarantine = quarantine
         self._client = client
         self._gate = gate
         self._first_byte_seconds = first_byte_seconds
         self._conversations = Conversations()
+
+    def check(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
+        """Raises Quarantined for a request with which engines died."""
+        self._quarantine.check(tenant_id, digest, body)
 
     @asynccontextmanager
     async def open(self, call: Call, bill: Bill) -> AsyncIterator[Answering]:
@@ -79,8 +92,8 @@ class Fleet:
         A stream has `first_byte_seconds` for that; a whole answer, whose first byte is its last, all of its
         request's time, as long as its engine lives.
         """
-        digest = call.model.digest
-        prefix = prefix_key(call.tenant.id, digest, call.body)
+        tenant_id, digest = call.tenant.id, call.model.digest
+        prefix = prefix_key(tenant_id, digest, call.body)
         refusal: EngineRefused | None = None
         tried: set[EngineRecord] = set()
         deaths = 0
@@ -88,7 +101,11 @@ class Fleet:
         try:
             async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None):
                 while True:
-                    left = [candidate for candidate in self._registry.engines if candidate not in tried]
+                    left = [
+                        candidate
+                        for candidate in self._registry.engines
+                        if candidate not in tried and candidate.breaker.allows(tenant_id)
+                    ]
                     engine = choose(left, digest, prefix, self._conversations.engine(prefix, left))
                     if engine is None:
                         raise refusal or EngineRefused(NoEngine())
@@ -99,7 +116,9 @@ class Fleet:
                             response, busy = await held.enter_async_context(self._attempt(engine, call))
                     except EngineGone as error:
                         # An engine that died with the request may have worked; it is asked once it is back.
-                        if not error.had_it:
+                        if error.had_it:
+                            self._quarantine.died(engine, tenant_id, digest, call.body)
+                        else:
                             bill.unsent()
                         deaths += error.had_it
                         if deaths == MAX_DEATHS:
@@ -120,7 +139,7 @@ class Fleet:
                         return engine, response, busy
         except TimeoutError:
             if engine is not None:
-                engine.breaker.failed()
+                engine.breaker.failed(tenant_id)
             late = UpstreamFailed(f"No engine began to answer within {self._first_byte_seconds:g} s.")
             raise EngineRefused(late) from None
 
@@ -128,36 +147,41 @@ class Fleet:
     async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[ClientResponse, Busy]]:
         """Ask one engine, and learn from how that ends."""
         started = time.monotonic()
-        engine.breaker.sent()
-        learn = engine.breaker.gave_up
+        tenant_id, digest, breaker = call.tenant.id, call.model.digest, engine.breaker
+        breaker.sent(tenant_id)
+        learn = breaker.gave_up
         try:
-            with upstream(call, engine) as span, engine.busy(call.model.digest) as busy:
+            with upstream(call, engine) as span, engine.busy(digest, tenant_id) as busy:
                 told = span.headers()
                 sent = replace(call, trace=told) if told else call
                 async with self._client.open(engine, sent) as response:
-                    engine.breaker.began()
-                    yield response, busy
-                    # An answer that broke off has been told to the client by now; here it only counts.
-                    ended = response.content.exception()
+                    breaker.began(tenant_id)
+                    try:
+                        yield response, busy
+                    finally:
+                        # An answer that broke off has been told to the client by now; here it only counts.
+                        ended = response.content.exception()
+                        if ended is not None and type(ended) is not ClientConnectionError:
+                            # That very type is left by closing it ourselves, because a key was revoked, say.
+                            learn = breaker.failed
+                            if not isinstance(ended, TimeoutError):
+                                self._quarantine.died(engine, tenant_id, digest, call.body)
             if ended is None:
-                learn = engine.breaker.succeeded
+                learn = breaker.succeeded
                 if busy.is_counted:
                     # Else its client took longer to read than the engine to answer.
                     engine.observe_request(time.monotonic() - started)
-            elif type(ended) is not ClientConnectionError:
-                # That very type is left by closing it ourselves, because a key was revoked say: no fault of the engine.
-                learn = engine.breaker.failed
         except EngineGone:
-            learn = engine.breaker.failed
+            learn = breaker.failed
             raise
         except EngineRefused as refusal:
             if refusal.broken or refusal.failed:
-                learn = engine.breaker.failed
+                learn = breaker.failed
             elif refusal.status is not None:
-                learn = engine.breaker.succeeded
+                learn = breaker.succeeded
             raise
         finally:
-            learn()
+            learn(tenant_id)
 
 
 @asynccontextmanager

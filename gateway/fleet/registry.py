@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from gateway.fleet.addresses import Address
-from gateway.fleet.breaker import Breaker
+from gateway.fleet.breaker import Breakers
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,9 @@ class EngineRecord:
     """One engine as this gateway process sees it.
 
     resident: digests (no prefix) of the adapters it holds. serving: this process' requests by digest, the base model's
-    under None. others: requests of other gateways. slots: what it runs at once. load_seconds: what bringing an adapter
-    takes. request_seconds: what a request takes. problem: why it gets no requests although it lives, and what to do.
+    under None. tenants: the same by tenant. others: requests of other gateways. slots: what it runs at once.
+    load_seconds: what bringing an adapter takes.
+    request_seconds: what a request takes. problem: why it gets no requests although it lives, and what to do.
     distrusted: the instance that answered with another adapter than was asked for.
     silent_since: it is down because it says nothing, though its connections stand. unanswered: ends the wait of each
     request that it has not begun to answer.
@@ -46,6 +47,7 @@ class EngineRecord:
     draining: bool = False
     resident: frozenset[str] = frozenset()
     serving: Counter[str | None] = field(default_factory=Counter)
+    tenants: Counter[str] = field(default_factory=Counter)
     in_flight: int = 0
     others: int = 0
     slots: int = DEFAULT_SLOTS
@@ -57,7 +59,7 @@ class EngineRecord:
     silent_since: float | None = None
     distrusted: str | None = None
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
-    breaker: Breaker = field(default_factory=Breaker)
+    breaker: Breakers = field(default_factory=Breakers)
 
     @property
     def url(self) -> str:
@@ -75,17 +77,18 @@ class EngineRecord:
 
     @property
     def available(self) -> bool:
-        return self.healthy and self.breaker.allows
+        return self.healthy and self.breaker.allows_some
 
     def holds(self, digest: str) -> bool:
         """True too for an adapter that a request of ours is bringing, before the engine says so itself."""
         return digest in self.resident or self.serving[digest] > 0
 
     @contextmanager
-    def busy(self, digest: str | None) -> Iterator["Busy"]:
+    def busy(self, digest: str | None, tenant_id: str = "") -> Iterator["Busy"]:
         """Count one request for as long as it is with this engine."""
         self.in_flight += 1
         self.serving[digest] += 1
+        self.tenants[tenant_id] += 1
         busy = Busy(self)
         try:
             yield busy
@@ -94,6 +97,9 @@ class EngineRecord:
             self.serving[digest] -= 1
             if not self.serving[digest]:
                 del self.serving[digest]
+            self.tenants[tenant_id] -= 1
+            if not self.tenants[tenant_id]:
+                del self.tenants[tenant_id]
 
     def observe_request(self, seconds: float) -> None:
         """Learns how long a request takes, the last few counting most."""
@@ -147,7 +153,7 @@ class EngineRecord:
         if not self.healthy:
             log.info("engine %s is up", self.url)
             # What the one before it did is not held against an engine that comes back.
-            self.breaker = Breaker()
+            self.breaker = Breakers()
         self.healthy, self.misses, self.problem, self.draining = True, 0, None, False
         self.silent_since = None
 
