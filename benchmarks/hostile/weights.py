@@ -10,6 +10,7 @@ from functools import cache
 from benchmarks.hostile.archives import CONFIG, WEIGHTS, good
 from benchmarks.hostile.attack import attack
 from benchmarks.hostile.attacker import Attacker
+from tests.gateway.mutated_uploads import mutated
 
 # The demo model's projections: [out, in] of q, k, v, o.
 HIDDEN, KEY_VALUE = 576, 192
@@ -250,8 +251,6 @@ async def cycle(attacker: Attacker) -> None:
     limits={"adapter_changes_per_minute": None, "max_concurrent_uploads": None},
 )
 async def send_mutated(attacker: Attacker) -> None:
-    from tests.gateway.mutated_uploads import mutated
-
     pending = mutated(good(), seed=attacker.target.mutations, count=attacker.target.mutations)
 
     async def one() -> None:
