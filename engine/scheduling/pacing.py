@@ -113,7 +113,9 @@ class Pacer:
             self._steps_since_trial += 1
             return
         each = usual.spent / max(usual.rows, 1.0)
-        share = (step.spent - usual.spent) / (step.rows - usual.rows) / each if each > 0 else 1.0
+        # Steps of other tokens may have as many rows, where streams came or went: they tell nothing.
+        wider = step.rows - usual.rows
+        share = (step.spent - usual.spent) / wider / each if each > 0 and wider else 1.0
         if step.tokens < usual.tokens:
             if usual.tokens <= self._least_chunk and share > HARDLY_FIXED:
                 self._set_least_chunk(step)

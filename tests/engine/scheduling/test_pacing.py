@@ -165,3 +165,12 @@ def test_a_fixed_cost_that_is_gone_is_forgotten() -> None:
     serve(pacer, quick, 8000)
     chunks = serve(pacer, quick, 4000)[1]
     assert sum(chunks) / len(chunks) < 1.3 * 0.8 * 0.0045 / 100e-6
+
+
+def test_steps_of_other_prompts_and_as_many_rows_are_taken():
+    """Four prompt tokens beside twelve streams are as many rows as eight beside eight."""
+    pacer = Pacer(1.8)
+    pacer.observe(0.01, 8, 0)
+    pacer.observe(0.02, 12, 4)
+    pacer.observe(0.02, 8, 8)
+    assert pacer.prompt_budget(8, 512) >= 1
