@@ -1,6 +1,7 @@
 """Next tokens from logits, vectorised over the batch, without waiting for the device. Rows are independent: a request's
 draw depends on its own seed and position only, never on what else is in the batch."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from engine.model.transfer import upload
 from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
 from engine.structured.masks import constrain
+
+log = logging.getLogger(__name__)
 
 _LARGEST_U64 = 2**64 - 1
 
@@ -53,23 +56,26 @@ def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
 
 
 def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
-    """Penalties, bias and bans, in place: one gather and scatter for all rows of each kind."""
+    """Apply penalties, bias and bans in place: one gather and scatter for all rows of each kind.
+
+    A request whose edits cannot be made fails by itself; nothing of the other rows depends on it.
+    """
     scaled, lowered, biased, banned = _Edits(), _Edits(), _Edits(), _Edits()
     banned_where_masked: list[tuple[int, np.ndarray]] = []
     for row, request in enumerate(requests):
-        p = request.params
-        if p.repetition_penalty != 1.0:
-            scaled.add(row, np.unique(request.token_ids), p.repetition_penalty)
-        if (p.presence_penalty or p.frequency_penalty) and request.num_output_tokens:
-            used, counts = np.unique(request.token_ids[request.num_prompt_tokens :], return_counts=True)
-            lowered.add(row, used, p.presence_penalty + p.frequency_penalty * counts)
-        if p.logit_bias:
-            biased.add(row, list(p.logit_bias), list(p.logit_bias.values()))
-        for found in _bans(request):
-            if request.mask is None:
-                banned.add(row, found, 0.0)
-            else:
-                banned_where_masked.append((row, found))
+        try:
+            _add_penalties(row, request, scaled, lowered)
+            p = request.params
+            if p.logit_bias:
+                biased.add(row, list(p.logit_bias), list(p.logit_bias.values()))
+            for found in _bans(request):
+                if request.mask is None:
+                    banned.add(row, found, 0.0)
+                else:
+                    banned_where_masked.append((row, found))
+        except Exception as exc:
+            log.exception("a request's sampling parameters could not be applied")
+            request.error = f"its sampling parameters could not be applied: {type(exc).__name__}"
     device = logits.device
     if scaled:
         rows, ids, penalty = scaled.upload(device)
@@ -89,6 +95,15 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
         [ids] = upload(device, [found])
         rest = logits[row].index_fill(0, ids, -torch.inf)
         logits[row] = torch.where(rest.amax() > -torch.inf, rest, logits[row])
+
+
+def _add_penalties(row: int, request: Request, scaled: "_Edits", lowered: "_Edits") -> None:
+    p = request.params
+    if p.repetition_penalty != 1.0:
+        scaled.add(row, np.unique(request.token_ids), p.repetition_penalty)
+    if (p.presence_penalty or p.frequency_penalty) and request.num_output_tokens:
+        used, counts = np.unique(request.token_ids[request.num_prompt_tokens :], return_counts=True)
+        lowered.add(row, used, p.presence_penalty + p.frequency_penalty * counts)
 
 
 def _bans(request: Request) -> Iterator[np.ndarray]:

@@ -221,6 +221,10 @@ class Request:
     def append(self, token_id: int) -> None:
         """Take the sampled token; finish on a stop token, at the grammar's end, at the limit or without a number."""
         self.num_pending = 0
+        if self.error is not None:  # the sampler's: the token is nobody's choice
+            self.logprobs.clear()
+            self.finish("error", self.error)
+            return
         if token_id == NOT_FINITE:
             self._fail_not_finite()
             return

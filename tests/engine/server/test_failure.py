@@ -16,6 +16,7 @@ from engine.server.finished import FinishedRequests
 from engine.server.generation import EngineUnavailable
 from engine.server.program import FAILED
 from engine.structured.compiler import Matcher
+from engine.structured.tokens import BannedWords
 from tests.engine.server.running import Client, RunningServer
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0}
@@ -173,3 +174,28 @@ async def test_a_request_that_cannot_be_added_is_a_500_of_its_own(
     neighbour = asyncio.create_task(client.complete(prompt="x", max_tokens=50, ignore_eos=True))
     assert (await client.post("/v1/completions", LONG | {"cache_salt": "die"}))[0] == 500
     assert (await neighbour)["usage"]["completion_tokens"] == 50
+
+
+async def test_a_fault_in_ones_sampling_ends_that_request_only(client: Client, monkeypatch: pytest.MonkeyPatch):
+    after = BannedWords.after
+
+    def fail(self: BannedWords, token_ids: list[int], num_output_tokens: int) -> Any:
+        if num_output_tokens == 3 and self.largest == 7:
+            raise IndexError("private words")
+        return after(self, token_ids, num_output_tokens)
+
+    monkeypatch.setattr(BannedWords, "after", fail)
+    monkeypatch.setattr("engine.server.token_rules._read", lambda allowed, words, tokenizer: (None, rules[words[0]]))
+    rules = {"bad": BannedWords([[7]]), "good": BannedWords([[8]])}
+    asked = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "frequency_penalty": 0.5, "seed": 3}
+    alone = await client.complete(**asked, bad_words=["good"])
+    neighbour = asyncio.create_task(client.complete(**asked, bad_words=["good"]))
+    status, answer = await client.post("/v1/completions", {"model": "tiny", "bad_words": ["bad"]} | asked)
+    assert (status, answer["error"]["code"]) == (500, "generation_failed")
+    assert "private" not in answer["error"]["message"]
+    assert (await neighbour)["choices"][0]["text"] == alone["choices"][0]["text"]
+    events = await client.events("/v1/completions", {"model": "tiny", "bad_words": ["bad"]} | asked)
+    assert events[-1]["error"]["code"] == "generation_failed"
+    state = await client.wait_for(lambda state: not state["running"] and not state["waiting"])
+    assert state["kv_blocks_free"] == state["kv_blocks_total"]
+    assert (await client.get("/livez"))[0] == 200
