@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 from gateway.admission.fallback import parse_check, parse_fallback
+from gateway.admission.sentinel import check_sentinel_url
 from gateway.credentials import MIN_BITS, guess_bits
 from gateway.fleet.addresses import ANNOUNCED, Address, parse_address
 
@@ -139,6 +140,10 @@ class Settings:
         except ValueError as error:
             raise SettingsError(env_name("trusted_proxies"), f"expected networks like 10.0.0.0/8: {error}") from error
         _check_url("redis_url", self.redis_url, {"redis", "rediss", "unix"})
+        try:
+            check_sentinel_url(self.redis_url)
+        except ValueError as error:
+            raise SettingsError(env_name("redis_url"), str(error)) from error
         try:
             parse_fallback(self.quota_fallback)
         except ValueError as error:

@@ -11,7 +11,7 @@ from redis.asyncio.connection import AbstractConnection, Connection, SSLConnecti
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 
-class _Translated(AbstractConnection):
+class Translated(AbstractConnection):
     async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
         try:
             await super().send_packed_command(*arguments, **options)
@@ -19,15 +19,15 @@ class _Translated(AbstractConnection):
             raise RedisConnectionError("The connection is closed.") from error
 
 
-class _Tcp(_Translated, Connection):
+class _Tcp(Translated, Connection):
     pass
 
 
-class _Tls(_Translated, SSLConnection):
+class _Tls(Translated, SSLConnection):
     pass
 
 
-class _Unix(_Translated, UnixDomainSocketConnection):
+class _Unix(Translated, UnixDomainSocketConnection):
     pass
 
 

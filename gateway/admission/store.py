@@ -19,6 +19,8 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from gateway.admission.connections import translate
 from gateway.admission.pipeline import Pipeline
+from gateway.admission.sentinel import SCHEME as SENTINEL
+from gateway.admission.sentinel import sentinel_client
 from gateway.errors import Unavailable
 from gateway.loop_lag import deadline
 from gateway.outage import Outage
@@ -39,7 +41,8 @@ PROBE_SECONDS = 0.2
 def connect(url: str, timeout: float) -> Client:
     """Return a client that connects on first use. timeout: the deadline that each caller sets for its own calls.
 
-    `redis+cluster://host:port` (and `rediss+cluster`) names any node of a cluster.
+    `redis+cluster://host:port` (and `rediss+cluster`) names any node of a cluster. For `redis+sentinel` see
+    `sentinel.py`. Raises ValueError for a URL that cannot be read.
     """
     # redis-py's own time limits take a stall of our event loop for a server that does not answer. They only end what
     # no caller waits for. No socket_timeout: it has the client write
@@ -59,6 +62,8 @@ def connect(url: str, timeout: float) -> Client:
         )
         translate(cluster)
         return cluster
+    if scheme.endswith(SENTINEL):
+        return sentinel_client(url, timeout, CONNECT_PATIENCE * timeout, retry)
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=MAX_CONNECTIONS,
