@@ -51,10 +51,18 @@ class AdapterIntake:
         self._idempotency = idempotency
         self._checker = Checker(store.root, base, rules.max_bytes, served)
 
-    async def push(self, request: web.Request, tenant: Tenant, actor: str, owner: str) -> web.Response:
+    async def push(
+        self,
+        request: web.Request,
+        tenant: Tenant,
+        actor: str,
+        owner: str,
+        check_allowed: Callable[[str], None] = lambda name: None,
+    ) -> web.Response:
         """Return 201 and the new version; it is in use from the moment of the answer.
 
-        owner: whose turn a check takes: the tenant's id, or OPERATOR. Raises BadRequest and TooLarge for the form,
+        owner: whose turn a check takes: the tenant's id, or OPERATOR. check_allowed: raises for a name that the actor
+        may not push under. Raises BadRequest and TooLarge for the form,
         TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be served.
         """
         refuse_too_large(request, self._rules)
@@ -64,6 +72,7 @@ class AdapterIntake:
                 async with Workplace.open(self._store.spool()) as place:
                     name = await receive(request, place, self._rules)
                     self._catalog.check_name(name)
+                    check_allowed(name)
                     checked = await self._checker.check(place, owner)
                     add = self._add(request, tenant, name, checked, actor, place)
                     return await place.finish(add)
@@ -146,7 +155,7 @@ class Adapters:
             tenant.id, request[REQUEST_ID], limits.adapter_changes_per_minute, limits.max_concurrent_uploads
         )
         async with self._auth.while_valid(principal), places:
-            return await self._intake.push(request, tenant, principal.key_id, tenant.id)
+            return await self._intake.push(request, tenant, principal.key_id, tenant.id, principal.check_model)
 
     async def list(self, request: web.Request) -> web.Response:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
@@ -154,11 +163,14 @@ class Adapters:
 
     async def get(self, request: web.Request) -> web.Response:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
-        return json_response(describe(await self._catalog.get(principal.tenant, request.match_info["name"])))
+        name = request.match_info["name"]
+        principal.check_model(name)
+        return json_response(describe(await self._catalog.get(principal.tenant, name)))
 
     async def delete(self, request: web.Request) -> web.Response:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
         name, tenant = request.match_info["name"], principal.tenant
+        principal.check_model(name)
         await self._quota.change(tenant.id, request[REQUEST_ID], tenant.adapter_limits.adapter_changes_per_minute)
         await self._catalog.delete(principal.tenant, name, principal.key_id)
         return json_response({"object": "adapter", "name": name, "deleted": True})

@@ -6,9 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from adapters.manifest import AdapterError, BaseShape
 from adapters.store import Stored
 from gateway.api.upload import Workplace, too_large
 from gateway.errors import BadRequest, CheckFailed, Unavailable
+from gateway.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -49,54 +48,6 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     stored: Stored
     folder: Path
-
-
-class Turns:
-    """Places that are given to owners in turn. An owner has one at most, however many it waits for."""
-
-    def __init__(self, places: int) -> None:
-        self._free = places
-        self._holders: set[str] = set()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-
-    @asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
-        """Hold a place while the block runs."""
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(place)
-        self._grant()
-        try:
-            await place
-            yield
-        finally:
-            if place.done() and not place.cancelled():
-                self._free += 1
-                self._holders.discard(owner)
-            elif owner in self._waiting:
-                self._forget(owner, place)
-            self._grant()
-
-    def _grant(self) -> None:
-        for owner in list(self._waiting):
-            if not self._free:
-                return
-            if owner in self._holders:
-                continue
-            place = self._waiting[owner][0]
-            self._forget(owner, place)
-            if owner in self._waiting:
-                self._waiting.move_to_end(owner)
-            if not place.done():
-                self._free -= 1
-                self._holders.add(owner)
-                place.set_result(None)
-
-    def _forget(self, owner: str, place: asyncio.Future[None]) -> None:
-        queue = self._waiting[owner]
-        if place in queue:
-            queue.remove(place)
-        if not queue:
-            del self._waiting[owner]
 
 
 class Checker:

@@ -24,9 +24,12 @@ from gateway.records.database import Database
 from gateway.records.lookups import Lookups
 from gateway.records.tables import adapter_versions, adapters, prices
 from gateway.records.tenants import Tenant
+from gateway.turns import Turns
 
 ADAPTER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 CACHE_ENTRIES = 50_000
+# Lists of adapters that are read at once, one for each tenant: connections are left for everything else.
+READS = 4
 CURRENT_VERSION = and_(
     adapter_versions.c.adapter_id == adapters.c.id, adapter_versions.c.version == adapters.c.current_version
 )
@@ -85,6 +88,7 @@ class Catalog:
         # By tenant's id and name.
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._lookups = Lookups(self._look_up)
+        self._reads = Turns(READS)
 
     def check_name(self, name: str) -> None:
         """Raises BadRequest unless a new adapter may be called this."""
@@ -226,13 +230,13 @@ class Catalog:
         return found
 
     async def list(self, tenant: Tenant) -> list[Adapter]:
-        async with self._database.read() as connection:
+        async with self._reads.turn(tenant.id), self._database.read() as connection:
             rows = (await connection.execute(_current(tenant.id).order_by(adapters.c.name))).all()
         return [_adapter(row) for row in rows]
 
     async def get(self, tenant: Tenant, name: str) -> Adapter:
         _check_possible(name)
-        async with self._database.read() as connection:
+        async with self._reads.turn(tenant.id), self._database.read() as connection:
             row = (await connection.execute(_current(tenant.id).where(adapters.c.name == name))).one_or_none()
         if row is None:
             raise RecordNotFound("There is no adapter of this name.", param="name")

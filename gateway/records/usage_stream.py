@@ -37,10 +37,15 @@ class UsageStream:
         return sorted(member.decode() for member in await self._call(self._redis.smembers(TENANTS)))
 
     async def lengths(self, tenant_ids: Iterable[str]) -> dict[str, int]:
-        """How many events wait, of each tenant that has any, as far as its part of Redis says."""
+        """Return how many events wait, for each tenant that has any, as far as its part of Redis says."""
         ids = list(tenant_ids)
-        if not ids:
-            return {}
+        found: dict[str, int] = {}
+        # In pages, each under a deadline of its own, which so does not depend on the number of tenants.
+        for start in range(0, len(ids), PAGE):
+            found |= await self._lengths(ids[start : start + PAGE])
+        return found
+
+    async def _lengths(self, ids: list[str]) -> dict[str, int]:
         pipeline = self._redis.pipeline(transaction=False)
         for tenant_id in ids:
             pipeline.xlen(stream_key(tenant_id))

@@ -1,0 +1,75 @@
+"""One tenant's reads leave connections for the others; what a key is for bounds what it changes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.records.catalog import Catalog
+from gateway.records.database import Database
+from gateway.records.tenants import Tenants
+from gateway.records.usage_stream import PAGE, UsageStream, stream_key
+from tests.gateway.running import Gateway
+
+
+async def test_a_tenants_reads_take_one_connection_at_a_time(database: Database, monkeypatch: pytest.MonkeyPatch):
+    tenants = Tenants(database)
+    noisy, quiet = await tenants.create("noisy", {}, "op"), await tenants.create("quiet", {}, "op")
+    catalog = Catalog(database, "base")
+    read, at_once, most, hold = database.read, 0, 0, asyncio.Event()
+
+    @asynccontextmanager
+    async def slow(**options: Any) -> AsyncIterator[Any]:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        try:
+            await hold.wait()
+            async with read(**options) as connection:
+                yield connection
+        finally:
+            at_once -= 1
+
+    monkeypatch.setattr(database, "read", slow)
+    many = [asyncio.create_task(catalog.list(noisy)) for _ in range(50)]
+    await asyncio.sleep(0.05)
+    other = asyncio.create_task(catalog.list(quiet))
+    await asyncio.sleep(0.05)
+    assert (at_once, most) == (2, 2)
+    hold.set()
+    assert await other == []
+    assert await asyncio.gather(*many) == [[]] * 50
+    assert most == 2
+
+
+async def test_a_key_changes_only_what_it_is_for(gateway: Gateway):
+    await gateway.tenant("acme")
+    made = await gateway.admin.post("/admin/api/tenants/acme/keys?force=true", {"allowed_models": ["pirate"]})
+    narrow = gateway.client(made.json["key"])
+    for method in ("GET", "DELETE"):
+        got = await narrow.call(method, "/v1/adapters/json")
+        assert (got.status, got.error["code"]) == (403, "model_not_allowed")
+        assert (await narrow.call(method, "/v1/adapters/pirate")).status == 404
+
+
+async def test_tenants_are_counted_in_pages(redis_url: str):
+    """In commands of a bounded size, each under its own deadline, however many tenants there are."""
+    redis = Redis.from_url(redis_url, db=9)
+    await redis.flushdb()
+    ids = [f"t{i}" for i in range(2 * PAGE + 3)]
+    await redis.xadd(stream_key(ids[-1]), {"event": b"x"})
+    stream, calls = UsageStream(redis, 30.0), 0
+    call = stream._call
+
+    async def counting(awaitable: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return await call(awaitable)
+
+    stream._call = counting  # type: ignore[method-assign]
+    assert await stream.lengths(ids) == {ids[-1]: 1}
+    assert calls == 3
+    await redis.aclose()
