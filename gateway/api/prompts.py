@@ -19,6 +19,11 @@ INLINE_BYTES = 8192
 # What an engine may understand and a tenant has no say in: the scheduler's priority.
 GATEWAYS_OWN = ("priority",)
 
+# A body is some hundred bytes of memory a value. 8 MiB of `[],` would take 170 MiB and half a second of the event loop;
+# brackets and commas within texts count as well, which no prompt of a context's length notices.
+MAX_CONTAINERS = 100_000
+MAX_VALUES = 500_000
+
 AnyRequest = ChatCompletionRequest | CompletionRequest
 
 
@@ -83,6 +88,11 @@ class PromptReader:
         """Return the body's fields, each checked. Our engine ignores unknown ones; before vLLM they are refused."""
         if len(raw) <= INLINE_BYTES:
             return self._parse(raw, endpoint)
+        if raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS or raw.count(b",") > MAX_VALUES:
+            raise BadRequest(
+                f"The body has too many values: expected at most {MAX_CONTAINERS} lists and objects, "
+                f"and {MAX_VALUES} values."
+            )
         return await asyncio.to_thread(self._parse, raw, endpoint)
 
     def _parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:

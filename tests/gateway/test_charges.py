@@ -1,5 +1,6 @@
 """Who pays when what fails, and what log-probabilities cost."""
 
+import io
 from typing import Any
 
 import msgspec
@@ -121,3 +122,13 @@ async def test_too_many_log_probabilities_are_refused(gateway: Gateway):
 def test_the_requests_above_are_what_the_wire_takes():
     with pytest.raises(ProtocolError):
         chat(top_logprobs=3).check()
+
+
+@pytest.mark.parametrize("value", ["[" + "[]," * 150_000 + "1]", "[" + "1," * 600_000 + "1]"])
+async def test_a_body_of_very_many_values_is_refused(value: str, gateway: Gateway):
+    """Decoded they would take many times the body's bytes, for as long as the request runs."""
+    tenant = await gateway.tenant("acme")
+    body = f'{{"model": "base", "prompt": "Hi", "metadata": {value}}}'.encode()
+    got = await tenant.call("POST", "/v1/completions", data=io.BytesIO(body))
+    assert got.status == 400
+    assert "too many values" in got.error["message"]

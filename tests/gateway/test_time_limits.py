@@ -102,3 +102,29 @@ async def test_a_reader_that_stops_stops_the_engine(serve: Any, upstream: Upstre
             size, last = size + len(piece), (last + piece)[-64:]
         assert size > tokens
         writer.close()
+
+
+async def test_a_whole_answer_may_take_longer_than_an_engines_silence(serve: Any, upstream: Upstream):
+    """Its first byte is its last; a stream's engine must not be silent for so long."""
+    async with serve(engine_timeout=1.0) as gateway:
+        acme = await gateway.tenant("acme")
+        assert (await acme.complete(x_engine={"tokens": 1, "delay": 3.0})).status == 200
+        late = await acme.complete(stream=True, x_engine={"tokens": 2, "pause": True})
+        assert late.events[-1]["error"]["code"] == "engine_error"
+        upstream.paused = False
+
+
+async def test_a_whole_answer_of_an_engine_that_fell_silent_ends(serve: Any, upstream: Upstream):
+    async with serve(engine_timeout=1.0, engine_silence=1.0) as gateway:
+        acme = await gateway.tenant("acme")
+
+        async def is_followed() -> bool:
+            return upstream.followers == 1
+
+        await until(is_followed)
+        upstream.mute = upstream.holds = True
+        try:
+            got = await asyncio.wait_for(acme.complete(), 60.0)
+            assert got.status in (502, 503)
+        finally:
+            upstream.mute = upstream.holds = False
