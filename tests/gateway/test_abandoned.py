@@ -18,6 +18,7 @@ from gateway.admission.reservation import ExpiredLease, Progress, Reservation
 from gateway.admission.store import connect
 from gateway.api.abandoned import abandoned_row, find_outcome
 from gateway.api.accounting import lease_note
+from gateway.api.charges import Weights
 from gateway.fleet.finished import FinishedClient
 from gateway.records import ledger as ledger_module
 from gateway.records.catalog import Model
@@ -103,7 +104,7 @@ async def test_a_living_gateway_settles_what_a_dead_one_held(
             dead = Quota(redis, 5.0, 0.6)
             tenant = Tenant(id=tenant_id, name="heir", limits=Limits(max_concurrent=1), created_at=datetime.now(UTC))
             who = TenantPrincipal(key_id="k", tenant=tenant)
-            note = lease_note(who, "completions", Model(name="base", digest=None), FREE)
+            note = lease_note(who, "completions", Model(name="base", digest=None), FREE, Weights())
             await dead.acquire(who, "base", "orphan", PROMPT_TOKENS, 20, lease=note)
             await dead.close()
         await until(lambda: has_used(gateway, 1), 60)
