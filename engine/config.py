@@ -32,6 +32,7 @@ class EngineConfig:
     kv_cache_dtype: auto is the model's; 8 bits have a scale for each token and head.
     host_adapter_memory: bound of the host tier of adapters, from which the device's pages are filled.
     lora_dtype: of adapters in device memory: auto is the model's; 8 bits have a scale for each row of rank.
+    threads: CPU threads of the engine's products; None: as many as the affinity mask and the cgroup's quota allow.
     enforce_eager: no CUDA graphs. cuda_graph_sizes: rows of the decode steps that are captured; None: a ladder up to
     max_num_seqs on a GPU.
 
@@ -61,6 +62,7 @@ class EngineConfig:
     generation_config: GenerationConfig = "auto"
     lora_dtype: LoraDType = "auto"
     seed: int = 0
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(DType):
@@ -85,6 +87,7 @@ class EngineConfig:
             ("adapter_memory", 0),
             ("host_adapter_memory", 1),
             ("max_lora_rank", 1),
+            ("threads", 1),
         ):
             value = getattr(self, field)
             if value is not None and value < least:

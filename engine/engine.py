@@ -31,6 +31,7 @@ from engine.scheduling.request import Request, RequestError, RequestOutput, Samp
 from engine.scheduling.scheduler import Scheduler
 from kernels.backend import pick_ops
 from kernels.reference import LARGEST
+from kernels.threads import usable_cpus
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,30 @@ def check_memory(config: EngineConfig, device: torch.device) -> None:
             )
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that nobody uses on a GPU; None for the CPU, whose memory is taken as it is written."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def split_memory(config: EngineConfig, free: int | None) -> tuple[int, int]:
+    """Return the bytes of the KV cache and of the adapters. free: what the weights left of a GPU's memory.
+
+    Where nothing is asked for, adapters get a quarter of the free memory, 8 GiB at most, and the KV cache the rest but
+    for a fifth, which is for activations. Raises ConfigError where nothing is left for the KV cache.
+    """
+    if free is None:
+        return config.kv_cache_memory or 2 << 30, 1 << 30 if config.adapter_memory is None else config.adapter_memory
+    adapters = min(8 << 30, free // 4) if config.adapter_memory is None else config.adapter_memory
+    kv_cache = int(free * 0.8) - adapters if config.kv_cache_memory is None else config.kv_cache_memory
+    if kv_cache < 1 or kv_cache + adapters > free:
+        raise ConfigError(
+            "adapter_memory" if config.kv_cache_memory is None else "kv_cache_memory",
+            f"expected less: the weights leave {free >> 20} MiB, of which the KV cache would take "
+            f"{max(kv_cache, 0) >> 20} MiB beside {adapters >> 20} MiB for adapters; lower one or take a smaller model",
+        )
+    return kv_cache, adapters
+
+
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
     """Keys and values of all layers, with their scales where they have 8 bits."""
     scales = model.kv_elements_per_token // model.head_dim * 4 if kv_dtype in LARGEST else 0
@@ -124,6 +149,7 @@ class Engine:
         self.model_config = parse_model_config(raw_config)
         self.eos_token_ids = self.model_config.eos_token_ids
         self.device = resolve_device(config)
+        torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_cpus()))
         check_memory(config, self.device)
         self.dtype = resolve_dtype(config, self.model_config)
         model_len = config.max_model_len or self.model_config.max_position_embeddings
@@ -137,12 +163,14 @@ class Engine:
         ops = pick_ops(self.device, self.dtype, self.model_config.head_dim, config.block_size, kv_dtype, lora_dtype)
         progress = progress or (lambda *_: None)
         decoder = load_decoder(path, self.model_config, ops, self.dtype, self.device, model_len, progress)
-        num_blocks = self._kv_cache_bytes() // (kv_bytes_per_token(self.model_config, kv_dtype) * config.block_size)
+        kv_cache_bytes, adapter_bytes = split_memory(config, free_memory(self.device))
+        num_blocks = kv_cache_bytes // (kv_bytes_per_token(self.model_config, kv_dtype) * config.block_size)
         if num_blocks * config.block_size < model_len:
-            if config.max_model_len is not None or not num_blocks:
+            if config.max_model_len is not None or num_blocks < 1:
                 raise ConfigError(
                     "kv_cache_memory",
-                    f"holds {num_blocks * config.block_size} tokens, one request of max_model_len needs {model_len}",
+                    f"{kv_cache_bytes} bytes hold {num_blocks * config.block_size} tokens, one request of "
+                    f"max_model_len needs {model_len}; give it more, or lower adapter_memory or max_model_len",
                 )
             model_len = num_blocks * config.block_size
             log.warning("the KV cache holds %d tokens: max_model_len is lowered to that", model_len)
@@ -152,7 +180,7 @@ class Engine:
             self.adapters = AdapterPool(
                 base,
                 host_cache,
-                memory=self._adapter_bytes(),
+                memory=adapter_bytes,
                 max_rank=config.max_lora_rank,
                 dtype=lora_dtype,
                 device=self.device,
@@ -334,16 +362,3 @@ class Engine:
 
     def close(self) -> None:
         self.adapters.close()
-
-    def _kv_cache_bytes(self) -> int:
-        if self.config.kv_cache_memory is not None:
-            return self.config.kv_cache_memory
-        if self.device.type == "cuda":
-            free, _total = torch.cuda.mem_get_info(self.device)
-            return int(free * 0.8) - self._adapter_bytes()
-        return 2 << 30
-
-    def _adapter_bytes(self) -> int:
-        if self.config.adapter_memory is not None:
-            return self.config.adapter_memory
-        return (8 << 30) if self.device.type == "cuda" else (1 << 30)

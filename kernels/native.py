@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -43,35 +44,58 @@ _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Compiles if need be and opens the library. torch comes first, so that both share its OpenMP threads."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+    """Compile if need be and open the library; None, and a warning that says why, where that is not possible.
+
+    torch comes first, so that both share its OpenMP threads.
+    """
+    compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "")
+    if not compiler:
         log.warning("no C++ compiler: the slower plain-torch ops serve (install g++ for the fast path)")
         return None
+    try:
+        path = _built(compiler)
+        return None if path is None else ctypes.CDLL(str(path))
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        log.warning("the native ops cannot be built or opened, the slower plain-torch ops serve: %s", error)
+        return None
+
+
+def _built(compiler: list[str]) -> Path | None:
+    """Return the library's path in the user's cache, compiled unless it is there. Processes that compile at once each
+    do so in a folder of their own, and the last one's file replaces the others'. Raises OSError, RuntimeError."""
     flags = FLAGS + (["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else [])
     sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
-    identity = "\0".join([*sources, compiler, *flags, _processor()])
+    identity = "\0".join([*sources, *compiler, _version(compiler), *flags, _processor()])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loraplex"
     path = folder / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / path.name
-            command = [compiler, *flags, "-o", str(built), str(SOURCES / "decoder.cpp")]
+            command = [*compiler, *flags, "-o", str(built), str(SOURCES / "decoder.cpp")]
             run = subprocess.run(command, check=False, capture_output=True, text=True)
             if run.returncode:
                 log.warning("the native ops did not compile, the slower plain-torch ops serve: %s", run.stderr[-2000:])
                 return None
             os.replace(built, path)
-    return ctypes.CDLL(str(path))
+    return path
+
+
+def _version(compiler: list[str]) -> str:
+    """Return the compiler's name for itself. Raises OSError where there is no such program."""
+    return subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
 
 
 def _processor() -> str:
-    # -march=native depends on the machine: a cache directory may be shared by several.
+    """Return what -march=native depends on: a cache directory may be shared by several machines."""
+    known = ("flags", "Features", "CPU implementer", "CPU part", "model name", "isa")  # x86, ARM, RISC-V
     try:
-        return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
-    except (OSError, StopIteration):
-        return platform.processor()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    # Each kind of core once: a big.LITTLE machine has two.
+    found = sorted({line for line in lines if line.startswith(known)})
+    return "\n".join(found) or f"{platform.machine()} {platform.processor()}"
 
 
 # The structs of native_src, field for field.
@@ -156,7 +180,7 @@ class NativeOps:
             dtype: {name: _declare(library, f"{name}_{suffix}", types) for name, types in _SIGNATURES.items()}
             for dtype, suffix in _SUFFIX.items()
         }
-        self.threads = torch.get_num_threads()
+        self.threads = self._pack_threads = torch.get_num_threads()
         self._empty: Callable[..., Tensor] = HugePages().empty
 
     @staticmethod
@@ -167,11 +191,12 @@ class NativeOps:
         weight = weight.contiguous()
         functions = self._functions[weight.dtype]
         packed = self._empty(functions["packed_size"](*weight.shape), dtype=weight.dtype)
-        functions["pack"](weight.data_ptr(), packed.data_ptr(), *weight.shape)
+        functions["pack"](weight.data_ptr(), packed.data_ptr(), *weight.shape, self._pack_threads)
         return PackedLinear(packed, bias, weight.shape[1], weight.shape[0])
 
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> "NativeForward":
-        self._empty = torch.empty  # what is packed from now on comes and goes with an adapter
+        # What is packed from now on comes and goes with an adapter, on a thread beside running steps.
+        self._empty, self._pack_threads = torch.empty, 1
         return NativeForward(self, weights, kv, lora)
 
     def forward(self, dtype: torch.dtype, model: _Model, step: _Step) -> None:
@@ -356,7 +381,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 _SIGNATURES: dict[str, list[Any]] = {
     "forward": [POINTER(_Model), POINTER(_Step)],
     "packed_size": [c_int64] * 2,
-    "pack": [c_void_p] * 2 + [c_int64] * 2,
+    "pack": [c_void_p] * 2 + [c_int64] * 3,
     "linear": [c_void_p, POINTER(_Packed), POINTER(_LoraGroup), POINTER(_Routing), c_void_p, c_void_p] + [c_int64] * 2,
     "add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float],
     "silu_and_mul": [c_void_p] * 2 + [c_int64] * 2,

@@ -43,9 +43,16 @@ class FairShare:
         self._active[request.tenant] -= 1
         if not self._active[request.tenant]:
             del self._active[request.tenant]
-            if not self._active:
-                # Nobody to be fair to: every counter starts level, and the table does not grow for ever.
-                self._counters.clear()
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Drop the counters of idle tenants that are no higher than the least active one's: who comes back is lifted to
+        that anyhow. Without active tenants every counter starts level. Those that stay are ahead of somebody."""
+        if not self._active:
+            self._counters.clear()
+        elif len(self._counters) > 2 * len(self._active) + 64:
+            least = min(self._counters[tenant] for tenant in self._active)
+            self._counters = {t: c for t, c in self._counters.items() if t in self._active or c > least}
 
     def push(self, request: Request, front: bool = False) -> None:
         """Queues a request; among one tenant's, higher priority first, then order of arrival."""

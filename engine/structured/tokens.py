@@ -11,25 +11,28 @@ import numpy as np
 class AllowedTokens:
     """A fixed set of tokens as a mask, filled in as a grammar's is. largest: the largest id of them."""
 
-    __slots__ = ("_words", "largest")
+    __slots__ = ("_token_ids", "_words", "largest")
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """token_ids: one or more, none negative."""
+        """token_ids: one or more, none negative. Any size: the mask is made when it is filled in, after the engine has
+        checked `largest` against the vocabulary, so that an id near 2**31 costs no 256 MiB."""
         self.largest = max(token_ids)
-        allowed = np.zeros((self.largest // 32 + 1) * 32, np.bool_)
-        allowed[np.asarray(token_ids)] = True
-        self._words = np.packbits(allowed, bitorder="little").view(np.uint32)
+        self._token_ids: Sequence[int] = token_ids
+        self._words: np.ndarray | None = None
 
     def fill(self, bits: np.ndarray) -> None:
-        """Writes which tokens may come next: bit i of uint32 `[ceil(vocab / 32)]`, given as zeros, is token i."""
+        """Write which tokens may come next: bit i of uint32 `[ceil(vocab / 32)]`, given as zeros, is token i."""
+        if self._words is None:
+            allowed = np.zeros((self.largest // 32 + 1) * 32, np.bool_)
+            allowed[np.asarray(self._token_ids)] = True
+            self._words, self._token_ids = np.packbits(allowed, bitorder="little").view(np.uint32), ()
         bits[: len(self._words)] = self._words
 
 
 class BannedWords:
     """Sequences of tokens that no output may hold: the last token of each is banned where the others were just written.
 
-    A step looks once for each length that the sequences have, however many they are. largest: the largest id of a last
-    token.
+    A step looks once for each length that the sequences have, however many they are. largest: the largest of all ids.
     """
 
     __slots__ = ("_last_tokens", "_lengths", "largest")
@@ -41,7 +44,7 @@ class BannedWords:
             last_tokens.setdefault(tuple(before), set()).add(last)
         self._last_tokens = {before: np.array(sorted(ids)) for before, ids in last_tokens.items()}
         self._lengths = sorted({len(before) for before in last_tokens})
-        self.largest = max(max(ids) for ids in last_tokens.values())
+        self.largest = max(max(*before, *ids) if before else max(ids) for before, ids in last_tokens.items())
 
     def after(self, token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:
         """The tokens banned behind `token_ids`, whose last `num_output_tokens` are output; some may come twice."""

@@ -116,9 +116,7 @@ class Forward {
           logits_tiles_(cut_rows(step.num_logits, nullptr)) {}
 
     void run() {
-        Team team(int(m_.threads));
-#pragma omp parallel num_threads(int(m_.threads))
-        run_thread(team, omp_get_thread_num());
+        in_parallel(m_.threads, [&](Team& team) { run_thread(team, omp_get_thread_num()); });
     }
 
   private:
@@ -225,21 +223,17 @@ void add_rms_norm(const T* x, T* residual, const T* w, T* out, int64_t rows, int
 template <class T>
 void linear(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Routing* routing, T* y, T* h, int64_t rows,
             int64_t threads) {
-    Team team{int(threads)};
     const Product<T> product(rows, routing);
-#pragma omp parallel num_threads(int(threads))
-    product.run(x, *w, lora, y, h, team);
+    in_parallel(threads, [&](Team& team) { product.run(x, *w, lora, y, h, team); });
 }
 
 template <class T>
 void attend(const Attention<T>* attention, int64_t requests, int64_t threads) {
     AttentionPlan plan(attention->query_start, attention->context_lens, requests, attention->shape, threads);
-    Team team{int(threads)};
-#pragma omp parallel num_threads(int(threads))
-    {
+    in_parallel(threads, [&](Team& team) {
         std::vector<float> scratch, results;
         plan.run(*attention, team, scratch, results);
-    }
+    });
 }
 
 template <class T>
@@ -257,7 +251,9 @@ void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, T
     extern "C" {                                                                                                       \
     void forward_##suffix(const Model<T>* model, const Step<T>* step) { Forward<T>(*model, *step).run(); }             \
     int64_t packed_size_##suffix(int64_t out, int64_t in) { return num_panels(out) * kPanel * padded<T>(in); }         \
-    void pack_##suffix(const T* w, T* packed, int64_t out, int64_t in) { pack(w, packed, out, in); }                   \
+    void pack_##suffix(const T* w, T* packed, int64_t out, int64_t in, int64_t threads) {                              \
+        pack(w, packed, out, in, threads);                                                                             \
+    }                                                                                                                  \
     void linear_##suffix(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Routing* routing, T* y,       \
                          T* h, int64_t rows, int64_t threads) {                                                        \
         linear(x, w, lora, routing, y, h, rows, threads);                                                              \

@@ -29,10 +29,10 @@ struct Packed {
 };
 
 template <class T>
-void pack(const T* w, T* packed, int64_t out_features, int64_t in_features) {
+void pack(const T* w, T* packed, int64_t out_features, int64_t in_features, int64_t threads) {
     constexpr int64_t P = Elem<T>::PAIR;
     const int64_t k_padded = padded<T>(in_features);
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(int(threads))
     for (int64_t panel = 0; panel < num_panels(out_features); panel++) {
         T* to = packed + panel * kPanel * k_padded;
         for (int64_t k = 0; k < k_padded; k++)

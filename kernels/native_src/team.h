@@ -3,6 +3,8 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <omp.h>
+#include <optional>
 #include <sched.h>
 
 #include <vector>
@@ -68,3 +70,16 @@ class Team {
     alignas(64) std::atomic<int64_t> next_{0};
     std::vector<Count> taken_;
 };
+
+// Runs `work` on a team of at most `threads`. OpenMP may give fewer (OMP_DYNAMIC, OMP_THREAD_LIMIT): the team is as large
+// as what it gave, for a barrier would wait for the others without end.
+template <class Work>
+void in_parallel(int64_t threads, Work work) {
+    std::optional<Team> team;
+#pragma omp parallel num_threads(int(threads))
+    {
+#pragma omp single
+        team.emplace(omp_get_num_threads());
+        work(*team);
+    }
+}

@@ -87,6 +87,7 @@ class Sizes(click.ParamType):
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests in one batch.")
 @click.option("--max-num-batched-tokens", default=640, show_default=True, help="Tokens in one step.")
 @click.option("--block-size", default=16, show_default=True, help="Tokens of a KV cache block.")
+@click.option("--threads", type=int, help="CPU threads; default: as many as affinity and cgroup quota allow.")
 @click.option("--kv-cache-memory", type=Bytes(), help="Size of the KV cache, such as 4GiB; default: from the device.")
 @click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto, fp8_e4m3 or int8.")
 @click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")

@@ -87,3 +87,21 @@ def test_counters_do_not_pile_up_once_everybody_has_left() -> None:
         share.leave(r)
     assert len(share) == 0
     assert share.counter("tenant-3") == 0.0
+
+
+def test_counters_of_tenants_that_came_and_went_do_not_pile_up() -> None:
+    """On an engine that is never idle. Who was ahead of somebody stays so after a pause."""
+    fair_share = FairShare()
+    busy, ahead = request("busy"), request("ahead")
+    fair_share.enter(busy)
+    fair_share.enter(ahead)
+    fair_share.charge(ahead, 10**9)
+    fair_share.leave(ahead)
+    for i in range(5000):
+        passing = request(f"passing-{i}")
+        fair_share.enter(passing)
+        fair_share.charge(passing, 5)
+        fair_share.charge(busy, 50)
+        fair_share.leave(passing)
+    assert len(fair_share._counters) < 200
+    assert fair_share.counter("ahead") >= 10**9

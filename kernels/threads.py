@@ -1,0 +1,53 @@
+"""How many threads a process may keep busy: the CPUs that it may run on, within its container's quota."""
+
+import math
+import os
+from pathlib import Path
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Return the CPUs of the affinity mask, or fewer where a cgroup (version 1 or 2) allows less CPU time; at least 1.
+
+    Threads beyond a quota are worse than none: they spend it spinning, and then all stop for the rest of the period.
+    root: where proc and sys are mounted.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([affinity, *(math.ceil(quota) for quota in _quotas(root))]))
+
+
+def _quotas(root: Path) -> list[float]:
+    """Return the CPUs that each cgroup of this process allows, its own and those above it. Unreadable ones: none."""
+    quotas = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounts = (
+            [root / "sys/fs/cgroup"]
+            if not controllers
+            else [root / "sys/fs/cgroup/cpu", root / "sys/fs/cgroup" / controllers]
+        )
+        # In a container the path may be the host's: then the mount itself is this process's group.
+        for mount in mounts:
+            folder = mount / path.lstrip("/")
+            for group in [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))]:
+                quotas += _quota_of(group)
+    return quotas
+
+
+def _quota_of(group: Path) -> list[float]:
+    fields = _read(group / "cpu.max").split() or [
+        _read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()
+    ]  # fmt: skip
+    try:
+        quota, period = (float(field) for field in fields)
+    except ValueError:
+        return []  # "max": no limit
+    return [quota / period] if quota > 0 and period > 0 else []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
