@@ -125,6 +125,7 @@ class AdapterPool:
         self._residents: OrderedDict[str, Resident] = OrderedDict()
         self._fetching: dict[str, Future[HostAdapter]] = {}
         self._errors: dict[str, Exception] = {}
+        self._wanted: set[str] = set()  # digests that a request waits for
         self._reservation: _Reservation | None = None
         host_cache.refuse_beyond(max_rank=max_rank, max_outside_bytes=self._max_outside_bytes)
         self._lane = lane or lane_for(device)
@@ -146,6 +147,7 @@ class AdapterPool:
 
     def ensure(self, digest: str) -> Residency:
         """Whether the adapter can be used in this step; if not, sees to it that it soon can. Never blocks."""
+        self._wanted.add(digest)
         if digest in self._errors:
             return Residency.FAILED
         reserved = self._reservation
@@ -210,6 +212,7 @@ class AdapterPool:
     def no_longer_wanted(self, digest: str) -> None:
         """The last request for it has gone: a promise made to it is void, and what went wrong is nobody's news."""
         self._fetching.pop(digest, None)
+        self._wanted.discard(digest)
         self._errors.pop(digest, None)
         if self._reservation is not None and self._reservation.digest == digest:
             self._reservation = None
@@ -244,7 +247,8 @@ class AdapterPool:
                 error = resident.loading.exception()
                 resident.loading = None
                 if error is not None:
-                    self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
+                    if digest in self._wanted:  # else a later request would get an error that is not its own
+                        self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
                     self.evict(digest)
                 self.num_loads += 1
                 self.generation += 1

@@ -35,6 +35,9 @@ from kernels.threads import usable_cpus
 
 log = logging.getLogger(__name__)
 
+# Of a step's logits for prompt_logprobs; whoever asks for them waits for a few steps more.
+PROMPT_LOGITS_BYTES = 128 << 20
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES_OF_8_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -213,6 +216,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_chunked_prefill=config.enable_chunked_prefill,
             pacer=self._pacer,
+            max_prompt_logits=max(1, PROMPT_LOGITS_BYTES // (4 * self.model_config.vocab_size)),
         )
         self._seeds = torch.Generator().manual_seed(config.seed)
         self._arrivals = 0

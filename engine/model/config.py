@@ -187,10 +187,27 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
         raise ConfigError(given, f"rope type {kind!r} is not served; these are: default, linear, llama3, yarn")
     for name in ROPE_TYPES[kind]:
         _positive_number(f"{given}.{name}", parameters.get(name))
+    _check_optional_rope(kind, given, parameters)
     if any(fields.get("partial_rotary_factor") not in (None, 1.0) for fields in (raw, parameters)):
         raise ConfigError("partial_rotary_factor", "only full rotary embedding is served")
-    parameters.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings", 2048))
+    if parameters.get("original_max_position_embeddings") is None:  # null is what it is where it is left out
+        parameters["original_max_position_embeddings"] = raw.get("max_position_embeddings", 2048)
     return RopeConfig(theta, kind, parameters)
+
+
+def _check_optional_rope(kind: str, given: str, parameters: dict[str, Any]) -> None:
+    """Raises ConfigError naming the field, which would else be a TypeError in the middle of a start."""
+    for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale"):
+        if parameters.get(name) is not None:
+            _positive_number(f"{given}.{name}", parameters[name])
+    if kind == "llama3" and not parameters["low_freq_factor"] < parameters["high_freq_factor"]:
+        raise ConfigError(f"{given}.high_freq_factor", f"expected more than low_freq_factor, got {parameters}")
+    if kind == "factors":
+        factors = parameters.get("factors")
+        if not isinstance(factors, list) or not factors:
+            raise ConfigError(f"{given}.factors", f"expected a list of numbers, got {factors!r}")
+        for factor in factors:
+            _positive_number(f"{given}.factors", factor)
 
 
 def context_length(raw: dict[str, Any]) -> int:
@@ -199,7 +216,11 @@ def context_length(raw: dict[str, Any]) -> int:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if (scaling.get("rope_type") or scaling.get("type")) != "yarn":
         return stated
-    return max(stated, int(scaling.get("original_max_position_embeddings", stated) * scaling.get("factor", 1)))
+    original = scaling.get("original_max_position_embeddings") or stated
+    factor = scaling.get("factor") or 1
+    for name, value in (("original_max_position_embeddings", original), ("factor", factor)):
+        _positive_number(f"rope_scaling.{name}", value)
+    return max(stated, int(original * factor))
 
 
 def _sliding_windows(raw: dict[str, Any], family: dict[str, bool], num_layers: int) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from engine.structured.masks import constrain
 
 log = logging.getLogger(__name__)
 
+# Rows of the vocabulary whose log-probabilities are computed together.
+LOGPROB_ROWS = 64
 _LARGEST_U64 = 2**64 - 1
 
 
@@ -158,7 +160,20 @@ class RowLogprobs:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> RowLogprobs:
-    """Log-probabilities of each row's token and its `most` likeliest. logits `[n, vocab]` fp32, token_ids `[n]`."""
+    """Return log-probabilities of each row's token and its `most` likeliest. logits `[n, vocab]` fp32, token_ids `[n]`.
+
+    Works on a few rows at a time: a long prompt's would take twice the memory of its logits.
+    """
+    blocks = [
+        _token_logprobs(logits[at : at + LOGPROB_ROWS], token_ids[at : at + LOGPROB_ROWS], most)
+        for at in range(0, len(logits), LOGPROB_ROWS)
+    ]
+    if len(blocks) == 1:
+        return blocks[0]
+    return RowLogprobs(*(torch.cat(parts) for parts in zip(*(block.tensors for block in blocks), strict=True)))
+
+
+def _token_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> RowLogprobs:
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, token_ids[:, None])
     values, ids = logprobs.topk(max(1, most))

@@ -7,6 +7,7 @@ The next step may be planned while one is in flight: its tokens count before the
 request that turns out to have ended meanwhile is in the plan for nothing, and what it computed there is dropped.
 """
 
+import sys
 from collections import Counter
 
 from adapters.device_pool import AdapterPool, Residency
@@ -36,7 +37,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool = True,
         pacer: Pacer | None = None,
+        max_prompt_logits: int | None = None,
     ) -> None:
+        """max_prompt_logits: rows of logits that a step computes for prompt_logprobs; None: any number."""
         self.cache = cache
         self.adapters = adapters
         self.fair_share = FairShare()
@@ -47,6 +50,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._chunked = enable_chunked_prefill
         self._pacer = pacer if enable_chunked_prefill else None
+        self._max_prompt_logits = max_prompt_logits
         self._failed: list[Request] = []
         self._free_seats = list(range(max_num_seqs - 1, -1, -1))
 
@@ -123,10 +127,15 @@ class Scheduler:
         delays another's short one by a step, not by its own length. Prompts end one after the other, not all at once:
         the same work, but each has its first token as soon as it can."""
         may_drain, has_room, most = True, True, budget
+        # Each is as wide as the vocabulary, so a step of them must not take more memory than is there. Without chunks a
+        # prompt cannot be cut.
+        logits_left = self._max_prompt_logits if self._chunked and self._max_prompt_logits else sys.maxsize
         in_progress = [r for r in self.running if not r.is_decoding]
         for request in self.fair_share.least_served_first(in_progress):
             if budget <= 0:
                 return
+            if request.status is Status.FINISHED or (request.wants_prompt_logprobs and not logits_left):
+                continue
             if request.status is Status.WAITING:
                 if not has_room or request.num_pending:
                     continue
@@ -140,6 +149,9 @@ class Scheduler:
             if self._chunked and num_tokens > budget:
                 # In even shares: a few tokens left over would cost their prompt a step more.
                 num_tokens = -(-num_tokens // -(-num_tokens // budget))
+            if request.wants_prompt_logprobs:
+                num_tokens = min(num_tokens, logits_left)
+                logits_left -= num_tokens
             plan[request] = num_tokens
             budget -= num_tokens
             if most - budget >= FULL * self._max_num_batched_tokens:
@@ -172,10 +184,7 @@ class Scheduler:
         if residency is Residency.READY:
             return True
         if residency is Residency.FAILED:
-            error = self.adapters.error(request.adapter)
-            self.fail(request, str(error))
-            request.error_param = "model" if isinstance(error, AdapterError) else None
-            self._failed.append(request)
+            self._fail_waiting(request.adapter, self.adapters.error(request.adapter))
         elif residency is Residency.NO_ROOM and may_drain:
             # The least served request that lacks room takes the pages of the tenants furthest ahead as they finish.
             ahead = sorted(
@@ -183,6 +192,14 @@ class Scheduler:
             )
             self.adapters.drain_for(request.adapter, [r.adapter for r in ahead if r.adapter])
         return False
+
+    def _fail_waiting(self, adapter: str, error: Exception) -> None:
+        """End all requests that wait for an adapter: each of them would else ask for the same load again."""
+        for request in list(self.requests.values()):
+            if request.adapter == adapter and request.status is Status.WAITING:
+                self.fail(request, str(error))
+                request.error_param = "model" if isinstance(error, AdapterError) else None
+                self._failed.append(request)
 
     def _patience(self, streams: Plan) -> float:
         """What the prompts that could be computed now weigh against these streams, of the tenant where it is least: a

@@ -304,3 +304,30 @@ def test_a_failure_that_nobody_waits_for_is_not_the_next_requests(
 def test_a_pool_too_small_for_one_adapter_is_refused(host: HostCache) -> None:
     with pytest.raises(ValueError, match="adapter_memory"):
         AdapterPool(BASE, host, memory=100, max_rank=16, dtype=torch.float32, device=DEVICE)
+
+
+def test_a_copy_that_fails_after_its_last_request_left_is_no_later_requests_error(
+    make: Make, adapter: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make(2)
+    digest = adapter(seed=1)
+    may_fail = threading.Event()
+
+    def fail(*_: object) -> None:
+        may_fail.wait(60)
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(pool._writer, "write", fail)
+    while digest not in pool._residents:
+        pool.ensure(digest)
+        pool.poll()
+        time.sleep(0.002)
+    pool.no_longer_wanted(digest)
+    may_fail.set()
+    deadline = time.monotonic() + 60
+    while digest in pool._residents:
+        assert time.monotonic() < deadline
+        pool.poll()
+        time.sleep(0.002)
+    monkeypatch.undo()
+    wait_for(pool, digest)

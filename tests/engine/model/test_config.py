@@ -69,12 +69,34 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(change: dict[str, A
         ({"type": "yarn", "factor": "4"}, "rope_scaling.factor"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "rope_scaling.high_freq_factor"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_type": "factors"}, "rope_scaling.factors"),
+        ({"rope_type": "factors", "factors": [1.0, "2"]}, "rope_scaling.factors"),
+        ({"rope_type": "factors", "factors": {"a": 1}}, "rope_scaling.factors"),
+        (
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": "x"},
+            "rope_scaling.original_max_position_embeddings",
+        ),
+        ({"type": "yarn", "factor": 4.0, "beta_fast": "32"}, "rope_scaling.beta_fast"),
+        ({"type": "yarn", "factor": 4.0, "attention_factor": []}, "rope_scaling.attention_factor"),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+            "rope_scaling.high_freq_factor",
+        ),
     ],
 )
 def test_a_rope_without_what_its_type_needs_is_refused_by_name(rope: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model_config(QWEN | {"rope_scaling": rope})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "linear"])
+def test_a_null_original_length_is_the_models_own(kind: str) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    left_out = parse_model_config(QWEN | {"rope_scaling": scaling})
+    null = parse_model_config(QWEN | {"rope_scaling": scaling | {"original_max_position_embeddings": None}})
+    assert null.rope == left_out.rope
+    assert null.max_position_embeddings == left_out.max_position_embeddings
 
 
 @pytest.mark.parametrize("fields", [{}, {"sliding_window": None}, {"sliding_window": 12}, {"num_hidden_layers": 3}])

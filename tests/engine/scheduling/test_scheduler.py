@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from adapters.device_pool import Residency
+from adapters.manifest import AdapterError
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import Request, SamplingParams, Status
@@ -236,3 +238,46 @@ def test_a_prompt_is_cut_into_even_shares() -> None:
     scheduler = make()
     prompt, following = ask(scheduler, "a", 130, max_tokens=1), ask(scheduler, "a", 30, max_tokens=1)
     assert [step(scheduler) for _ in range(4)] == [{prompt: 44}, {prompt: 43}, {prompt: 43}, {following: 30}]
+
+
+def test_prompts_with_logprobs_share_a_bound_of_logits_and_still_end() -> None:
+    """Each of their tokens has a row as wide as the vocabulary; a step of 64 of them would not fit."""
+    scheduler = make(num_blocks=64, max_prompt_logits=10)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    asked = [Request(str(i), list(range(25)), params, tenant=str(i), arrival=i) for i in range(3)]
+    for request in asked:
+        scheduler.add(request)
+    plain = ask(scheduler, "plain", 20)
+    steps = 0
+    while any(not request.num_output_tokens for request in (*asked, plain)):
+        plan = step(scheduler)
+        assert sum(n for request, n in plan.items() if request in asked) <= 10
+        steps += 1
+        assert steps < 20
+    assert steps >= 8
+
+
+def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
+    class Broken(AlwaysThere):
+        tries = 0
+
+        def ensure(self, digest: str) -> Residency:
+            self.tries += 1
+            return Residency.FAILED
+
+        def error(self, digest: str) -> Exception:
+            return AdapterError("adapter", "damaged")
+
+        def no_longer_wanted(self, digest: str) -> None: ...
+
+    pool = Broken()
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    scheduler = Scheduler(KVCache(64, 16), pool, **sizes)  # type: ignore[arg-type]
+    for i in range(100):
+        scheduler.add(Request(str(i), [1, 2, 3], SamplingParams(), adapter="x", tenant=str(i % 3), arrival=i))
+    well = ask(scheduler, "b", 5)
+    assert step(scheduler) == {well: 5}
+    assert pool.tries == 1
+    failed = scheduler.take_failed()
+    assert len(failed) == 100
+    assert all((r.finish_reason, r.error_param) == ("error", "model") for r in failed)
