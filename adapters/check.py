@@ -79,7 +79,8 @@ def _limit(job: dict[str, Any]) -> None:
         resource.RLIMIT_CORE: 0,
     }
     for kind, value in limits.items():
-        resource.setrlimit(kind, (value, value))
+        # A second above the soft limit of CPU time, so that the signal says which limit it was.
+        resource.setrlimit(kind, (value, value + 1 if kind == resource.RLIMIT_CPU else value))
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:

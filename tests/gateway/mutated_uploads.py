@@ -160,8 +160,10 @@ def dear_patterns(rng: random.Random) -> dict[str, int]:
 
 
 def _dear(files: Files, rng: random.Random) -> Files:
+    """Dear patterns, of an adapter that would be refused behind them too."""
     field = rng.choice(["rank_pattern", "alpha_pattern"])
-    return files | {CONFIG: json.dumps(json.loads(files[CONFIG]) | {field: dear_patterns(rng), "r": 4097}).encode()}
+    config = json.loads(files[CONFIG]) | {field: dear_patterns(rng)}
+    return _not_finite(files, rng) | {CONFIG: json.dumps(config).encode()}
 
 
 # Names and the form's framing.

@@ -1,0 +1,56 @@
+"""A check that needs more than it may: the upload is refused with the reason, the gateway goes on."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.running import Gateway
+from tests.gateway.test_adapters import CONFIG, WEIGHTS, files, push
+
+DEAR = {"rank_pattern": {rf"(?=(\w|\d)*x{number})(.*.*.*)z": 4 for number in range(3000)}}
+
+
+def dear() -> dict[str, bytes]:
+    return files() | {CONFIG: json.dumps(json.loads(files()[CONFIG]) | DEAR).encode()}
+
+
+def many_tensors() -> dict[str, bytes]:
+    header = b"{" + b",".join(b'"%x":{}' % number for number in range(150_000)) + b"}"
+    return files() | {WEIGHTS: struct.pack("<Q", len(header)) + header}
+
+
+async def test_too_much_cpu_time(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.api.checking.CPU_SECONDS", 1)
+    monkeypatch.setattr("gateway.api.checking.CLOCK_FACTOR", 120)
+    acme = await gateway.tenant("acme")
+    got = await push(acme, "dear", dear())
+    assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
+    assert "CPU time" in got.error["message"]
+    assert list((tmp_path / "adapters").iterdir()) == []
+    assert (await acme.get("/v1/adapters")).json["data"] == []
+
+
+async def test_too_much_time_by_the_clock(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.api.checking.CLOCK_FACTOR", 0.001)
+    acme = await gateway.tenant("acme")
+    got = await push(acme, "late", files())
+    assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
+    assert "too much time" in got.error["message"]
+    assert list((tmp_path / "adapters").iterdir()) == []
+
+
+async def test_too_much_memory(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.api.checking.MEMORY_BYTES", 64 << 20)
+    acme = await gateway.tenant("acme")
+    got = await push(acme, "large", many_tensors())
+    assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
+    assert "64 MiB of memory" in got.error["message"]
+
+
+async def test_dear_patterns_are_refused_by_their_cost(gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    got = await push(acme, "dear", dear())
+    assert (got.status, got.error["param"]) == (400, "rank_pattern")
+    assert "too costly" in got.error["message"]
