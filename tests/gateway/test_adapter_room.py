@@ -1,0 +1,47 @@
+"""A tenant's room for adapters, on SQLite and PostgreSQL: uploads at once cannot pass a limit together."""
+
+import asyncio
+
+from sqlalchemy import update
+
+from gateway.errors import AdapterLimitExceeded
+from gateway.records.adapter_limits import KEPT_VERSIONS, AdapterLimits
+from gateway.records.catalog import Adapter, Catalog
+from gateway.records.database import Database
+from gateway.records.tables import tenants as table
+from gateway.records.tenants import Tenant, Tenants
+
+
+async def add(catalog: Catalog, tenant: Tenant, name: str, number: int) -> Adapter:
+    return await catalog.add_version(tenant, name, digest=f"{number:064x}", rank=4, num_bytes=100, actor="test")
+
+
+async def test_uploads_at_once_cannot_pass_a_limit_together(database: Database):
+    tenants, catalog = Tenants(database), Catalog(database, "base")
+    for field, value in (("max_adapters", 3), ("max_adapter_bytes", 300)):
+        tenant = await tenants.create(f"t-{field}".replace("_", "-"), {field: value}, "test")
+        adding = (add(catalog, tenant, f"a{number}", number) for number in range(8))
+        results = await asyncio.gather(*adding, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, BaseException)]
+        assert len(await catalog.list(tenant)) == 3
+        assert {type(error) for error in refused} == {AdapterLimitExceeded}
+        assert {error.param for error in refused if isinstance(error, AdapterLimitExceeded)} == {field}
+
+
+async def test_a_name_keeps_its_newest_versions(database: Database):
+    tenants, catalog = Tenants(database), Catalog(database, "base")
+    tenant = await tenants.create("acme", {"max_adapter_bytes": KEPT_VERSIONS * 100 + 100}, "test")
+    for number in range(KEPT_VERSIONS + 10):
+        await add(catalog, tenant, "a", number)
+    digests = [f"{number:064x}" for number in range(KEPT_VERSIONS + 10)]
+    assert await catalog.referenced(digests) == set(digests[10:])
+
+
+async def test_a_tenant_of_the_release_before_has_the_defaults(database: Database):
+    tenants = Tenants(database)
+    await tenants.create("acme", {"max_adapters": 1}, "test")
+    async with database.write() as connection:
+        await connection.execute(update(table).values(adapter_limits=None))
+    assert (await tenants.get("acme")).adapter_limits == AdapterLimits()
+    changed = await tenants.update("acme", {"max_adapters": None}, "test")
+    assert changed.adapter_limits == AdapterLimits(max_adapters=None)
