@@ -19,7 +19,7 @@ INLINE_BYTES = 8192
 # What an engine may understand and a tenant has no say in: the scheduler's priority.
 GATEWAYS_OWN = ("priority",)
 
-# A body is some hundred bytes of memory a value. 8 MiB of `[],` would take 170 MiB and half a second of the event loop;
+# A body is some hundred bytes of memory a value. 8 MiB of `[],` took 193 MiB and seconds of the event loop;
 # brackets and commas within texts count as well, which no prompt of a context's length notices.
 MAX_CONTAINERS = 100_000
 MAX_VALUES = 500_000
