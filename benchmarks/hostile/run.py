@@ -30,12 +30,14 @@ NUMBERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class Limits:
-    """latency: times quiet, for p50 and p99; None: not judged. upload, stall: seconds. memory: bytes."""
+    """latency: times quiet, for p50 and p99; None: not judged. upload, stall, refusal (of an
+    upload): seconds. memory: bytes."""
 
     latency: float | None = 1.2
     upload: float = 2.0
     memory: int = 64 * 2**20
     stall: float = 0.1
+    refusal: float = 5.0
 
 
 @dataclass
@@ -121,7 +123,11 @@ async def run_attack(
 
         async def attacker(of: Attack, name: str) -> Child:
             key = place.tenant(name, **of.limits)
-            target = Target(place.url, key, neighbour_key, place.base_model, control=place.control, mutations=mutations)
+            target = Target(
+                *(place.url, key, neighbour_key, place.base_model, limits.refusal),
+                control=place.control,
+                mutations=mutations,
+            )
             return await exits.enter_async_context(child(of, target))
 
         hostile = await attacker(attack, f"attacker-{number}")

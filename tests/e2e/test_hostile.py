@@ -14,7 +14,7 @@ from benchmarks.hostile.run import Limits, Result, run_attack
 from tests.e2e.stack import Stack
 
 SECONDS = 2.0
-LIMITS = Limits(latency=None, upload=20.0, stall=3.0)
+LIMITS = Limits(latency=None, upload=20.0, stall=3.0, refusal=30.0)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,9 @@ def test_there_are_as_many_attacks_as_were_promised():
 @pytest.mark.parametrize(
     ("name", "statuses"),
     [
+        ("rank-65", {"400"}),
+        ("leaving-uploads", {"left"}),
+        ("pax-bomb", {"400"}),
         ("cancel-storm", {"left"}),
         ("header-flood", {"400"}),
         ("wrong-keys", {"401", "429"}),
