@@ -87,6 +87,8 @@ class Attacker:
         self.began = time.monotonic()
         self.ends = self.began + seconds
         self.round = Round()
+        # Server errors that an attack may get.
+        self.by_design = {503}
 
     @property
     def going(self) -> bool:
@@ -116,7 +118,7 @@ class Attacker:
         if isinstance(status, int) and status >= 400:
             self.round.largest_error = max(self.round.largest_error, len(body))
             self.check(len(body) <= self.target.max_error_bytes, f"an error of {len(body)} bytes")
-        if isinstance(status, int) and status >= 500 and status != 503:
+        if isinstance(status, int) and status >= 500 and status not in self.by_design:
             self.check(False, f"{status}: {REQUEST_ID.sub(b'req_...', body[:160]).decode('utf-8', 'replace')}")
 
     async def call(self, method: str, path: str, *, seconds: float = 60.0, **options: Any) -> Answer | None:

@@ -68,6 +68,7 @@ async def redirects(attacker: Attacker) -> None:
 
 @attack("poison", "a request that kills each engine that it meets, sent again and again", place="poison")
 async def poison(attacker: Attacker) -> None:
+    attacker.by_design.add(502)  # its engine died
     before = (await seen(attacker))["deaths"]
     while attacker.going:
         answer = await attacker.chat(f"{POISON} {before}", max_tokens=2)
