@@ -1,8 +1,8 @@
-"""An adapter's two files out of a .zip, .tar or .tar.gz: nothing that the archive says is believed.
+"""Unpack an adapter's two files from a .zip, .tar or .tar.gz without trusting any header.
 
-Runs in the checking child (adapters/check.py). Every size is counted while it grows; a header that lies is an error
-that names the member. No member decides a path: the two files are written under names of our own, all others are
-skipped unread. Members that point elsewhere (`..`, absolute paths, links, devices) refuse the whole archive.
+Runs in the child process that checks uploads (adapters/check.py). Bytes are counted as they are written; a header that
+states a wrong size is an error that names the member. The two files are written under fixed names, all others are
+skipped unread. A member that points elsewhere (`..`, absolute paths, links, devices) refuses the whole archive.
 """
 
 from pathlib import Path
@@ -13,9 +13,9 @@ from adapters.zip_reader import ZIP_MAGIC, read_zip
 
 
 def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
-    """Write the adapter's two files, as far as the archive holds them, into `folder`.
+    """Write those of the adapter's two files that the archive holds into `folder`.
 
-    They are taken from the archive's root, or else from its one folder that has them. Raises ArchiveError, OSError.
+    They are taken from the archive's root, else from its only folder that has them. Raises ArchiveError, OSError.
     """
     with archive.open("rb") as file:
         magic = file.read(4)
@@ -24,7 +24,7 @@ def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
         if magic in ZIP_MAGIC:
             read_zip(file, members)
         elif magic[:2] == GZIP_MAGIC:
-            # Headers and padding come on top of what the members may weigh.
+            # Headers and padding come on top of the members' own limit.
             source = Gunzip(file, max_bytes + MAX_MEMBERS * 4096)
             read_tar(source, members)
             source.drain()

@@ -1,8 +1,8 @@
-"""The one form in which the store keeps an adapter: a function of what the digest covers, and of nothing else.
+"""The canonical form in which the store keeps an adapter: a function of its digest alone.
 
 Two uploads of the same digest give the same bytes, so no tenant ever reads another's `__metadata__`, file order or
 config. `adapter_config.json` names each module in full, with its rank and alpha: there is no pattern left to evaluate,
-and PEFT and vLLM load the folder as they load any other.
+and PEFT and vLLM load the folder like any other.
 """
 
 import json
@@ -122,7 +122,7 @@ def _most_frequent(values: Iterator[Any]) -> Any:
 
 
 def _alpha(rank: int, scale: float, divisor: float) -> float | int | None:
-    """Return the alpha that `scale` is exactly alpha / divisor of, whole if it can be; None if there is none."""
+    """Return the alpha for which alpha / divisor equals `scale` exactly, whole if possible; None if there is none."""
     middle = scale * divisor
     if not math.isfinite(middle):
         return None

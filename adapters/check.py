@@ -1,8 +1,8 @@
-"""Unpacks and checks one upload, in a process of its own: `python -c BOOT`, a job as JSON in, a result as JSON out.
+"""Unpack and check one upload in a child process: `python -c BOOT`, a job as JSON in, a result as JSON out.
 
-Whatever a stranger's bytes do here (memory, time, a crash) they do to this process only. It limits itself before it
-reads the job: memory, CPU time, file size, open files, time by the clock; it runs at the lowest priority, and the
-kernel ends it with its parent. Needs neither torch nor site-packages, so that it starts in a tenth of a second.
+A hostile upload can exhaust or crash this process only. Before it reads the job it limits its own memory, CPU time,
+wall-clock time, file size and open files; it runs at the lowest priority, and the kernel kills it when its parent dies.
+It imports neither torch nor site-packages, so it starts in a tenth of a second.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int) -> None:
-    """Read the job and print the result; exit 1 and print the kind and place of a failure, never what it quotes."""
+    """Read the job and print the result. A failure exits with 1 and prints its kind and place, never quoted content."""
     _die_with(parent)
     job = json.loads(sys.stdin.buffer.readline())
     _limit(job)
@@ -61,15 +61,15 @@ def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it died before the call
+        os._exit(1)  # the parent died before the call
 
 
 def _limit(job: dict[str, Any]) -> None:
     os.nice(NICE)
     with suppress(OSError):
-        # Where a container's memory ends, the kernel takes this process and not the gateway.
+        # When a container runs out of memory, the kernel kills this process, not the gateway.
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # SIGALRM's default ends the process; the parent has the same limit, unless it hangs.
+    # SIGALRM ends the process even if the parent, which has the same limit, hangs.
     signal.alarm(int(job["seconds"]) + 1)
     limits = {
         resource.RLIMIT_CPU: job["cpu_seconds"],
@@ -79,7 +79,7 @@ def _limit(job: dict[str, Any]) -> None:
         resource.RLIMIT_CORE: 0,
     }
     for kind, value in limits.items():
-        # A second above the soft limit of CPU time, so that the signal says which limit it was.
+        # The hard limit of CPU time is a second above the soft one, so that the signal tells which limit was reached.
         resource.setrlimit(kind, (value, value + 1 if kind == resource.RLIMIT_CPU else value))
 
 

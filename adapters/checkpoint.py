@@ -36,7 +36,7 @@ PICKLE_NAME = "adapter_model.bin"
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _MAX_CONFIG_BYTES = 1 << 20
-# Twice 126 layers of 7 modules, with long names, take 300 KB; 2 MiB of JSON take some 50 MB of memory to read.
+# The header of 126 layers of 7 modules with long names is 300 KB; parsing 2 MiB of JSON takes about 50 MB of memory.
 _MAX_HEADER_BYTES = 2 << 20
 _CHUNK = 1 << 20
 _TENSOR = re.compile(
@@ -118,13 +118,16 @@ class Checkpoint:
                 )
 
     def check_served(self, max_rank: int, max_bytes: int) -> None:
-        """Raises AdapterError for a rank or a size that no engine serves. max_bytes: of host memory; 0 is unknown."""
+        """Check that the engines serve this rank and size. Raises AdapterError.
+
+        max_bytes: host memory of an engine for adapters; 0 is unknown.
+        """
         for module in self.modules.values():
             if module.rank > max_rank:
                 raise AdapterError(
                     module.a.name, f"its rank is {module.rank}; the engines here serve ranks up to {max_rank}"
                 )
-        # Engines keep adapters in their own dtype: of two bytes a number at least.
+        # Engines convert adapters to their own dtype, which has at least two bytes a number.
         size = 2 * sum(math.prod(span.shape) for m in self.modules.values() for span in (m.a, m.b))
         if max_bytes and size > max_bytes:
             raise AdapterError("adapter", f"takes {size} bytes of host memory; the engines here have {max_bytes}")
@@ -153,7 +156,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def read_headers(folder: Path) -> tuple[AdapterManifest, dict[tuple[int, str], LoraModuleInfo], dict[str, TensorSpan]]:
-    """Return the manifest, the modules and the base model's copies of an adapter folder; no tensor is read.
+    """Return the manifest, the modules and the copies of base weights of an adapter folder without reading a tensor.
 
     Raises AdapterError, OSError.
     """
@@ -198,7 +201,7 @@ def _parse_json(raw: bytes, name: str) -> Any:
 
 
 def _read_header(file: BinaryIO) -> list[TensorSpan]:
-    """All tensors of a safetensors file; dtypes, sizes and offsets checked against the file."""
+    """Return all tensors of a safetensors file; check dtypes, sizes and offsets against the file."""
     size, start = os.fstat(file.fileno()).st_size, file.read(8)
     if not size:
         raise AdapterError(WEIGHTS_NAME, "the file is empty")

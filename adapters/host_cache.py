@@ -1,7 +1,6 @@
-"""The host-memory tier: adapters as torch tensors, least recently used out first, never past a bound in bytes.
+"""The host-memory tier: adapters as torch tensors, evicted least recently used first, within a bound in bytes.
 
-Loads run on a few threads of its own, shared fairly between tenants, so nothing here blocks the step loop but
-`add_path`. Safe for threads.
+Loads run on a few threads that tenants share fairly, so only `add_path` blocks its caller. Thread-safe.
 """
 
 import hashlib
@@ -26,12 +25,12 @@ from adapters.store import Store
 BaseTensor = Callable[[str], Tensor]
 """The base model's `[vocab, hidden]` embed_tokens or lm_head, in the dtype that is served, on the CPU."""
 
-# A tenant with more adapters than this waiting to be read is refused.
+# Loads that one tenant may have queued; more are refused.
 MAX_PENDING, MAX_PENDING_PER_TENANT = 1024, 64
-# A load that failed is not tried again for so long, however many requests wait for it.
+# A failed load is not retried for this time, however many requests need it.
 FAILURE_SECONDS = 5.0
 MAX_FAILURES = 1024
-# Digests whose last asker is known.
+# Digests whose last requesting tenant is remembered.
 MAX_ASKED = 4096
 LIMITLESS = 1 << 62
 # The base model's copies in adapters are read and compared in pieces of this many bytes.
@@ -77,11 +76,11 @@ class HostCacheStats:
 
 
 class HostCache:
-    """Adapters by digest, from a store or from folders named with `add_path`.
+    """Adapters by digest, from a store or from folders registered with `add_path`.
 
     max_bytes bounds the tensors held and being read. Pinned adapters are never evicted; a load that finds no room but
-    theirs waits until one is unpinned (its thread too, so the loads behind it may wait). base_tensor: what copies of
-    the base model's embedding and head in adapters are compared with; without it such adapters are refused.
+    theirs waits until one is unpinned (its thread too, so the loads behind it may wait). base_tensor: returns the base
+    model's embedding or head, with which an adapter's copy is compared; without it adapters with a copy are refused.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class HostCache:
         base_tensor: BaseTensor | None = None,
         failed: Callable[[], object] = lambda: None,
     ) -> None:
-        """failed: called, on the load's own thread, for each load that fails."""
+        """failed: called on the load's thread for each failed load."""
         self._base_tensor, self._failed = base_tensor, failed
         self._store, self._base, self._max_bytes, self._dtype = store, base, max_bytes, dtype
         self._changed = threading.Condition()
@@ -106,7 +105,7 @@ class HostCache:
         self._num_bytes = self._num_loads = self._num_evictions = 0
         self._closed = False
         self._max_rank = self._max_outside_bytes = LIMITLESS
-        # Of the requests that wait for a load, and the tenant that asked last.
+        # Waiting requests by digest, and the tenant that last requested each digest.
         self._askers: Counter[str] = Counter()
         self._asked: OrderedDict[str, str] = OrderedDict()
         self._failures: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
@@ -117,9 +116,9 @@ class HostCache:
         )
 
     def refuse_beyond(self, *, max_rank: int, max_outside_bytes: int) -> None:
-        """Refuse, before they are read, adapters that the device tier could not place.
+        """Refuse adapters that the device tier could not place, before they are read.
 
-        max_outside_bytes: of tensors on embed_tokens and lm_head.
+        max_outside_bytes: bytes of tensors on embed_tokens and lm_head.
         """
         self._max_rank, self._max_outside_bytes = max_rank, max_outside_bytes
 
@@ -160,7 +159,9 @@ class HostCache:
             return load
 
     def leave(self, digest: str, load: "Future[HostAdapter]") -> None:
-        """Undo the `fetch` that returned `load`: without other askers a load that has not begun is dropped."""
+        """Undo the `fetch` that returned `load`: a load without other waiting requests is dropped if it has not
+        begun.
+        """
         with self._changed:
             if self._loads.get(digest) is not load:
                 return
@@ -198,7 +199,7 @@ class HostCache:
             self._changed.notify_all()
 
     def add_path(self, path: str | Path) -> str:
-        """Makes an adapter folder outside the store known and returns its digest. Reads all of the file.
+        """Register an adapter folder outside the store and return its digest. Reads the whole file.
 
         The folder must stay as it is: it is read again after an eviction. Raises AdapterError, OSError.
         """
@@ -216,7 +217,7 @@ class HostCache:
             )
 
     def close(self) -> None:
-        """Ends the threads; loads under way that wait for room fail with AdapterError."""
+        """Stop the threads; running loads that wait for room fail with AdapterError."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -265,7 +266,9 @@ class HostCache:
         return checkpoint
 
     def _check(self, checkpoint: Checkpoint) -> int:
-        """Bytes that the adapter takes here. Raises AdapterError for another base model's, or one too large."""
+        """Return the adapter's bytes in host memory. Raises AdapterError for another base model's adapter, or one
+        too large.
+        """
         checkpoint.check_base(self._base)
         if checkpoint.rank > self._max_rank:
             raise AdapterError("adapter", f"its rank is {checkpoint.rank}, the most served is {self._max_rank}")
@@ -291,7 +294,9 @@ class HostCache:
         return error
 
     def _remember(self, digest: str, error: BaseException) -> None:
-        """Keep a failure for a moment. An adapter that is not there may be there the next moment."""
+        """Remember a failure for `FAILURE_SECONDS`, except that of a missing adapter, which may be uploaded at any
+        moment.
+        """
         if isinstance(error, AdapterError | OSError) and not isinstance(error, AdapterNotFound) and not self._closed:
             with self._changed:
                 self._failures[digest] = time.monotonic() + FAILURE_SECONDS, error
@@ -378,5 +383,5 @@ class HostCache:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's values in their order. Negative zero counts as zero, as in a comparison."""
+    """Return the bytes of a tensor's values in order. Negative zeros become zeros, because the two compare equal."""
     return (tensor + 0).contiguous().view(torch.uint8).numpy().data

@@ -1,7 +1,7 @@
-"""PEFT's `adapter_config.json` -> what we serve, or a refusal that names the field and says why.
+"""Parse PEFT's `adapter_config.json` into the fields that are served, or refuse it with the field and the reason.
 
-Knows every field of PEFT's `LoraConfig`: honoured, without effect on the output of a trained adapter, or refused. A
-field we don't know is refused too unless it is empty. No torch.
+Every field of PEFT's `LoraConfig` is honoured, ignored (it does not change a trained adapter's output) or refused. An
+unknown field is refused unless it is empty. No torch.
 """
 
 import json
@@ -20,7 +20,7 @@ EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 OUTSIDE = -1
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_PATTERNS = 4096
-# No engine serves more; what this deployment's engines serve is checked on upload.
+# No engine serves a larger rank; the limit of this deployment's engines is checked on upload.
 MAX_RANK = 4096
 
 HONOURED = {
@@ -57,10 +57,10 @@ _BASE_CHANGING_INIT = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
-# A refusal quotes a stranger's names and values: the field and the message are cut to so many characters.
+# A refusal quotes uploaded names and values, so its field and message are cut to these lengths.
 MAX_FIELD_CHARS = 160
 MAX_MESSAGE_CHARS = 400
-# A module's full name as the canonical patterns have it. Read as a regular expression it matches nothing else.
+# A module's full name as in the canonical patterns. As a regular expression it matches nothing else.
 _FULL_NAME = re.compile(r"model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj|model\.embed_tokens|lm_head", re.ASCII)
 
 
@@ -77,14 +77,14 @@ class AdapterError(ValueError):
 
 
 def printable(text: str, limit: int) -> str:
-    """Return text of at most `limit` characters without control characters and lone surrogates, which are escaped."""
+    """Return at most `limit` characters of a text, with control characters and lone surrogates escaped."""
     kept = text[: limit + 1]
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in kept)
     return shown if len(text) <= limit and len(shown) <= limit else shown[: limit - 3] + "..."
 
 
 def quoted(value: object) -> str:
-    """Return the beginning of a value's repr, to be quoted in a message."""
+    """Return the beginning of a value's repr, for use in a message."""
     return printable(repr(value), 80)
 
 
@@ -185,7 +185,7 @@ class AdapterManifest:
 
 
 def parse_manifest(config: object) -> AdapterManifest:
-    """Checks a parsed `adapter_config.json`. Raises AdapterError naming the field."""
+    """Check a parsed `adapter_config.json`. Raises AdapterError naming the field."""
     if not isinstance(config, dict):
         raise AdapterError("adapter_config.json", "expected a JSON object")
     _refuse(config)

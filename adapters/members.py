@@ -1,4 +1,4 @@
-"""An archive's members: which of them are taken, which names and sizes refuse the archive."""
+"""Choose the members of an archive to unpack, and refuse archives with unsafe names or too much content."""
 
 from pathlib import Path, PurePosixPath
 
@@ -18,7 +18,7 @@ class ArchiveTooLarge(ArchiveError):
 
 
 class Members:
-    """Decides by a member's name whether it is one of an adapter's two files, and where it is written meanwhile."""
+    """Selects the members that are an adapter's two files, and the temporary paths to write them to."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
@@ -51,7 +51,7 @@ class Members:
         self._names.add(str(path))
         folder = str(path.parent)
         if folder not in self._found and len(path.parts) == 2 and sum(key != "." for key in self._found) >= 2:
-            # More folders than one are refused, or lose to the root: a third needs no room on the disk.
+            # Several folders are refused, unless the root has the files: a third folder is never needed.
             return None
         target = self._folder / f"member-{len(self._names)}"
         self._found.setdefault(folder, {})[path.name] = target
@@ -80,7 +80,7 @@ def unsafe(name: str) -> ArchiveError:
 
 
 def quoted_name(name: str) -> str:
-    """Return a member's name as a message quotes it."""
+    """Return a member's name for use in a message."""
     return f"'{printable(name, 100)}'"
 
 

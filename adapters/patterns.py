@@ -14,7 +14,7 @@ from typing import Any
 MAX_PATTERN_LENGTH = 4096
 # Shared by all patterns of one adapter. Real ones take a few hundred steps a module; hostile ones stop within seconds.
 MAX_STEPS = 2_000_000
-# Steps that compiling one pattern by `re` counts for (measured: 100 to 200 us).
+# Steps charged for compiling one pattern with `re` (measured: 100 to 200 us).
 _COMPILE_STEPS = 200
 _LITERAL = re.compile(r"[\w.\\^$-]*", re.ASCII)
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
@@ -32,13 +32,13 @@ class PatternError(ValueError):
 
 
 class Budget:
-    """Steps that all patterns of one adapter may take together."""
+    """Steps that all patterns of one adapter share."""
 
     def __init__(self, steps: int = MAX_STEPS) -> None:
         self._left = steps
 
     def spend(self, steps: int) -> None:
-        """Raises PatternError once there is nothing left."""
+        """Take steps from the budget. Raises PatternError when it is used up."""
         self._left -= steps
         if self._left < 0:
             raise PatternError("too costly to match; use simpler patterns or a list of names")

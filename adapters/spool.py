@@ -1,7 +1,7 @@
-"""Folders for uploads on their way into the store, inside of its own file system: `<root>/.tmp-<random>`.
+"""Temporary folders for uploads on the store's own file system: `<root>/.tmp-<random>`.
 
-Each has a lock beside it, which its writer's process holds: a folder whose lock is free belongs to a process that died,
-and the next writer removes it. Engines, which only read, never do.
+The writing process holds a lock file beside its folder. A folder whose lock is free belongs to a process that died; the
+next writer removes it. Engines only read and remove nothing.
 """
 
 import fcntl
@@ -15,14 +15,14 @@ from types import TracebackType
 
 PREFIX = ".tmp-"
 _LOCK = ".lock"
-# Folders without a lock: of the release before, and of deletions that were cut off.
+# A folder without a lock file is removed at this age: it is left by the release before or by an interrupted deletion.
 STALE_SECONDS = 3600.0
-# Where a file system has no locks, no upload takes so long.
+# On a file system without locks a folder is removed at this age, which no upload reaches.
 UNLOCKED_SECONDS = 24 * 3600.0
 
 
 class Spool:
-    """One such folder. Enter it to make it; its end removes it."""
+    """The temporary folder of one upload: made on entry, removed on exit."""
 
     def __init__(self, root: Path) -> None:
         self.folder = root / f"{PREFIX}{uuid.uuid4().hex}"
@@ -44,16 +44,16 @@ class Spool:
                 if _take(lock) and _is(lock, self._lock_path):
                     break
             except OSError:
-                break  # a file system without locks: `clean` goes by age there
+                break  # a file system without locks: `clean` decides by age there
             except BaseException:
                 os.close(lock)
                 raise
-            os.close(lock)  # a writer that cleans has just removed it
+            os.close(lock)  # another writer's `clean` has just removed it
         self._lock = lock
         self.folder.mkdir(mode=0o755)
 
     def remove(self) -> None:
-        """Remove the folder and all in it; nothing happens if it was never made."""
+        """Remove the folder and its content, if it was made."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):
             self._lock_path.unlink()
@@ -63,7 +63,7 @@ class Spool:
 
 
 def clean(root: Path) -> None:
-    """Remove the folders of writers that died. Safe beside writers that live."""
+    """Remove the folders of dead writers. Safe beside live writers."""
     for path in root.glob(f"{PREFIX}*{_LOCK}"):
         with suppress(OSError):
             _remove_dead(path)
@@ -98,7 +98,7 @@ def _take(lock: int) -> bool:
 
 
 def _is(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is still the one at `path`."""
+    """Return whether an open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

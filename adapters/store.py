@@ -63,9 +63,9 @@ class DirectoryStore:
         return replace(checkpoint, folder=self._folder(checkpoint.digest))
 
     def prepare(self, source: Path, target: Path, base: BaseShape) -> tuple[Checkpoint, Stored]:
-        """Write the canonical form of `source` as the folder `target`, to be published, and check what was written.
+        """Write the canonical form of `source` into the folder `target` and check the written files.
 
-        Returns it with what the store has of it already. Raises AdapterError, OSError.
+        Returns the checkpoint, and how the store's own copy compares with it. Raises AdapterError, OSError.
         """
         check_files(source)
         for name in FILES:
@@ -73,17 +73,17 @@ class DirectoryStore:
                 raise AdapterError(name, "is a symbolic link; expected a file")
         target.mkdir(mode=0o755)
         write_canonical(source, target)
-        checkpoint = open_checkpoint(target)  # as written: what was checked is what is stored
+        checkpoint = open_checkpoint(target)  # checks the written files, which are the ones that are stored
         checkpoint.check_base(base)
         _sync_directory(target)
         return checkpoint, self._stored(target, self._folder(checkpoint.digest))
 
     def publish(self, folder: Path, digest: str, stored: Stored) -> None:
-        """Rename a prepared folder into place. stored: what `prepare` found there. Raises OSError."""
+        """Rename a prepared folder into place. stored: the comparison that `prepare` returned. Raises OSError."""
         final = self._folder(digest)
         if stored == "same":
             try:
-                os.utime(final)  # in use from now on, for whoever removes what is not
+                os.utime(final)  # `set_aside` goes by this time
             except FileNotFoundError:
                 stored = "absent"
             else:
@@ -108,7 +108,7 @@ class DirectoryStore:
         return Spool(self.root)
 
     def clean(self) -> None:
-        """Remove what writers that died have left. For writers only, at their start."""
+        """Remove the temporary folders of dead writers. Called by writers at their start."""
         clean(self.root)
 
     def path(self, digest: str) -> Path | None:
@@ -128,9 +128,9 @@ class DirectoryStore:
         return True
 
     def set_aside(self, digest: str, unused_seconds: float) -> Path | None:
-        """Rename away an adapter that nobody has put for so long; None if somebody has, or it is not there.
+        """Rename an adapter away for removal; None if it was put within `unused_seconds` or does not exist.
 
-        The caller removes the folder, or brings it back. Raises OSError.
+        The caller removes the returned folder or calls `bring_back`. Raises OSError.
         """
         final, aside = self._folder(digest), self.root / f"{PREFIX}{uuid.uuid4().hex}"
         latest = time.time() - unused_seconds
@@ -140,13 +140,13 @@ class DirectoryStore:
             final.rename(aside)
         except FileNotFoundError:
             return None
-        if aside.stat().st_mtime > latest:  # put again between the look and the rename
+        if aside.stat().st_mtime > latest:  # put again between the check and the rename
             self.bring_back(aside, digest)
             return None
         return aside
 
     def bring_back(self, folder: Path, digest: str) -> None:
-        """Undo `set_aside`; nothing happens where the same content was put again meanwhile. Raises OSError."""
+        """Undo `set_aside`, unless the same content was put again since. Raises OSError."""
         try:
             folder.rename(self._folder(digest))
         except OSError as error:
@@ -165,7 +165,7 @@ class DirectoryStore:
         return self.root / digest[:2] / digest
 
     def _stored(self, folder: Path, final: Path) -> Stored:
-        """Compare a canonical folder with what is at its place: it may be damaged, or of an earlier release's form."""
+        """Compare a canonical folder with the stored one, which may be damaged or in an earlier release's form."""
         if not final.is_dir():
             return "absent"
         try:

@@ -1,4 +1,4 @@
-"""Tar archives, plain or gzipped, read by hand: ustar, pax and GNU names, each header bounded before it is read."""
+"""Read tar archives, plain or gzipped, with ustar, pax and GNU names; each header is bounded before it is read."""
 
 import zlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from adapters.manifest import printable
 from adapters.members import MAX_MEMBERS, ArchiveError, ArchiveTooLarge, Members, quoted_name, text, unsafe
 
 GZIP_MAGIC = b"\x1f\x8b"
-# Of extended headers (pax, GNU long names): real ones hold a path and a few times.
+# Limit of an extended header (pax, GNU long name); real ones hold a path and a few time stamps.
 MAX_EXTENDED_BYTES = 64 << 10
 _CHUNK = 1 << 20
 _BLOCK = 512
@@ -63,7 +63,7 @@ class Gunzip:
             size -= taken
 
     def drain(self) -> None:
-        """Read to the end, where the check sum is."""
+        """Read to the end of the stream, which verifies its checksum."""
         while not self._ended:
             self._more()
 
@@ -142,7 +142,7 @@ def _check_sum(block: bytes) -> None:
 
 
 def _tar_number(raw: bytes) -> int:
-    """Return a header's number: octal digits, or GNU's base 256. Raises ArchiveError."""
+    """Return a header's number, written in octal digits or GNU's base 256. Raises ArchiveError."""
     if raw[0] & 0x80:
         number = int.from_bytes(raw[1:], "big")
         if raw[0] != 0x80 or number >= 1 << 60:

@@ -1,4 +1,4 @@
-"""Zip archives read by hand: stored and deflated members only; the directory is bounded before an entry is built."""
+"""Read zip archives of stored and deflated members; the directory is bounded before an entry is built."""
 
 import binascii
 import struct
@@ -10,7 +10,7 @@ from adapters.manifest import printable
 from adapters.members import MAX_MEMBERS, ArchiveError, Members, quoted_name, text, unsafe
 
 ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
-# 1,000 entries with long names and comments.
+# Enough for 1,000 entries with long names and comments.
 MAX_DIRECTORY_BYTES = 1 << 20
 _CHUNK = 1 << 20
 _LOCAL, _END, _ENTRY = *ZIP_MAGIC, b"PK\x01\x02"
@@ -77,7 +77,7 @@ def _zip64_directory(file: BinaryIO, end: int) -> tuple[int, int, int, int]:
 
 
 def _zip_entry(file: BinaryIO, directory: bytes, at: int, limit: int, members: Members) -> int:
-    """Check an entry of the directory, write its member if it is wanted, and return the place of the next."""
+    """Check an entry of the directory, write its member if it is wanted, and return the next entry's offset."""
     fixed = directory[at : at + 46]
     if len(fixed) < 46 or fixed[:4] != _ENTRY:
         raise ArchiveError("The zip's directory holds something that is no entry.")
@@ -113,7 +113,7 @@ def _zip_entry(file: BinaryIO, directory: bytes, at: int, limit: int, members: M
 
 
 def _zip64_values(extra: bytes, values: list[int], name: str) -> list[int]:
-    """Return size, packed size and offset, those of 0xFFFFFFFF taken from the entry's zip64 field."""
+    """Return size, packed size and offset; a value of 0xFFFFFFFF is taken from the entry's zip64 field."""
     if 0xFFFFFFFF not in values:
         return values
     at = 0
@@ -130,7 +130,7 @@ def _zip64_values(extra: bytes, values: list[int], name: str) -> list[int]:
 
 
 def _zip_local(file: BinaryIO, offset: int, limit: int, name: str) -> int:
-    """Return where a member's data begin."""
+    """Return the offset of a member's data."""
     file.seek(min(offset, limit))
     local = file.read(30)
     if offset + 30 > limit or local[:4] != _LOCAL:
@@ -142,7 +142,7 @@ def _zip_local(file: BinaryIO, offset: int, limit: int, name: str) -> int:
 
 
 def _zip_member(file: BinaryIO, target: Path, deflated: bool, packed: int, size: int, crc: int, name: str) -> None:
-    """Write a member of exactly `size` bytes with the check sum `crc`. Raises ArchiveError for any other."""
+    """Write a member, whose content must have `size` bytes and the checksum `crc`. Raises ArchiveError."""
     inflate = zlib.decompressobj(-15) if deflated else None
     written = seen = 0
     raw, left = b"", packed
@@ -166,7 +166,7 @@ def _zip_member(file: BinaryIO, target: Path, deflated: bool, packed: int, size:
 
 
 def _inflated(inflate: "zlib._Decompress | None", raw: bytes, name: str) -> tuple[bytes, bytes]:
-    """Return (plain, rest of raw). Raises ArchiveError."""
+    """Inflate a piece. Returns (inflated bytes, rest of raw). Raises ArchiveError."""
     if inflate is None:
         return raw, b""
     try:
