@@ -35,7 +35,7 @@ from kernels.threads import usable_cpus
 
 log = logging.getLogger(__name__)
 
-# Of a step's logits for prompt_logprobs; whoever asks for them waits for a few steps more.
+# Bound of a step's logits for prompt_logprobs; larger prompts take more steps.
 PROMPT_LOGITS_BYTES = 128 << 20
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -110,15 +110,15 @@ def check_memory(config: EngineConfig, device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that nobody uses on a GPU; None for the CPU, whose memory is taken as it is written."""
+    """Return the free bytes of a GPU; None for the CPU, whose memory is taken as it is written."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def split_memory(config: EngineConfig, free: int | None) -> tuple[int, int]:
-    """Return the bytes of the KV cache and of the adapters. free: what the weights left of a GPU's memory.
+    """Return the bytes of the KV cache and of the adapters. free: a GPU's bytes left after the weights.
 
-    Where nothing is asked for, adapters get a quarter of the free memory, 8 GiB at most, and the KV cache the rest but
-    for a fifth, which is for activations. Raises ConfigError where nothing is left for the KV cache.
+    By default adapters get a quarter of the free memory, 8 GiB at most, and the KV cache the rest except a fifth, which
+    is for activations. Raises ConfigError if nothing is left for the KV cache.
     """
     if free is None:
         return config.kv_cache_memory or 2 << 30, 1 << 30 if config.adapter_memory is None else config.adapter_memory
@@ -322,7 +322,7 @@ class Engine:
         return outputs
 
     def _commit(self) -> list[RequestOutput]:
-        """Reads the tokens of the step in flight, if there is one, and books them."""
+        """Read the tokens of the step in flight, if there is one, and apply them to its requests."""
         step, self._in_flight = self._in_flight, None
         if step is None:
             return []

@@ -1,4 +1,4 @@
-"""The wire of the OpenAI API: what is answered. No torch, no HTTP.
+"""Response types of the OpenAI API. No torch, no HTTP.
 
 Fields that are UNSET are left out; None is written as null, as the API does.
 """
@@ -29,9 +29,10 @@ class Usage(Struct):
 
 
 class Progress(Struct):
-    """The cost so far and the receipt, for the gateway: it bills streams that end early by it.
+    """Tokens so far and the receipt. The gateway bills streams that end early by them.
 
-    adapter_digest: of the adapter whose pages the steps read, `sha256:<digest>`, `base` or `mixed`; null before any.
+    adapter_digest: the adapter whose pages the steps read: `sha256:<digest>`, `base` or `mixed`; null before the first
+    step.
     """
 
     completion_tokens: int
@@ -177,10 +178,11 @@ class AdapterLoaded(Struct):
 
 
 class EngineStateResponse(Struct):
-    """`GET /state`. `instance` is another after each start. `generation` goes up with each change of the adapters in
-    device memory, of `running`, `waiting` or `draining`: of two words of one instance the higher is the newer.
-    `adapters_resident` are digests. `max_adapter_bytes`: largest size of an adapter's tensors in the engine's dtype.
-    `adapter_load_seconds`: recent average of the time that a load into host memory takes."""
+    """Body of `GET /state`. `instance` changes with each start. `generation` grows with each change of `running`,
+    `waiting`, `draining` or the adapters in device memory: between two states of one instance the higher is the
+    newer. `adapters_resident` are digests. `max_adapter_bytes`: largest size of an adapter's tensors in the engine's
+    dtype. `adapter_load_seconds`: recent average of the time that a load into host memory takes.
+    """
 
     instance: str
     draining: bool

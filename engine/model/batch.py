@@ -62,8 +62,9 @@ class Planner:
         self._written = [0] * max_num_seqs
 
     def lay_out(self, plan: Mapping[Request, int]) -> Layout:
-        """The plan's requests in its order. Rows of the logits are every position of a prompt whose request wants
-        prompt_logprobs, else the last token of each request that this step brings to its end."""
+        """Lay out the plan's requests in its order. Rows of the logits are every position of a prompt whose request
+        wants prompt_logprobs, else the last token of each request that this step brings to its end.
+        """
         token_ids: list[int] = []
         seats: list[int] = []
         firsts: list[int] = []
@@ -122,7 +123,9 @@ class Planner:
         )
 
     def _served(self, slot: int) -> str:
-        """Return the receipt of a slot. Pages of no known adapter count as mixed: they are nobody's order."""
+        """Return the receipt of a slot; pages of an unknown adapter count as mixed, because no request asked for
+        them.
+        """
         if slot < 0:
             return BASE_SERVED
         digest = self._slot_digests[slot]

@@ -1,6 +1,6 @@
-"""config.json of a Hugging Face folder, or a GGUF file's metadata -> what the one decoder needs.
+"""Parse config.json of a Hugging Face folder, or a GGUF file's metadata, into the decoder's config.
 
-Or a refusal that says which field and why.
+Raises ConfigError with the field and the reason.
 """
 
 import json
@@ -190,13 +190,13 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
     _check_optional_rope(kind, given, parameters)
     if any(fields.get("partial_rotary_factor") not in (None, 1.0) for fields in (raw, parameters)):
         raise ConfigError("partial_rotary_factor", "only full rotary embedding is served")
-    if parameters.get("original_max_position_embeddings") is None:  # null is what it is where it is left out
+    if parameters.get("original_max_position_embeddings") is None:  # null means the same as a missing field
         parameters["original_max_position_embeddings"] = raw.get("max_position_embeddings", 2048)
     return RopeConfig(theta, kind, parameters)
 
 
 def _check_optional_rope(kind: str, given: str, parameters: dict[str, Any]) -> None:
-    """Raises ConfigError naming the field, which would else be a TypeError in the middle of a start."""
+    """Check optional rope fields, which would otherwise fail with a TypeError during start. Raises ConfigError."""
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale"):
         if parameters.get(name) is not None:
             _positive_number(f"{given}.{name}", parameters[name])
@@ -211,7 +211,9 @@ def _check_optional_rope(kind: str, given: str, parameters: dict[str, Any]) -> N
 
 
 def context_length(raw: dict[str, Any]) -> int:
-    """Tokens that a model can attend to, of its config.json. With yarn, Qwen's keep the length before its extension."""
+    """Return the tokens that a model can attend to. With yarn, Qwen's config.json has the length before its
+    extension.
+    """
     stated = _positive("max_position_embeddings", raw.get("max_position_embeddings", 2048))
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if (scaling.get("rope_type") or scaling.get("type")) != "yarn":

@@ -1,4 +1,4 @@
-"""Runs plans: batch, forward pass, next tokens. Owns the KV cache's tensors; knows no queues.
+"""Run plans: batch, forward pass, next tokens. Owns the KV cache's tensors; knows no queues.
 
 `forward` and `sample` launch and do not wait, so that on a GPU the host can plan and publish while the device computes:
 each seat's newest token stays in a table on the device, where the next forward pass finds it.
@@ -34,15 +34,17 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A step's tokens on their way to the host."""
+    """A step's tokens while they are copied to the host."""
 
     requests: list[Request]
     tokens: Download | None
     logprobs: list[tuple[list[Request | PromptRows], list[int], Download]]
 
     def wait(self) -> dict[Request, int]:
-        """Return the next token of each request whose tokens were all computed, `NOT_FINITE` where its logits are not
-        numbers, and hand out logprobs."""
+        """Return the next token of each request whose tokens were all computed, and hand out logprobs.
+
+        The token is `NOT_FINITE` where a request's logits are NaN or infinite.
+        """
         for owners, top, download in self.logprobs:
             for owner, entry in zip(owners, RowLogprobs(*download.wait()).entries(top), strict=True):
                 if isinstance(owner, Request):
@@ -107,8 +109,9 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, launched: Launched) -> Sampling:
-        """Starts the choice of the next tokens. Every earlier token of the requests must be known by now; those that
-        turned out to have ended are left out."""
+        """Launch the sampling of the next tokens. Every earlier token of the requests must be known by now; requests
+        that have ended are left out.
+        """
         layout, logits = launched.layout, launched.logits
         logprobs = [self._prompt_logprobs(rows, logits) for rows in layout.prompt_rows]
         live = [i for i, request in enumerate(layout.sampled) if request.status is Status.RUNNING]

@@ -51,8 +51,10 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Return tokens `[n]` with `NOT_FINITE` where the chosen logit is NaN or infinite: an adapter's finite weights can
-    overflow in the products. A choice among finite logits is kept, whatever stands beside them in its row."""
+    """Return tokens `[n]` with `NOT_FINITE` where the chosen logit is NaN or infinite.
+
+    Products with an adapter's finite weights can overflow. A finite choice is kept, whatever the rest of its row is.
+    """
     chosen = logits.gather(1, tokens[:, None])[:, 0]
     return torch.where(chosen < torch.inf, tokens, NOT_FINITE)
 
@@ -60,7 +62,7 @@ def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
 def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
     """Apply penalties, bias and bans in place: one gather and scatter for all rows of each kind.
 
-    A request whose edits cannot be made fails by itself; nothing of the other rows depends on it.
+    A request whose edits fail ends by itself; no other row depends on it.
     """
     scaled, lowered, biased, banned = _Edits(), _Edits(), _Edits(), _Edits()
     banned_where_masked: list[tuple[int, np.ndarray]] = []
@@ -160,9 +162,10 @@ class RowLogprobs:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> RowLogprobs:
-    """Return log-probabilities of each row's token and its `most` likeliest. logits `[n, vocab]` fp32, token_ids `[n]`.
+    """Return log-probabilities of each row's token and its `most` likeliest. logits `[n, vocab]` fp32, token_ids
+    `[n]`.
 
-    Works on a few rows at a time: a long prompt's would take twice the memory of its logits.
+    Works on a few rows at a time; all rows of a long prompt would take twice the memory of its logits.
     """
     blocks = [
         _token_logprobs(logits[at : at + LOGPROB_ROWS], token_ids[at : at + LOGPROB_ROWS], most)

@@ -39,15 +39,16 @@ class FairShare:
         self.push(request)
 
     def leave(self, request: Request) -> None:
-        """A finished request, waiting or not."""
+        """Remove a finished request, waiting or not."""
         self._active[request.tenant] -= 1
         if not self._active[request.tenant]:
             del self._active[request.tenant]
             self._forget_idle()
 
     def _forget_idle(self) -> None:
-        """Drop the counters of idle tenants that are no higher than the least active one's: who comes back is lifted to
-        that anyhow. Without active tenants every counter starts level. Those that stay are ahead of somebody."""
+        """Drop the counters of idle tenants that are not above the least active counter, to which a returning tenant
+        is lifted anyway. Without active tenants every counter starts level.
+        """
         if not self._active:
             self._counters.clear()
         elif len(self._counters) > 2 * len(self._active) + 64:

@@ -1,16 +1,16 @@
-"""How much prompt work a step may carry beside running streams, so that a long prompt does not stall them.
+"""Bound the prompt work of a step beside running streams, so that a long prompt does not stall them.
 
-Learns two times from the steps that ran: what a step of decodes alone takes, and what each row more adds, a prompt's
-token or another stream's. A mixed step then gets as many prompt tokens as stretch it to `stretch` times the decode step
-(Sarathi-Serve's chunk budget, Agrawal et al., OSDI 2024, measured while serving instead of profiled). Knows no clock:
-the engine tells it.
+Learns two times from past steps: the duration of a step of decodes alone, and the time that each further row adds, be
+it a prompt's token or another stream's. A mixed step then gets as many prompt tokens as stretch it to `stretch` times
+the decode step (Sarathi-Serve's chunk budget, Agrawal et al., OSDI 2024, measured while serving instead of profiled).
+Has no clock: the engine passes the times.
 
 A mixed step may also have a fixed cost, the same for 4 prompt tokens and for 400: on a GPU it is launched kernel by
-kernel, where a decode step is one graph. Such a cost looks like dear rows, and ever smaller chunks would pay it ever
-more often. So the pacer tries a chunk of twice the size now and then. Where most of the time does not grow with it,
-the larger size becomes the least chunk, up to the size at which the rows cost about as much as the rest. A regression
-over past steps cannot tell the two costs apart: chunks are cut so that steps take equally long, so large chunks are
-those of cheap rows.
+kernel, while a decode step is one graph. Such a cost looks like expensive rows, and ever smaller chunks would pay it
+ever more often. So the pacer sometimes tries a chunk of double size. If most of the time does not grow with it, the
+larger size becomes the least chunk, up to the size at which the rows cost about as much as the rest. A regression over
+past steps cannot separate the two costs: chunks are cut so that steps take equally long, so large chunks are those of
+cheap rows.
 """
 
 from collections import deque
@@ -25,11 +25,11 @@ STEPS_UNTIL_ALONE = 16
 # of all waiting would be least with no room below 1 and all of it above; this keeps streams moving near the middle.
 STEEPNESS = 5
 _MEMORY = 0.9  # weight of the past in each moving average
-# Shares of a row's average cost that one more row adds: below the first the fixed cost is the larger part, and chunks
-# double; above the second there is nearly none, and a least chunk that was learnt is given up.
+# Marginal cost of a row as a share of its average cost. Below the first bound the fixed cost dominates and chunks
+# double; above the second it is negligible and the learnt least chunk is dropped.
 MOSTLY_FIXED, HARDLY_FIXED = 0.5, 0.8
-# Steps with prompts between two trials of a double chunk: few while they succeed, twice as many after each that fails,
-# so that streams on a machine without a fixed cost see next to none.
+# Steps with prompts between two trials of a double chunk: few while trials succeed, doubled after each failure, so that
+# streams on a machine without a fixed cost see almost no trials.
 FIRST_TRIAL, LAST_TRIAL = 2, 4096
 
 
@@ -58,10 +58,10 @@ class Pacer:
         self._trial_interval = FIRST_TRIAL
 
     def prompt_budget(self, num_decodes: int, most: int, patience: float = 1.0) -> int:
-        """Prompt tokens that a step of so many decodes may compute beside them, at most `most`.
+        """Return the prompt tokens that a step with so many decodes may compute, at most `most`.
 
-        patience: how much the prompts weigh against the streams (`Scheduler` says how they are counted); below 1 it
-        counts as 1. Above, the streams' waiting costs less in all than theirs.
+        patience: weight of the prompts against the streams (defined by `Scheduler`); values below 1 count as 1. Above
+        1, delaying the streams costs less in total than delaying the prompts.
         """
         if self._steps_since_alone >= STEPS_UNTIL_ALONE:
             return 0
@@ -79,7 +79,7 @@ class Pacer:
         return min(most, chunk)
 
     def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:
-        """A step took `seconds` for so many decoding requests and prompt tokens."""
+        """Record that a step took `seconds` for so many decoding requests and prompt tokens."""
         if num_decodes and not num_prompt_tokens:
             self._steps_since_alone = 0
             self._decode_seconds = _average(self._decode_seconds, seconds)
@@ -97,15 +97,17 @@ class Pacer:
 
     @property
     def _is_trial_due(self) -> bool:
-        """True for every other step at most, so that each trial stands beside a usual step."""
+        """Return whether the next chunk is a trial. Never true twice in a row, so that each trial follows a usual
+        step.
+        """
         is_due = self._steps_since_trial >= self._trial_interval and len(self._recent) >= FIRST_TRIAL
         return is_due and self._steps_since_alone % 2 == 0 and self._steps_since_alone > 0
 
     def _compare(self, step: _Step) -> None:
-        """Learn the least chunk from a step of another size than those before it.
+        """Learn the least chunk from a step whose size differs from the steps before it.
 
-        The quickest of these is what it is compared with: a step that lost its core to another program looks dear, and
-        must not make a double one look cheap.
+        Compares it with the quickest of these: a step that lost its core to another program looks expensive and must
+        not make a double chunk look cheap.
         """
         usual = min(self._recent, key=lambda before: before.spent, default=step)
         if usual.tokens < 1.6 * step.tokens and step.tokens < 1.6 * usual.tokens:
@@ -113,7 +115,7 @@ class Pacer:
             self._steps_since_trial += 1
             return
         each = usual.spent / max(usual.rows, 1.0)
-        # Steps of other tokens may have as many rows, where streams came or went: they tell nothing.
+        # When streams come or go, steps with other token counts can have equal rows: these say nothing about the cost.
         wider = step.rows - usual.rows
         share = (step.spent - usual.spent) / wider / each if each > 0 and wider else 1.0
         if step.tokens < usual.tokens:
@@ -129,7 +131,7 @@ class Pacer:
         self._steps_since_trial = 0
 
     def _set_least_chunk(self, step: _Step) -> None:
-        """Make the step's size the least chunk. Steps of other sizes no longer say what is usual."""
+        """Make the step's size the least chunk and forget the usual steps, which had other sizes."""
         self._least_chunk = max(LEAST_CHUNK, step.tokens)
         self._recent.clear()
         self._recent.append(step)

@@ -1,4 +1,4 @@
-"""A request in the engine: what was asked, how far it is, and the named transitions between its states. No torch."""
+"""A request in the engine: its parameters, its progress, and the named transitions between its states. No torch."""
 
 import time
 from collections.abc import Mapping
@@ -80,10 +80,10 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What one step did to one request. `token_ids` holds the new tokens only.
+    """The result of one step for one request. `token_ids` holds the new tokens only.
 
-    error_param: the request's parameter that is to blame for `error`, None if none is. started_at: when its prompt was
-    first worked on (time.time()). served_digest: see `Request`.
+    error_param: the request's parameter that caused `error`, None if none did. started_at: time at which work on the
+    prompt began (time.time()). served_digest: see `Request`.
     """
 
     request_id: str
@@ -206,7 +206,7 @@ class Request:
             self.started_at = time.time()
 
     def record_served(self, served: str) -> None:
-        """Record the adapter whose pages a step reads for this request; two different ones make the receipt mixed."""
+        """Record the adapter whose pages a step reads for this request; a second one makes the receipt `mixed`."""
         if self.served_digest is None:
             self.served_digest = served
         elif self.served_digest != served:
@@ -219,9 +219,11 @@ class Request:
         self.num_preemptions += 1
 
     def append(self, token_id: int) -> None:
-        """Take the sampled token; finish on a stop token, at the grammar's end, at the limit or without a number."""
+        """Append the sampled token. Finish on a stop token, at the grammar's end, at the token limit or on
+        `NOT_FINITE`.
+        """
         self.num_pending = 0
-        if self.error is not None:  # the sampler's: the token is nobody's choice
+        if self.error is not None:  # the sampler failed on this request: the token means nothing
             self.logprobs.clear()
             self.finish("error", self.error)
             return
@@ -238,7 +240,7 @@ class Request:
             self.finish("length")
 
     def _fail_not_finite(self) -> None:
-        """Finish with an error. An adapter is to blame where there is one: the parameter that named it is `model`."""
+        """Finish with an error. Names the parameter `model` if the request has an adapter, which is then the cause."""
         self.logprobs.clear()
         if self.adapter is None:
             self.finish("error", "the model gave NaN or infinity in place of a number for each next token")
@@ -257,7 +259,7 @@ class Request:
         self.error = error
 
     def output(self, token_ids: list[int]) -> RequestOutput:
-        """This step's news. Logprobs are handed over once."""
+        """Return this step's output. Logprobs are returned once."""
         out = RequestOutput(
             self.request_id,
             token_ids,

@@ -1,10 +1,10 @@
-"""What runs in the next step: running streams, then prompt work, in progress or new, by fair share.
+"""Plan the next step: running streams first, then prompt work, in progress or new, by fair share.
 
 Knows blocks, adapter slots and counters; knows no tensors and no text. A step spends at most `max_num_batched_tokens`
 tokens, cutting prompts into chunks where that is enabled; else a prompt longer than that is a step's only one.
 
-The next step may be planned while one is in flight: its tokens count before they are known (`Request.num_pending`). A
-request that turns out to have ended meanwhile is in the plan for nothing, and what it computed there is dropped.
+The next step may be planned while one is in flight: its tokens count before they are known (`Request.num_pending`). If
+a request turns out to have ended, its results of the planned step are dropped.
 """
 
 import sys
@@ -39,7 +39,7 @@ class Scheduler:
         pacer: Pacer | None = None,
         max_prompt_logits: int | None = None,
     ) -> None:
-        """max_prompt_logits: rows of logits that a step computes for prompt_logprobs; None: any number."""
+        """max_prompt_logits: rows of logits that a step may compute for prompt_logprobs; None is unlimited."""
         self.cache = cache
         self.adapters = adapters
         self.fair_share = FairShare()
@@ -123,12 +123,13 @@ class Scheduler:
         return budget
 
     def _prefill(self, plan: Plan, budget: int) -> None:
-        """Prompt chunks: in progress and new ones alike go to the tenants served least, so that a tenant's long prompt
-        delays another's short one by a step, not by its own length. Prompts end one after the other, not all at once:
-        the same work, but each has its first token as soon as it can."""
+        """Plan prompt chunks. Those in progress and new ones alike go to the tenants served least, so that a
+        tenant's long prompt delays another's short one by a step, not by its own length. Prompts end one after the
+        other, not all at once: the work is the same, but each has its first token as soon as possible.
+        """
         may_drain, has_room, most = True, True, budget
-        # Each is as wide as the vocabulary, so a step of them must not take more memory than is there. Without chunks a
-        # prompt cannot be cut.
+        # Each row is as wide as the vocabulary, so a step's rows are bounded by memory. Without chunks a prompt cannot
+        # be cut.
         logits_left = self._max_prompt_logits if self._chunked and self._max_prompt_logits else sys.maxsize
         in_progress = [r for r in self.running if not r.is_decoding]
         for request in self.fair_share.least_served_first(in_progress):
@@ -194,7 +195,7 @@ class Scheduler:
         return False
 
     def _fail_waiting(self, adapter: str, error: Exception) -> None:
-        """End all requests that wait for an adapter: each of them would else ask for the same load again."""
+        """End all requests that wait for an adapter; otherwise each of them would request the same load again."""
         for request in list(self.requests.values()):
             if request.adapter == adapter and request.status is Status.WAITING:
                 self.fail(request, str(error))

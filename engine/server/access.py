@@ -1,4 +1,4 @@
-"""Who may ask what, and the log line of each request. Secrets are compared in constant time and never logged."""
+"""Access rules of the routes, and the log line of each request. Secrets are compared in constant time, never logged."""
 
 import hmac
 import ipaddress

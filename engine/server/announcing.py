@@ -1,6 +1,6 @@
-"""Telling gateways that this engine is there, again and again, and that it goes: `POST` and `DELETE /internal/engines`.
+"""Announce the engine to gateways periodically, and withdraw it at the end: `POST` and `DELETE /internal/engines`.
 
-A gateway that cannot be reached is tried again; the engine serves whether one hears it or not.
+A gateway that cannot be reached is retried; the engine serves regardless.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ TIMEOUT = ClientTimeout(total=2.0)
 async def announcing(
     gateways: Sequence[str], url: str, internal_token: str | None, announce_token: str | None = None
 ) -> AsyncIterator[None]:
-    """Announce the engine at `url` to each gateway for as long as the block runs, then take it back.
+    """Announce the engine at `url` to each gateway for as long as the block runs, then withdraw it.
 
-    announce_token: where gateways want another secret for this than the internal token.
+    announce_token: secret for announcements, if it differs from the internal token.
     """
     if announce_token:
         headers = {"x-loraplex-announce-token": announce_token}
@@ -53,10 +53,10 @@ async def _keep_announcing(session: ClientSession, gateway: str, url: str) -> No
 
 
 async def _tell(session: ClientSession, method: str, gateway: str, url: str) -> str:
-    """What went wrong, "" if nothing."""
+    """Send an announcement or a withdrawal. Returns the problem, "" if there is none."""
     target = f"{gateway.rstrip('/')}/internal/engines"
     try:
         async with session.request(method, target, json={"url": url}, allow_redirects=False) as response:
-            return "" if response.status == 204 else f"it answers {response.status}"
+            return "" if response.status == 204 else f"status {response.status}, expected 204"
     except (ClientError, OSError, TimeoutError) as error:
         return type(error).__name__

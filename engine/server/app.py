@@ -266,7 +266,7 @@ class Server:
         return json_response(Health("ok"))
 
     async def _live(self, _: web.Request) -> web.Response:
-        """Say whether a restart would help: 503 from the engine's failure to the process's end."""
+        """Answer whether a restart would help: 503 once the engine has failed."""
         if self._loop is not None and self._loop.failure is not None:
             return json_response(Health("unhealthy", self._loop.failure), 503)
         return json_response(Health("ok"))

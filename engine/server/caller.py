@@ -1,4 +1,4 @@
-"""Who asks: the gateway's word on a request, in headers that count with the internal token only."""
+"""The caller of a request, from the gateway's headers. They are trusted only with the internal token."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from engine.server.errors import ApiError
 from engine.server.finished import MAX_ID_BYTES
 
-# Digits of a header's number: a longer integer is past every float.
+# Digits of a header's number; a longer integer would overflow a float.
 MAX_NUMBER_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. `internal`: proved to be the gateway; the rest is its word, or nothing. request_id: to count it by."""
+    """The caller of a request. internal: proved to be the gateway; without it the other fields are defaults.
+    request_id: for the count of its tokens.
+    """
 
     internal: bool = False
     tenant: str = ""

@@ -1,4 +1,4 @@
-"""What the engine's routes take and answer, as `/openapi.json` publishes it."""
+"""Requests and responses of the engine's routes, published as `/openapi.json`."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Compiled grammars by tenant: compiled in threads that tenants share fairly, and kept while they are used.
+"""Compiled grammars by tenant: compiled on threads that tenants share fairly, and cached.
 
-A tenant's grammars are its own: no other tenant can push them out of the cache, nor tell by the time that one takes
-whether it was compiled for somebody else.
+Each tenant has a cache of its own: no other tenant can evict its grammars, or learn from compile times which grammars
+it uses.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from engine.structured.spec import GrammarSpec
 
 logger = logging.getLogger(__name__)
 
-# A cached grammar has cost up to a few MiB; ordinary ones cost kilobytes.
+# A cached grammar takes up to a few MiB; an ordinary one takes kilobytes.
 MAX_CACHED, MAX_CACHED_PER_TENANT = 64, 16
-# Compiling cannot be interrupted. One tenant holds two of the threads at most, so another's grammar finds one free.
+# Compiling cannot be interrupted. A tenant holds two of the threads at most, so that one is free for the others.
 COMPILE_THREADS = 3
 COMPILE_SECONDS = 5.0
 QUEUE_SECONDS = 5.0
@@ -31,9 +31,10 @@ MAX_PENDING, MAX_PENDING_PER_TENANT = 256, 16
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A grammar on its way. waiting: requests that want it. started: when a thread took it, None before that.
+    """A grammar that is queued or being compiled. waiting: requests that need it. started: None until a thread takes
+    it.
 
-    is_slow: the thread runs at low priority, for its tenant has compiled much lately.
+    is_slow: the thread runs at low priority, because its tenant has compiled much recently.
     """
 
     waiting: int = 0
@@ -44,7 +45,9 @@ class _Pending:
 
 
 class Grammars:
-    """Used on the event loop only. Holds each tenant's last grammars, within both limits, and those on their way."""
+    """The grammar cache and its compile queue, for use on the event loop only. Bounds the grammars of each tenant
+    and of all.
+    """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
@@ -73,7 +76,7 @@ class Grammars:
         return grammar.blaming(spec.param)
 
     def close(self) -> None:
-        """Drop the grammars that wait; a compilation that runs ends by itself."""
+        """Drop the grammars that wait; a running compilation ends by itself."""
         self._threads.close(wait=False)
 
     def _cached(self, tenant: str, spec: GrammarSpec) -> Grammar | None:
@@ -113,7 +116,7 @@ class Grammars:
                 raise RequestError(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")
 
     def _leave(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
-        """Take a grammar out of the queue with the last request that waits for it."""
+        """Stop waiting for a grammar. The last request to leave takes it out of the queue."""
         pending.waiting -= 1
         if not pending.waiting and pending.job.cancel():
             self._forget(pending, tenant, spec)
@@ -140,7 +143,7 @@ class Grammars:
         if len(own) > MAX_CACHED_PER_TENANT:
             own.popitem(last=False)
         if sum(map(len, self._compiled.values())) > MAX_CACHED:
-            # From the tenant that has most; of equals the one that was here longest ago.
+            # Evict from the tenant that holds most; among equals, from the least recently used tenant.
             largest = max(self._compiled, key=lambda tenant: len(self._compiled[tenant]))
             self._compiled[largest].popitem(last=False)
             if not self._compiled[largest]:

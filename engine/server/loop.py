@@ -1,7 +1,7 @@
-"""The engine's thread and the event loop, and what passes between them.
+"""The engine's thread, and the messages between it and the event loop.
 
-In: commands, through one queue, run before the next step. Out: a step's outputs, all in one call to the event loop.
-The thread is the only one that touches the engine. It sleeps when there is nothing to do.
+In: commands, through one queue, run before the next step. Out: a step's outputs, all in one call to the event loop. The
+thread is the only one that touches the engine. It sleeps when there is nothing to do.
 """
 
 import asyncio
@@ -67,12 +67,12 @@ class EngineLoop:
         self._accepting = True
         self._calls: set[Future[Any]] = set()
         self._routes: dict[str, tuple[Generation, int]] = {}
-        # Sequences of requests whose handlers run: that wait for an adapter or a grammar, run, or are being read.
+        # Sequences whose request handler runs: they wait for an adapter or a grammar, generate, or send their answer.
         self._placed = 0
         # Nothing is in flight, or nobody waits for it any longer.
         self._drained = asyncio.Event()
         self._drained.set()
-        # Set by the thread before it ends, so that nothing is accepted that nobody would run.
+        # Set by the thread before it ends, so that no work is accepted that would never run.
         self.failure: str | None = None
         self.failed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -93,7 +93,8 @@ class EngineLoop:
 
     @contextmanager
     def place(self, count: int) -> Iterator[None]:
-        """Hold places for a request's sequences, from before they are in the engine until its answer has been taken.
+        """Reserve places for a request's sequences, from before they enter the engine until the client has taken the
+        answer.
 
         Raises EngineUnavailable as `submit` does.
         """
@@ -105,7 +106,7 @@ class EngineLoop:
             self._placed -= count
 
     def submit(self, request_id: str, submissions: list[Submission]) -> Generation:
-        """Queue the sequences, whose places are held. Raises EngineUnavailable when failed or closing."""
+        """Queue the sequences, whose places are reserved. Raises EngineUnavailable after a failure or while closing."""
         self._check_room(0)
         ids = [f"{request_id}-{i}" for i in range(len(submissions))]
         generation = Generation(self, ids)
@@ -144,7 +145,7 @@ class EngineLoop:
             route[0].released(request_id)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Runs a function in the engine's thread, between two steps."""
+        """Run a function on the engine's thread, between two steps."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -224,7 +225,7 @@ class EngineLoop:
                 if self._engine.has_work():
                     self._step()
             self._run_commands()
-        except BaseException as exc:  # Rust's panics are no Exception, and must not leave a thread that nobody misses
+        except BaseException as exc:  # Rust's panics are not Exceptions; without this the thread would end unnoticed
             self.failure = f"the engine failed: {type(exc).__name__}: {exc}"
             logger.exception("the engine failed; it answers nothing until it is started again")
             self._to_event_loop(self._fail)

@@ -1,4 +1,6 @@
-"""What `model` may name: the base model, a name given to /v1/load_lora_adapter, or `sha256:<digest>` from the store."""
+"""Names that `model` accepts: the base model, a name given to /v1/load_lora_adapter, or `sha256:<digest>` from the
+store.
+"""
 
 import asyncio
 import logging
@@ -27,7 +29,7 @@ DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 class ModelRegistry:
-    """Names of this engine, and adapters brought to host memory before their requests are queued."""
+    """Adapter names of this engine. Loads adapters into host memory before their requests are queued."""
 
     def __init__(
         self, base_name: str, engine: Engine, loop: EngineLoop, host_cache: HostCache, refused: Callable[[], object]
@@ -63,7 +65,7 @@ class ModelRegistry:
 
     @asynccontextmanager
     async def using(self, model: str, tenant: str = "") -> AsyncIterator[str | None]:
-        """Enter with the digest that `model` names, the adapter in memory and known until the exit.
+        """Load the adapter that `model` names and yield its digest; the adapter stays registered until the exit.
 
         Raises ApiError if it does not exist or cannot be served, EngineUnavailable if it cannot be read now, QueueFull
         if too many of the tenant's adapters wait to be read.
@@ -97,13 +99,13 @@ class ModelRegistry:
         _log_load(model, adapter, started)
 
     async def _fetch(self, digest: str, tenant: str) -> HostAdapter:
-        """Wait for a load; one that has not begun is dropped with the last request that waits for it."""
+        """Wait for a load. A load that has not begun is dropped when the last request that waits for it ends."""
         try:
             load = self._host_cache.fetch(digest, tenant)
         except TooManyPending as exc:
             raise QueueFull(f"adapters to load: {exc}", retry_after=1) from None
         try:
-            # Shielded, for others may wait for the same load.
+            # Shielded, because other requests may wait for the same load.
             return await asyncio.shield(asyncio.wrap_future(load))
         finally:
             self._host_cache.leave(digest, load)

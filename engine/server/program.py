@@ -1,4 +1,4 @@
-"""The process of an engine: from its flags to its exit code, with what signals do to it."""
+"""The engine's process: flags, signals and exit code."""
 
 import asyncio
 import gc
@@ -23,9 +23,9 @@ from engine.tracing import TracingError, start_tracing
 
 logger = logging.getLogger(__name__)
 
-# Exit code of an engine that failed while it served: whatever supervises it starts it again.
+# Exit code of an engine that failed while it served, so that its supervisor restarts it.
 FAILED = 70
-# Requests that ran get this long to take their error.
+# Time for running requests to receive their error.
 FAILED_EXIT_S = 15.0
 
 
@@ -76,7 +76,7 @@ async def serve(
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    """Return when the first of them does, and end the others."""
+    """Return when the first awaitable returns, and cancel the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -84,7 +84,7 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> None:
 
 
 def _exit_within(seconds: float) -> None:
-    """End the process after so long even if a thread, a device or a client holds it."""
+    """End the process after this time even if a thread, a device or a client blocks the exit."""
     timer = threading.Timer(seconds, os._exit, [FAILED])
     timer.daemon = True
     timer.start()
@@ -112,10 +112,11 @@ def run(
 ) -> int:
     """Run `loraplex engine` and return its exit code.
 
-    0 after a clean stop, 1 with one line on stderr for what cannot be served, `FAILED` once the engine has failed.
+    0 after a clean stop, 1 with one line on stderr for a configuration that cannot be served, `FAILED` once the engine
+    has failed.
 
-    gateways: those to announce the engine to, as at `advertise_url` (None: where it listens), by the announce token
-    (None: by the internal one).
+    gateways: URLs to announce the engine to. advertise_url: the URL announced, by default the listening address.
+    announce_token: secret for announcements, by default the internal token.
     """
     try:
         tracing = start_tracing("loraplex-engine")

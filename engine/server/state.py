@@ -1,7 +1,7 @@
-"""What the engine says of itself: asked for, or pushed to those who follow it.
+"""The engine's state: returned on request, or pushed to followers.
 
-A follower gets a line at once, one after each change of residency, load or draining, and one a second without any: who
-hears nothing for longer knows that something is wrong.
+A follower gets a line at once, after each change of residency, load or draining, and every second without changes; a
+longer silence means a fault.
 """
 
 import asyncio
