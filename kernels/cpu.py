@@ -1,4 +1,4 @@
-"""The ops in plain torch for any CPU: what runs where there is no compiler for `kernels.native`, and its slow twin."""
+"""The ops in plain torch for any CPU: the fallback where `kernels.native` cannot be compiled, and its slow twin."""
 
 from dataclasses import dataclass
 
