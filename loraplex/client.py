@@ -119,7 +119,7 @@ class GatewayClient:
         await self.call("DELETE", _path(_adapters_path(tenant), name))
 
     async def collect_adapters(self) -> dict[str, Any]:
-        """Remove adapters from the store that no name of any tenant refers to."""
+        """Remove content from the store that no adapter name of any tenant refers to."""
         done: dict[str, Any] = await self.call("POST", "/admin/api/adapters/collect")
         return done
 

@@ -128,7 +128,7 @@ class LocalService:
         self._folders = ExitStack()
 
     async def start(self) -> None:
-        """Brings everything up; raises ChildError with the log's tail when a part does not come up."""
+        """Start everything. Raises ChildError with the log's tail when a part does not become healthy."""
         redis_url = self.options.redis_url or await self._start_valkey()
         environment = self._gateway_environment(redis_url)
         with self.display.step("Bringing the database up to date"):
@@ -180,7 +180,7 @@ class LocalService:
         return url
 
     async def _start_engine(self, index: int) -> str:
-        """Returns its URL."""
+        """Start an engine and return its URL."""
         port = free_port()
         name = "engine" if self.options.engines == 1 else f"engine-{index}"
         finished = self.data.root / "finished"
@@ -198,7 +198,7 @@ class LocalService:
             child = await self.processes.start(name, argv, environment)
             url = f"http://{LOOPBACK}:{port}"
             await self.processes.healthy(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
-        # Nothing is lost with an engine but the answers under way: the gateway answers 503 until it is back.
+        # An engine's death loses only the answers under way; the gateway answers 503 until it is back.
         self.processes.keep_alive(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
         return url
 
@@ -239,7 +239,7 @@ class LocalService:
 
 
 async def run(options: UpOptions, data: DataDir, display: Display, *, demo: bool) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP. An engine that dies is started again.
+    """Serve until SIGINT, SIGTERM or SIGHUP. An engine that dies is restarted.
 
     Raises ChildError when another part dies, or an engine too often; stops the others first.
     """

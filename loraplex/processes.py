@@ -1,7 +1,7 @@
 """Child processes started in order and stopped in reverse, each with a log file and a health check.
 
-A child that is kept alive is started again when it dies, after a growing pause, up to a limit of deaths in a row. The
-death of any other ends the group. Knows nothing of what the processes do.
+A child with `keep_alive` is restarted when it dies, after a growing pause, up to a limit of deaths in a row. The death
+of any other child ends the group. Knows nothing of the programs it runs.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from pathlib import Path
 
 TAIL_LINES = 15
 POLL_SECONDS = 0.1
-# A child that died goes on after these pauses; one more death in a row ends the group.
+# Pauses before the restarts of a child; one more death in a row ends the group.
 BACKOFF_SECONDS = (1.0, 2.0, 4.0, 8.0)
-# Deaths are in a row unless the child was healthy for so long between them.
+# A child that was healthy for this time starts a new row of deaths.
 STEADY_SECONDS = 60.0
 
 
@@ -27,7 +27,7 @@ class ChildError(RuntimeError):
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """How to see that a child that was started again is healthy, and how long that may take."""
+    """The health check of a restarted child, and its time limit."""
 
     check: Callable[[], Awaitable[bool]]
     timeout: float
@@ -35,7 +35,9 @@ class KeepAlive:
 
 @dataclass(eq=False)
 class Child:
-    """keep_alive: None where its death ends the group. deaths: in a row. healthy_at: by the event loop's clock."""
+    """A child process. keep_alive: None if its death ends the group. deaths: in a row. healthy_at: on the event
+    loop's clock.
+    """
 
     name: str
     process: asyncio.subprocess.Process
@@ -65,7 +67,7 @@ class ProcessGroup:
     def __init__(
         self, logs: Path, stop_seconds: float = 45.0, announce: Callable[[str], None] = lambda line: None
     ) -> None:
-        """announce: gets a line about each child that is started again."""
+        """announce: called with a line about each restarted child."""
         self._announce = announce
         self.logs = logs
         self.stop_seconds = stop_seconds
@@ -79,7 +81,7 @@ class ProcessGroup:
         return child
 
     def keep_alive(self, child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> None:
-        """Start a child, healthy now, again whenever it dies. check, timeout: as in `healthy`."""
+        """Restart a child, healthy now, whenever it dies. check, timeout: as in `healthy`."""
         child.keep_alive, child.healthy_at = KeepAlive(check, timeout), asyncio.get_running_loop().time()
 
     async def _spawn(self, log: Path, argv: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
@@ -120,7 +122,9 @@ class ProcessGroup:
             await asyncio.sleep(POLL_SECONDS)
 
     async def first_death(self) -> ChildError:
-        """Return once a child has died that is not kept alive, or one that is too often. Starts the others again."""
+        """Restart the children with `keep_alive`. Return the first child that died without it, or died too often in
+        a row.
+        """
         revivals: dict[Child, asyncio.Task[ChildError | None]] = {}
         try:
             while True:
@@ -139,7 +143,7 @@ class ProcessGroup:
             await asyncio.gather(*revivals.values(), return_exceptions=True)
 
     async def _revive(self, child: Child, keep_alive: KeepAlive) -> ChildError | None:
-        """Start a dead child again and again, until it is healthy or has died too often: the error to end with."""
+        """Restart a dead child until it is healthy or has died too often. Returns the error to end with, if any."""
         clock = asyncio.get_running_loop().time
         if child.healthy_at is not None and clock() - child.healthy_at >= STEADY_SECONDS:
             child.deaths = 0

@@ -1,4 +1,4 @@
-"""What the operators' commands take as values: limits, money, moments and durations as people write them."""
+"""Values of the operators' commands: limits, money, times and durations as people write them."""
 
 import re
 from collections.abc import Callable
@@ -136,7 +136,7 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def adapter_limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A flag for each limit on a tenant's adapters; `none` lifts one."""
+    """Add a flag for each limit on a tenant's adapters; `none` removes a limit."""
     for name, text in reversed(ADAPTER_LIMITS.items()):
         command = click.option(f"--{name.replace('_', '-')}", type=Limit(), help=f"{text}, or none.")(command)
     return command
