@@ -1,4 +1,4 @@
-"""Keys' families, so that a rotated key shares its predecessor's limits; and a change counter for each tenant."""
+"""Add the families of keys, by which a rotated key shares its predecessor's limits, and change counters by tenant."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    # NULL is "the key's own id": a gateway of the release before goes on adding keys beside this schema.
+    # NULL means the key's own id: gateways of the release before add keys without it.
     op.add_column("api_keys", sa.Column("family_id", sa.String(32), nullable=True))
     op.execute("UPDATE api_keys SET family_id = id")
     op.create_index("ix_api_keys_family_id", "api_keys", ["family_id"])

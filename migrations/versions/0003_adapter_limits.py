@@ -1,4 +1,4 @@
-"""Tenants' limits on their own adapters."""
+"""Add tenants' limits on their own adapters."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    # NULL is "the defaults": for tenants there are, and for those that a gateway of the release before goes on adding.
+    # NULL means the defaults: for existing tenants, and those that gateways of the release before add.
     op.add_column("tenants", sa.Column("adapter_limits", sa.Text(), nullable=True))
 
 

@@ -1,4 +1,4 @@
-"""The adapter that an answer was computed with, by the engine's receipt."""
+"""Add the engine's receipt: the adapter with which an answer was computed."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    # NULL is "unknown": rows that there are, vLLM's, and those that a gateway of the release before goes on adding.
+    # NULL means unknown: existing rows, vLLM's, and those that gateways of the release before add.
     op.add_column("usage", sa.Column("served_digest", sa.String(64), nullable=True))
 
 
