@@ -13,19 +13,29 @@ ENCODINGS = ("gzip", "x-gzip", "deflate")
 
 
 async def read_body(request: web.Request) -> bytes:
-    """Raises web.HTTPRequestEntityTooLarge for one over the application's client_max_size, web.RequestPayloadError for
-    one that is not what its Content-Encoding says, or of an encoding that is none of `ENCODINGS`.
+    """Return the whole body, decompressed.
+
+    Raises web.HTTPRequestEntityTooLarge for a body over the application's client_max_size, and web.RequestPayloadError
+    for one that its Content-Encoding does not describe.
     """
     raw = await request.read()
+    if not is_compressed(request):
+        return raw
+    return await asyncio.to_thread(decompress, raw, request.client_max_size)
+
+
+def is_compressed(request: web.Request) -> bool:
+    """Return whether a body has to be decompressed. Raises web.RequestPayloadError for an unknown encoding."""
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
     if encoding in ("", "identity"):
-        return raw
+        return False
     if encoding not in ENCODINGS:
         raise web.RequestPayloadError(f"Content-Encoding is none of {', '.join(ENCODINGS)}")
-    return await asyncio.to_thread(_decompressed, raw, request.client_max_size)
+    return True
 
 
-def _decompressed(raw: bytes, limit: int) -> bytes:
+def decompress(raw: bytes | bytearray, limit: int) -> bytes:
+    """Decompress gzip or zlib. Raises web.HTTPRequestEntityTooLarge beyond `limit`, web.RequestPayloadError."""
     decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip's or zlib's header, whichever is there
     try:
         body = decompressor.decompress(raw, limit + 1)

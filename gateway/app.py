@@ -38,6 +38,7 @@ from gateway.api.engines import Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.idempotency import Idempotency
 from gateway.api.parameters import known_parameters
+from gateway.api.pieces import close_unread
 from gateway.api.prompts import PromptReader
 from gateway.api.usage import Usage
 from gateway.background import running
@@ -217,7 +218,7 @@ async def make_app(settings: Settings) -> web.Application:
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
     drain = Drain()
     app[DRAIN] = drain
-    app.on_response_prepare.extend([add_request_id, hide_server, drain.close_connection])
+    app.on_response_prepare.extend([add_request_id, hide_server, drain.close_connection, close_unread])
     # Ended in reverse: requests' accounts first, then what they are written to.
     app.cleanup_ctx.extend([traces, connections, schema, access, costs, leases, engines, usage, accounts])
     app[BODY_TIMEOUT] = settings.body_timeout

@@ -14,6 +14,7 @@ from aiohttp import web
 from engine.http_log import http_logger
 from gateway.access import hide_server
 from gateway.api.health import MetricsPage
+from gateway.api.pieces import READ_BUFFER_BYTES
 from gateway.app import DRAIN, METRICS, make_app
 from gateway.metrics import Metrics
 from gateway.settings import Settings, SettingsError
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 # The interval at which Python threads offer the interpreter lock; Python's own is 5 ms.
 SWITCH_SECONDS = 0.0005
+# A head's fields and the size of one. A connection may hold all of them before anybody knows whose it is.
+MAX_HEADERS = 64
+MAX_HEADER_BYTES = 4096
 
 
 def run(settings: Settings) -> None:
@@ -111,6 +115,10 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
         # aiohttp waits this long for handlers to end, and then once more while it cancels them.
         shutdown_timeout=settings.shutdown_seconds / 2,
         keepalive_timeout=settings.idle_timeout,
+        # One connection's buffers: of a body that nobody reads yet, and of a head.
+        read_bufsize=READ_BUFFER_BYTES,
+        max_headers=MAX_HEADERS,
+        max_field_size=MAX_HEADER_BYTES,
     )
     metrics_runner = web.AppRunner(
         _metrics_app(app[METRICS]), access_log=None, logger=http_logger("gateway.http"), auto_decompress=False

@@ -3,7 +3,6 @@
 import asyncio
 import re
 import unicodedata
-from collections.abc import Awaitable
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -11,12 +10,14 @@ import msgspec
 from aiohttp import web
 
 from engine import http_body
+from gateway.api.pieces import Pieces
 from gateway.errors import BadRequest, TooSlow
 
 T = TypeVar("T")
 
 # Seconds in which a body must have come.
 BODY_TIMEOUT = web.AppKey("body_timeout", float)
+_BODY = web.RequestKey("body", bytes)
 
 # Of moments: beyond, there is nothing to ask for, and days cannot be reckoned with at the ends of the calendar.
 YEARS = range(1970, 9000)
@@ -40,17 +41,30 @@ UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 
 
 async def read_raw(request: web.Request) -> bytes:
-    """The whole body, of at most the application's client_max_size. Raises TooSlow, BadRequest."""
-    if request.content.is_eof() and "Content-Encoding" not in request.headers:  # it came with the head
-        return await request.read()
-    return await in_time(request, http_body.read_body(request))
+    """Return the whole body, of at most the application's client_max_size.
+
+    Raises TooSlow, BadRequest, web.HTTPRequestEntityTooLarge.
+    """
+    if (raw := request.get(_BODY)) is None:
+        raw = request[_BODY] = await _read(request)
+    return raw
 
 
-async def in_time(request: web.Request, reading: Awaitable[T]) -> T:
-    """What reads from a body: all of a small one, a piece of an upload. Raises TooSlow, BadRequest."""
+async def _read(request: web.Request) -> bytes:
+    limit = request.client_max_size
+    if (length := request.content_length or 0) > limit:
+        raise web.HTTPRequestEntityTooLarge(limit, length)
     try:
         async with asyncio.timeout(request.config_dict[BODY_TIMEOUT]):
-            return await reading
+            is_compressed = http_body.is_compressed(request)
+            raw, pieces = bytearray(), Pieces(request.content)
+            while piece := await pieces.next():
+                raw += piece
+                if len(raw) > limit:
+                    raise web.HTTPRequestEntityTooLarge(limit, len(raw))
+            if is_compressed:
+                return await asyncio.to_thread(http_body.decompress, raw, limit)
+            return bytes(raw)
     except TimeoutError as error:
         raise TooSlow("The request's body did not come in time.") from error
     except web.RequestPayloadError as error:

@@ -4,11 +4,12 @@ Nothing here looks into a file: unpacking and checks are a child process' work (
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.manifest import printable
 from adapters.spool import Spool
 from gateway.api.form import Form, FormError, Part
+from gateway.api.pieces import Pieces
 from gateway.errors import BadRequest, TooLarge, TooSlow
 
 log = logging.getLogger(__name__)
@@ -26,8 +28,13 @@ log = logging.getLogger(__name__)
 FILES = (CONFIG_NAME, WEIGHTS_NAME)
 FIELDS = ("name", "file", *FILES)
 WRITE_BYTES = 256 << 10
+READ_BYTES = 256 << 10
+# Of an upload in many chunks, on average: each costs its own read.
+LEAST_CHUNK_BYTES = 1024
 MAX_NAME_BYTES = 1024
 T = TypeVar("T")
+# Uploads' disk writes wait for each other and for nothing else's threads.
+_DISK = ThreadPoolExecutor(4, thread_name_prefix="upload-disk")
 
 
 class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,10 +59,17 @@ class Workplace:
         self.folder = spool.folder
         self._spool = spool
         self._work: set[asyncio.Future[Any]] = set()
+        self._files: list[BinaryIO] = []
+
+    def create(self, name: str) -> BinaryIO:
+        """Create a file of the folder; it is closed with the workplace at the latest. Blocks."""
+        file = (self.folder / name).open("xb")
+        self._files.append(file)
+        return file
 
     async def in_thread(self, do: Callable[..., T], *arguments: Any) -> T:
         """Run a blocking call in a thread, to its end though the caller is cancelled."""
-        return await self._shielded(asyncio.get_running_loop().run_in_executor(None, do, *arguments))
+        return await self._shielded(asyncio.get_running_loop().run_in_executor(_DISK, do, *arguments))
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work to its end though the caller is cancelled."""
@@ -76,7 +90,13 @@ class Workplace:
 
     async def _close(self) -> None:
         await asyncio.gather(*self._work, return_exceptions=True)
-        await asyncio.to_thread(self._spool.remove)
+        await asyncio.get_running_loop().run_in_executor(_DISK, self._remove)
+
+    def _remove(self) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                file.close()
+        self._spool.remove()
 
     @classmethod
     @asynccontextmanager
@@ -140,28 +160,28 @@ class _Body:
     """A request's body, counted, within the rules of size and pace."""
 
     def __init__(self, request: web.Request, rules: UploadRules) -> None:
-        self._content = request.content
+        # The disk takes large pieces; the limit of chunks that wait stays.
+        request.content.set_read_chunk_size(READ_BYTES)
+        self._pieces = Pieces(request.content, LEAST_CHUNK_BYTES)
         self._rules = rules
-        self._received = 0
         # The moment from which the minimum rate holds; our own waits for the disk move it.
         self._begun = time.monotonic() + rules.grace_seconds
 
     async def read(self) -> bytes:
         rules, now = self._rules, time.monotonic()
-        left = self._begun + self._received / rules.min_rate - now
+        left = self._begun + self._pieces.num_bytes / rules.min_rate - now
         try:
             async with asyncio.timeout(min(rules.read_seconds, left)):
-                chunk = await self._content.readany()
+                piece = await self._pieces.next()
         except TimeoutError as error:
             if left < rules.read_seconds:
                 raise TooSlow(f"The upload came more slowly than {rules.min_rate} bytes a second.") from error
             raise TooSlow("The request's body did not come in time.") from error
         except (web.RequestPayloadError, ConnectionError) as error:
             raise BadRequest("The request's body is not what its headers say.") from error
-        self._received += len(chunk)
-        if self._received > rules.max_bytes:
+        if self._pieces.num_bytes > rules.max_bytes:
             raise too_large(rules.max_bytes)
-        return chunk
+        return piece
 
     async def write(self, place: Workplace, file: BinaryIO, content: bytes) -> None:
         """Write to the disk off the event loop; the time that it takes is not the client's."""
@@ -182,7 +202,7 @@ async def _read_form(form: Form, place: Workplace, body: _Body) -> str:
         if field == "name":
             name = await _read_name(form)
         else:
-            await _save(form, place, body, place.folder / (ARCHIVE if field == "file" else field))
+            await _save(form, place, body, ARCHIVE if field == "file" else field)
     if name is None:
         raise BadRequest("Expected the form field 'name': what the adapter shall be called.", param="name")
     if "file" in seen:
@@ -217,9 +237,9 @@ async def _read_name(form: Form) -> str:
         raise BadRequest("Expected the adapter's name as UTF-8 text.", param="name") from error
 
 
-async def _save(form: Form, place: Workplace, body: _Body, path: Path) -> None:
+async def _save(form: Form, place: Workplace, body: _Body, name: str) -> None:
     pending = bytearray()
-    file: BinaryIO = await place.in_thread(open, path, "xb")
+    file = await place.in_thread(place.create, name)
     try:
         while piece := await form.read():
             pending += piece
