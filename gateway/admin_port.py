@@ -1,18 +1,18 @@
-"""A port of its own for operators and engines, so that the public port serves clients only."""
+"""A separate port for operators and engines, so that the public port serves clients only."""
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.errors import Handler
 
-# The admin API and the dashboard, announcements of engines, metrics without a port of their own.
+# Routes of the admin API, the dashboard and engines' announcements, and metrics without their own port.
 PREFIXES = ("/admin", "/internal", "/metrics")
 
 
 def keep_off_public_port(admin_port: int) -> Middleware:
-    """Return the middleware by which these routes are 404 on every other port, as unknown URLs are.
+    """Return the middleware that answers these routes with 404 on every other port, as for unknown URLs.
 
-    It goes inside the error boundary and outside of everything that reads a key.
+    It goes inside the error boundary and outside every middleware that reads a key.
     """
 
     @web.middleware
@@ -26,7 +26,7 @@ def keep_off_public_port(admin_port: int) -> Middleware:
 
 def _is_admins(request: web.Request) -> bool:
     resource = request.match_info.route.resource
-    # A path may be written in more ways than one; without a route it is the method that is wrong.
+    # Compares the route's pattern, because a path can be encoded in several ways; without a route the method is wrong.
     return (resource.canonical if resource is not None else request.path).startswith(PREFIXES)
 
 

@@ -86,7 +86,7 @@ FLUSH_SECONDS = 20.0
 
 
 async def make_app(settings: Settings) -> web.Application:
-    """The whole gateway, not yet connected to anything: that happens when the app starts.
+    """Build the whole gateway, not yet connected to anything; that happens when the app starts.
 
     Raises SettingsError for a model folder or a store that cannot be used.
     """
@@ -311,7 +311,7 @@ def _read_model(settings: Settings) -> tuple[Tokenizer, BaseShape, int]:
 
 
 async def _check_admin_key(settings: Settings, keys: Keys) -> None:
-    """Raise SettingsError where nobody could open the admin API."""
+    """Raise SettingsError if no key could open the admin API."""
     if settings.admin_key != OFF:
         return
     now = datetime.now(UTC)

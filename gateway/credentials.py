@@ -1,4 +1,4 @@
-"""Secrets in a request's headers, and how hard a chosen one is to guess."""
+"""Secrets in a request's headers, and an estimate of how hard a chosen secret is to guess."""
 
 import base64
 import binascii
@@ -7,9 +7,9 @@ import re
 INTERNAL_TOKEN = "x-loraplex-internal-token"
 ANNOUNCE_TOKEN = "x-loraplex-announce-token"
 
-# Guesses are throttled to 14,400 a day and address; 64 bits stand against a leaked hash as well.
+# Guesses are throttled to 14,400 a day and address; 64 bits also resist an attack on a leaked hash.
 MIN_BITS = 64
-# A word is one of several thousand, however many letters it has (the lists of Diceware have 7,776).
+# A word adds the bits of a choice among several thousand, whatever its length (Diceware's lists have 7,776).
 WORD_BITS, WORD_LETTERS = 13.0, 5
 PLACEHOLDER_BITS = 1.0
 _PLACEHOLDERS = """
@@ -23,7 +23,7 @@ LETTER_BITS, DIGIT_BITS, OTHER_BITS = 4.7, 3.3, 5.0
 
 
 def basic_password(encoded: str) -> str | None:
-    """Return the password of HTTP Basic credentials, None for what is none."""
+    """Return the password of HTTP Basic credentials, None if they are malformed."""
     try:
         return base64.b64decode(encoded.strip(), validate=True).decode().partition(":")[2]
     except (binascii.Error, UnicodeDecodeError, ValueError):
@@ -31,10 +31,10 @@ def basic_password(encoded: str) -> str | None:
 
 
 def guess_bits(secret: str) -> float:
-    """Estimate the bits of a secret, cautiously.
+    """Estimate the bits of a secret, with a tendency to low values.
 
     A repetition of the whole counts once, a run of equal or consecutive characters (`0000`, `abcd`) as one character,
-    each five letters in a row as one word of a dictionary, and a usual placeholder (`changeme`, `token`) as next to
+    five letters in a row as one word of a dictionary, and a common placeholder (`changeme`, `token`) as next to
     nothing. `openssl rand -hex 16` reaches 72 or more, `openssl rand -hex 24` 113.
     """
     secret = _without_runs(_period(secret))
@@ -55,7 +55,7 @@ def guess_bits(secret: str) -> float:
 
 
 def _period(text: str) -> str:
-    """Return the shortest beginning that, repeated, gives the whole text (its last repetition may be cut off)."""
+    """Return the shortest prefix whose repetition gives the text; the last repetition may be cut off."""
     for length in range(1, len(text) // 2 + 1):
         if (text[:length] * (len(text) // length + 1))[: len(text)] == text:
             return text[:length]

@@ -1,4 +1,4 @@
-"""Every error a client can meet, and the one place that turns an exception into HTTP.
+"""Every error that a client can receive, and the only place that turns an exception into HTTP.
 
 The rest of the gateway raises these (or `AdapterError`, or its library's own) and knows nothing of responses.
 """
@@ -49,7 +49,7 @@ class BadRequest(GatewayError):
 
 
 class CheckFailed(GatewayError):
-    """The check of an upload ended without a result: it ran out of memory or time, or was killed."""
+    """The check of an upload ended without a result: it exceeded its memory or time, or was killed."""
 
     status, kind, code = 400, "invalid_request_error", "adapter_check_failed"
 
@@ -123,7 +123,7 @@ class RateLimited(GatewayError):
 
 
 class TooManyFailures(GatewayError):
-    """Wrong keys from one address, more than one makes by mistake."""
+    """More wrong keys from an address than typing errors explain."""
 
     status, kind, code = 429, "invalid_request_error", "too_many_wrong_keys"
 
@@ -159,7 +159,7 @@ class Unavailable(GatewayError):
         super().__init__(message, code=code, headers={"Retry-After": str(retry_after)})
 
 
-# An answer that refuses stays below 2 KB, whatever it quotes.
+# An error response stays below 2 KB, whatever it quotes.
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1200, 200
 
 
@@ -169,7 +169,7 @@ def _fit(text: str, limit: int) -> str:
 
 
 class EngineMismatch(GatewayError):
-    """The engine read another adapter's pages than the request's: its answer is thrown away."""
+    """The engine read another adapter's pages than the request's; its answer is discarded."""
 
     status, code = 500, "adapter_mismatch"
 
@@ -178,7 +178,7 @@ class EngineMismatch(GatewayError):
 
 
 class NoEngine(Unavailable):
-    """No engine is there for the request."""
+    """No engine is available for the request."""
 
     status, code = 503, "no_engine"
 
@@ -187,7 +187,7 @@ class NoEngine(Unavailable):
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    """OpenAI's error object as JSON. A message may quote a client: it is cut, and lone surrogates are escaped."""
+    """Return OpenAI's error object as JSON. The message may quote a client: it is cut, lone surrogates are escaped."""
     message, param = _fit(message, MAX_MESSAGE_CHARS), None if param is None else _fit(param, MAX_PARAM_CHARS)
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 

@@ -1,4 +1,4 @@
-"""The event loop's lag: how late its timers run, and deadlines that leave the loop's own stalls out.
+"""The event loop's lag: how late its timers run, and deadlines that exclude the loop's own stalls.
 
 A stall (a long computation on the loop, a machine without CPU time) looks like a server that does not answer: the
 answer waits in the socket's buffer while the deadline passes.
@@ -10,45 +10,46 @@ from collections import deque
 from types import TracebackType
 
 TICK_SECONDS = 0.05
-# A timer that is later than this was held up; less is the ordinary work of other callbacks.
+# A timer later than this is a stall; less is the ordinary work of other callbacks.
 STALL_SECONDS = 0.02
-# The time over which `longest` looks back; stalls older than this are forgotten.
+# Stalls older than this are forgotten.
 WINDOW_SECONDS = 60.0
 # Slices of a deadline.
 SLICES = 10
 
 
 class LoopLag:
-    """Measures one event loop while `watch` runs. Moments are `time.monotonic`'s."""
+    """Measures an event loop while `watch` runs. Times are `time.monotonic`'s."""
 
     def __init__(self) -> None:
         # Lag of the newest tick, in seconds.
         self.last = 0.0
-        # The end and the length of each stall within the window.
+        # End and length of each stall in the window.
         self._stalls: deque[tuple[float, float]] = deque()
         self._due: float | None = None
 
     @property
     def longest(self) -> float:
-        """The longest stall of the last minute, in seconds, the one that ends now included."""
+        """Return the longest stall of the last minute, in seconds."""
         self._forget(time.monotonic())
         return max((length for _, length in self._stalls), default=0.0)
 
     def since(self, moment: float) -> float:
-        """Return how many of the seconds since `moment` the loop stood still; at most a minute back.
+        """Return the seconds since `moment` during which the loop stalled, a running stall included; at most a minute
+        back.
 
-        A caller that believes something for n seconds adds this to n, so that a stall of its own is not taken for the
-        silence of whoever should have refreshed it.
+        A caller that trusts a value for n seconds adds this to n: while the loop stalled, nothing could refresh the
+        value.
         """
         now = time.monotonic()
         found = sum(min(length, end - moment) for end, length in self._stalls if end > moment)
         if self._due is not None and now - self._due > STALL_SECONDS:
-            # The tick that would note this stall is still to run.
+            # The tick that will record this stall has not run yet.
             found += min(now - self._due, max(0.0, now - moment))
         return found
 
     async def watch(self) -> None:
-        """Measure for ever. Run it as a task."""
+        """Measure without end. Run it as a task."""
         try:
             while True:
                 self._due = time.monotonic() + TICK_SECONDS
@@ -67,12 +68,12 @@ class LoopLag:
 
 
 class deadline:
-    """Cancel the block after so many seconds with TimeoutError, like `asyncio.timeout`; a stall of the loop does not
-    count.
+    """Cancel the block after so many seconds with TimeoutError, like `asyncio.timeout`, but do not count stalls of the
+    loop.
 
-    The time is counted in slices, each of which counts as its own length however late its timer runs. The last one must
-    be on time: after a stall, answers that came meanwhile are read first. A loop that is never on time cannot keep the
-    block alive for ever: then twice the slices end it.
+    The time is counted in slices, each with its own length however late its timer runs. The last timer must be on time:
+    after a stall, answers that have arrived are read first. A loop whose timers are never on time cannot keep the block
+    alive without end: twice the slices end it in any case.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What the gateway tells Prometheus. Its own registry: no global state, one per application."""
+"""The gateway's Prometheus metrics. Their own registry: no global state, one per application."""
 
 from collections.abc import Callable
 from functools import cache
@@ -95,7 +95,7 @@ class Metrics:
         )
         self._refused_logins = Counter(
             "loraplex_gateway_refused_keys",
-            "Requests refused for their address' wrong keys, their own secret not looked at.",
+            "Requests refused because of wrong keys from their address; their own secret was not compared.",
             registry=self.registry,
         )
         self._engine_up = Gauge(
@@ -106,7 +106,7 @@ class Metrics:
         )
         self._engine_refused = Gauge(
             "loraplex_gateway_engine_refused",
-            "1 if the engine lives and is given no requests for what it is: its model, its version, its secret.",
+            "1 if the engine lives and gets no requests because of its model, its version or its secret.",
             ["engine"],
             registry=self.registry,
         )
@@ -138,13 +138,13 @@ class Metrics:
         )
         self._mismatches = Counter(
             "loraplex_gateway_adapter_mismatches",
-            "Answers for which the engine read another adapter than was asked for.",
+            "Answers for which the engine read another adapter than the request's.",
             ["engine"],
             registry=self.registry,
         )
         self._quarantined = Counter(
             "loraplex_gateway_quarantined",
-            "Requests and adapters that were with several engines as they died, and are refused for some minutes.",
+            "Requests and adapters put into quarantine because engines died with them.",
             ["kind"],
             registry=self.registry,
         )
@@ -201,7 +201,7 @@ class Metrics:
         self._mismatches.labels(engine).inc()
 
     def quarantined(self, kind: str) -> None:
-        """kind: "request" or "adapter"."""
+        """Count a quarantine. kind: "request" or "adapter"."""
         self._quarantined.labels(kind).inc()
 
     def slow_reader_cut(self) -> None:
@@ -225,7 +225,7 @@ class Metrics:
         self._ledger_rejected.set_function(lambda: ledger.rejected)
 
     def render(self) -> bytes:
-        """The registry in Prometheus' text format."""
+        """Return the registry in Prometheus' text format."""
         # Engines come and go.
         self._engine_up.clear()
         self._engine_available.clear()

@@ -21,7 +21,7 @@ Network = IPv4Network | IPv6Network
 
 PREFIX = "LORAPLEX_"
 MIN_SECRET_CHARS = 16
-# The value of LORAPLEX_ADMIN_KEY for which there is no bootstrap admin key.
+# Value of LORAPLEX_ADMIN_KEY that disables the bootstrap admin key.
 OFF = "off"
 
 
@@ -46,7 +46,7 @@ class Settings:
     model_dir: Path
     base_model: str
     key_pepper: str = field(repr=False)
-    # An admin key that needs no database; OFF once the database holds another one.
+    # An admin key that needs no database; OFF when the database holds another admin key.
     admin_key: str = field(default=OFF, repr=False)
     # The secret that lets an engine announce itself. None: the internal token.
     announce_token: str | None = field(default=None, repr=False)
@@ -79,7 +79,7 @@ class Settings:
     engine_timeout: float = 300.0
     # An engine that says nothing of its state for this long is down; its requests without a first byte go elsewhere.
     engine_silence: float = 5.0
-    # A request that was with two engines as they died is refused for this long, and so are their deaths remembered.
+    # How long a quarantine lasts, and an engine's death is remembered.
     quarantine_seconds: float = 600.0
     # Requests that wait here while every engine is full, and seconds that one waits at most; beyond either, 429.
     queue_length: int = 512
@@ -90,20 +90,20 @@ class Settings:
     body_timeout: float = 30.0
     # No inference request takes longer than this, whatever it does meanwhile.
     request_timeout: float = 3600.0
-    # All of an adapter upload, its check included, and the bytes a second that it must come with on average.
+    # Time limit of an adapter upload including its check, and its least average rate in bytes a second.
     upload_timeout: float = 3600.0
     upload_min_rate: int = 16 * 2**10
-    # The largest rank that is taken on upload. None: the largest that an engine says it serves, 64 until one does.
+    # The largest rank of an upload. None: the largest that an engine reports, 64 before any report.
     max_lora_rank: int | None = None
-    # A client with unread bytes of an answer is cut off when it takes less than `least_read_rate` bytes a second for
+    # A client with unread bytes of an answer is cut off when it reads less than `least_read_rate` bytes a second for
     # this long.
     client_timeout: float = 60.0
     least_read_rate: float = 1024.0
-    # The largest answer that is not streamed. A request whose answer could be larger by its tokens, choices and
-    # log-probabilities is refused.
+    # The largest answer that is not streamed. A request whose tokens, choices and log-probabilities could exceed it is
+    # refused.
     max_answer_bytes: int = 8 * 2**20
-    # A stream's bytes that its client may leave unread before the engine is held back, which is its largest event too.
-    # And the memory that unread answers of all clients take in one worker; a tenant gets at most half of it.
+    # Unread bytes of a stream at which its engine is held back; also the size of its largest event.
+    # Memory for the unread answers of all clients in a worker; a tenant gets at most half of it.
     reader_buffer_bytes: int = 2**20
     answer_memory_bytes: int = 32 * 2**20
     # Networks of proxies whose X-Forwarded-For is believed, for who is told to wait after too many wrong keys.
@@ -112,7 +112,7 @@ class Settings:
     shutdown_seconds: float = 20.0
     # Before that: `/readyz` says 503 for this long and requests are still taken, for load balancers to move on.
     drain_delay: float = 0.0
-    # Known keys, names and prices are believed for this long while the database is away; 0.5 is strict.
+    # Cached keys, names and prices are trusted for this long while the database is away; 0.5 is strict.
     key_trust_seconds: float = 0.5
     # Whether `/readyz` says 200 (degraded) or 503 (strict) while the database, Redis or all engines are away.
     readiness: str = "degraded"
@@ -216,7 +216,7 @@ class Settings:
 
     @property
     def engine_addresses(self) -> list[Address]:
-        """The engines that are named here; those that announce themselves are not."""
+        """Return the engines listed here; those that announce themselves are not included."""
         return [parse_address(text, _read_key) for text in self.engines if text != ANNOUNCED]
 
     @property
@@ -300,14 +300,14 @@ def _convert(name: str, hint: Any, value: Any) -> Any:
 
 
 def _check_secret(name: str, secret: str | None) -> None:
-    """Raise SettingsError for a secret that can be guessed; nothing of it is repeated."""
+    """Raise SettingsError for a secret that can be guessed; the message quotes nothing of it."""
     if secret is None or (name == "admin_key" and secret == OFF):
         return
     if len(secret) < MIN_SECRET_CHARS or guess_bits(secret) < MIN_BITS:
         raise SettingsError(
             env_name(name),
             f"expected a random secret of at least {MIN_SECRET_CHARS} characters and {MIN_BITS} bits, such as "
-            "`openssl rand -hex 24` prints: no word, name or pattern",
+            "`openssl rand -hex 24` prints, not a word, name or pattern",
         )
 
 

@@ -1,4 +1,4 @@
-"""Places that owners take in turn, so that none of them holds all."""
+"""Places that owners take in turn, so that no owner holds all of them."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """Places that are given to owners in turn. An owner has one at most, however many it waits for."""
+    """Gives places to owners in turn. An owner has at most one place, however many it waits for."""
 
     def __init__(self, places: int) -> None:
         self._free = places

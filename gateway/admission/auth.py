@@ -1,8 +1,8 @@
-"""API keys: what they look like, how they are recognised, and who is asking.
+"""API keys: their form, their verification, and the caller that they identify.
 
 A key is `lpx_<id>_<secret>`: a secret of 160 random bits and a check of 32 bits that only the deployment can compute,
-so that what was never issued is refused without a question to the database. The database holds the id and
-HMAC-SHA256 of the secret under the deployment's pepper; a stolen table opens nothing.
+so that a key that was never issued is refused without a database query. The database holds the id and HMAC-SHA256 of
+the secret under the deployment's pepper; a stolen table opens nothing.
 
 Keys are kept in memory while the database says that nothing has changed: see `Authenticator`.
 """
@@ -39,7 +39,7 @@ SECRET_BYTES = 20
 CHECK_HEX = 8
 
 CACHE_ENTRIES = 10_000
-# The scope of what is known of a key that does not exist: nothing but another database makes it exist.
+# Scope of cached answers about keys that do not exist: they are dropped only when the database is replaced.
 NOBODY = "nobody"
 # `last_used_at` is at most this much behind, and written no oftener.
 NOTE_USE_AFTER = timedelta(minutes=1)
@@ -49,7 +49,7 @@ _KEY = re.compile(r"lpx_([0-9a-f]{16})_([0-9a-f]{40})([0-9a-f]{8})")
 
 
 class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's key that has been found to hold the scope asked for.
+    """A tenant's verified key, which has the required scope.
 
     key_family: the id under which the key's limits are counted; a rotated key keeps its predecessor's.
     """
@@ -88,12 +88,12 @@ class _Known(msgspec.Struct):
 
 
 class Authenticator:
-    """Issues keys and recognises them. Raises InvalidKey (401) and Forbidden (403), Unavailable without a database.
+    """Issues and verifies keys. Raises InvalidKey (401), Forbidden (403), Unavailable without a database.
 
-    Every change of a key or a tenant counts up the tenant's counter in the database, in its own transaction. While
-    `watch`, which reads these counters all the time, finds a tenant's unchanged, its cached keys are true, and no
-    request waits for the database. Once it has changed, the tenant's keys are looked up again, and running requests of
-    invalid keys are ended. Without a reading nothing is believed for longer than `Changes` trusts.
+    Every change of a key or a tenant increments the tenant's counter in the database, in the same transaction. While
+    `watch`, which reads the counters continuously, finds a tenant's counter unchanged, its cached keys are valid, and
+    no request waits for the database. After a change the tenant's keys are looked up again, and running requests of
+    invalid keys are ended. Without a reading, cached keys are trusted no longer than `Changes` allows.
     """
 
     def __init__(self, keys: Keys, pepper: str, admin_key: str | None, changes: Changes) -> None:
@@ -123,7 +123,7 @@ class Authenticator:
         return key, f"lpx_{key_id}_{secret}"
 
     async def tenant(self, authorization: str | None, scope: str) -> TenantPrincipal:
-        """The tenant behind an Authorization header, if its key may do `scope`."""
+        """Return the tenant of an Authorization header, if its key has `scope`."""
         key = await self._recognise(_bearer(authorization))
         if key.tenant is None:
             raise Forbidden("This is an admin key; tenants' routes need a tenant's key.")
@@ -142,7 +142,7 @@ class Authenticator:
         return await self.admin_key(_bearer(authorization))
 
     async def admin_key(self, presented: str) -> str:
-        """The id of an admin key given in the clear."""
+        """Return the id of an admin key given in the clear."""
         if self._is_bootstrap(presented):
             note_key(BOOTSTRAP_KEY_ID, None)
             return BOOTSTRAP_KEY_ID
@@ -171,7 +171,7 @@ class Authenticator:
             raise problem or InvalidKey("This API key is not valid any more.") from error
 
     async def watch(self) -> None:
-        """Keep cached keys true, for ever. Run it as a task."""
+        """Keep cached keys valid, without end. Run it as a task."""
         last_written = time.monotonic()
         while True:
             begun = time.monotonic()
@@ -181,17 +181,17 @@ class Authenticator:
                     last_written = time.monotonic()
                     await self._write_uses()
             except Unavailable:
-                # The database's own log reports it. Known keys are not believed for long; requests then read themselves
-                # and get the 503. Known revocations and expiries hold on.
+                # `Database` logs it. Cached keys expire soon; requests then query the database and get the 503. Known
+                # revocations and expiries stay in force.
                 self._end_known_invalid()
             await asyncio.sleep(max(0.0, begun + ASK_SECONDS - time.monotonic()))
 
     async def catch_up(self) -> None:
-        """Notice a change that this process has just made itself."""
+        """Apply a change that this process has just made."""
         await self._changes.catch_up()
 
     async def refresh(self) -> None:
-        """Read changes now, and end running requests of keys that are not valid any more."""
+        """Read changes now, and end running requests of keys that became invalid."""
         await self._changes.read()
         missing = [key_id for key_id in set(self._running.values()) if self._current(key_id) is None]
         if missing:
@@ -235,9 +235,10 @@ class Authenticator:
         return key
 
     def is_issued(self, presented: str) -> bool:
-        """Return whether a key's check digits are right, which only a key of this deployment has: it is no guess.
+        """Return whether a key's check digits are right. Only this deployment can compute them, so such a key is no
+        guess.
 
-        The key may be revoked, expired or deleted; the database is not asked.
+        The key may be revoked, expired or deleted; the database is not queried.
         """
         match = _KEY.fullmatch(presented)
         return match is not None and hmac.compare_digest(match[3], self._check(match[1], match[2]))
@@ -247,7 +248,7 @@ class Authenticator:
         return known is not None and hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), known)
 
     def _current(self, key_id: str) -> _Known | None:
-        """Return the cached answer for a key, if it may be believed without asking."""
+        """Return the cached answer for a key, if it is valid without a query."""
         known = self._known.get(key_id)
         return known if known is not None and self._changes.holds(known.mark, known.scope) else None
 
@@ -258,7 +259,7 @@ class Authenticator:
         return await self._lookups.get(key_id)
 
     async def _look_up(self, key_id: str) -> _Known:
-        # Taken before the query: an answer that a change overtakes on its way is not believed again.
+        # Taken before the query, so that a change during the query invalidates its answer.
         mark = self._changes.mark
         return self._learn(key_id, await self._keys.find(key_id), mark)
 

@@ -1,6 +1,6 @@
-"""redis-py's connections, on every event loop alike: one that is lost fails with redis-py's ConnectionError.
+"""redis-py's connections, with the same error on every event loop: a lost connection raises redis-py's ConnectionError.
 
-uvloop says RuntimeError where a connection has just been closed, which redis-py hands on as it is.
+On a connection that was just closed uvloop raises RuntimeError, which redis-py passes on unchanged.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What holds while Redis is away, by class of limit: nothing is admitted, anything is, or this gateway's own share."""
+"""Modes of admission without Redis, by class of limit: refuse all, admit all, or admit this gateway's own share."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, cast, get_args
@@ -6,7 +6,7 @@ from typing import Literal, cast, get_args
 Mode = Literal["closed", "open", "local"]
 
 MODES = get_args(Mode)
-# How Redis' own settings are checked: `LORAPLEX_REDIS_CHECK`.
+# Modes of the check of Redis' own settings: `LORAPLEX_REDIS_CHECK`.
 Check = Literal["warn", "refuse", "off"]
 CHECKS: tuple[Check, ...] = get_args(Check)
 # Of limits, as gateway.admission.limits.CLASSES names them.

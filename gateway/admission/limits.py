@@ -1,4 +1,4 @@
-"""Which limits hold for a request, and what it would take of each: a tenant's own, its key's, its model's."""
+"""The limits that apply to a request, and the amount it takes of each: the tenant's own, its key's, its model's."""
 
 from collections.abc import Iterator
 
@@ -18,10 +18,10 @@ KINDS = {
     "max_concurrent_tokens": "o",
     "budget_per_month": "b",
 }
-# Limits of a tenant's adapter uploads and deletes, by the same script.
+# Kinds of a tenant's limits on adapter uploads and deletes; the same script checks them.
 ADAPTER_KINDS = {"adapter_changes_per_minute": "m", "max_concurrent_uploads": "u"}
 NAMES = {kind: name for name, kind in {**KINDS, **ADAPTER_KINDS}.items()}
-# Kinds of which a request takes one, whatever its size.
+# Each request, upload or change takes 1 of these kinds, whatever its size.
 SINGLE = frozenset("rcmu")
 # A refusal's `type`; `LORAPLEX_QUOTA_FALLBACK` sets a mode for each class.
 CLASSES = {
@@ -53,7 +53,7 @@ class Limit(msgspec.Struct, frozen=True, gc=False):
         return NAMES[self.kind]
 
     def amount(self, tokens: int, cost: int) -> int:
-        """What a request of so many tokens, at that cost, takes of it."""
+        """Return the amount that a request of so many tokens, at that cost, takes of this limit."""
         if self.kind in SINGLE:
             return 1
         return cost if self.kind == "b" else tokens
@@ -65,8 +65,8 @@ NO_LIMITS = Limits()
 def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ...]:
     """Return the limits that are set for a request.
 
-    model: a name alone has limits of this name only. Of an adapter each of `Model.names` that has limits adds them, so
-    that the same content under another name counts against the same limits; one without any has those of "*".
+    model: a plain name has the limits of this name only. For an adapter the limits of each of `Model.names` apply, so
+    that the same content under another name counts against the same limits; a name without limits has those of "*".
     """
     name, names = (model, ()) if isinstance(model, str) else (model.name, model.names)
     tenant = principal.tenant
@@ -85,7 +85,7 @@ def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ..
 
 
 def adapter_limits(per_minute: int | None, at_once: int | None) -> tuple[Limit, ...]:
-    """Return the tenant's limits on uploads and deletes of adapters; None is "not limited"."""
+    """Return the tenant's limits on uploads and deletes of adapters; None is unlimited."""
     values = {"m": per_minute, "u": at_once}
     return tuple(Limit(f"tenant:{kind}", "tenant", kind, value) for kind, value in values.items() if value is not None)
 

@@ -1,8 +1,8 @@
-"""Who goes next when the engines are full: a bounded queue by priority and fair share, never an unbounded wait.
+"""Order requests while the engines are full: a bounded queue by priority and fair share.
 
-Lower priority numbers go first. Among equals, the tenant with the least service per weight, counted in tokens (virtual
-token counters, as in engine/scheduling/fair_share.py): engines that know no tenants are shared fairly here. When the
-queue is full, whoever would have been served last is refused, be it the one that comes or one that waits.
+Lower priority numbers go first. Among equals, the tenant with the least service per weight goes first, counted in
+tokens (virtual token counters, as in engine/scheduling/fair_share.py): engines that know no tenants are shared fairly
+here. When the queue is full, the request that would be served last is refused, be it the new one or one that waits.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ LONGEST_RETRY_SECONDS = 60
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One request's place, waiting or with an engine. Lower priorities go first. tokens: of its prompt."""
+    """The place of one request, waiting or with an engine. Lower priorities go first. tokens: of its prompt."""
 
     tenant: str
     weight: float
@@ -36,7 +36,7 @@ class Place:
 
 
 class Gate:
-    """capacity: requests that may be inside at once, asked again each time; None lets everyone in."""
+    """capacity: returns the requests that may be inside at once, called each time; None admits all."""
 
     def __init__(self, capacity: Callable[[], int | None], max_waiting: int, max_seconds: float) -> None:
         self._capacity = capacity
@@ -60,7 +60,7 @@ class Gate:
 
     @asynccontextmanager
     async def enter(self, place: Place, completion_tokens: Callable[[], int]) -> AsyncIterator[None]:
-        """Wait for the place, hold it for the block or until `free`, and charge the tenant `completion_tokens()` then.
+        """Wait for the place and hold it for the block or until `free`; then charge the tenant `completion_tokens()`.
 
         Raises Overloaded.
         """
@@ -82,7 +82,7 @@ class Gate:
             self.admit()
 
     def free(self, place: Place) -> None:
-        """Give a place back before the request ends: no engine is busy with it any more."""
+        """Give the place back before the request ends, because no engine works on it any longer."""
         self._step_out(place)
         self.admit()
 

@@ -1,7 +1,7 @@
-"""A month's spend and a day's tokens, brought into Redis from the ledger where Redis does not know them (any more).
+"""Recall of a month's spend and a day's tokens: copied from the ledger into Redis where Redis has lost them.
 
-The script (quota.lua) admits nothing on a limit that it has no state of, and decides how what several gateways bring at
-once adds up: nothing counts twice. See there.
+The script (quota.lua) admits nothing on a limit without state, and defines how the sums that several gateways copy at
+once add up: nothing counts twice.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ Script = Callable[..., Awaitable[Any]]
 
 
 class Past(Protocol):
-    """What the ledger knows; `gateway.records.usage_past.UsagePast` is one. Raises Unavailable."""
+    """Usage sums from the ledger; `gateway.records.usage_past.UsagePast` implements it. Raises Unavailable."""
 
     async def cost(self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL) -> int: ...
 
@@ -33,7 +33,7 @@ class Past(Protocol):
 
 
 class Recall:
-    """script: `Store.script`. past: None where there is no ledger; then nothing was used before."""
+    """script: `Store.script`. past: None without a ledger, where no earlier usage exists."""
 
     def __init__(self, script: Script, past: Past | None) -> None:
         self._script = script

@@ -1,4 +1,4 @@
-"""What a client is told of its limits: OpenAI's headers on every answer, and why a request was refused."""
+"""Responses about limits: OpenAI's headers on every answer, and the reason of a refusal."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ HEADERS = {"requests": "r", "tokens": "td"}
 
 
 def check_possible(limits: Sequence[Limit], prompt_tokens: int, completion_tokens: int, price: Price) -> None:
-    """completion_tokens: the fewest that will do. Raises BadRequest for what no waiting helps."""
+    """Refuse a request that could never pass. completion_tokens: the fewest that suffice. Raises BadRequest."""
     tokens = prompt_tokens + completion_tokens
     for limit in limits:
         kind = limit.kind

@@ -1,4 +1,4 @@
-"""Redis behind Sentinel: the master's address is asked for at each connection, so that a failover is followed.
+"""Redis behind Sentinel: each new connection asks for the master's address, so that a failover is followed.
 
 A URL is `redis+sentinel://[user:password@]host:port,host:port/master-name[/db][?options]`, or `rediss+sentinel` for TLS
 to the servers and the sentinels. User and password are the servers'; `sentinel_username` and `sentinel_password` among
@@ -22,12 +22,12 @@ from gateway.admission.connections import Translated
 
 SCHEME = "+sentinel"
 SENTINEL_PORT = 26379
-# A part of the caller's patience, so that a sentinel that is away leaves time to ask the next.
+# A share of the caller's deadline, so that a sentinel that is away leaves time to ask the next.
 CONNECT_SHARE = 0.3
 
 
 class SentinelUrl(NamedTuple):
-    """options: redis-py's, for the connections to the servers; own: those for the sentinels."""
+    """A parsed URL. options: redis-py's, for connections to the servers. own: the same for the sentinels."""
 
     sentinels: list[tuple[str, int]]
     master: str
@@ -36,7 +36,7 @@ class SentinelUrl(NamedTuple):
 
 
 class _MasterClient(Redis):
-    """Closes the connections to the sentinels with its own."""
+    """A client that also closes its connections to the sentinels."""
 
     sentinels: Sentinel
 
@@ -55,7 +55,7 @@ class _Tls(Translated, SentinelManagedSSLConnection):
 
 
 def parse(url: str) -> SentinelUrl:
-    """Read the URL. Raises ValueError, whose text holds nothing of the URL: there may be a password in it."""
+    """Parse the URL. Raises ValueError, whose text quotes nothing of the URL, because it may hold a password."""
     parts = urlsplit(url)
     base = parts.scheme.removesuffix(SCHEME)
     user, _, hosts = parts.netloc.rpartition("@")
@@ -78,13 +78,13 @@ def parse(url: str) -> SentinelUrl:
 
 
 def check_sentinel_url(url: str) -> None:
-    """Raise ValueError for a URL with a scheme of Sentinel's that cannot be read."""
+    """Raise ValueError for a Sentinel URL that cannot be parsed."""
     if urlsplit(url).scheme.endswith(SCHEME):
         parse(url)
 
 
 def sentinel_client(url: str, timeout: float, patience: float, retry: Retry) -> Redis:
-    """Return a client of whichever server is the master. timeout: a caller's deadline. patience: see `store.connect`.
+    """Return a client of the current master. timeout: a caller's deadline. patience: see `store.connect`.
 
     Raises ValueError.
     """

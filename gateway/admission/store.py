@@ -1,4 +1,4 @@
-"""Redis as admission needs it: one script, a hard deadline on every call, and no waiting for a server that is away."""
+"""Redis for admission: one script, a hard deadline on every call, and no waiting for a server that is away."""
 
 import asyncio
 import hashlib
@@ -31,7 +31,7 @@ Client = Redis | RedisCluster
 
 CLUSTER = "redis+cluster"
 MAX_CONNECTIONS = 64
-# A connection that takes so many deadlines is given up; no caller waits for it any more.
+# Deadlines after which a connection attempt is abandoned; its callers have left by then.
 CONNECT_PATIENCE = 60
 # Calls in a row that fail before the server is taken to be away, and how often it is then asked whether it is back.
 FAILURES = 2
@@ -42,13 +42,12 @@ def connect(url: str, timeout: float) -> Client:
     """Return a client that connects on first use. timeout: the deadline that each caller sets for its own calls.
 
     `redis+cluster://host:port` (and `rediss+cluster`) names any node of a cluster. For `redis+sentinel` see
-    `sentinel.py`. Raises ValueError for a URL that cannot be read.
+    `sentinel.py`. Raises ValueError for a URL that cannot be parsed.
     """
-    # redis-py's own time limits take a stall of our event loop for a server that does not answer. They only end what
-    # no caller waits for. No socket_timeout: it has the client write
-    # within asyncio.wait_for, which on Python 3.11 may lose a cancellation; the task then lives on.
-    # One retry, at once, for a pooled connection that a restarted server has closed. All calls of the script are safe
-    # to send twice.
+    # redis-py's own time limits mistake a stall of the event loop for a server that does not answer, so they only end
+    # calls that no caller waits for. There is no socket_timeout: with it the client writes within asyncio.wait_for,
+    # which on Python 3.11 may lose a cancellation, so that the task lives on. A single immediate retry covers a pooled
+    # connection that a restarted server has closed; every call of the script may be sent twice.
     retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
     scheme, _, rest = url.partition("://")
     if scheme.endswith("+cluster"):
@@ -77,7 +76,9 @@ def connect(url: str, timeout: float) -> Client:
 
 
 class Store:
-    """away: the server did not answer lately; calls raise Unavailable at once until it answers a ping."""
+    """Redis within deadlines. away: the server did not answer; calls raise Unavailable at once until a ping is
+    answered.
+    """
 
     def __init__(self, redis: Client, timeout: float) -> None:
         self._redis = redis
@@ -133,7 +134,7 @@ class Store:
             return await self._pipeline.send(*command)
 
     async def call(self, command: Callable[[], Awaitable[Any]]) -> Any:
-        """Any command, within the deadline: connecting, resolving names and waiting for a connection counted in.
+        """Run a command within the deadline, which includes connecting, resolving names and waiting for a connection.
 
         Raises Unavailable.
         """
@@ -163,7 +164,7 @@ class Store:
             self._begun = True
 
     async def ping(self) -> None:
-        """Raises Unavailable. Also asked of a server that is away."""
+        """Ping the server, even while it is away. Raises Unavailable."""
         try:
             async with deadline(self._timeout):
                 await self._begin()

@@ -1,9 +1,9 @@
-"""Wrong keys, counted by the address they come from.
+"""Throttle wrong keys by client address.
 
-An address that has sent too many is refused before its next guess is looked at, so that an answer never tells whether
-the guess was right. Keys that this deployment has issued are served from any address: their check digits, which nobody
-can compute without the pepper, tell them from guesses. So an attacker locks no tenant out behind a shared address.
-Chosen secrets (the bootstrap admin key, the internal token) have no such digits and wait until the address is calm.
+Past a limit, further guesses from an address are refused without a comparison, so that an answer never tells whether a
+guess was right. Issued keys are served from any address: their check digits, which nobody can compute without the
+pepper, tell them from guesses. An attacker therefore locks no tenant out behind a shared address. Chosen secrets (the
+bootstrap admin key, the internal token) have no check digits and wait until the address is below the limit.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from gateway.outage import Outage
 
 log = logging.getLogger(__name__)
 
-# A token bucket for each address: so many wrong keys at once, then one again every so often.
+# The token bucket of an address: wrong keys compared at once, and the time until a further one is.
 BURST = 10
 SECONDS_EACH = 6.0
-# Addresses remembered; beyond it the one heard of longest ago is forgotten.
+# Addresses remembered; beyond this the least recently seen is forgotten.
 MAX_ADDRESSES = 10_000
 # An IPv6 customer is given a whole network of this size.
 IPV6_PREFIX = 64
-# A wrong key's answer waits this long at most for Redis.
+# Time limit of Redis for the answer to a wrong key.
 SHARE_SECONDS = 0.25
 # KEYS: an address' bucket. ARGV: seconds that one wrong key costs. Returns the seconds until all of it is paid off.
 SCRIPT = """
@@ -48,14 +48,17 @@ return math.ceil(debt * 1000)
 
 
 class FailedLogins:
-    """One process' buckets, in bounded memory; each wrong key that is looked at is added to a bucket that all processes
-    share through Redis, and its state taken over. So n processes look at n - 1 guesses more than one would."""
+    """The process's buckets, in bounded memory. Each compared wrong key is also added to a bucket in Redis that all
+    processes share, and the shared level is adopted. So n processes compare at most n - 1 more guesses than a single
+    one.
+    """
 
     def __init__(
         self, metrics: Metrics, is_issued: Callable[[str], bool], redis: Any | None = None, deployment: str = ""
     ) -> None:
-        """redis: None to count in this process only. deployment: the same in every process of one, such as its
-        database's URL, so that another on the same Redis counts apart."""
+        """redis: None to count in this process only. deployment: a value that all processes of a deployment share and
+        others do not, such as the database's URL; it separates deployments on the same Redis.
+        """
         self._metrics = metrics
         self._is_issued = is_issued
         self._script = redis.register_script(SCRIPT) if redis is not None else None
@@ -65,7 +68,7 @@ class FailedLogins:
         self._paid_off: OrderedDict[str, float] = OrderedDict()
 
     def middleware(self) -> Middleware:
-        """Goes inside the error boundary."""
+        """Return the middleware, which goes inside the error boundary."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -85,10 +88,10 @@ class FailedLogins:
         return middleware
 
     async def count(self, address: str) -> None:
-        """Count one more wrong key that has been looked at."""
+        """Count a compared wrong key."""
         self._metrics.login_failed()
         was_calm = self._wait(address) <= 0
-        # Before anything is awaited: guesses that come at the same time must find it.
+        # Before the first await, so that simultaneous guesses see it.
         now = time.monotonic()
         self._remember(address, max(now, self._paid_off.get(address, 0.0)) + SECONDS_EACH)
         shared = await self._share(address)
@@ -98,11 +101,11 @@ class FailedLogins:
             log.warning("many wrong API keys from %s: refused until it is calm", address)
 
     def _wait(self, address: str) -> float:
-        """Return the seconds until a guess from the address is looked at again, 0 or less for now."""
+        """Return the seconds until a guess from the address is compared again; 0 or less means now."""
         return self._paid_off.get(address, 0.0) - time.monotonic() - (BURST - 1) * SECONDS_EACH
 
     def _may_be_guess(self, request: web.Request) -> bool:
-        """Return whether a request holds a secret that is none of our issued keys."""
+        """Return whether a request holds a secret that is not an issued key."""
         if INTERNAL_TOKEN in request.headers or ANNOUNCE_TOKEN in request.headers:
             return True
         for given in request.headers.getall("Authorization", ()):
@@ -119,7 +122,7 @@ class FailedLogins:
             self._paid_off.popitem(last=False)
 
     async def _share(self, address: str) -> float | None:
-        """Add a wrong key to the shared bucket. Returns its seconds of debt, None while Redis is away."""
+        """Add a wrong key to the shared bucket. Returns its debt in seconds, None while Redis is away."""
         if self._script is None:
             return None
         try:
@@ -133,7 +136,7 @@ class FailedLogins:
 
 
 def who(address: str) -> str:
-    """Return the caller that an address stands for: of IPv6, its whole network."""
+    """Return the throttled unit of an address: an IPv4 address, or the network of an IPv6 address."""
     parsed = parse_address(address)
     if isinstance(parsed, ipaddress.IPv6Address):
         return str(ipaddress.IPv6Network((parsed, IPV6_PREFIX), strict=False))

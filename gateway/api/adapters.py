@@ -1,4 +1,4 @@
-"""`/v1/adapters`: what a tenant, or an operator on its behalf, does with its adapters."""
+"""`/v1/adapters`: a tenant's adapters, managed by the tenant or by an operator on its behalf."""
 
 import asyncio
 import logging
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 # While no engine has told; also our engine's own default.
 DEFAULT_MAX_RANK = 64
-# Content that no version refers to stays for a day, and is looked for so many digests at a time.
+# Unreferenced content is kept for a day; its references are looked up in batches of this size.
 UNUSED_SECONDS = 24 * 3600.0
 COLLECT_AT_ONCE = 200
 
 
 class AdapterIntake:
-    """Takes uploads in: form, checks, store, catalog. Used for a tenant by itself and by an admin on its behalf."""
+    """Receives uploads: form, checks, store, catalog. Used by the tenant's routes and the admin API."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class AdapterIntake:
         owner: str,
         check_allowed: Callable[[str], None] = lambda name: None,
     ) -> web.Response:
-        """Return 201 and the new version; it is in use from the moment of the answer.
+        """Return 201 and the new version, which is in use from the answer on.
 
         owner: whose turn a check takes: the tenant's id, or OPERATOR. check_allowed: raises for a name that the actor
-        may not push under. Raises BadRequest and TooLarge for the form,
-        TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be served.
+        may not push. Raises BadRequest and TooLarge for the form, TooSlow, Forbidden for a limit, AdapterError for an
+        adapter that cannot be served.
         """
         refuse_too_large(request, self._rules)
         await self._catalog.check_declared(tenant, request.content_length or 0)
@@ -108,10 +108,10 @@ class AdapterIntake:
         return await self._idempotency.once(request, actor, f"{name} {checked.digest}".encode(), add_version)
 
     async def collect(self) -> tuple[int, int]:
-        """Remove from the store what no version on record refers to. Returns (adapters, bytes) removed.
+        """Remove stored content that no version on record refers to. Returns (adapters, bytes) removed.
 
-        An upload in between is safe: it renews the time of what it finds in the store, and its version is on record
-        by the second look, or its content is put again.
+        A concurrent upload is safe: it renews the time of content that it finds in the store, and either its version is
+        on record at the second check or its content is put again.
         """
         stored = await asyncio.to_thread(lambda: list(self._store.list()))
         removed = num_bytes = 0
@@ -129,7 +129,7 @@ class AdapterIntake:
         return removed, num_bytes
 
     async def run(self, _: web.Application) -> AsyncIterator[None]:
-        """Clean the store before the first upload, and wait for the last one's folder to go."""
+        """Clean the store before the first upload, and wait for the last upload's folder to be removed."""
         await asyncio.to_thread(self._store.clean)
         yield
         await Workplace.all_closed()
@@ -183,7 +183,7 @@ def _remove(folder: Path) -> int:
 
 
 def upload_rules(settings: Settings) -> UploadRules:
-    """Return the bounds of an upload."""
+    """Return the limits of an upload."""
     return UploadRules(
         max_bytes=settings.max_upload_bytes,
         seconds=settings.upload_timeout,
@@ -194,7 +194,9 @@ def upload_rules(settings: Settings) -> UploadRules:
 
 
 def served(engines: Sequence[EngineRecord], max_rank: int | None) -> Served:
-    """Return the largest rank and adapter that an engine serves. max_rank: the operator's word, before the engines'."""
+    """Return the largest rank and adapter size that the engines serve. max_rank: the operator's setting, which has
+    precedence.
+    """
 
     def largest(field: str) -> int:
         said = [engine.state.get(field) for engine in engines]

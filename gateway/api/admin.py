@@ -62,7 +62,7 @@ class Admin:
         return json_response({"object": "adapter", "name": name, "deleted": True})
 
     async def collect(self, request: web.Request) -> web.Response:
-        """Remove adapters of deleted names and tenants from the store."""
+        """Remove stored content of deleted names and tenants."""
         await self._actor(request)
         removed, num_bytes = await self._intake.collect()
         return json_response({"object": "collection", "removed": removed, "bytes": num_bytes})

@@ -1,4 +1,4 @@
-"""API keys as operators make, list, rotate and revoke them; the key itself is in the answer that makes it, only."""
+"""`/admin/api/keys`: create, list, rotate and revoke API keys. Only the response that creates a key contains it."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
@@ -43,7 +43,7 @@ class Rotation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class AdminKeys:
-    """A revocation holds here at once, on every other gateway within a second."""
+    """Routes for keys. A revocation takes effect here at once and on every other gateway within a second."""
 
     def __init__(self, *, auth: Authenticator, tenants: Tenants, keys: Keys, catalog: Catalog) -> None:
         self._auth = auth
@@ -100,7 +100,7 @@ class AdminKeys:
         return json_response({"object": "list", "data": [describe_key(key) for key in await self._keys.list(None)]})
 
     async def rotate(self, request: web.Request) -> web.Response:
-        """Issue a key with the old one's scopes, length of life and limits; what the old one used counts against it."""
+        """Issue a key with the old one's scopes, lifetime and limits; the old key's usage counts against it."""
         actor = await self._auth.admin(request.headers.get("Authorization"))
         grace = (await read_body(request, Rotation)).grace_seconds
         key_id = request.match_info["id"]

@@ -1,4 +1,4 @@
-"""`/admin/api/prices`: what tokens cost, by model."""
+"""`/admin/api/prices`: prices of tokens, by model."""
 
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ class NewPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class AdminPrices:
-    """A change holds here at once, on every other gateway within a second."""
+    """Routes for prices. A change takes effect here at once and on every other gateway within a second."""
 
     def __init__(
         self, *, auth: Authenticator, prices: Prices, known: PriceList, tenants: Tenants, catalog: Catalog
@@ -74,7 +74,9 @@ class AdminPrices:
         return json_response({"object": "price", "model": model, "deleted": True})
 
     async def _check_adapter(self, request: web.Request, model: str) -> None:
-        """Raises BadRequest unless there is such an adapter, or such a tenant for `tenant/*`, or `?force=true`."""
+        """Check that the adapter, or the tenant of `tenant/*`, exists, unless `?force=true` is given. Raises
+        BadRequest.
+        """
         owner, _, adapter = model.partition("/")
         try:
             tenant = await self._tenants.get(owner)

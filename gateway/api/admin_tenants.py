@@ -1,4 +1,4 @@
-"""`/admin/api/tenants`: who may use the service, and how much."""
+"""`/admin/api/tenants`: tenants and their limits."""
 
 from typing import Annotated, Any, TypeVar
 
@@ -68,7 +68,7 @@ class NewTenant(TenantChanges, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class AdminTenants:
-    """A change holds here at once, on every other gateway within a second."""
+    """Routes for tenants. A change takes effect here at once and on every other gateway within a second."""
 
     def __init__(self, *, auth: Authenticator, tenants: Tenants, catalog: Catalog) -> None:
         self._auth = auth
@@ -157,7 +157,7 @@ def _are_limits(given: object) -> bool:
 
 
 def describe_tenant(tenant: Tenant) -> dict[str, Any]:
-    """As the API shows it: the limits beside the other fields; a model's without those that are not set."""
+    """Return the tenant as the API shows it: limits beside the other fields, a model's limits without unset ones."""
     fields = msgspec.structs.asdict(tenant)
     limits = msgspec.structs.asdict(fields.pop("limits"))
     of_adapters = msgspec.structs.asdict(fields.pop("adapter_limits"))

@@ -1,4 +1,4 @@
-"""Uploads are unpacked and checked in child processes: few at once, shared fairly, each within limits of its own."""
+"""Unpack and check uploads in child processes: few at once, shared fairly, each within its own limits."""
 
 import asyncio
 import json
@@ -28,20 +28,20 @@ TENANTS_CHECKS, OPERATORS_CHECKS = 2, 1
 MEMORY_BYTES = 512 << 20
 # A check reads, hashes and writes an adapter; measured: 150 to 300 MB a second and core.
 CPU_SECONDS, CPU_BYTES_PER_SECOND = 10, 20_000_000
-# By the clock it may share its core with everything else, at the lowest priority.
+# Wall-clock time; at the lowest priority a check may get a small share of a core.
 CLOCK_FACTOR = 6
 OPERATOR = "operator"
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engines serve: the largest rank, and the largest adapter in bytes of host memory (0: unknown)."""
+    """The largest rank and the largest adapter, in bytes of host memory (0: unknown), that the engines serve."""
 
     max_rank: int
     max_adapter_bytes: int = 0
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked adapter in its canonical form. folder: where it lies; stored: what the store has of it already."""
+    """A checked adapter in its canonical form. folder: its files. stored: how the store's own copy compares with it."""
 
     digest: str
     rank: int
@@ -51,7 +51,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checker:
-    """Raises AdapterError, BadRequest and TooLarge for what is refused, Unavailable if the disk is full."""
+    """Runs the checks. Raises AdapterError, BadRequest and TooLarge for a refusal, Unavailable if the disk is full."""
 
     def __init__(self, store: Path, base: BaseShape, max_bytes: int, served: Callable[[], Served]) -> None:
         self._store = store
@@ -62,7 +62,7 @@ class Checker:
         self._operators = Turns(OPERATORS_CHECKS)
 
     async def check(self, place: Workplace, owner: str) -> Checked:
-        """Unpack and check what lies in the workplace. owner: a tenant's id, or OPERATOR."""
+        """Unpack and check the upload in the workplace. owner: a tenant's id, or OPERATOR."""
         turns = self._operators if owner == OPERATOR else self._turns
         async with turns.turn(owner):
             return await place.run(self._run(place.folder))
@@ -108,7 +108,7 @@ class Checker:
 
 
 async def _child(job: bytes, seconds: float) -> tuple[int, bytes]:
-    """Run the child to its end. Returns its exit status and what it printed."""
+    """Run the child to its end. Returns its exit status and its output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT), str(os.getpid())),
         stdin=asyncio.subprocess.PIPE,
@@ -128,7 +128,7 @@ async def _child(job: bytes, seconds: float) -> tuple[int, bytes]:
 
 
 def _failed(code: int, out: bytes) -> Exception:
-    """Return the answer to a check that gave none."""
+    """Return the error for a check that ended without an answer."""
     problem = out.decode("utf-8", "replace")[:200]
     log.warning("the check of an upload ended with status %d: %s", code, problem)
     if problem.startswith(("ENOSPC", "EDQUOT")):

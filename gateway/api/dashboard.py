@@ -1,7 +1,7 @@
-"""`/admin/`: one page that says how things stand. It only reads, and is rendered here: no script, nothing to forge.
+"""`/admin/`: the status page. It only reads and is rendered here, without scripts, so there is nothing to forge.
 
 The browser's own dialog asks for the admin key (HTTP Basic, any user name); no cookie is set, and the JSON routes take
-a Bearer key only, so nothing that a browser sends by itself can change anything.
+a Bearer key only, so no request that a browser makes by itself can change anything.
 """
 
 from datetime import UTC, datetime, timedelta

@@ -1,5 +1,6 @@
-"""What the gateway's routes take and answer, as `/openapi.json` publishes it: the engine's words for the OpenAI routes,
-the structs that bodies are decoded into for the rest."""
+"""Requests and responses of the gateway's routes, published as `/openapi.json`: the engine's types for the OpenAI
+routes, the structs that bodies are decoded into for the rest.
+"""
 
 import re
 from functools import cache
@@ -72,7 +73,7 @@ ROUTES = (
 def gateway_description() -> dict[str, Any]:
     """Return OpenAPI 3.1, with the keys that routes need and the parameters in their paths.
 
-    Made once: it takes 18 ms, and is asked for without a key.
+    Cached, because it takes 18 ms and the route needs no key.
     """
     description = describe("Loraplex gateway", ROUTES)
     description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

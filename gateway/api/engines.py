@@ -1,5 +1,4 @@
-"""`/internal/engines`: engines say that they are there, and that they go. For holders of the internal token, or
-of a token for announcements alone."""
+"""`/internal/engines`: engines announce and withdraw themselves, with the internal token or the announce token."""
 
 import hmac
 from typing import Annotated
@@ -22,10 +21,12 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Engines:
-    """An engine that is announced receives every tenant's prompts: whoever may announce is trusted with them."""
+    """Routes for announcements. An announced engine receives every tenant's prompts, so its token opens them all."""
 
     def __init__(self, announcements: Announcements | None, internal_token: str, announce_token: str | None) -> None:
-        """announcements: None where LORAPLEX_ENGINES does not ask for them. announce_token: None: the internal."""
+        """announcements: None where LORAPLEX_ENGINES does not ask for them. announce_token: None for the internal
+        token.
+        """
         self._announcements = announcements
         self._header = ANNOUNCE_TOKEN if announce_token else INTERNAL_TOKEN
         self._token = (announce_token or internal_token).encode()

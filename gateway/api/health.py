@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz`, `/metrics` and `/openapi.json`: for the operator, not for tenants."""
+"""`/healthz`, `/readyz`, `/metrics` and `/openapi.json`, which need no key."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,14 +22,14 @@ from gateway.records.lookups import Lookups
 
 # A probe waits no longer than this for any part.
 PROBE_SECONDS = 2.0
-# The parts are looked at this often for the metrics, besides each question to `/readyz`.
+# Period of the probes for the metrics, besides those of `/readyz`.
 LOOK_SECONDS = 1.0
-# These make a gateway not ready in any case: it is on its way out, or the operator refuses such a Redis.
+# Parts whose fault always means not ready: the process drains, or `LORAPLEX_REDIS_CHECK` is `refuse`.
 ALWAYS_NEEDED = {"process", "redis_settings"}
 
 
 class State(Struct, frozen=True):
-    """State of one part: "ok", "ok: ..." or the fault; since: when it became well or faulty."""
+    """State of a part: "ok", "ok: ..." or its fault. since: the time of the last change between ok and fault."""
 
     text: str
     since: datetime
@@ -65,7 +65,7 @@ class Health:
         self._metrics = metrics
         self._degraded_is_ready = degraded_is_ready
         self._states: dict[str, State] = {}
-        # However many ask, each part is probed by one at a time.
+        # Concurrent requests share one probe of each part.
         self._looks: Lookups[None, None] = Lookups(self._look)
 
     async def describe(self, _: web.Request) -> web.Response:
@@ -75,13 +75,13 @@ class Health:
         return json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """Answer 200 if the gateway should be given requests, else 503; with each part's state either way.
+        """Answer 200 if the gateway should receive requests, else 503, with each part's state.
 
-        With `?strict=true` it is 503 whenever a part that requests need is away.
+        `?strict=true` answers 503 while any part that requests need is away.
         """
         strict = read_flag(request, "strict") or not self._degraded_is_ready
         await self._looks.get(None)
-        # Requests are served without Redis where the operator chose that.
+        # `LORAPLEX_QUOTA_FALLBACK` may serve requests without Redis.
         faulty = [name for name, state in self._states.items() if not state.ok and name != "redis"]
         ready = not faulty or not (strict or ALWAYS_NEEDED & set(faulty))
         body = {
@@ -94,7 +94,7 @@ class Health:
         return json_response(body, status=200 if ready else 503)
 
     async def watching(self, _: web.Application) -> AsyncIterator[None]:
-        """Look at the parts all the time, for the metrics, while the application runs."""
+        """Probe the parts periodically for the metrics while the application runs."""
         async with running(self._watch()):
             yield
         await self._looks.close()

@@ -1,7 +1,7 @@
-"""`Idempotency-Key`: a POST that is sent again, because its answer was lost, is answered again and not done again.
+"""`Idempotency-Key`: a repeated POST, sent because its response was lost, gets the first response and has no effect.
 
-Kept in Redis for a day, for each key of the caller's by itself. Only what succeeded is kept: what failed may be tried
-again. Once begun, the work goes on to its end though its caller leaves.
+Kept in Redis for a day, for each of the caller's keys separately. Only successes are kept; a failed request may be
+repeated. Work that has begun runs to its end even if its caller leaves.
 """
 
 import asyncio

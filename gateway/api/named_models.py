@@ -1,4 +1,4 @@
-"""Names of models that operators write down in keys, limits and prices: one that does not exist is a slip, mostly."""
+"""Check model names in keys, limits and prices: a name that does not exist is usually a typing error."""
 
 from collections.abc import Iterable
 
@@ -23,7 +23,7 @@ async def check_models(
     *,
     any_adapter: bool = False,
 ) -> None:
-    """Raises BadRequest for a name that is neither the base model's nor an adapter's of the tenant.
+    """Check that each name is the base model's or one of the tenant's adapters. Raises BadRequest.
 
     With `?force=true` every name is accepted: an adapter may be pushed later. tenant: None has the base model only.
     any_adapter: whether "*" is a name too.

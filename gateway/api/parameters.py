@@ -1,4 +1,4 @@
-"""Which query parameters routes take: one that a route does not know is a slip, and would widen what is asked for."""
+"""Check the query parameters of routes: an unknown one is usually a typing error that would widen the result."""
 
 from aiohttp import web
 

@@ -1,4 +1,4 @@
-"""What was used: `/v1/usage` of a tenant itself, and the same answer for operators."""
+"""Usage reports: `/v1/usage` for a tenant itself, and the same report for operators."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from gateway.errors import BadRequest
 from gateway.records.usage_report import GROUPS, SUMMED, UsageReport
 from gateway.turns import Turns
 
-# Reports that are read at once, one for each tenant: connections are left for everything else.
+# Concurrent reports, at most one for each tenant, so that database connections stay free for other work.
 READS = 4
 
 
 class Usage:
-    """Reports to a tenant of its own usage."""
+    """A tenant's reports of its own usage."""
 
     def __init__(self, *, auth: Authenticator, report: UsageReport) -> None:
         self._auth = auth

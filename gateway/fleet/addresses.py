@@ -1,4 +1,4 @@
-"""The items of `LORAPLEX_ENGINES`: where engines are, of which kind, how much each may be given."""
+"""The items of `LORAPLEX_ENGINES`: an engine's address, its kind, and its limits."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ VLLM = "vllm+"
 OPTIONS = "adapters=N, requests=N, key_env=NAME, key_file=PATH, any_version=true"
 
 _KEY = re.compile(r"[!-~]+")
-# Reads the API key that `key_env` or `key_file` names. Raises ValueError.
+# A function that returns the API key named by `key_env` or `key_file`. Raises ValueError.
 ReadKey = Callable[[str, str], str]
 
 
@@ -33,15 +33,16 @@ class Address:
 
     @property
     def bearer(self) -> dict[str, str]:
-        """The header that opens a vLLM server: its own key, never the token of our engines."""
+        """Return the header that authenticates at a vLLM server: its own key, never the token of our engines."""
         return {"Authorization": f"Bearer {self.key}"} if self.key is not None else {}
 
 
 def parse_address(text: str, read_key: ReadKey | None = None) -> Address:
-    """Return `http://host:port` or `dns://name:port`, either after `vllm+` with options after a `?`, as an address.
+    """Parse `http://host:port` or `dns://name:port`, either after `vllm+` with options after a `?`.
 
-    read_key: None where the text is not the operator's: whoever announces an engine must not choose a file or a
-    variable whose content is then sent there. Raises ValueError without repeating the URL, which may hold a secret.
+    read_key: None for a text that is not the operator's, such as an announcement, which must not choose a file or
+    variable whose content is then sent to its sender. Raises ValueError without quoting the URL, which may hold a
+    secret.
     """
     is_vllm = text.startswith(VLLM)
     parts = urlsplit(text.removeprefix(VLLM))
@@ -73,5 +74,5 @@ def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:
             if not _KEY.fullmatch(options["key"]):
                 raise ValueError(f"{name} names an empty key, or one with spaces or characters beyond ASCII")
         else:
-            raise ValueError(f"expected options after the ? among {OPTIONS}, with numbers above 0 and at most one key")
+            raise ValueError(f"expected options among {OPTIONS} after the ?, with numbers above 0 and at most one key")
     return options

@@ -1,4 +1,4 @@
-"""Reading an engine's answers: one level deep, so that a large answer costs no objects, and never more than a limit."""
+"""Read an engine's answers within a limit, one level deep, so that a large answer creates no objects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,12 +10,12 @@ from msgspec import Raw
 
 from gateway.errors import BadRequest, UpstreamFailed
 
-# An engine's error is short; a longer body is no error of ours.
+# Error responses of our engine are shorter; the rest of a longer one is not read.
 MAX_ERROR_BYTES = 2**16
 # Decoding a larger answer is split into steps; other requests run between them. 1 MiB takes about 2 ms a step.
 LARGE_BYTES = 2**20
 
-# The body of a whole answer is there when its status is; a pause of this length is an engine that hangs.
+# The body of a whole answer is complete when its status arrives; after a pause of this length the engine hangs.
 BODY_SECONDS = 60.0
 
 Fields = dict[str, Raw]
@@ -25,7 +25,7 @@ _fields = msgspec.json.Decoder(Fields)
 
 
 class AnswerTooLarge(BadRequest):
-    """The engine's answer is larger than the gateway holds; what was generated is billed."""
+    """The engine's answer is larger than the gateway's limit; the generated tokens are billed."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(
@@ -36,7 +36,7 @@ class AnswerTooLarge(BadRequest):
 
 
 class Choice(msgspec.Struct):
-    """The part of a choice that the gateway reads."""
+    """The fields of a choice that the gateway reads."""
 
     finish_reason: Any = None
     text: Any = None
@@ -74,9 +74,9 @@ async def breathe(size: int) -> None:
 
 
 async def read_events(response: ClientResponse, limit: int) -> AsyncIterator[Fields]:
-    """Yield the JSON objects of a server-sent event stream up to `[DONE]`. Reads no further than it is asked for.
+    """Yield the JSON objects of a server-sent event stream up to `[DONE]`. Reads only as far as the caller iterates.
 
-    Raises UpstreamFailed if the stream ends before `[DONE]`, holds something else or an event larger than `limit`.
+    Raises UpstreamFailed if the stream ends before `[DONE]`, holds anything else or an event larger than `limit`.
     """
     buffer = bytearray()
     async for chunk in read_chunks(response):
@@ -100,7 +100,7 @@ async def read_events(response: ClientResponse, limit: int) -> AsyncIterator[Fie
 
 
 async def read_error(response: ClientResponse) -> bytes:
-    """Read the body of an answer that is not of status 200: its first `MAX_ERROR_BYTES`. Raises UpstreamFailed."""
+    """Read the first `MAX_ERROR_BYTES` of a response whose status is not 200. Raises UpstreamFailed."""
     body = bytearray()
     async for chunk in read_chunks(response):
         body += chunk
@@ -110,9 +110,9 @@ async def read_error(response: ClientResponse) -> bytes:
 
 
 async def read_chunks(response: ClientResponse, seconds: float | None = None) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. seconds: the longest silence, beside the session's own limit.
+    """Yield the body as it arrives. seconds: the longest pause, besides the session's own limit.
 
-    Only reading is guarded here: a failure while a client is written to is not the engine's fault.
+    Errors are caught around the reads only: a failure to write to a client is not the engine's.
     """
     parts = response.content.iter_any()
     while True:
@@ -130,7 +130,7 @@ async def read_chunks(response: ClientResponse, seconds: float | None = None) ->
 
 
 class EngineBroke(UpstreamFailed):
-    """The connection to the engine ended, or fell silent, in the middle of an answer."""
+    """The connection to the engine ended or paused too long in the middle of an answer."""
 
 
 def decode_fields(data: bytes | bytearray, what: str) -> Fields:
@@ -144,7 +144,7 @@ def decode_fields(data: bytes | bytearray, what: str) -> Fields:
 
 
 def decode_field(fields: Fields, name: str) -> Any:
-    """Return a small field's value, None if it is not there. Raises UpstreamFailed."""
+    """Return the value of a small field, None if it is missing. Raises UpstreamFailed."""
     raw = fields.get(name)
     if raw is None:
         return None

@@ -1,6 +1,6 @@
-"""Circuit breakers: an engine that breaks request after request gets none for a while, then one to prove itself.
+"""Circuit breakers: an engine that fails repeatedly gets no requests for a pause, then a single trial.
 
-Health checks see an engine that is gone; this sees one that answers them and nothing else.
+Health checks detect a dead engine; breakers detect one that answers health checks but fails requests.
 """
 
 import time
@@ -9,16 +9,16 @@ from collections.abc import Callable
 FAILURES_UNTIL_OPEN = 3
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
-# Tenants whose failures are remembered for an engine.
+# Tenants with failures that are remembered for an engine.
 MAX_TENANTS = 10_000
 
 
 class Breakers:
-    """An engine's breakers: one for each tenant whose requests fail on it, and one for all tenants.
+    """The breakers of an engine: one for each tenant whose requests fail on it, and a common one.
 
-    A tenant's opens after FAILURES_UNTIL_OPEN of its own in a row. The one for all counts only failures in a row,
-    nobody's success between them, that come from two tenants or more. So one tenant's requests, whatever they do to the
-    engine, take it from that tenant alone.
+    A tenant's breaker opens after FAILURES_UNTIL_OPEN of its own failures in a row. The common one counts failures in a
+    row, without any tenant's success between them, and only if they come from two tenants or more. So requests of a
+    single tenant, whatever they do to the engine, close it to that tenant alone.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,11 +30,11 @@ class Breakers:
 
     @property
     def allows_some(self) -> bool:
-        """Whether the engine is there for tenants that have no failures of their own."""
+        """Return whether the engine accepts tenants without failures of their own."""
         return self._of_all.allows
 
     def allows(self, tenant_id: str) -> bool:
-        """Whether a request of the tenant may be sent now."""
+        """Return whether a request of the tenant may be sent now."""
         own = self._of.get(tenant_id)
         return self._of_all.allows and (own is None or own.allows)
 
@@ -69,10 +69,11 @@ class Breakers:
 
 
 class Breaker:
-    """Closed until FAILURES_UNTIL_OPEN in a row; open for a pause that doubles each time; then half open: one trial.
+    """Closed until FAILURES_UNTIL_OPEN in a row; open for a pause that doubles each time; then half open for a single
+    trial.
 
-    A trial that fails opens it again. One that begins to answer closes it, for an answer may take minutes; until one
-    has been answered whole, the next failure opens it again, for twice the pause.
+    A trial that fails opens it again. A trial that begins to answer closes it, because an answer may take minutes;
+    until an answer is complete, the next failure opens it again, for twice the pause.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

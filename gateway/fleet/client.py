@@ -1,4 +1,4 @@
-"""Speaking to one engine: open a request, read its events, and let go of it at once when nobody wants the rest."""
+"""Requests to an engine: open one, read its events, and cancel it at once when its client has left."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ from gateway.records.catalog import Model
 from gateway.records.tenants import Tenant
 
 CONNECT_SECONDS = 5.0
-# Bodies of more prompt tokens are rebuilt on a thread.
+# A body with more prompt tokens is rebuilt on a thread.
 INLINE_TOKENS = 4096
 WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
 
@@ -50,8 +50,9 @@ class EngineGone(Exception):
 
 
 class EngineRefused(Exception):
-    """No engine began to answer. error: what the client is told. status: the last engine's own, None if it said
-    nothing. broken: it is the engine that failed, whatever the request was."""
+    """No engine began to answer. error: for the client. status: the last engine's response, None without one. broken:
+    the engine failed, whatever the request was.
+    """
 
     def __init__(self, error: GatewayError, status: int | None = None, *, broken: bool = False) -> None:
         super().__init__(error.message)
@@ -61,16 +62,16 @@ class EngineRefused(Exception):
 
     @property
     def failed(self) -> bool:
-        """Whether its answer shows a fault of its own: a redirect, or a 5xx that is not about load or an adapter."""
+        """Return whether the response is the engine's own fault: a redirect, or a 5xx not about load or an adapter."""
         if self.status is None or isinstance(self.error, Unavailable | BadRequest):
             return False
         return self.status >= 500 or 300 <= self.status < 400
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as it goes to an engine, whichever. body: OpenAI's; its model is replaced by what engines know.
+    """A request for any engine. body: OpenAI's; its model is replaced by a name that engines know.
 
-    prompt_tokens: of all prompts together. span: what this is a part of. trace: W3C's headers that tell an engine so.
+    prompt_tokens: of all prompts. span: the parent of the engine's spans. trace: W3C's headers that carry it.
     """
 
     request_id: str
@@ -150,7 +151,7 @@ class EngineClient:
     async def _post_to_vllm(self, engine: EngineRecord, call: Call) -> ClientResponse:
         digest, headers = call.model.digest, engine.address.bearer
         build = partial(vllm_request, call.body, call.path, call.tenant.id, digest)
-        # Work for each message: long conversations are walked through beside the event loop.
+        # The work grows with the messages, so long conversations are processed off the event loop.
         body = await asyncio.to_thread(build) if call.prompt_tokens > INLINE_TOKENS else build()
         if digest is None:
             return await self._send(engine, call, body, headers)
@@ -168,8 +169,8 @@ class EngineClient:
         headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
         digest = call.model.digest
         wire = msgspec.json.encode({**body, "model": f"sha256:{digest}" if digest else call.model.name})
-        # A whole answer's first byte comes with its last: its time is bounded by the request's, and by whether the
-        # engine lives (`Registry`), not by silence.
+        # The first byte of a whole answer comes with its last, so silence does not bound its time: the request's time
+        # limit and the engine's health (`Registry`) do.
         timeout = self._session.timeout if call.is_stream else WHOLE_TIMEOUT
         url = f"{engine.url}{call.path}"
         # A redirect would carry the prompt and the secret to another host.
@@ -177,7 +178,7 @@ class EngineClient:
 
 
 async def _refusal(response: ClientResponse, model: Model) -> GatewayError:
-    """Return the engine's error as ours: a client's mistake is passed on in the client's own terms."""
+    """Return the engine's error as ours. A client's error keeps the client's own names."""
     body = await read_error(response)
     try:
         detail = msgspec.json.decode(body)["error"]
@@ -188,7 +189,7 @@ async def _refusal(response: ClientResponse, model: Model) -> GatewayError:
         message, param, code = "", None, None
     if model.digest:
         message = message.replace(f"sha256:{model.digest}", model.name).replace(model.digest, model.name)
-    # An adapter's fault is no failure of the engine, whatever status says so; the files may be missing on one alone.
+    # An adapter's error is no failure of the engine, whatever its status; its files may be missing on this engine only.
     is_adapters = code is not None and code.startswith("adapter_") and response.status != 404
     if response.status in (400, 413, 422) or is_adapters:
         return BadRequest(message or "The engine refused the request.", param=param, code=code)

@@ -1,7 +1,7 @@
-"""Where engines are found: a fixed list, the addresses of a DNS name, and those that announced themselves.
+"""Discovery of engines: a fixed list, the addresses of a DNS name, and announcements.
 
-Announcements are shared by all gateways through one sorted set in Redis, scored by Redis' own clock, so that a fleet
-grows without a restart and an engine that stops announcing itself is gone after ANNOUNCEMENT_SECONDS.
+All gateways share the announcements in a sorted set in Redis, scored by Redis' own clock, so that a fleet grows without
+a restart and an engine that stops announcing itself is gone after ANNOUNCEMENT_SECONDS.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ return redis.call('ZRANGE', KEYS[1], 0, -1)
 
 
 class Announcements:
-    """The engines that announced themselves to any gateway."""
+    """Engines that announced themselves to any gateway."""
 
     def __init__(self, redis: Any, timeout: float) -> None:
         self._script = redis.register_script(SCRIPT)
@@ -60,7 +60,7 @@ class Announcements:
 
 
 class Discovery:
-    """All of them together. A source that is away leaves what it last said."""
+    """All sources together. A source that is away keeps its last result."""
 
     def __init__(self, addresses: Sequence[Address], announcements: Announcements | None) -> None:
         """announcements: None if engines may not announce themselves."""
@@ -75,7 +75,7 @@ class Discovery:
         for address in self._addresses:
             found += await self._resolve(address) if address.url.startswith("dns://") else [address]
         if self._announcements is not None:
-            # An announcement never changes what the operator has listed, such as a server's kind or key.
+            # An announcement never changes a listed engine, such as its kind or key.
             listed = {address.url for address in found}
             found += [each for each in await self._announced(self._announcements) if each.url not in listed]
         return found
@@ -105,7 +105,7 @@ class Discovery:
 
 
 def _valid(announced: Sequence[str]) -> list[Address]:
-    """Return the addresses that this release knows; a gateway of another release may have let others in."""
+    """Return the addresses that this release accepts; a gateway of another release may have accepted others."""
     addresses = []
     for text in announced:
         try:

@@ -1,4 +1,6 @@
-"""One request's way to an engine: a place at the gate, the choice, and another engine if that one has not begun."""
+"""Dispatch of a request: a place at the gate, the choice of an engine, and another engine if the first is not
+available.
+"""
 
 import asyncio
 import time
@@ -25,20 +27,21 @@ Begun = tuple[EngineRecord, ClientResponse, Busy]
 
 
 class Bill(Protocol):
-    """Learns which engine has the request; `gateway/api/charges.py` decides who pays."""
+    """Records which engine has the request; `gateway/api/charges.py` decides who pays."""
 
     completion_tokens: int
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
-        """Note that the engine is asked; the last one that is noted serves the request."""
+        """Note that the engine is asked; the last engine noted serves the request."""
 
     def unsent(self) -> None:
-        """Take the last note back: the request did not reach that engine."""
+        """Undo the last `sent`: the request did not reach that engine."""
 
 
 class Answering(msgspec.Struct, frozen=True):
-    """An engine that answers with status 200, the body unread. release: gives the engine's places back before the
-    answer's end, because the engine waits for nothing here; once, however often called."""
+    """A response of status 200, its body unread. release: gives the engine's places back before the answer's end,
+    because the engine has finished its part; only the first call has an effect.
+    """
 
     engine: EngineRecord
     response: ClientResponse
@@ -46,7 +49,7 @@ class Answering(msgspec.Struct, frozen=True):
 
 
 class Fleet:
-    """first_byte_seconds: how long a request may take to be begun, over all engines that are tried."""
+    """first_byte_seconds: time for the first byte, over all engines that are tried."""
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class Fleet:
         self._conversations = Conversations()
 
     def check(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
-        """Raises Quarantined for a request with which engines died."""
+        """Raise Quarantined for a request with which engines died."""
         self._quarantine.check(tenant_id, digest, body)
 
     @asynccontextmanager
@@ -87,10 +90,10 @@ class Fleet:
             yield Answering(engine, response, release)
 
     async def _begin(self, call: Call, bill: Bill, held: AsyncExitStack) -> Begun:
-        """Try one engine after the other until one begins to answer; `held` ends what it opens.
+        """Try engines in turn until one begins to answer; `held` closes it.
 
-        A stream has `first_byte_seconds` for that; a whole answer, whose first byte is its last, all of its
-        request's time, as long as its engine lives.
+        A stream has `first_byte_seconds` for that. The first byte of a whole answer is its last, so it has all of its
+        request's time while its engine lives.
         """
         tenant_id, digest = call.tenant.id, call.model.digest
         prefix = prefix_key(tenant_id, digest, call.body)
@@ -115,7 +118,8 @@ class Fleet:
                         async with _while_it_speaks(engine):
                             response, busy = await held.enter_async_context(self._attempt(engine, call))
                     except EngineGone as error:
-                        # An engine that died with the request may have worked; it is asked once it is back.
+                        # An engine that died with the request may have done work; it is asked for its count when it is
+                        # back.
                         if error.had_it:
                             self._quarantine.died(engine, tenant_id, digest, call.body)
                         else:
@@ -145,7 +149,7 @@ class Fleet:
 
     @asynccontextmanager
     async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[ClientResponse, Busy]]:
-        """Ask one engine, and learn from how that ends."""
+        """Ask an engine, and record the outcome in its breakers and the quarantine."""
         started = time.monotonic()
         tenant_id, digest, breaker = call.tenant.id, call.model.digest, engine.breaker
         breaker.sent(tenant_id)
@@ -159,7 +163,7 @@ class Fleet:
                     try:
                         yield response, busy
                     finally:
-                        # An answer that broke off has been told to the client by now; here it only counts.
+                        # The client has been told of the broken answer by now; here it only counts as a failure.
                         ended = response.content.exception()
                         if ended is not None and type(ended) is not ClientConnectionError:
                             # That very type is left by closing it ourselves, because a key was revoked, say.
@@ -169,7 +173,7 @@ class Fleet:
             if ended is None:
                 learn = breaker.succeeded
                 if busy.is_counted:
-                    # Else its client took longer to read than the engine to answer.
+                    # Otherwise its client took longer to read than the engine to answer.
                     engine.observe_request(time.monotonic() - started)
         except EngineGone:
             learn = breaker.failed

@@ -1,4 +1,4 @@
-"""Asking engines what requests have cost: for those whose answer this gateway did not see the end of."""
+"""Ask engines for the token counts of requests whose answers this gateway did not read to the end."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ PAGE = 50
 
 
 class FinishedClient:
-    """Of our own engines; others do not know the question."""
+    """Asks our own engines only; vLLM has no such route."""
 
     def __init__(self, session: ClientSession, internal_token: str) -> None:
         self._session = session
@@ -56,7 +56,7 @@ class FinishedClient:
                 if response.status == 404:
                     return []
                 if response.status != 200:
-                    raise ClientPayloadError(f"/finished answers {response.status}")
+                    raise ClientPayloadError(f"/finished answered {response.status}, expected 200")
                 found = msgspec.json.decode(await response.read(), type=FinishedRequestList).data
         except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             outage = Outage(log, f"asking engine {engine_url} what requests have cost")

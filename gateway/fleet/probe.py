@@ -1,6 +1,6 @@
-"""How an engine is: asked by /health and /state, and then heard as it pushes every change of its state.
+"""Probe engines by /health and /state, then follow the stream of their state changes.
 
-An engine that pushes nothing, vLLM or one behind a proxy that holds streams back, is asked again and again instead.
+An engine without such a stream (vLLM, or one behind a proxy that buffers streams) is polled instead.
 """
 
 import logging
@@ -24,13 +24,14 @@ REFUSED = {
     "loraplex": "engine refuses the internal token; it must be LORAPLEX_INTERNAL_TOKEN's there",
     "vllm": "vLLM refuses this gateway's key; name its --api-key by ?key_env= or ?key_file= in LORAPLEX_ENGINES",
 }
-# vLLM's metrics of the requests that it runs and that wait for it.
+# vLLM's metrics of running and waiting requests.
 VLLM_REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 
 
 class Probe:
-    """base_model: the name under which every engine must serve the base. silence_seconds: an engine that pushes says
-    something every second; one that is silent for so long is down."""
+    """base_model: the name under which every engine must serve the base. silence_seconds: an engine that pushes its
+    state sends a line every second; after this silence it is down.
+    """
 
     def __init__(
         self, session: ClientSession, internal_token: str, base_model: str, silence_seconds: float = 5.0
@@ -41,7 +42,7 @@ class Probe:
         self._token = {"x-loraplex-internal-token": internal_token}
 
     async def __call__(self, engine: EngineRecord) -> None:
-        """Brings the record up to date. Raises nothing of the network's."""
+        """Update the record. Raises no network errors."""
         try:
             url = f"{engine.url}/health"
             async with self._session.get(url, timeout=TIMEOUT, allow_redirects=False) as response:
@@ -72,8 +73,10 @@ class Probe:
         self._judge(engine)
 
     async def follow(self, engine: EngineRecord, heard: Callable[[], None]) -> bool:
-        """Keeps the record up to date by what the engine pushes, until it falls silent or leaves; `heard` is called
-        after each word. Whether there was any. Raises nothing of the network's."""
+        """Update the record from the engine's state stream, until it falls silent or ends. Raises no network errors.
+
+        heard: called after each line. Returns whether there was any line.
+        """
         if engine.address.kind == "vllm":
             return False
         pushed = False
@@ -125,7 +128,7 @@ class Probe:
         if not engine.address.any_version:
             check_version(await self._get(engine, "/version"))
         metrics = await self._get(engine, "/metrics")
-        # The list comes last: an adapter that is loaded meanwhile should be on it.
+        # The list is read last, so that it includes an adapter that was just loaded.
         models = msgspec.json.decode(await self._get(engine, "/v1/models"), type=_Models).data
         bases = [model.id for model in models if model.parent is None]
         state: dict[str, Any] = {
@@ -145,8 +148,8 @@ class Probe:
         async with self._session.get(url, headers=headers, timeout=TIMEOUT, allow_redirects=False) as response:
             response.raise_for_status()
             if response.status != 200:
-                # A redirect, say: the secrets of one server are not for another.
-                raise ClientPayloadError(f"{path} answers {response.status}")
+                # Includes redirects: a server's secrets are never sent to another.
+                raise ClientPayloadError(f"{path} answered {response.status}, expected 200")
             return await response.read()
 
 

@@ -1,8 +1,8 @@
-"""Quarantine: a request that was with two engines when they died is not given to a third.
+"""Quarantine: a request that two engines had when they died is not given to a third.
 
-Several requests are with an engine when it dies, and any one of them may be the reason. So a request, or a tenant's
-adapter, is quarantined only if no other tenant had requests with the engine at every one of its deaths. One tenant's
-requests thus never put another's into quarantine. Nothing of a request is kept but an HMAC under this process' key.
+Any of the requests that an engine has when it dies may be the cause. So a request, or a tenant's adapter, is
+quarantined only if no other tenant had requests on the engine at each of the deaths. A tenant's requests can therefore
+never put another tenant's into quarantine. Only an HMAC of a request is kept, under this process's own key.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from gateway.fleet.registry import EngineRecord
 
 log = logging.getLogger(__name__)
 
-# Deaths until a request, and an adapter with whatever request, is quarantined.
+# Deaths until a request, or an adapter with any requests, is quarantined.
 DEATHS = {"request": 2, "adapter": 3}
-# Connections that break within this time of each other broke at one death (seconds).
+# Broken connections to an engine within this time (seconds) count as a single death.
 ONE_DEATH_SECONDS = 2.0
-# Fields that change from try to try and do not change what the engine computes.
+# Fields that may differ between retries and do not change the computation.
 VOLATILE = ("user", "metadata", "store", "prompt_cache_key", "safety_identifier", "stream", "stream_options")
 # Stands for the tenants of other gateways' requests, which this process does not know.
 UNKNOWN_TENANTS = "?"
@@ -36,7 +36,7 @@ Key = tuple[str, str, bytes]
 
 
 class Quarantined(GatewayError):
-    """Engines died with this request, or with this adapter, again and again."""
+    """Engines died repeatedly with this request or this adapter."""
 
     status, kind, code = 422, "invalid_request_error", "request_quarantined"
 
@@ -48,14 +48,16 @@ class Quarantined(GatewayError):
 
 
 class Death(msgspec.Struct, frozen=True):
-    """One engine's death, and the tenants whose requests it had."""
+    """An engine's death, and the tenants whose requests it had."""
 
     at: float
     tenants: frozenset[str]
 
 
 class Quarantine:
-    """seconds: how long a death is remembered, and a quarantine lasts. count: called with the kind for each one."""
+    """seconds: how long a death is remembered and a quarantine lasts. count: called with the kind of each new
+    quarantine.
+    """
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class Quarantine:
         self._until: dict[Key, float] = {}
 
     def check(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
-        """Raises Quarantined."""
+        """Raise Quarantined for a request or an adapter in quarantine."""
         if not self._until:
             return
         now = self._clock()

@@ -1,4 +1,4 @@
-"""When each adapter of a vLLM server was last asked for, by any gateway process: one sorted set in Redis a server.
+"""The last use of each adapter of a vLLM server, by any gateway process: a sorted set in Redis for each server.
 
 The order decides which adapter is unloaded when a server is full. Without Redis a process knows its own uses only.
 """
@@ -16,9 +16,9 @@ from gateway.outage import Outage
 
 log = logging.getLogger(__name__)
 
-# An adapter in constant use is told so often: the order of two uses closer than this does not matter.
+# Period at which an adapter in constant use is reported; the order of two uses within it does not matter.
 TELL_SECONDS = 1.0
-# A use that is older than this counts as none.
+# Uses older than this are forgotten.
 KEEP_SECONDS = 3600
 # KEYS: the set. ARGV: seconds to keep, then digests that are being used. Scores are Redis' own clock.
 SCRIPT = """
@@ -32,19 +32,19 @@ return redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
 
 
 class RecentUses:
-    """redis: None for a process that shares its engines with no other. timeout: of one call, in seconds."""
+    """redis: None for a process that shares its engines with no other. timeout: seconds for a call."""
 
     def __init__(self, redis: Any, timeout: float) -> None:
         self._script = redis.register_script(SCRIPT) if redis is not None else None
         self._timeout = timeout
         self._outage = Outage(log, "sharing the use of vLLM's adapters")
-        # By engine and digest: the last use here, on this host's clock, and the last that others were told.
+        # By engine and digest: the last use here, on this host's clock, and the last use reported to Redis.
         self._own: dict[str, dict[str, float]] = {}
         self._told: dict[str, dict[str, float]] = {}
         self._telling: dict[str, asyncio.Task[None]] = {}
 
     def note(self, engine_url: str, digest: str) -> None:
-        """Remember a use that begins now; other processes hear of it in the background."""
+        """Record a use that begins now; Redis is updated in the background."""
         now = time.time()
         own, told = self._own.setdefault(engine_url, {}), self._told.setdefault(engine_url, {})
         own[digest] = now
@@ -54,16 +54,16 @@ class RecentUses:
         task.add_done_callback(lambda _: self._telling.pop(engine_url, None))
 
     async def all(self, engine_url: str) -> Mapping[str, float]:
-        """Return the moment of each digest's last use, by all processes as far as Redis knows."""
+        """Return the time of each digest's last use, by all processes if Redis answers."""
         shared = await self._call(engine_url)
-        # Redis has been told all of this process' uses by now; its clock is everyone's.
+        # Redis has all of this process's uses by now, and one clock for all.
         return shared or self._own.get(engine_url, {})
 
     async def _tell(self, engine_url: str) -> None:
         await self._call(engine_url)
 
     async def _call(self, engine_url: str) -> dict[str, float]:
-        """Tell Redis the uses that it has not heard of. Returns all uses, or nothing while Redis is away."""
+        """Report unreported uses to Redis. Returns all uses, or nothing while Redis is away."""
         now = time.time()
         own, told = self._own.get(engine_url, {}), self._told.get(engine_url, {})
         for digest in [each for each, at in own.items() if now - at > KEEP_SECONDS]:

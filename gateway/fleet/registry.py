@@ -1,4 +1,4 @@
-"""The engines: which there are, which are up, what they hold, how busy they are."""
+"""The registry of engines: which exist, which are up, the adapters they hold, and their load."""
 
 import asyncio
 import logging
@@ -31,15 +31,14 @@ LEAST_LOAD_SECONDS = 0.02
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class EngineRecord:
-    """One engine as this gateway process sees it.
+    """An engine as this gateway process sees it.
 
-    resident: digests (no prefix) of the adapters it holds. serving: this process' requests by digest, the base model's
-    under None. tenants: the same by tenant. others: requests of other gateways. slots: what it runs at once.
-    load_seconds: what bringing an adapter takes.
-    request_seconds: what a request takes. problem: why it gets no requests although it lives, and what to do.
-    distrusted: the instance that answered with another adapter than was asked for.
-    silent_since: it is down because it says nothing, though its connections stand. unanswered: ends the wait of each
-    request that it has not begun to answer.
+    resident: digests (no prefix) of the adapters it holds. serving: this process's requests by digest, the base model's
+    under None. tenants: the same by tenant. others: requests of other gateways. slots: requests that it runs at once.
+    load_seconds: time of an adapter's load. request_seconds: time of a request. problem: why it gets no requests
+    although it lives, and the remedy. distrusted: the instance that answered with another adapter than the request's.
+    silent_since: when it fell silent although its connections stand. unanswered: ends the wait of each request that it
+    has not begun to answer.
     """
 
     address: Address
@@ -85,7 +84,7 @@ class EngineRecord:
 
     @contextmanager
     def busy(self, digest: str | None, tenant_id: str = "") -> Iterator["Busy"]:
-        """Count one request for as long as it is with this engine."""
+        """Count a request while it is with this engine."""
         self.in_flight += 1
         self.serving[digest] += 1
         self.tenants[tenant_id] += 1
@@ -141,7 +140,7 @@ class EngineRecord:
         self.resident = frozenset()
 
     def distrust(self) -> None:
-        """Give this engine no requests until another instance of it says how it is."""
+        """Give this engine no requests until it reports another instance."""
         self.distrusted = str(self.state.get("instance"))
         self.mark_misconfigured(MISMATCH)
 
@@ -165,14 +164,14 @@ class EngineRecord:
 
 
 class Busy:
-    """One request of an engine's `in_flight`."""
+    """A request in an engine's `in_flight`."""
 
     def __init__(self, engine: EngineRecord) -> None:
         self._engine = engine
         self.is_counted = True
 
     def free(self) -> None:
-        """Count the request no more, because the engine waits for nothing here. Its adapter stays in `serving`."""
+        """Stop counting the request, because the engine has finished its part. Its adapter stays in `serving`."""
         self._engine.in_flight -= self.is_counted
         self.is_counted = False
 
@@ -188,8 +187,9 @@ class Watch(Protocol):
 
 
 class Registry:
-    """The engines that `discover` finds. Each is asked how it is and then listened to; one that cannot be listened to
-    is asked every second. An engine that is discovered no more gets no new requests; those it has go on."""
+    """The engines that `discover` finds. Each is probed and then followed; an engine that cannot be followed is probed
+    every second. An engine that is no longer discovered gets no new requests; its running ones go on.
+    """
 
     def __init__(
         self, discover: Callable[[], Awaitable[Iterable[Address]]], watch: Watch, silence_patience: float = 300.0
@@ -254,8 +254,9 @@ class Registry:
             changed()
 
     def _spread(self, engine: EngineRecord) -> None:
-        """End the wait for a silent engine's first byte: at once where another is available, else after
-        `silence_patience`, because it may come back."""
+        """End the wait for a silent engine's first byte: at once if another is available, else after
+        `silence_patience`, because it may come back.
+        """
         if engine.silent_since is None:
             return
         has_other = any(other.available for other in self._engines.values())

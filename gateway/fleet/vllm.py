@@ -1,9 +1,9 @@
-"""The adapters of vLLM servers: loaded by name through the runtime API (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1), and
-unloaded again, the longest unused first.
+"""Adapters of vLLM servers: loaded by name through the runtime API (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1), and unloaded
+least recently used first.
 
-A name is `sha256:<digest>`, so a name that is there already, whoever loaded it, stands for the same bytes. Another
-gateway may unload it at any time: the request then fails with 404 before any work, and is sent again after a load.
-Gateways tell each other through Redis which adapters they use, so that none unloads what another is using.
+A name is `sha256:<digest>`, so a name that exists, whoever loaded it, stands for the same bytes. Another gateway may
+unload it at any time: the request then fails with 404 before any work, and is sent again after a load. Gateways share
+their uses of adapters through Redis, so that none unloads an adapter that another is using.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ LOAD_TIMEOUT = ClientTimeout(total=120.0)
 
 
 class VllmAdapters:
-    """The adapters of every vLLM engine."""
+    """The adapters of every vLLM server."""
 
     def __init__(self, session: ClientSession, store: Store, uses: RecentUses) -> None:
         self._session = session
@@ -36,9 +36,9 @@ class VllmAdapters:
         self._moving: WeakKeyDictionary[EngineRecord, _Moving] = WeakKeyDictionary()
 
     async def ensure(self, engine: EngineRecord, digest: str, *, again: bool = False) -> None:
-        """Return when the engine can be asked for the adapter; any number of callers cause one load.
+        """Return when the engine has the adapter; concurrent callers share a load.
 
-        again: the engine has just said that it does not have it. Raises UpstreamFailed, ClientError, OSError,
+        again: the engine has just answered that it lacks the adapter. Raises UpstreamFailed, ClientError, OSError,
         TimeoutError.
         """
         moving = self._moving.setdefault(engine, _Moving())
@@ -53,7 +53,7 @@ class VllmAdapters:
             if load is None:
                 load = moving.loads[digest] = asyncio.create_task(self._load(engine, digest))
                 load.add_done_callback(lambda done: moving.ended(digest, done))
-            # Others may wait for the same load: one client that leaves must not end it.
+            # Other requests may wait for the same load, so a client that leaves must not end it.
             await asyncio.shield(load)
         await self._unload_surplus(engine, moving)
 
@@ -70,7 +70,7 @@ class VllmAdapters:
         engine.resident |= {digest}
 
     async def _unload_surplus(self, engine: EngineRecord, moving: "_Moving") -> None:
-        """Unload the longest unused adapters beyond the server's room, whichever gateway loaded and used them."""
+        """Unload the least recently used adapters beyond the server's room, whichever gateway loaded or used them."""
         if len(engine.resident) <= engine.address.adapters or not self._idle(engine, moving):
             return
         async with moving.unloading:
@@ -103,7 +103,7 @@ class VllmAdapters:
 
 
 class _Moving:
-    """The loads and unloads under way in one engine. unloading: one task at a time decides what goes."""
+    """Running loads and unloads of a server. unloading: held while adapters to unload are chosen."""
 
     def __init__(self) -> None:
         self.loads: dict[str, asyncio.Task[None]] = {}

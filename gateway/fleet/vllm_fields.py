@@ -1,8 +1,8 @@
-"""The allow-list of request fields for vLLM servers, and the body that is sent to them.
+"""The allow-list of request fields for vLLM servers, and the body that they are sent.
 
-vLLM takes fields that are the operator's business: `kv_transfer_params` alone replaces the prompt that the gateway has
-counted, names hosts to fetch KV blocks from, and exists in every server. New ones come with each release. So a body for
-vLLM is built from the fields that the gateway has checked, at every depth; any other field is refused by name.
+vLLM accepts fields that only the operator may set: `kv_transfer_params` alone replaces the prompt that the gateway has
+counted, names hosts to fetch KV blocks from, and exists in every server. Each release adds more. So a body for vLLM is
+built from the fields that the gateway has checked, at every depth; any other field is refused by name.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from msgspec import Meta, Struct, inspect
 
 from engine.protocol import BadRequest, ChatCompletionRequest, CompletionRequest, NotServed, decode
 
-# vLLM's own old names for the members of `structured_outputs`; it ignores them by now.
+# vLLM's former names for the members of `structured_outputs`; current releases ignore them.
 OLD_FORMS = "guided_"
 CHAT_PATH = "/v1/chat/completions"
 RequestType = type[ChatCompletionRequest] | type[CompletionRequest]
 
 
 class VllmOnly(Struct, kw_only=True):
-    """The fields that vLLM serves beyond our engine. They shape the answer within its `max_tokens`, nothing else."""
+    """Fields that vLLM serves and our engine does not. They change the answer within its `max_tokens` only."""
 
     include_reasoning: bool | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -30,8 +30,8 @@ class VllmOnly(Struct, kw_only=True):
         pass
 
 
-# Hints for OpenAI's own service, which many clients send: they ask for no other answer, and are dropped. `priority`
-# belongs to the tenant.
+# Hints for OpenAI's own service that many clients send. They do not change the answer and are dropped. `priority` is
+# the tenant's, not the request's.
 DROPPED = frozenset(
     {
         "metadata",
@@ -43,8 +43,8 @@ DROPPED = frozenset(
         "verbosity",
     }
 )
-# The arguments of transformers' `apply_chat_template`, which vLLM fills from `chat_template_kwargs` along with the
-# template's own variables.
+# Arguments of transformers' `apply_chat_template`, which vLLM takes from `chat_template_kwargs` together with the
+# template's variables.
 RENDERERS_OWN = frozenset(
     {
         "conversation",
@@ -64,8 +64,8 @@ _VLLM_ONLY = frozenset(VllmOnly.__struct_fields__)
 def check_fields(raw: bytes, kind: RequestType) -> bytes:
     """Return the body without the fields that only vLLM serves, as `kind` decodes it.
 
-    Raises the protocol's BadRequest for a field that no engine is sent. A body that is no JSON object is returned as it
-    is, for `decode` to explain.
+    Raises the protocol's BadRequest for a field that is sent to no engine. A body that is no JSON object is returned
+    unchanged: `decode` reports it.
     """
     try:
         fields = msgspec.json.decode(raw)
@@ -82,24 +82,25 @@ def check_fields(raw: bytes, kind: RequestType) -> bytes:
 
 
 def vllm_request(body: dict[str, Any], path: str, tenant_id: str, digest: str | None) -> dict[str, Any]:
-    """Return the body that a vLLM server is sent for a checked one; the caller sets its `model`.
+    """Return the body to send to a vLLM server for a checked one; the caller sets its `model`.
 
-    Raises the protocol's BadRequest as `check_fields` does: a server that announced itself may be the first vLLM that
-    this gateway meets.
+    Raises the protocol's BadRequest as `check_fields` does, which has not run if the only vLLM servers announced
+    themselves.
     """
     sent = _allowed(body, ChatCompletionRequest if path == CHAT_PATH else CompletionRequest)
     sent["cache_salt"] = cache_salt(tenant_id, digest, body.get("cache_salt"))
     if sent.get("stream"):
-        # Each event then carries the tokens so far: the bill of a client that leaves. With several sequences vLLM
-        # counts each one by itself, which would be taken for the whole.
+        # Each event then carries the tokens so far, which bill a client that leaves. Not with several sequences: vLLM
+        # counts each of them alone, which would pass for the total.
         sent["stream_options"] = {**sent["stream_options"], "continuous_usage_stats": _is_one_sequence(sent)}
     return sent
 
 
 def cache_salt(tenant_id: str, digest: str | None, own: str | None) -> str:
-    """Return the salt of a request's KV blocks, which are shared within one tenant, adapter and client's salt only.
+    """Return the salt of a request's KV blocks, so that only requests with the same tenant, adapter and client's salt
+    share them.
 
-    The adapter is part of it because caches behind vLLM may leave it out of their keys (vllm-project/vllm#44250). The
+    The adapter is included because caches behind vLLM may leave it out of their keys (vllm-project/vllm#44250). The
     length is fixed: vLLM refuses salts of more than 1,024 characters.
     """
     parts = "\0".join((tenant_id, digest or "base", own or ""))
@@ -107,7 +108,7 @@ def cache_salt(tenant_id: str, digest: str | None, own: str | None) -> str:
 
 
 def _allowed(body: dict[str, Any], kind: RequestType) -> dict[str, Any]:
-    """Return the declared fields of a body, at every depth, that were given and mean something to vLLM."""
+    """Return the declared fields of a body, at every depth, that have a value and an effect in vLLM."""
     _refuse_unknown(body, kind)
     served = {name: body[name] for name in _served(kind) & body.keys() if body[name] is not None}
     sent: dict[str, Any] = _declared(served, _type_info(kind))
@@ -117,7 +118,7 @@ def _allowed(body: dict[str, Any], kind: RequestType) -> dict[str, Any]:
 
 
 def _refuse_unknown(fields: dict[str, Any], kind: RequestType) -> None:
-    # A field without a value asks for nothing.
+    # A field without a value has no effect.
     known = kind.__struct_fields__
     for name, value in fields.items():
         if value is not None and name not in known and name not in _VLLM_ONLY and name not in DROPPED:
@@ -130,7 +131,7 @@ def _refuse_unknown(fields: dict[str, Any], kind: RequestType) -> None:
 
 @cache
 def _served(kind: RequestType) -> frozenset[str]:
-    """Return the fields of a request that mean something to the engines."""
+    """Return the fields of a request that the engines use."""
     return frozenset(field.name for field in msgspec.structs.fields(kind) if field.type != NotServed)
 
 
@@ -160,7 +161,7 @@ def _holds_structs(declared: inspect.Type) -> bool:
 
 
 def _is_one_sequence(body: dict[str, Any]) -> bool:
-    """Return whether one prompt gets one choice."""
+    """Return whether a single prompt gets a single choice."""
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     return not several and body.get("n") in (None, 1)

@@ -1,9 +1,9 @@
-"""The releases of vLLM that may be given several tenants' adapters.
+"""The releases of vLLM that may serve several tenants' adapters.
 
-Before SAFE, an adapter that was loaded at runtime could take the slot of one that was generating, whose request then
-went on with the new adapter's weights, without an error or a log line (vllm-project/vllm#47724, mended by #47725:
-0.25.1 lacks the change, 0.26.0 has it). The gateway loads adapters beside running requests, so such a server may
-answer one tenant with another's adapter.
+Before SAFE, an adapter loaded at runtime could take the slot of one that was generating; that request then continued
+with the new adapter's weights, without an error or a log line (vllm-project/vllm#47724, fixed by #47725: 0.25.1 lacks
+the fix, 0.26.0 has it). The gateway loads adapters beside running requests, so such a server may answer a tenant with
+another's adapter.
 """
 
 import re
@@ -11,12 +11,12 @@ import re
 import msgspec
 
 SAFE = (0, 26, 0)
-# `0.26.0`, `0.26.0+cpu`, `0.26.1rc2.dev5+g0123abc`; what comes before a release is not known to hold its changes.
+# `0.26.0`, `0.26.0+cpu`, `0.26.1rc2.dev5+g0123abc`; a pre-release may lack changes of its release.
 _VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(a|b|rc|dev)\d*)?(?:\D.*)?")
 
 
 class UnsafeVersion(Exception):
-    """The message is for the operator: the reason, and the way out."""
+    """The version may mix up adapters. The message tells the operator the reason and the remedy."""
 
 
 class _Version(msgspec.Struct):
@@ -24,7 +24,7 @@ class _Version(msgspec.Struct):
 
 
 def check_version(answer: bytes) -> None:
-    """Raise UnsafeVersion unless the body of `/version` names a release that serves each request its own adapter."""
+    """Raise UnsafeVersion unless the body of `/version` names a release that never mixes up adapters."""
     try:
         version = msgspec.json.decode(answer, type=_Version).version[:40]
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""A tenant's limits on its own adapters: how often they change, and how much of the store they take."""
+"""A tenant's limits on its own adapters: the rate of changes, and the room in the store."""
 
 import msgspec
 from sqlalchemy import func, select
@@ -7,14 +7,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
 from gateway.records.tables import adapter_versions, adapters, tenants
 
-# Versions of a name that stay on record, and count; older ones give way.
+# Versions of a name that stay on record and count; older ones are removed.
 KEPT_VERSIONS = 20
 
 
 class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """None: not limited. adapter_changes_per_minute: uploads and deletes. max_adapters: names.
+    """None is unlimited. adapter_changes_per_minute: uploads and deletes. max_adapters: names.
 
-    max_adapter_bytes: of all versions on record, in the files' own dtypes.
+    max_adapter_bytes: size of all versions on record, in the files' own dtypes.
     """
 
     adapter_changes_per_minute: int | None = 60
@@ -27,7 +27,7 @@ FIELDS = AdapterLimits.__struct_fields__
 
 
 def read_limits(stored: str | None) -> AdapterLimits:
-    """Return the limits of a tenant's row; NULL, of a row of the release before, is the defaults."""
+    """Return the limits of a tenant's row; NULL, in a row of the release before, means the defaults."""
     return AdapterLimits() if stored is None else msgspec.json.decode(stored, type=AdapterLimits)
 
 
@@ -36,9 +36,9 @@ def write_limits(limits: AdapterLimits) -> str:
 
 
 async def check_room(connection: AsyncConnection, tenant_id: str, new_bytes: int, *, new_name: bool) -> None:
-    """Hold the tenant's row and check that one more version fits. Raises AdapterLimitExceeded, RecordNotFound.
+    """Lock the tenant's row and check that another version fits. Raises AdapterLimitExceeded, RecordNotFound.
 
-    On PostgreSQL the row's lock orders two uploads of one tenant; on SQLite the database's own does.
+    On PostgreSQL the row's lock orders concurrent uploads of a tenant; on SQLite the database's own lock does.
     """
     query = select(tenants.c.adapter_limits).where(tenants.c.id == tenant_id).with_for_update()
     row = (await connection.execute(query)).one_or_none()
@@ -56,7 +56,7 @@ async def check_room(connection: AsyncConnection, tenant_id: str, new_bytes: int
 
 
 def no_room(used: int, new_bytes: int, limit: int) -> AdapterLimitExceeded:
-    """Return the refusal of an upload for which there is no room."""
+    """Return the refusal of an upload that does not fit."""
     return AdapterLimitExceeded(
         f"max_adapter_bytes: {used} bytes are stored, this upload has {new_bytes}, and {limit} are allowed; delete an "
         "adapter first.",

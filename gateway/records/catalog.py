@@ -1,7 +1,7 @@
-"""Which adapter a name means, in each tenant's own namespace.
+"""The catalog of adapters: names in each tenant's own namespace, and the content that each name means.
 
-Names are kept in memory while the tenant's change counter stays the same (gateway/records/changes.py). A change of a
-name's meaning is answered once no gateway that reaches the database believes the old one.
+Names are cached while the tenant's change counter stays the same (gateway/records/changes.py). A change of a name's
+meaning is answered only when no gateway that reaches the database still trusts the old meaning.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from gateway.turns import Turns
 
 ADAPTER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 CACHE_ENTRIES = 50_000
-# Lists of adapters that are read at once, one for each tenant: connections are left for everything else.
+# Concurrent listings, at most one for each tenant, so that database connections stay free for other work.
 READS = 4
 CURRENT_VERSION = and_(
     adapter_versions.c.adapter_id == adapters.c.id, adapter_versions.c.version == adapters.c.current_version
@@ -47,10 +47,10 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a request names. name: the tenant's own; digest None is the base model.
+    """The model that a request names. name: the tenant's own. digest: None is the base model.
 
-    names: of an adapter, its own name and those others of the tenant that mean the same content and that the operator
-    has given a price or limits: these hold for the content, whatever name a request uses.
+    names: an adapter's name and those of the tenant's other names for the same content that have a price or limits.
+    These apply to the content, whichever name a request uses.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """limited: the names with limits of their own when it was looked up, which decide on `Model.names`."""
+    """A cached meaning. limited: the names with limits at the time of the query, on which `Model.names` depends."""
 
     mark: int
     limited: frozenset[str]
@@ -71,7 +71,7 @@ async def _already_stored() -> None:
 
 
 class Catalog:
-    """Raises ModelNotFound, RecordNotFound and BadRequest (param "name")."""
+    """Names and versions of adapters. Raises ModelNotFound, RecordNotFound and BadRequest (param "name")."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Catalog:
         changes: Changes | None = None,
         believed_seconds: float = 0.0,
     ) -> None:
-        """believed_seconds: for how long another gateway may still believe an old meaning."""
+        """believed_seconds: for how long another gateway may still trust an old meaning."""
         self._database = database
         self.base_model = base_model
         self._changes = changes or Changes(database)
@@ -102,7 +102,8 @@ class Catalog:
             raise BadRequest(f"'{name}' is the base model's name; choose another for the adapter.", param="name")
 
     async def resolve(self, tenant: Tenant, name: str) -> Model:
-        """Return the model that a tenant means by `name`. An unknown name is always looked up: a new one works at once.
+        """Return the model that a tenant means by `name`. An unknown name is always queried, so a new one works at
+        once.
 
         Raises ModelNotFound.
         """
@@ -124,7 +125,7 @@ class Catalog:
 
     async def _look_up(self, asked: tuple[str, str, str, frozenset[str]]) -> Model | None:
         tenant_id, tenant_name, name, limited = asked
-        # Taken before the query: an answer that a change overtakes on its way is not believed again.
+        # Taken before the query, so that a change during the query invalidates its answer.
         mark = self._changes.mark
         async with self._database.read() as connection:
             rows = (await connection.execute(_meanings(tenant_id, tenant_name, name, limited))).all()
@@ -141,7 +142,7 @@ class Catalog:
         return model
 
     async def check_declared(self, tenant: Tenant, num_bytes: int) -> None:
-        """Raises Forbidden for an upload of so many bytes that the tenant has no room for, before it is read."""
+        """Check, before an upload is read, that the tenant has room for its declared bytes. Raises Forbidden."""
         limit = tenant.adapter_limits.max_adapter_bytes
         if limit is not None:
             async with self._database.read() as connection:
@@ -160,10 +161,11 @@ class Catalog:
         actor: str,
         publish: Callable[[], Awaitable[None]] = _already_stored,
     ) -> Adapter:
-        """Add a first or a further version under `name`, current from now on. The same digest again changes nothing.
+        """Add a first or a further version under `name`, current from now on. Repeating the current digest changes
+        nothing.
 
-        publish: puts the content into the store; called once the version is allowed and before it is committed, so
-        that a refusal leaves nothing there and no version is without content. Raises Forbidden, naming the limit.
+        publish: puts the content into the store; called when the version is allowed and before it is committed, so that
+        a refused version stores nothing and every version has content. Raises Forbidden, naming the limit.
         """
         self.check_name(name)
         content = {"digest": digest, "rank": rank, "num_bytes": num_bytes}
@@ -215,7 +217,7 @@ class Catalog:
         return Adapter(name=name, version=version, created_at=now, **content)
 
     async def referenced(self, digests: Sequence[str]) -> set[str]:
-        """Return those digests that a version on record has, of any tenant. At most a few hundred at once."""
+        """Return the digests that a version of any tenant refers to. For at most a few hundred at once."""
         query = select(adapter_versions.c.digest).where(adapter_versions.c.digest.in_(digests)).distinct()
         async with self._database.read() as connection:
             return set((await connection.execute(query)).scalars())
@@ -243,7 +245,7 @@ class Catalog:
         return _adapter(row)
 
     async def delete(self, tenant: Tenant, name: str, actor: str) -> None:
-        """Frees the name and its versions. The content stays in the store: others may hold the same digest."""
+        """Delete the name and its versions. The content stays in the store: others may refer to the same digest."""
         _check_possible(name)
         owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name)
         async with self._database.write() as connection:
@@ -256,7 +258,9 @@ class Catalog:
         await self._changed(replaced=True)
 
     async def _changed(self, *, replaced: bool) -> None:
-        """End the old meaning here at once, and wait until no other worker believes it. replaced: there was one."""
+        """Drop the old meaning here, and wait until no other worker trusts it. replaced: whether there was an old
+        meaning.
+        """
         await self._changes.catch_up()
         if replaced:
             await asyncio.sleep(self._believed_seconds)
@@ -277,9 +281,9 @@ def _current(tenant_id: str) -> Select[Any]:
 
 
 def _meanings(tenant_id: str, tenant_name: str, name: str, limited: frozenset[str]) -> Select[Any]:
-    """Select (name, digest) of the name and of those others of the same content that have a price or are in `limited`.
+    """Select (name, digest) of the name and of the names for the same content that have a price or are in `limited`.
 
-    The operator's rules bound the rows, not the number of names that a tenant gives to one content.
+    Only the operator adds prices and limits, so a tenant's many names for the same content do not add rows.
     """
     own, version = adapters.alias(), adapter_versions.alias()
     digest = (

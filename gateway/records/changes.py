@@ -1,8 +1,8 @@
-"""Change counters by tenant: which tenants' keys and names a gateway must look up again.
+"""Change counters by tenant: they tell a gateway which tenants' keys and names to look up again.
 
-Each transaction that changes a tenant, its keys, names or prices counts up the row of that tenant. A gateway reads the
-rows that have changed since a safe point ten times a second, so one tenant's changes empty no other tenant's cache, and
-two tenants' changes never wait for each other.
+Each transaction that changes a tenant, its keys, names or prices increments the counter in that tenant's row. Ten times
+a second a gateway reads the rows that have changed since a safe point. So a tenant's changes invalidate no other
+tenant's cache, and changes of two tenants never wait for each other.
 
 No change is missed, in whatever order transactions commit. A row's stamp is the id of the transaction that wrote it,
 and the safe point is the oldest transaction that a reading's snapshot saw running (`pg_snapshot_xmin`): a later commit
@@ -25,8 +25,8 @@ from gateway.records.lookups import Lookups
 # Scopes beside the tenants' ids: admin keys, and the list of prices.
 OPERATORS, PRICES = "operators", "prices"
 
-# Cached keys and names are believed for this long after the last reading: a revoked key is refused everywhere within
-# half a second, and the answer to an adapter's deletion waits as long. Readings are so frequent that some may be lost.
+# Cached keys and names are trusted for this long after the last reading: a revoked key is refused everywhere within
+# half a second, and the answer to an adapter's deletion waits as long. Some of the readings may be lost.
 TRUST_SECONDS = 0.5
 ASK_SECONDS = 0.1
 
@@ -50,7 +50,7 @@ _SERVERS = {
 
 
 def _reading(server: str) -> TextClause:
-    """Build the statement that reads the safe point and the rows since the one before, in one snapshot."""
+    """Build the statement that reads the safe point, and the rows since the previous safe point, in one snapshot."""
     return text(
         "SELECT now.server, now.standby, now.safe, now.others, rows.scope, rows.changes "
         f"FROM ({server}, (SELECT changes FROM access_changes) AS others) AS now "
@@ -62,19 +62,20 @@ _READ = {dialect: _reading(server) for dialect, server in _SERVERS.items()}
 
 
 async def count_change(connection: AsyncConnection, *scopes: str | None) -> None:
-    """Count a change of tenants, by id, or of other scopes; None is OPERATORS. The last statement of its transaction.
+    """Increment the counters of tenants, by id, or of other scopes; None is OPERATORS. The last statement of a
+    transaction.
 
-    From here to the commit other changes of the same tenants wait.
+    Other changes of the same tenants wait from here to the commit.
     """
-    # In one order everywhere, so that two transactions never wait for each other.
+    # The order is the same everywhere, so that transactions never deadlock.
     for scope in sorted({scope or OPERATORS for scope in scopes}):
         await connection.execute(_COUNT[connection.dialect.name], {"scope": scope})
 
 
 class Changes:
-    """Knowledge of which tenants have changed. A cache keeps `mark`, taken before its query, with each answer.
+    """Tracks which tenants have changed. A cache keeps `mark`, taken before its query, with each answer.
 
-    trust_seconds: how long answers are believed after the last reading; above TRUST_SECONDS for a gateway that goes on
+    trust_seconds: how long answers are trusted after the last reading; above TRUST_SECONDS for a gateway that goes on
     serving known keys while the database is away.
     """
 
@@ -85,7 +86,7 @@ class Changes:
         self._server: tuple[str, int] | None = None
         self._since = 0
         self._counts: dict[str, int] = {}
-        # A local clock of noticed changes: an answer is old if its tenant has changed after the answer's mark.
+        # A local clock of the changes read: an answer is stale if its tenant has changed after the answer's mark.
         self._clock = 0
         self._all_changed_at = 0
         self._changed_at: dict[str, int] = {}
@@ -97,22 +98,21 @@ class Changes:
 
     @property
     def age(self) -> float:
-        """Seconds since the last successful reading began."""
+        """Return the seconds since the last successful reading began."""
         return time.monotonic() - self._read_at
 
     def holds(self, mark: int, scope: str) -> bool:
-        """Return whether an answer of this mark may be believed without asking anything."""
+        """Return whether an answer of this mark is valid without a reading."""
         return self.age < self._trust_seconds and self.is_unchanged(mark, scope)
 
     def is_unchanged(self, mark: int, scope: str) -> bool:
-        """Return whether no change is known that came after the mark."""
+        """Return whether no change after the mark is known."""
         return mark >= self._all_changed_at and mark >= self._changed_at.get(scope, 0)
 
     async def confirm(self, mark: int, scope: str) -> bool:
-        """Return whether an answer of this mark is true now; all who ask at once share one reading.
+        """Return whether an answer of this mark is valid now; concurrent callers share a reading.
 
-        A process that has not read for a while, because its event loop stalled, so asks once and not once for each key.
-        Raises Unavailable.
+        After a stall of the event loop a process so makes one reading, not one for each key. Raises Unavailable.
         """
         if self.holds(mark, scope):
             return True
@@ -122,19 +122,19 @@ class Changes:
         return self.is_unchanged(mark, scope)
 
     async def read(self) -> None:
-        """Read what has changed up to now. Raises Unavailable."""
+        """Read all changes up to now. Raises Unavailable."""
         await self._readings.get(None)
 
     async def close(self) -> None:
-        """Wait for a reading that is running."""
+        """Wait for a running reading."""
         await self._readings.close()
 
     async def catch_up(self) -> None:
-        """Notice the change that this process has just made, before its answer is sent."""
+        """Read a change that this process has just made, before its response is sent."""
         try:
             await self.read()
         except Unavailable:
-            # The change is made; nothing that was known before it is believed.
+            # The change is committed, so every cached answer is dropped.
             self._forget_all()
 
     async def _read(self, _: None) -> None:
@@ -152,7 +152,7 @@ class Changes:
         first = rows[0]
         server = (first.server, first.others)
         if server != self._server or first.safe < self._since:
-            # Another server, or a gateway of the release before has counted a change without saying whose.
+            # Another server, or a gateway of the release before has counted a change without its tenant.
             self._server = server
             self._forget_all()
         for row in rows:

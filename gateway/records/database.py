@@ -30,9 +30,9 @@ logging.getLogger("alembic").setLevel(logging.WARNING)
 
 # How long one statement, or the wait for a connection, may take before the caller gets an error (seconds).
 STATEMENT_SECONDS = 10
-# Connections of one process: POOL_SIZE are kept, MAX_OVERFLOW more are opened under load, and one is reserved.
+# Connections of a process: POOL_SIZE are kept, MAX_OVERFLOW more are opened under load, and one is reserved.
 POOL_SIZE, MAX_OVERFLOW = 10, 5
-# A connection is replaced when it is this old, so that a moved server or a balancer's time limit is noticed.
+# A connection is replaced at this age, so that a moved server or a balancer's time limit is noticed.
 RECYCLE_SECONDS = 1800
 RECONNECT_SECONDS = 1.0
 # SQLSTATE of a write on a standby.
@@ -46,9 +46,9 @@ MIGRATION_LOCK = 0x6C_70_78_6D
 
 
 class Database:
-    """A pool of connections. `read()` and `write()` each give one transaction, committed on a clean exit.
+    """A pool of connections. `read()` and `write()` each give a transaction, committed on a clean exit.
 
-    They raise Unavailable when the database is away or too slow; what it refuses comes as SQLAlchemy's own errors.
+    They raise Unavailable when the database is away or too slow; input that it refuses raises SQLAlchemy's own errors.
     """
 
     def __init__(self, url: str) -> None:
@@ -67,7 +67,7 @@ class Database:
             # A server may have closed a connection since it was used last.
             options["pool_pre_ping"] = True
         self._engine = create_async_engine(self._url, **options)
-        # One connection that no request can take: changes of keys are read on it.
+        # A connection that no request can take, for reading changes of keys.
         self._reserved = create_async_engine(self._url, **options | {"pool_size": 1, "max_overflow": 0})
         self._reconnected_at = -math.inf
         if self.dialect == "sqlite":
@@ -77,7 +77,7 @@ class Database:
 
     @asynccontextmanager
     async def read(self, *, reserved: bool = False) -> AsyncIterator[AsyncConnection]:
-        """Open a transaction that only reads. reserved: on the connection that is kept for reading changes."""
+        """Open a read-only transaction. reserved: on the connection that is kept for reading changes."""
         with _translated(self._outage):
             async with (self._reserved if reserved else self._engine).connect() as connection, connection.begin():
                 yield connection
@@ -102,7 +102,7 @@ class Database:
             raise
 
     async def reconnect(self, reason: str) -> None:
-        """Replace all connections, at most once in RECONNECT_SECONDS: the URL may name another server by now."""
+        """Replace all connections, at most once in RECONNECT_SECONDS; the URL may lead to another server now."""
         now = time.monotonic()
         if now - self._reconnected_at < RECONNECT_SECONDS:
             return
@@ -188,7 +188,7 @@ def _state(error: BaseException | None) -> str:
 
 
 def is_datas_fault(error: DBAPIError) -> bool:
-    """Return whether the database is well and refuses its input. asyncpg's data errors say so by SQLSTATE only."""
+    """Return whether the database works and refuses the input. asyncpg's data errors tell so by SQLSTATE only."""
     state = _state(error)
     return isinstance(error, DataError | IntegrityError) or state[:2] in (DATA_EXCEPTION, INTEGRITY_VIOLATION)
 

@@ -1,4 +1,4 @@
-"""API keys as they are kept: whose, for what, until when; the secret only as a keyed hash."""
+"""API keys in the database: owner, scopes, lifetime; the secret only as a keyed hash."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,10 @@ MAX_IDS = 500
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key as stored: `secret_hash` is keyed, the secret itself is nowhere. tenant None: an admin's key.
+    """A stored key. secret_hash: keyed; the secret itself is not stored. tenant: None for an admin's key.
 
-    allowed_models: the tenant's own names of models; None: all of them.
-    family_id: shared by a key and its successors by rotation, whose limits are counted together.
+    allowed_models: the tenant's own names of models; None: all of them. family_id: shared by a key and its successors
+    by rotation, whose limits are counted together.
     """
 
     id: str
@@ -48,7 +48,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scope(self) -> str:
-        """The change counter that it depends on: its tenant's, or the operators'."""
+        """Return the scope of the change counter that the key depends on: its tenant's, or the operators'."""
         return OPERATORS if self.tenant is None else self.tenant.id
 
     def valid(self, now: datetime) -> bool:
@@ -56,7 +56,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Keys:
-    """Raises RecordNotFound."""
+    """The table of keys. Raises RecordNotFound."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -92,7 +92,7 @@ class Keys:
         return [_key(row) for row in rows]
 
     async def revoke(self, key_id: str, actor: str) -> None:
-        """Revoking twice keeps the first moment."""
+        """Revoke a key. A second revocation keeps the first one's time."""
         async with self._database.write() as connection:
             key = await _locked(connection, key_id)
             if key.revoked_at is None:
@@ -102,9 +102,9 @@ class Keys:
                 await count_change(connection, key.scope)
 
     async def replace(self, new: ApiKey, old_id: str, expires_at: datetime, actor: str) -> None:
-        """Adds `new`; the old key lives until `expires_at`, or less if it was to end before.
+        """Add `new`; the old key ends at `expires_at`, or earlier if it was to end before.
 
-        Raises BadRequest if the old key is not valid (any more).
+        Raises BadRequest if the old key is not valid.
         """
         async with self._database.write() as connection:
             old = await _locked(connection, old_id)

@@ -1,4 +1,4 @@
-"""Equal queries of the database, sent once for all callers that wait."""
+"""Coalescing of equal database queries from concurrent callers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
@@ -20,8 +20,8 @@ class Lookups(Generic[K, V]):
         self._next: dict[K, asyncio.Task[V]] = {}
 
     async def get(self, key: K) -> V:
-        """Return the result of a query that starts after this call, or raise its error; a cancelled caller leaves it
-        running for the others.
+        """Return the result of a query that starts after this call, or raise its error. A cancelled caller does not
+        stop it.
         """
         lookup = self._next.get(key)
         if lookup is None:
@@ -30,7 +30,7 @@ class Lookups(Generic[K, V]):
         return await asyncio.shield(lookup)
 
     async def close(self) -> None:
-        """Wait for the queries that are running, whose callers may have left."""
+        """Wait for the running queries, whose callers may have left."""
         if running := {*self._out.values(), *self._next.values()}:
             await asyncio.wait(running)
 
@@ -45,6 +45,6 @@ class Lookups(Generic[K, V]):
 
 
 def _hear(lookup: "asyncio.Task[V]") -> None:
-    """Retrieve the error: it was for the callers, who may all have left."""
+    """Retrieve the error, which asyncio would log if every caller has left."""
     if not lookup.cancelled():
         lookup.exception()

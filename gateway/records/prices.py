@@ -1,6 +1,6 @@
-"""What tokens cost, by model: an operator's prices, and the one that holds for a request.
+"""Prices of tokens by model, and the price that applies to a request.
 
-Every gateway keeps them all in memory and loads them again when one has changed, so that no request waits for SQL.
+Every gateway keeps all prices in memory and reloads them after a change, so that no request waits for SQL.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from gateway.records.changes import PRICES, Changes, count_change
 from gateway.records.database import Database
 from gateway.records.tables import prices, tenants
 
-# A base model's name, an adapter's as "tenant/name", all of a tenant's adapters as "tenant/*", or everything as "*".
+# The base model's name, an adapter as "tenant/name", all of a tenant's adapters as "tenant/*", or everything as "*".
 MODEL = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,255}")
 EVERYTHING = "*"
-# A changed price is loaded within this time of being noticed; without any change all are loaded once in RELOAD_SECONDS,
-# for prices that were set by a gateway of the release before or in SQL.
+# A changed price is loaded within this time; without a change all prices are loaded every RELOAD_SECONDS, in case a
+# gateway of the release before, or SQL, has set one.
 LOOK_SECONDS = 0.2
 RELOAD_SECONDS = 60.0
 MICRO_UNITS = 1_000_000
@@ -72,7 +72,7 @@ class PricedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prices:
-    """The stored prices; raises RecordNotFound, BadRequest (param "model") and Unavailable."""
+    """The stored prices. Raises RecordNotFound, BadRequest (param "model") and Unavailable."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -111,7 +111,9 @@ class Prices:
 
 
 async def _count_change(connection: AsyncConnection, model: str) -> None:
-    """Count a change of prices, and of the tenant whose adapter has the price: `Model.names` depends on it."""
+    """Count a change of prices, and of the tenant that owns the priced adapter, because `Model.names` depends on
+    prices.
+    """
     owner = select(tenants.c.id).where(tenants.c.name == model.partition("/")[0])
     tenant_id = (await connection.execute(owner)).scalar_one_or_none() if "/" in model else None
     await count_change(connection, PRICES, tenant_id or PRICES)
@@ -120,8 +122,8 @@ async def _count_change(connection: AsyncConnection, model: str) -> None:
 class PriceList:
     """All prices in memory.
 
-    An adapter has the dearest price of the tenant's names for its content, so that no further name makes it cheaper.
-    Without any it has the price of "tenant/*", of the base model, of "*", whichever comes first, or none.
+    An adapter has the highest price of the tenant's names for its content, so that a further name never makes it
+    cheaper. Without such a price the first one of "tenant/*", of the base model and of "*" applies, or none.
     """
 
     def __init__(self, prices: Prices, base_model: str) -> None:
@@ -130,7 +132,7 @@ class PriceList:
         self._known: dict[str, Price] = {}
 
     def price(self, tenant: str, model: Model) -> Price:
-        """Return the price that holds for a tenant's request. tenant: its name."""
+        """Return the price for a tenant's request. tenant: its name."""
         known = self._known
         own = [known[key] for name in model.names if (key := f"{tenant}/{name}") in known]
         if own:
@@ -139,11 +141,11 @@ class PriceList:
         return rule or known.get(self._base_model) or known.get(EVERYTHING, FREE)
 
     async def refresh(self) -> None:
-        """Load all prices. Raises Unavailable; the prices known before then hold on."""
+        """Load all prices. Raises Unavailable; the previous prices then stay in force."""
         self._known = {entry.model: entry.price for entry in await self._prices.list()}
 
     async def watch(self, changes: Changes) -> None:
-        """Load prices again whenever one has changed, for ever. Run it as a task."""
+        """Reload prices after each change, without end. Run it as a task."""
         mark, loaded_at = -1, 0.0
         while True:
             if not changes.is_unchanged(mark, PRICES) or time.monotonic() - loaded_at > RELOAD_SECONDS:
@@ -151,7 +153,7 @@ class PriceList:
                 try:
                     await self.refresh()
                 except Unavailable:
-                    # The database's own log reports it; changed prices hold once it is back.
+                    # `Database` logs it; changed prices apply when it is back.
                     pass
                 else:
                     mark, loaded_at = before, time.monotonic()

@@ -69,7 +69,7 @@ tenants = Table(
     # JSON: a model's name -> its limits.
     Column("model_limits", Text, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
-    # JSON (gateway/records/adapter_limits.py); NULL is "the defaults".
+    # JSON (gateway/records/adapter_limits.py); NULL means the defaults.
     Column("adapter_limits", Text, nullable=True),
 )
 
@@ -79,7 +79,7 @@ api_keys = Table(
     Column("id", String(32), primary_key=True),
     # NULL for an admin's key, which belongs to no tenant.
     Column("tenant_id", String(32), ForeignKey("tenants.id", ondelete="CASCADE"), nullable=True, index=True),
-    # Shared by a key and all that replaced it by rotation: limits are counted by it. NULL is the key's own id.
+    # Shared by a key and its successors by rotation; limits are counted by it. NULL means the key's own id.
     Column("family_id", String(32), nullable=True, index=True),
     Column("label", String(100), nullable=False),
     # Comma separated; see gateway.admission.auth.
@@ -110,17 +110,17 @@ prices = Table(
     Column("updated_at", UtcDateTime, nullable=False),
 )
 
-# One row for each tenant that has changed, and for other scopes; see gateway.records.changes.
+# A row for each tenant that has changed, and for the other scopes; see gateway.records.changes.
 tenant_changes = Table(
     "tenant_changes",
     metadata,
     Column("scope", String(32), primary_key=True),
     Column("changes", BigInteger, nullable=False),
-    # Orders changes: PostgreSQL's transaction id, on SQLite a counter.
+    # Orders changes: PostgreSQL's transaction id, or a counter on SQLite.
     Column("stamp", BigInteger, nullable=False, index=True),
 )
 
-# One row, written by gateways of the release before only: how often anything has changed.
+# A single row that only gateways of the release before write: the number of all changes.
 access_changes = Table(
     "access_changes",
     metadata,
@@ -172,7 +172,7 @@ usage = Table(
     Column("status", String(16), nullable=False),
     Column("finish_reason", String(32), nullable=True),
     Column("created_at", UtcDateTime, nullable=False),
-    # The engine's receipt: a digest, "base" or "mixed"; NULL where it said nothing.
+    # The engine's receipt: a digest, "base" or "mixed"; NULL if it sent none.
     Column("served_digest", String(64), nullable=True),
     Index("ix_usage_tenant_id_created_at", "tenant_id", "created_at"),
     Index("ix_usage_tenant_created_at", "tenant", "created_at"),

@@ -1,4 +1,4 @@
-"""Tenants and what each may use."""
+"""Tenants and their limits."""
 
 import re
 import uuid
@@ -40,7 +40,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 # Of a tenant whose operator asked for nothing else.
 DEFAULT_LIMITS = Limits(requests_per_minute=600, tokens_per_minute=200_000, max_concurrent=32)
 
-# In `model_limits`: the limits that all adapters without their own share.
+# In `model_limits`: the limits shared by all adapters without limits of their own.
 ANY_ADAPTER = "*"
 
 OnTokenLimit = Literal["refuse", "shorten"]
@@ -66,13 +66,13 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tenants:
-    """Raises RecordNotFound and NameTaken."""
+    """The table of tenants. Raises RecordNotFound and NameTaken."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def create(self, name: str, fields: Mapping[str, Any], actor: str) -> Tenant:
-        """Add a tenant. fields: as `update` takes them; the others have defaults."""
+        """Add a tenant. fields: as in `update`; the others have defaults."""
         if not TENANT_NAME.fullmatch(name):
             raise BadRequest(
                 "Expected a tenant name of 1 to 64 characters a-z, 0-9, '.', '_' and '-', "
@@ -113,7 +113,9 @@ class Tenants:
         return [read_tenant(row) for row in rows]
 
     async def update(self, name: str, changes: Mapping[str, Any], actor: str) -> Tenant:
-        """Change a tenant. changes: fields of Limits, AdapterLimits and Tenant to set; without any nothing changes."""
+        """Change a tenant. changes: fields of Limits, AdapterLimits and Tenant to set; an empty mapping changes
+        nothing.
+        """
         _check_possible(name)
         values = {key: value for key, value in changes.items() if key not in adapter_limits.FIELDS}
         of_adapters = {key: value for key, value in changes.items() if key in adapter_limits.FIELDS}
@@ -135,9 +137,9 @@ class Tenants:
         return read_tenant(row)
 
     async def delete(self, name: str, actor: str, base_model: str) -> None:
-        """With its keys, adapter names and their prices. Usage and audit rows stay.
+        """Delete a tenant with its keys, adapter names and their prices. Usage and audit rows stay.
 
-        base_model: whose price stays, though its name may begin as the tenant's adapters do.
+        base_model: its price stays, even if its name begins like the tenant's adapters.
         """
         _check_possible(name)
         async with self._database.write() as connection:
@@ -153,7 +155,7 @@ class Tenants:
 
 
 def read_tenant(row: Row[Any]) -> Tenant:
-    """A row of the table, or of a join with its columns."""
+    """Build a tenant from a row of the table, or of a join with its columns."""
     return Tenant(
         id=row.id,
         name=row.name,
@@ -169,7 +171,7 @@ def read_tenant(row: Row[Any]) -> Tenant:
 
 
 def _values(tenant: Tenant) -> dict[str, Any]:
-    """Columns: the limits lie flat beside the other fields."""
+    """Return the columns: the limits lie flat beside the other fields."""
     values = msgspec.structs.asdict(tenant)
     limits: Limits = values.pop("limits")
     encoded = {

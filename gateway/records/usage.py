@@ -1,4 +1,4 @@
-"""One admitted request as the ledger keeps it; on the way there it is JSON, in the quota's stream or a journal."""
+"""The ledger's row of an admitted request; before that it is JSON in the quota's stream or a journal."""
 
 from datetime import datetime
 from typing import Annotated
@@ -13,7 +13,8 @@ Id = Annotated[str, Meta(max_length=32)]
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """status: "ok", "cancelled" (the client left), "refused" (the engine found the request bad; it cost nothing),
     "error" or "abandoned" (its gateway died). Times in ms from the request's arrival. cost: in micro-units.
-    served_digest: the engine's receipt (gateway/fleet/receipts.py); None: it said nothing."""
+    served_digest: the engine's receipt (gateway/fleet/receipts.py); None if it sent none.
+    """
 
     request_id: Annotated[str, Meta(max_length=64)]
     tenant_id: Id

@@ -1,4 +1,4 @@
-"""What was used up to a moment, as the ledger knows it: for quotas whose store has forgotten."""
+"""The ledger's usage sums up to a moment, for limits whose state Redis has lost."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -14,10 +14,10 @@ from gateway.records.usage_report import TIMES, segments
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Part of a tenant's usage: by a family of keys, or of some models. Nothing set: all of it.
+    """A part of a tenant's usage: by a family of keys, or by models. With no field set, all of it.
 
-    models: names, and every other name of the tenant that means the same content as one of them now.
-    besides: all adapters except those that `models` would name.
+    models: names, and the tenant's other names that mean the same content now. besides: all adapters except those that
+    `models` would name.
     """
 
     family: str | None = None
@@ -56,7 +56,7 @@ class UsagePast:
     ) -> list[tuple[datetime, int]]:
         """Return the prompt and completion tokens of the requests in `[since, until)`, by the hour's start, in order.
 
-        since: an hour's start.
+        since: the start of an hour.
         """
         hour = until.replace(minute=0, second=0, microsecond=0)
         parts = [
@@ -86,7 +86,7 @@ class UsagePast:
         found += [at < end] if end is not None else []
         if part.family is not None:
             keys = select(api_keys.c.id).where(api_keys.c.family_id == part.family)
-            # The first key of a family may come from a gateway of the release before, which leaves the column empty.
+            # The first key of a family may be from a gateway of the release before, which leaves the column empty.
             found.append((table.c.key_id == part.family) | table.c.key_id.in_(keys))
         if part.models is not None:
             found.append(table.c.model.in_(part.models) | table.c.model.in_(_same_content(tenant_id, part.models)))
@@ -97,7 +97,7 @@ class UsagePast:
 
 
 def _same_content(tenant_id: str, names: Sequence[str]) -> Select[Any]:
-    """Select the tenant's names that mean the same content as one of `names`."""
+    """Select the tenant's names that mean the same content as any of `names`."""
     own, other = adapters.alias(), adapter_versions.alias()
     digests = (
         select(other.c.digest)

@@ -167,7 +167,7 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
         assert await FinishedClient(session, TOKEN).ask(elsewhere.url, ["req_1"]) is None
         adapters = VllmAdapters(session, open_store(str(tmp_path)), RecentUses(None, 1.0))
         assert (await adapters._post(engine, "load", {}))[0] == 307
-        assert await _tell(session, "POST", elsewhere.url, "http://engine") == "it answers 307"
+        assert await _tell(session, "POST", elsewhere.url, "http://engine") == "status 307, expected 204"
         assert elsewhere.seen == []
 
 
