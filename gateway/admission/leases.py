@@ -89,12 +89,21 @@ class Leases:
         """Extend the leases of one tenant; put back those that Redis has lost. Raises Unavailable."""
         held = list(self._held.get(tenant_id, {}).items())
         for start in range(0, len(held), PAGE):
-            pairs = [
+            page = held[start : start + PAGE]
+            used = {id: each.reservation.hold.pace.delivered for id, each in page if each.reservation.hold is not None}
+            items = [
                 item
-                for request_id, each in held[start : start + PAGE]
-                for item in (request_id, b"" if each.progress is None else msgspec.json.encode(each.progress))
+                for id, each in page
+                for item in (
+                    id,
+                    b"" if each.progress is None else msgspec.json.encode(each.progress),
+                    used.get(id, b""),
+                )
             ]
-            answer = await self._store.script(tenant_id, "extend", self._lease_ms, *pairs)
+            answer = await self._store.script(tenant_id, "extend", self._lease_ms, *items)
+            for request in page:
+                if (hold := request[1].reservation.hold) is not None and request[0].encode() not in answer:
+                    hold.charged = max(hold.charged, used[request[0]])
             # Missing: Redis has lost it, or the request has ended since.
             running = self._held.get(tenant_id, {})
             lost = [each for request_id in answer if (each := running.get(request_id.decode())) is not None]
@@ -114,6 +123,8 @@ class Leases:
             reservation.tokens,
             reservation.completion,
             reservation.cost,
+            reservation.held,
+            reservation.charged,
             held.note,
             *(item for limit in limits for item in (limit.field, limit.value)),
         )

@@ -16,8 +16,10 @@ from gateway.records.prices import Price
 
 # Microseconds, by kind.
 WINDOW = {"r": 60_000_000, "t": 60_000_000, "d": 86_400_000_000, "m": 60_000_000}
-# Kinds of which a running request holds its reservation; its use becomes debt at its end.
+# Kinds of which a running request holds the tokens that it may still use; used ones become debt.
 STAGED = frozenset("td")
+# The part of a rate's limit that a new request leaves to the growth of running ones.
+HEADROOM = 4
 GAUGE_WAIT_MS = 1000
 # The clock may be set back by so much before a debt decays again.
 MAX_STEP = 3_600_000_000
@@ -33,13 +35,26 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
     states: list[tuple[int, int, int]]
 
 
+class Grown(msgspec.Struct, frozen=True, gc=False):
+    """The answer to a growth. allowed: tokens that may be used in all. wait: ms until the part that was not granted
+    could be. field: the limit in the way, or empty."""
+
+    allowed: int
+    wait: int
+    field: str
+
+
 class _Lease(msgspec.Struct):
+    """held, charged: tokens of the rates that are held, and that are debt."""
+
     tokens: int
     completion: int
     cost: int
     month: int
     at: int
     limits: Sequence[Limit]
+    held: int
+    charged: int = 0
 
 
 class LocalLimits:
@@ -61,9 +76,11 @@ class LocalLimits:
         step: int,
         price: Price,
         now: int | None = None,
+        expected: int | None = None,
     ) -> Answer:
-        """Do the script's `acquire`. scope: the tenant's id."""
+        """Do the script's `acquire`. scope: the tenant's id. expected: all of the completion where it is not given."""
         now = _now() if now is None else now
+        expected = completion if expected is None else expected
         month, month_left_ms = _month(now)
         used: list[float] = []
         held: list[float] = []
@@ -86,7 +103,9 @@ class LocalLimits:
                 if price.output > 0:
                     money = min(room[-1], 8_000_000_000) * 1_000_000 - prompt * price.highest_input
                     granted = min(granted, money // price.output)
-            elif kind not in SINGLE:
+            elif kind not in SINGLE and not (
+                kind in STAGED and prompt + expected + limit.value // HEADROOM <= room[-1]
+            ):
                 granted = min(granted, room[-1] - prompt)
 
         again = self._leases.get(scope + request_id)
@@ -96,10 +115,13 @@ class LocalLimits:
             granted = max(min(step, completion), granted // step * step)
         tokens = prompt + granted
         cost = -(-(prompt * price.highest_input + granted * price.output) // 1_000_000)
+        at_first = prompt + min(expected, granted)
 
         waits = []
         for i, limit in enumerate(limits):
             amount = limit.amount(tokens, cost)
+            if limit.kind in STAGED:
+                amount = min(tokens, at_first + limit.value // HEADROOM)
             if amount <= room[i] or again is not None:
                 waits.append(0)
             elif limit.kind in WINDOW:
@@ -116,12 +138,13 @@ class LocalLimits:
         allowed = not any(waits)
         if allowed and again is None:
             for i, limit in enumerate(limits):
-                field, amount = scope + limit.field, limit.amount(tokens, cost)
+                field = scope + limit.field
+                amount = at_first if limit.kind in STAGED else limit.amount(tokens, cost)
                 room[i] -= amount
                 if limit.kind in WINDOW:
                     used[i] += amount * (WINDOW[limit.kind] / limit.value)
                     if limit.kind in STAGED:
-                        self._held[field] = self._held.get(field, 0) + amount
+                        self._hold(field, amount)
                         continue
                     state = (_decays_from(self._states.get(field), now), used[i])
                 elif limit.kind == "b":
@@ -129,7 +152,7 @@ class LocalLimits:
                 else:
                     state = (used[i] + amount, 0)
                 self._states[field] = state
-            self._leases[scope + request_id] = _Lease(tokens, granted, cost, month, now, limits)
+            self._leases[scope + request_id] = _Lease(tokens, granted, cost, month, now, limits, at_first)
             if len(self._states) > MAX_STATES:
                 self._forget(now, month)
 
@@ -156,13 +179,12 @@ class LocalLimits:
                 debt, unit = _debt(state, now), WINDOW[kind] / limit.value
                 decays_from = _decays_from(state, now)
                 if kind in STAGED:
-                    self._held[field] -= lease.tokens
-                    if self._held[field] <= 0:
-                        del self._held[field]
-                    debt += tokens * unit
-                elif not counts:
-                    # The part that is not paid off yet.
-                    debt -= max(0, unit - max(0, decays_from - lease.at))
+                    self._hold(field, -lease.held)
+                    more = (tokens - lease.charged) * unit
+                else:
+                    more = 0 if counts else -unit
+                # The part of what was too much that is not paid off yet.
+                debt += more if more >= 0 else -max(0, -more - max(0, decays_from - lease.at))
                 if state is not None or debt > 0:
                     self._states[field] = (decays_from, max(0, debt))
             elif kind == "b":
@@ -175,6 +197,48 @@ class LocalLimits:
                 else:
                     del self._states[field]
         return True
+
+    def grow(self, scope: str, request_id: str, used: int, wanted: int, now: int | None = None) -> Grown | None:
+        """Do the script's `grow`. Return None if the request holds nothing."""
+        lease = self._leases.get(scope + request_id)
+        if lease is None:
+            return None
+        now = _now() if now is None else now
+        more = max(0, used - lease.charged)
+        granted = wanted = max(0, min(wanted, lease.tokens - lease.charged - more))
+        wait, blocking = 0, ""
+        for limit in lease.limits:
+            field, kind = scope + limit.field, limit.kind
+            if kind not in STAGED:
+                continue
+            window, unit = WINDOW[kind], WINDOW[kind] / limit.value
+            state = self._states.get(field)
+            debt = _debt(state, now) + more * unit
+            if more > 0:
+                self._states[field] = (_decays_from(state, now), debt)
+            others = max(0, self._held.get(field, 0) - lease.held) * unit
+            granted = min(granted, math.floor((window - debt - others) / unit + 0.001))
+            excess = debt + others + (wanted - 0.001) * unit - window
+            if excess > 0 and wanted > 0:
+                this = GAUGE_WAIT_MS
+                if excess <= debt:
+                    this = max(1, math.ceil((excess + _decays_from(state, now) - now) / 1000))
+                if this > wait:
+                    wait, blocking = this, limit.field
+        granted = max(granted, lease.held - more, 0)
+        for limit in lease.limits:
+            if limit.kind in STAGED:
+                self._hold(scope + limit.field, granted - lease.held)
+        lease.charged += more
+        lease.held = granted
+        return Grown(lease.charged + granted, wait, blocking)
+
+    def _hold(self, field: str, more: int) -> None:
+        left = self._held.get(field, 0) + more
+        if left > 0:
+            self._held[field] = left
+        else:
+            self._held.pop(field, None)
 
     def _forget(self, now: int, month: int) -> None:
         for field, state in list(self._states.items()):

@@ -3,12 +3,14 @@
 -- Rates are leaky buckets used as meters (GCRA; ITU-T I.371, annex A). A bucket's debt is the time until all that was
 -- used is paid off: one unit costs T = window / limit, and the debt shrinks by a second every second. A request for
 -- tokens passes two stages:
---   held   While it runs, its whole reservation is held. Held tokens do not decay: they may be used at any moment.
---   debt   At its end the hold is released and the tokens that it really used become debt, which decays from then on.
--- A request is admitted while debt + T * (held + its own tokens) stays within the window. So in any t seconds the tokens
--- really used are at most limit * (1 + t / window): the requests that ended then left debt, of which t was paid off at
--- most, and the ones that still run have used no more than they hold. A request counts towards a rate of requests when
--- it is admitted.
+--   held   While it runs, it holds the tokens that it may still use. Held tokens do not decay: they may be used at any
+--          moment. A whole answer holds its reservation, a stream its prompt and the completion that is expected.
+--   debt   The tokens that it really used become debt, which decays from then on: at its end, and while it runs with
+--          each `grow` and `extend`. A stream that needs more than was expected grows its hold, or is ended.
+-- Holds are made and grow while debt + T * held stays within the window. So in any t seconds the tokens really used are
+-- at most limit * (1 + t / window): used tokens left debt, of which t was paid off at most, or are still held. A new
+-- request leaves a quarter of the window, or as much as it could grow, to the growth of streams. A request counts
+-- towards a rate of requests when it is admitted.
 --
 -- A budget and a day's tokens outlive this server's data: the ledger in SQL has them. While such a limit has no state,
 -- nothing is admitted, from a moment (`since`) that is noted, until `recall` brings the usage before that moment from the
@@ -22,8 +24,10 @@
 --   once that is past and the request's slots are released), held (hash: request id -> its record, id .. PROGRESS -> how
 --   far it is), usage (stream)
 -- ARGV[1] is the call; moments are in microseconds:
---   acquire, id, lease ms, prompt, completion, step, input price, output price, note, then of each limit: field, limit
+--   acquire, id, lease ms, prompt, completion, expected, step, input price, output price, note, then of each limit:
+--     field, limit
 --     A request for `prompt` and at most `completion` tokens, of which it is granted a multiple of `step` or refused.
+--     Rates hold `expected` of the completion at first.
 --     -> {1 allowed or 0, completion tokens granted, now, of each limit: remaining, wait, reset (the last two in ms),
 --         of each to be checked: its number from 0 on, since}
 --     -> {2, of each to be recalled: its number, since}, and then nothing was taken
@@ -33,8 +37,12 @@
 --   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none
 --     -> the event's id in the stream (the request's own without an event); nothing if the id holds no lease, and then
 --        nothing was done
---   extend, lease ms, then of each request: id, progress or ''     -> the ids that hold no lease
---   restore, lease ms, id, admitted when, tokens, completion, cost, note, then of each limit: field, limit
+--   grow, id, used, wanted
+--     `used` tokens are debt from now on, and up to `wanted` more are held; never less than is left of the hold.
+--     -> {tokens that may be used in all, wait (ms) for what was not granted, field of the limit in the way or ''};
+--        nothing if the id holds no lease
+--   extend, lease ms, then of each request: id, progress or '', tokens used or ''     -> the ids that hold no lease
+--   restore, lease ms, id, admitted when, tokens, completion, cost, held, charged, note, then of each limit: field, limit
 --     Puts back a lease that was lost with this server's data, without asking whether there is room. Without the limits
 --     on requests a minute.
 --   expired, at most   -> of each lease that has ended: id, tokens taken, note, progress or '', taken when, ended when (ms)
@@ -50,13 +58,17 @@ local NOTED, HOLD = '?', '#'
 -- Fields that belong to no limit: the server's run id with the moment (ms) when it was last compared, and the moment
 -- when the counts of running requests were last compared with their records.
 local SERVER, COUNTED = '@', '!'
--- The release before had no stages: its records lack this number and their reservations are in the debt.
+-- The release before had no stages: its records lack this number and their reservations are in the debt. Records of
+-- version 2 without `held` hold their whole reservation; gateways that know no `held` take the others for such, and
+-- count too much rather than too little.
 local VERSION = 2
 local WINDOW = {r = 60000000, t = 60000000, d = 86400000000, m = 60000000}
 -- Kinds of which a request takes one; kinds that are held only while it runs; kinds with both stages.
 local SINGLE = {r = true, c = true, m = true, u = true}
 local GAUGE = {c = true, o = true, u = true}
 local STAGED = {t = true, d = true}
+-- The part of a rate's limit that a new request leaves to the growth of running ones.
+local HEADROOM = 4
 -- The longest period of any limit is a month; a key that nobody touches for longer expires.
 local KEEP_MS = 35 * 86400000
 -- The end of a running request is not known; after a second it is worth asking again.
@@ -177,11 +189,21 @@ local function hold(record, sign)
   end
 end
 
--- Add `sign` times the tokens that a record holds of rates.
-local function reserve(record, sign)
+-- Return the tokens that a record holds of rates.
+local function held_of(record)
+  return record.v == VERSION and (record.held or record.tokens) or 0
+end
+
+-- Return the tokens of a record that are in the debt of rates.
+local function charged_of(record)
+  return record.v == VERSION and (record.charged or 0) or record.tokens
+end
+
+-- Add to the tokens that a record's rates hold.
+local function reserve(record, more)
   for i = 1, #record.limits, 2 do
-    if record.v == VERSION and STAGED[kind_of(record.limits[i])] then
-      change(record.limits[i] .. HOLD, sign * record.tokens)
+    if more ~= 0 and STAGED[kind_of(record.limits[i])] then
+      change(record.limits[i] .. HOLD, more)
     end
   end
 end
@@ -207,7 +229,7 @@ local function recount()
         if GAUGE[kind] and tonumber(leases[i + 1]) > 0 then
           sums[field] = (sums[field] or 0) + amount_of(kind, record.tokens, 0)
         elseif STAGED[kind] and record.v == VERSION then
-          sums[field .. HOLD] = (sums[field .. HOLD] or 0) + record.tokens
+          sums[field .. HOLD] = (sums[field .. HOLD] or 0) + held_of(record)
         end
       end
     end
@@ -287,9 +309,9 @@ local function noted(field, kind)
   return since
 end
 
-local function acquire(id, lease_ms, prompt, completion, step, price_in, price_out, note)
+local function acquire(id, lease_ms, prompt, completion, expected, step, price_in, price_out, note)
   sweep()
-  local first = 10
+  local first = 11
   local count = (#ARGV - first + 1) / 2
   local fields, kinds, limits, names = {}, {}, {}, {}
   local recalled = false
@@ -343,7 +365,7 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
         -- Never more than the largest cost there is, so that the product is exact.
         granted = min(granted, floor((min(room[i], 8000000000) * 1000000 - prompt * price_in) / price_out))
       end
-    elseif not SINGLE[kind] then
+    elseif not SINGLE[kind] and not (STAGED[kind] and prompt + expected + floor(limit / HEADROOM) <= room[i]) then
       granted = min(granted, room[i] - prompt)
     end
   end
@@ -357,11 +379,15 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
     granted = granted < completion and max(least, floor(granted / step) * step) or completion
   end
   local tokens, cost = prompt + granted, cost_of(prompt, granted, price_in, price_out)
+  local at_first = prompt + min(expected, granted)
 
   local waits, allowed = {}, true
   for i = 1, count do
     local kind = kinds[i]
     local amount = amount_of(kind, tokens, cost)
+    if STAGED[kind] then
+      amount = min(tokens, at_first + floor(limits[i] / HEADROOM))
+    end
     waits[i] = 0
     if amount > room[i] and not again then
       allowed = false
@@ -383,10 +409,11 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
   if allowed and not again then
     local record = {
       v = VERSION, tokens = tokens, completion = granted, cost = cost, month = month, note = note, at = now, limits = {},
+      held = at_first, charged = 0,
     }
     for i = 1, count do
       local kind = kinds[i]
-      local amount = amount_of(kind, tokens, cost)
+      local amount = STAGED[kind] and at_first or amount_of(kind, tokens, cost)
       room[i] = room[i] - amount
       local state = states[i]
       if WINDOW[kind] then
@@ -415,7 +442,7 @@ local function acquire(id, lease_ms, prompt, completion, step, price_in, price_o
       record.limits[2 * i - 1], record.limits[2 * i] = fields[i], limits[i]
     end
     hold(record, 1)
-    reserve(record, 1)
+    reserve(record, at_first)
     redis.call('HSET', HELD, id, cmsgpack.pack(record))
     redis.call('ZADD', LEASES, now_ms + lease_ms, id)
     for i = 1, 3 do
@@ -475,24 +502,21 @@ local function recall(field, limit, since, owed, known)
   return 1
 end
 
+-- Return whether the ledger will bring what a request used of a limit: its state was lost after the admission.
+local function is_the_ledgers(record, kind, state)
+  return is_recalled(kind) and (not state or record.at < struct.unpack('d', state, 17))
+end
+
 -- Correct one limit to what a request used.
 local function settle_limit(record, field, limit, tokens, cost, requests)
   local kind, state = kind_of(field), redis.call('HGET', STATE, field)
-  if is_recalled(kind) then
-    if not state or record.at < struct.unpack('d', state, 17) then
-      -- The data were lost after its admission: the ledger brings it.
-      return
-    end
+  if is_the_ledgers(record, kind, state) then
+    return
   end
   if WINDOW[kind] then
     local unit = WINDOW[kind] / limit
-    local debt = debt_of(state)
-    if STAGED[kind] and record.v == VERSION then
-      debt = debt + tokens * unit
-    else
-      local more = SINGLE[kind] and requests - 1 or tokens - record.tokens
-      debt = debt + (more < 0 and -refundable(-more * unit, record.at, state) or more * unit)
-    end
+    local more = SINGLE[kind] and requests - 1 or tokens - charged_of(record)
+    local debt = debt_of(state) + (more < 0 and -refundable(-more * unit, record.at, state) or more * unit)
     if state or debt > 0 then
       redis.call('HSET', STATE, field, packed(decays_from(state), max(0, debt), state))
     end
@@ -516,7 +540,7 @@ local function settle(id, tokens, cost, requests, event)
   if lease and tonumber(lease) > 0 then
     hold(record, -1)
   end
-  reserve(record, -1)
+  reserve(record, -held_of(record))
   for i = 1, #record.limits, 2 do
     settle_limit(record, record.limits[i], record.limits[i + 1], tokens, cost, requests)
   end
@@ -524,10 +548,68 @@ local function settle(id, tokens, cost, requests, event)
   return event == '' and id or redis.call('XADD', USAGE, '*', 'event', event)
 end
 
+-- Charge the tokens that a request used, `more` than before, to its rates; make its hold of `held` tokens one of up to
+-- `wanted`. Return the hold, the wait for what was not granted and the field of the limit in the way.
+local function move(record, held, more, wanted)
+  local granted, wait, blocking = wanted, 0, ''
+  for i = 1, #record.limits, 2 do
+    local field, kind = record.limits[i], kind_of(record.limits[i])
+    if STAGED[kind] then
+      local window, unit = WINDOW[kind], WINDOW[kind] / record.limits[i + 1]
+      local state = redis.call('HGET', STATE, field)
+      local debt = debt_of(state) + more * unit
+      if more > 0 then
+        redis.call('HSET', STATE, field, packed(decays_from(state), debt, state))
+      end
+      local others = max(0, (redis.call('HGET', STATE, field .. HOLD) or 0) - held) * unit
+      granted = min(granted, floor((window - debt - others) / unit + 0.001))
+      local excess = debt + others + (wanted - 0.001) * unit - window
+      if excess > 0 and wanted > 0 then
+        local this = GAUGE_WAIT_MS
+        if excess <= debt then
+          this = max(1, ceil((excess + decays_from(state) - now) / 1000))
+        end
+        if this > wait then
+          wait, blocking = this, field
+        end
+      end
+    end
+  end
+  return max(granted, held - more, 0), wait, blocking
+end
+
+local function grow(id, used, wanted)
+  local record = record_of(id)
+  if not record then
+    return false
+  end
+  if record.v ~= VERSION then
+    return {record.tokens, 0, ''}
+  end
+  local charged, held = charged_of(record), held_of(record)
+  local more = max(0, used - charged)
+  wanted = max(0, min(wanted, record.tokens - charged - more))
+  for i = 1, #record.limits, 2 do
+    local field, kind = record.limits[i], kind_of(record.limits[i])
+    if more > 0 and kind == 'd' and is_the_ledgers(record, kind, redis.call('HGET', STATE, field)) then
+      -- The use is held until the request ends: the ledger brings it then.
+      wanted, more = wanted + more, 0
+    end
+  end
+  local granted, wait, blocking = move(record, held, more, wanted)
+  if more > 0 or granted ~= held then
+    reserve(record, granted - held)
+    record.charged, record.held = charged + more, granted
+    redis.call('HSET', HELD, id, cmsgpack.pack(record))
+    redis.call('PEXPIRE', STATE, KEEP_MS)
+  end
+  return {charged + more + granted, wait, blocking}
+end
+
 local function extend(lease_ms)
   local lost = {}
-  for i = 3, #ARGV, 2 do
-    local id, progress = ARGV[i], ARGV[i + 1]
+  for i = 3, #ARGV, 3 do
+    local id, progress, used = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
     local lease, record = redis.call('ZSCORE', LEASES, id), record_of(id)
     if lease and record then
       if tonumber(lease) < 0 then
@@ -537,6 +619,9 @@ local function extend(lease_ms)
       redis.call('ZADD', LEASES, now_ms + lease_ms, id)
       if progress ~= '' then
         redis.call('HSET', HELD, id .. PROGRESS, progress)
+      end
+      if used then
+        grow(id, used, 0)
       end
     else
       lost[#lost + 1] = id
@@ -551,20 +636,20 @@ local function extend(lease_ms)
   return lost
 end
 
-local function restore(lease_ms, id, at, tokens, completion, cost, note)
+local function restore(lease_ms, id, at, tokens, completion, cost, held, charged, note)
   if redis.call('ZSCORE', LEASES, id) and record_of(id) then
     return 0
   end
   local record = {
     v = VERSION, tokens = tokens, completion = completion, cost = cost, month = calendar(floor(at / 1000000)),
-    note = note, at = at, limits = {},
+    held = held, charged = charged, note = note, at = at, limits = {},
   }
-  for i = 9, #ARGV do
-    record.limits[i - 8] = i % 2 == 1 and ARGV[i] or tonumber(ARGV[i])
+  for i = 11, #ARGV do
+    record.limits[i - 10] = i % 2 == 1 and ARGV[i] or tonumber(ARGV[i])
   end
   -- `extend` has found it missing and counted all others again.
   hold(record, 1)
-  reserve(record, 1)
+  reserve(record, held)
   redis.call('HSET', HELD, id, cmsgpack.pack(record))
   redis.call('ZADD', LEASES, now_ms + lease_ms, id)
   for i = 1, 3 do
@@ -619,16 +704,18 @@ end
 local call = ARGV[1]
 if call == 'acquire' then
   return acquire(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]),
-    tonumber(ARGV[8]), ARGV[9])
+    tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10])
 elseif call == 'settle' then
   return settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
 elseif call == 'recall' then
   return recall(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]))
+elseif call == 'grow' then
+  return grow(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]))
 elseif call == 'extend' then
   return extend(tonumber(ARGV[2]))
 elseif call == 'restore' then
   return restore(tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]),
-    tonumber(ARGV[7]), ARGV[8])
+    tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10])
 elseif call == 'expired' then
   return expired(tonumber(ARGV[2]))
 end

@@ -17,6 +17,7 @@ import msgspec
 
 from gateway.admission.auth import TenantPrincipal
 from gateway.admission.fallback import Check, Mode, parse_fallback
+from gateway.admission.following import Following
 from gateway.admission.leases import Leases
 from gateway.admission.limits import Limit, adapter_limits, limits_of
 from gateway.admission.presence import Presence
@@ -73,6 +74,7 @@ class Quota:
         self.fallback = fallback
         self._presence = Presence(redis)
         self._without = WithoutRedis(fallback, lambda: self._presence.count, admitted_without)
+        self._following = Following(self._store.script, self._without)
         self._leases = Leases(self._store, self._lease_ms, self._register)
         # Of requests that are gone, what they used (tokens, cost, requests): settled when Redis answers.
         self._unwanted: dict[str, dict[str, tuple[int, int, int]]] = {}
@@ -121,11 +123,13 @@ class Quota:
         choices: int = 1,
         price: Price = FREE,
         lease: Mapping[str, Any] | None = None,
+        streamed: bool = False,
     ) -> Reservation:
-        """Takes of every limit of the tenant, the key and the model, or of none.
+        """Take of every limit of the tenant, the key and the model, or of none.
 
         model: as `limits_of` takes it. prompt_tokens: of all prompts together. max_tokens: for each of `choices`
-        answers.         lease: what another gateway would need to settle this request.
+        answers. lease: the fields that another gateway needs to settle this request. streamed: the rates of tokens
+        hold what is expected of it at first; `Reservation.hold` is to be told of each token.
         """
         tenant, completion = principal.tenant, max_tokens * choices
         limits = limits_of(principal, model)
@@ -137,9 +141,10 @@ class Quota:
             choices=choices,
             step=choices if tenant.on_token_limit == "shorten" else max(1, completion),
             price=price,
+            expected=self._following.expected(tenant.id, model, max_tokens, choices) if streamed else None,
         )
         check_possible(limits, prompt_tokens, demand.least, price)
-        return await self._take(limits, demand, msgspec.json.encode(lease or {}))
+        return await self._take(limits, demand, msgspec.json.encode(lease or {}), model)
 
     @asynccontextmanager
     async def upload(
@@ -175,9 +180,10 @@ class Quota:
         except Unavailable:
             log.debug("the place of upload %s is released when redis answers", taken.request_id)
 
-    async def _take(self, limits: Sequence[Limit], demand: Demand, note: bytes) -> Reservation:
+    async def _take(self, limits: Sequence[Limit], demand: Demand, note: bytes, model: Model | str = "") -> Reservation:
         tenant_id, request_id, price = demand.tenant_id, demand.request_id, demand.price
-        request = (demand.prompt_tokens, demand.completion, demand.step, price.highest_input, price.output)
+        prompt, completion, held = demand.prompt_tokens, demand.completion, demand.held
+        request = (prompt, completion, held, demand.step, price.highest_input, price.output)
         arguments = [item for limit in limits for item in (limit.field, limit.value)]
         sent = not self._store.away
         try:
@@ -192,7 +198,7 @@ class Quota:
                 self._give_back(tenant_id, request_id)
             if self._without.refuses(limits):
                 raise
-            return self._without.acquire(limits, demand)
+            return self._following.follow(self._without.acquire(limits, demand), demand, model, limits)
         except asyncio.CancelledError:
             # The client left; the script may have run.
             self._give_back(tenant_id, request_id)
@@ -207,7 +213,7 @@ class Quota:
         if not allowed:
             tokens, cost = demand.prompt_tokens + demand.least, price.highest_cost(demand.prompt_tokens, demand.least)
             raise refusal(limits, states, tokens, cost, headers)
-        taken = reservation(demand, granted, headers, _moment(now))
+        taken = self._following.follow(reservation(demand, granted, headers, _moment(now)), demand, model, limits)
         self._leases.hold(taken, limits, note)
         return taken
 
@@ -230,6 +236,8 @@ class Quota:
         tenant_id, request_id = reservation.tenant_id, reservation.request_id
         held = self._leases.holds(tenant_id, request_id)
         self._leases.let_go(tenant_id, request_id)
+        if reservation.hold is not None:
+            reservation.hold.ended(tokens)
         self._without.settle(tenant_id, request_id, tokens, cost, counts=counts)
         arguments = ("settle", request_id, tokens, cost, int(counts), event)
         for left in reversed(range(SETTLE_TRIES)):

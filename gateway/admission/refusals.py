@@ -62,6 +62,16 @@ def refusal(limits: Sequence[Limit], states: States, tokens: int, cost: int, hea
     )
 
 
+def cut_off(limit: Limit, wait: int) -> RateLimited:
+    """Build the error that ends a stream for which the limit has no more room. wait: ms until it has some."""
+    return RateLimited(
+        f"Rate limit reached for this {limit.owner}: {limit.value} {UNITS[limit.kind]}. The answer ends here; what was "
+        f"generated is charged. Try again in {describe_wait(math.ceil(wait / 1000))}.",
+        limit=CLASSES[limit.kind],
+        headers={},
+    )
+
+
 def rate_headers(limits: Sequence[Limit], states: States) -> dict[str, str]:
     """`x-ratelimit-*`, of requests and of tokens, each for the limit with the least remaining."""
     headers = {}

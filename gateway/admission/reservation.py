@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from gateway.admission.growth import Hold
+
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -14,7 +16,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     tokens: prompt and completion, the most it may generate over all its choices. max_tokens: of one choice; fewer than
     asked for if the tenant has its answers shortened. cost: the most it may cost, in micro-units. headers: OpenAI's
     `x-ratelimit-*`; if shortened, `x-loraplex-max-tokens`. admitted_at: by Redis' clock, which every period of a limit
-    goes by; the ledger's row must have it (`created_at`).
+    goes by; the ledger's row must have it (`created_at`). hold: of a stream that does not hold all of its tokens yet.
     """
 
     request_id: str
@@ -25,6 +27,17 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     admitted_at: datetime
     completion: int = 0
     cost: int = 0
+    hold: Hold | None = None
+
+    @property
+    def held(self) -> int:
+        """The tokens of the rates that are held."""
+        return self.tokens if self.hold is None else max(0, self.hold.pace.allowed - self.hold.charged)
+
+    @property
+    def charged(self) -> int:
+        """The tokens of the rates that are owed."""
+        return 0 if self.hold is None else self.hold.charged
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.admission.fallback import Mode
 from gateway.admission.limits import CLASSES, Limit
-from gateway.admission.local import LocalLimits
+from gateway.admission.local import Grown, LocalLimits
 from gateway.admission.refusals import States, rate_headers, refusal
 from gateway.admission.reservation import Reservation
 from gateway.records.prices import Price
@@ -18,7 +18,11 @@ KNOWN_BUDGETS = 10_000
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """The amounts that one request asks for. max_tokens: of each choice. step: the grant is a multiple of it."""
+    """The amounts that one request asks for.
+
+    max_tokens: of each choice. step: the grant is a multiple of it. expected: the completion tokens of all choices that
+    the rates hold at first; None: all of them.
+    """
 
     tenant_id: str
     request_id: str
@@ -27,10 +31,16 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     choices: int = 1
     step: int = 1
     price: Price
+    expected: int | None = None
 
     @property
     def completion(self) -> int:
         return self.max_tokens * self.choices
+
+    @property
+    def held(self) -> int:
+        """The completion tokens that the rates hold at first."""
+        return self.completion if self.expected is None else min(self.expected, self.completion)
 
     @property
     def least(self) -> int:
@@ -69,6 +79,7 @@ class WithoutRedis:
             demand.completion,
             demand.step,
             demand.price,
+            expected=demand.held,
         )
         headers = rate_headers(shares, answer.states)
         if not answer.allowed:
@@ -76,6 +87,10 @@ class WithoutRedis:
             raise refusal(shares, answer.states, demand.prompt_tokens + demand.least, cost, headers)
         self._admitted("local" if shares else "open")
         return reservation(demand, answer.granted, headers, datetime.now(UTC))
+
+    def grow(self, tenant_id: str, request_id: str, used: int, wanted: int) -> Grown | None:
+        """Grow the hold of a request that was admitted here; None for others."""
+        return self._local.grow(tenant_id, request_id, used, wanted)
 
     def settle(self, tenant_id: str, request_id: str, tokens: int, cost: int, *, counts: bool) -> None:
         """Settle the request if it was admitted here; otherwise do nothing."""

@@ -56,6 +56,9 @@ class Account:
         self.price = price
         self.asked_prompt = asked.prompt_tokens
         self.weights = asked.weights
+        self.hold = reservation.hold
+        # Indices of the choices that have ended.
+        self.ended_choices: set[int] = set()
         self.engine: str | None = None
         # Whether the engine can be asked what it did: ours can.
         self.engine_remembers = False
@@ -67,10 +70,22 @@ class Account:
         # The engine's receipt; None: it said nothing.
         self.served_digest: str | None = None
         self.ending = Ending.BROKEN
+        # The tokens of the usage row, once the account is closed.
+        self.billed: Used | None = None
         self.settlement: asyncio.Task[None] | None = None
         self.tell: Callable[[Reservation, str, int, int], None] | None = None
         self.arrived = arrived
         self._first_token: float | None = None
+
+    @property
+    def used(self) -> Used:
+        """The tokens so far; those of the usage row once the account is closed."""
+        return self.billed or Used(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+    @property
+    def is_beyond_hold(self) -> bool:
+        """Whether more was generated than the stream holds of its token rates."""
+        return self.hold is not None and self.hold.pace.is_used_up
 
     @property
     def status(self) -> str:
@@ -125,13 +140,16 @@ class Account:
             self.completion_tokens += sum(_has_text(choice) for choice in choices)
         if self.tell is not None and self.engine is not None:
             self.tell(self.reservation, self.engine, self.prompt_tokens, self.completion_tokens)
+        if self.hold is not None:
+            self.hold.use(self.weights.completion * self.completion_tokens)
         for choice in choices:
             if isinstance(choice.finish_reason, str):
                 self.finish_reason = choice.finish_reason
+                self.ended_choices.add(_int(choice.index, 0))
 
     def charge(self, told: FinishedRequest | None) -> Charge:
         """Return what the request costs. told: the engine's last word, where its answer was not heard to its end."""
-        heard = Used(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        heard = self.used
         known = None if told is None else Used(told.prompt_tokens, told.completion_tokens, told.cached_tokens)
         if told is not None:
             self.finish_reason = self.finish_reason or told.finish_reason
@@ -258,6 +276,7 @@ class Accounting:
                 if await self._leave(account, account.engine):
                     return
         charged = account.charge(outcome)
+        account.billed = charged.billed
         row = account.row(charged.billed, ended)
         self._metrics.finished(row)
         if not charged.is_recorded:

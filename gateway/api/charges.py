@@ -6,7 +6,16 @@ from enum import Enum
 import msgspec
 
 from engine.protocol import CompletionRequest, SamplingRequest
-from gateway.errors import BadRequest, EngineMismatch, Forbidden, InvalidKey, NoEngine, Overloaded, Unavailable
+from gateway.errors import (
+    BadRequest,
+    EngineMismatch,
+    Forbidden,
+    InvalidKey,
+    NoEngine,
+    Overloaded,
+    RateLimited,
+    Unavailable,
+)
 from gateway.fleet.client import EngineRefused
 from gateway.records.prices import Price
 
@@ -24,6 +33,8 @@ class Ending(Enum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     REVOKED = "revoked"
+    SHORTENED = "shortened"
+    LIMITED = "limited"
     BROKEN = "broken"
     NOT_BEGUN = "not begun"
     REFUSED = "refused"
@@ -35,13 +46,24 @@ class Ending(Enum):
     @property
     def status(self) -> str:
         """The usage row's status."""
-        own = {Ending.FINISHED: "ok", Ending.CANCELLED: "cancelled", Ending.REVOKED: "revoked"}
-        return own.get(self) or ("refused" if self is Ending.REFUSED else "error")
+        own = {
+            Ending.FINISHED: "ok",
+            Ending.SHORTENED: "ok",
+            Ending.LIMITED: "limited",
+            Ending.CANCELLED: "cancelled",
+            Ending.REVOKED: "revoked",
+            Ending.REFUSED: "refused",
+        }
+        return own.get(self, "error")
 
     @property
     def asks_engine(self) -> bool:
         """Whether the engine may have done work that this gateway did not hear of."""
-        return self in (Ending.CANCELLED, Ending.REVOKED, Ending.BROKEN, Ending.NOT_BEGUN, Ending.UNSERVED)
+        return self in (*CUT, Ending.NOT_BEGUN, Ending.UNSERVED)
+
+
+# Endings of an answer that had begun and did not come to its end.
+CUT = (Ending.CANCELLED, Ending.REVOKED, Ending.SHORTENED, Ending.LIMITED, Ending.BROKEN)
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -96,6 +118,8 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
     | FINISHED   | the answer came to its end                          | 1       | heard          | heard            |
     | CANCELLED  | the client left, or read too slowly                 | 1       | told, or heard | told, or heard   |
     | REVOKED    | its key or tenant was shut meanwhile                | 1       | told, or heard | told, or heard   |
+    | SHORTENED  | a token rate had no room for more: ended as asked   | 1       | told, or heard | told, or heard   |
+    | LIMITED    | a token rate had no room for more: ended by error   | 1       | told, or heard | told, or heard   |
     | BROKEN     | the answer broke off, grew too large, or timed out  | 1       | told, or heard | told, or heard   |
     | NOT_BEGUN  | engines failed before the first byte                | 1       | told, or none  | told, or none    |
     | REFUSED    | an engine found the request or its adapter bad: 4xx | 1       | the prompt     | none             |
@@ -109,7 +133,7 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
     """
     if ending is Ending.UNSERVED and told is not None and told.prompt + told.completion:
         ending = Ending.BROKEN
-    if ending in (Ending.FINISHED, Ending.CANCELLED, Ending.REVOKED, Ending.BROKEN):
+    if ending is Ending.FINISHED or ending in CUT:
         used = told or heard
     elif ending is Ending.NOT_BEGUN:
         used = told or Used()
@@ -127,6 +151,8 @@ def ending_after(error: Exception) -> Ending:
     """Return how a request ended whose stream this error ended."""
     if isinstance(error, InvalidKey | Forbidden):
         return Ending.REVOKED
+    if isinstance(error, RateLimited):
+        return Ending.LIMITED
     return Ending.MISMATCHED if isinstance(error, EngineMismatch) else Ending.BROKEN
 
 

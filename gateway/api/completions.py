@@ -29,7 +29,7 @@ from gateway.errors import (
     translate,
 )
 from gateway.fleet import receipts
-from gateway.fleet.answers import Fields, read_answer, read_events
+from gateway.fleet.answers import Fields, decode_choices, read_answer, read_events
 from gateway.fleet.client import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.registry import EngineRecord
@@ -122,6 +122,7 @@ class Completions:
                 choices=asked.choices * weights.completion,
                 price=weights.price(price),
                 lease=lease_note(principal, endpoint.name, model, price, weights),
+                streamed=asked.stream,
             )
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)
@@ -198,6 +199,10 @@ class Completions:
                             await self._accounting.close_and_wait(account, Ending.BROKEN)
                             await _send(delivery, response, msgspec.json.encode(event))
                             return response
+                        if account.is_beyond_hold and not await self._grow(account, answering):
+                            for last in shortened(event, model, asked, account):
+                                await _send(delivery, response, msgspec.json.encode(last))
+                            break
                         visible = visible_event(event, model, asked.include_usage)
                         if visible is not None:
                             await _send(delivery, response, msgspec.json.encode(visible))
@@ -219,6 +224,27 @@ class Completions:
             if request.transport is not None:
                 request.transport.abort()
         return response
+
+    async def _grow(self, account: Account, answering: Answering) -> bool:
+        """Return whether the stream's token rates have room for what the engine has sent. Where they have none, close
+        the stream and its account if the tenant has its answers shortened.
+
+        Raises RateLimited if it has not.
+        """
+        assert account.hold is not None
+        try:
+            await account.hold.cover()
+        except RateLimited as refusal:
+            tenant = account.principal.tenant
+            self._metrics.refused(tenant.name, refusal.kind)
+            if tenant.on_token_limit != "shorten":
+                raise
+            account.finish_reason = "length"
+            # The engine stops, and can then be asked what it did.
+            answering.response.close()
+            await self._accounting.close_and_wait(account, Ending.SHORTENED)
+            return False
+        return True
 
     @contextmanager
     def _distrusting(self, engine: EngineRecord) -> Iterator[None]:
@@ -309,6 +335,25 @@ def visible_event(event: Fields, model: Raw, include_usage: bool) -> Fields | No
     if not include_usage:
         event.pop("usage", None)
     return event if _says_something(event, "choices") or _says_something(event, "usage") else None
+
+
+def shortened(event: Fields, model: Raw, asked: InferenceRequest, account: Account) -> Iterator[dict[str, Any]]:
+    """Yield the last events of a stream that ends before `event`, which its client does not get."""
+    envelope = {name: event[name] for name in ("id", "object", "created") if name in event} | {"model": model}
+    text: dict[str, Any] = {"delta": {}} if account.endpoint == CHAT.name else {"text": ""}
+    unseen = {choice.index for choice in decode_choices(event)}
+    left = [index for index in range(asked.choices) if index not in account.ended_choices - unseen]
+    choices = [{"index": index, **text, "logprobs": None, "finish_reason": "length"} for index in left]
+    yield {**envelope, "choices": choices}
+    if asked.include_usage:
+        used = account.used
+        counts = {
+            "prompt_tokens": used.prompt,
+            "completion_tokens": used.completion,
+            "total_tokens": used.prompt + used.completion,
+            "prompt_tokens_details": {"cached_tokens": used.cached},
+        }
+        yield {**envelope, "choices": [], "usage": counts}
 
 
 def _says_something(event: Fields, name: str) -> bool:

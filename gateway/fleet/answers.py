@@ -38,6 +38,7 @@ class AnswerTooLarge(BadRequest):
 class Choice(msgspec.Struct):
     """The fields of a choice that the gateway reads."""
 
+    index: Any = None
     finish_reason: Any = None
     text: Any = None
     delta: Any = None

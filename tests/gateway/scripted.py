@@ -33,10 +33,18 @@ class Script:
         return self._call(keys=self.keys, args=[*arguments, self.now // SECOND, self.now % SECOND])
 
     def acquire(
-        self, request_id: str, limits: list[Limit], prompt: int, completion: int, step: int, price: Price
+        self,
+        request_id: str,
+        limits: list[Limit],
+        prompt: int,
+        completion: int,
+        step: int,
+        price: Price,
+        expected: int | None = None,
     ) -> tuple[bool, int, list[tuple[int, int, int]]]:
         flat = [item for limit in limits for item in (limit.field, limit.value)]
-        call = ("acquire", request_id, 10**9, prompt, completion, step, price.highest_input, price.output, "{}", *flat)
+        asked = (prompt, completion, completion if expected is None else expected, step)
+        call = ("acquire", request_id, 10**9, *asked, price.highest_input, price.output, "{}", *flat)
         reply = self.call(*call)
         if reply[0] == UNKNOWN:
             # Nothing was used before.
@@ -46,6 +54,13 @@ class Script:
             reply = self.call(*call)
         allowed, granted, _, *rest = reply[: 3 + 3 * len(limits)]
         return bool(allowed), granted, [(rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3)]
+
+    def grow(self, request_id: str, used: int, wanted: int) -> tuple[int, int, str] | None:
+        reply = self.call("grow", request_id, used, wanted)
+        return None if reply is None else (reply[0], reply[1], reply[2].decode())
+
+    def extend(self, request_id: str, used: int) -> list[str]:
+        return [each.decode() for each in self.call("extend", 10**9, request_id, "", used)]
 
     def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:
         return self.call("settle", request_id, tokens, cost, int(counts), "{}") is not None

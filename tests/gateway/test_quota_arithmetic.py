@@ -40,24 +40,30 @@ prices = st.builds(
 )
 waits = st.one_of(st.integers(0, 3 * SECOND), st.integers(0, 2 * DAY))
 takes = st.tuples(
-    st.just("take"), waits, st.integers(0, 50), st.one_of(st.integers(0, 20), st.integers(0, 10**6)), st.booleans()
+    st.just("take"),
+    waits,
+    st.integers(0, 50),
+    st.one_of(st.integers(0, 20), st.integers(0, 10**6)),
+    st.booleans(),
+    st.floats(0, 1),
 )
+grows = st.tuples(st.just("grow"), waits, st.integers(0, 20), st.floats(0, 1.2), st.floats(0, 1))
 settles = st.tuples(st.just("settle"), waits, st.integers(0, 20), st.floats(0, 2), st.booleans())
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(limits=limit_sets, price=prices, steps=st.lists(st.one_of(takes, settles), min_size=1, max_size=25))
+@given(limits=limit_sets, price=prices, steps=st.lists(st.one_of(takes, settles, grows), min_size=1, max_size=25))
 def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list[Limit], price: Price, steps: list):
     script, twin = Script(client), LocalLimits()
     held: list[tuple[str, int, int]] = []
     for number, (action, wait, *rest) in enumerate(steps):
         script.now += wait
         if action == "take":
-            prompt, completion, shorten = rest
+            prompt, completion, shorten, part = rest
             step = 1 if shorten else max(1, completion)
-            request_id = f"r{number}"
-            answer = twin.acquire("", request_id, limits, prompt, completion, step, price, script.now)
-            assert script.acquire(request_id, limits, prompt, completion, step, price) == (
+            request_id, expected = f"r{number}", int(completion * part)
+            answer = twin.acquire("", request_id, limits, prompt, completion, step, price, script.now, expected)
+            assert script.acquire(request_id, limits, prompt, completion, step, price, expected) == (
                 answer.allowed,
                 answer.granted,
                 answer.states,
@@ -66,6 +72,12 @@ def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list
                 assert min(step, completion) <= answer.granted <= completion
                 tokens = prompt + answer.granted
                 held.append((request_id, tokens, price.highest_cost(prompt, answer.granted)))
+        elif action == "grow" and held:
+            index, part, more = rest
+            request_id, tokens, _ = held[index % len(held)]
+            used, wanted = int(tokens * part), int(tokens * more)
+            grown = twin.grow("", request_id, used, wanted, script.now)
+            assert script.grow(request_id, used, wanted) == (grown and (grown.allowed, grown.wait, grown.field))
         elif held:
             index, part, counts = rest
             request_id, tokens, cost = held[index % len(held)]
@@ -144,7 +156,8 @@ def test_a_budget_is_a_calendar_months(client: redis.Redis, before_it_ends: str)
 
 def ask(script: Script, request_id: str, limit: Limit, tokens: int, price: Price) -> list[int]:
     """The script's own answer: what it says is to be recalled or checked as well."""
-    call = ("acquire", request_id, 10**9, 0, tokens, max(1, tokens), price.highest_input, price.output, "{}")
+    asked = (0, tokens, tokens, max(1, tokens))
+    call = ("acquire", request_id, 10**9, *asked, price.highest_input, price.output, "{}")
     return script.call(*call, limit.field, limit.value)
 
 

@@ -30,9 +30,26 @@ class Twin:
         self._limits = LocalLimits()
         self.now = START
 
-    def acquire(self, request_id: str, limits: list[Limit], prompt: int, completion: int, step: int, price: Any) -> Any:
-        answer = self._limits.acquire("", request_id, limits, prompt, completion, step, price, self.now)
+    def acquire(
+        self,
+        request_id: str,
+        limits: list[Limit],
+        prompt: int,
+        completion: int,
+        step: int,
+        price: Any,
+        expected: int | None = None,
+    ) -> Any:
+        answer = self._limits.acquire("", request_id, limits, prompt, completion, step, price, self.now, expected)
         return answer.allowed, answer.granted, answer.states
+
+    def grow(self, request_id: str, used: int, wanted: int) -> tuple[int, int, str] | None:
+        grown = self._limits.grow("", request_id, used, wanted, self.now)
+        return None if grown is None else (grown.allowed, grown.wait, grown.field)
+
+    def extend(self, request_id: str, used: int) -> list[str]:
+        self._limits.grow("", request_id, used, 0, self.now)
+        return []
 
     def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:
         return self._limits.settle("", request_id, tokens, cost, counts=counts, now=self.now)
@@ -54,7 +71,8 @@ class Bucket:
 
 waits = st.one_of(st.integers(0, SECOND), st.integers(0, 90 * SECOND), st.integers(0, 2 * DAY))
 clock_steps = st.integers(-3600 * SECOND, -1)
-begins = st.tuples(st.just("begin"), waits, st.floats(0, 1), st.booleans())
+begins = st.tuples(st.just("begin"), waits, st.floats(0, 1), st.booleans(), st.floats(0, 1))
+grows = st.tuples(st.just("grow"), waits, st.integers(0, 9), st.one_of(st.just(0.0), st.floats(0, 1)))
 uses = st.tuples(st.just("use"), waits, st.integers(0, 9), st.floats(0, 1))
 ends = st.tuples(st.just("end"), waits, st.integers(0, 9), st.floats(0, 1))
 sets = st.tuples(st.just("set back"), clock_steps)
@@ -65,25 +83,27 @@ sets = st.tuples(st.just("set back"), clock_steps)
 @given(
     kind=st.sampled_from("td"),
     value=st.one_of(st.integers(1, 100), st.integers(1000, 10**7)),
-    steps=st.lists(st.one_of(begins, begins, uses, ends, sets), min_size=2, max_size=40),
+    steps=st.lists(st.one_of(begins, begins, uses, grows, ends, sets), min_size=2, max_size=40),
 )
 def test_tokens_really_used_stay_within_the_promise(
     client: redis.Redis, made: str, kind: str, value: int, steps: list[Any]
 ):
-    """Requests that use any part of their reservation, at any moments until their end; clocks that are set back."""
+    """Requests that use any part of what they hold, at any moments until their end, and grow it; clocks that are set
+    back. A growth of nothing is the lease's extension."""
     limits = Script(client) if made == "script" else Twin()
     limit = Limit(f"tenant:{kind}", "tenant", kind, value)
     bucket = Bucket(limit, limits.now)
-    # Request -> tokens granted, tokens used so far.
+    # Request -> tokens that it may use in all, tokens used so far.
     running: dict[str, tuple[int, int]] = {}
     for number, (action, moment, *rest) in enumerate(steps):
         limits.now += moment
         if action == "begin":
-            part, shorten = rest
+            part, shorten, expected = rest
             tokens = max(1, int(value * part))
-            allowed, granted, _ = limits.acquire(f"r{number}", [limit], 0, tokens, 1 if shorten else tokens, FREE)
+            step, expects = 1 if shorten else tokens, int(tokens * expected)
+            allowed, granted, _ = limits.acquire(f"r{number}", [limit], 0, tokens, step, FREE, expects)
             if allowed:
-                running[f"r{number}"] = granted, 0
+                running[f"r{number}"] = min(expects, granted), 0
         elif action in ("use", "end") and running:
             index, part = rest
             request_id = sorted(running)[index % len(running)]
@@ -94,6 +114,18 @@ def test_tokens_really_used_stay_within_the_promise(
             if action == "end":
                 assert limits.settle(request_id, used + more, 0, True)
                 del running[request_id]
+        elif action == "grow" and running:
+            index, part = rest
+            request_id = sorted(running)[index % len(running)]
+            may_use, used = running[request_id]
+            if part:
+                grown = limits.grow(request_id, used, int(value * part))
+                assert grown is not None
+                # Nothing that was granted is taken back.
+                assert grown[0] >= may_use
+                running[request_id] = grown[0], used
+            else:
+                assert limits.extend(request_id, used) == []
     # Whatever still runs may use all of its reservation at once.
     bucket.use(sum(granted - used for granted, used in running.values()), limits.now)
 

@@ -1,0 +1,298 @@
+"""Holds that follow their streams: what honest clients get of a token rate, and what a stream meets at its end."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+
+from gateway.admission import growth
+from gateway.admission.growth import MARGIN, Expectations, Pace
+from gateway.admission.limits import Limit
+from gateway.admission.local import Grown, LocalLimits
+from gateway.records.prices import FREE
+from tests.gateway.running import HI_TOKENS, Gateway, until
+from tests.gateway.scripted import SECOND, START, Script
+from tests.gateway.upstream import PROMPT_TOKENS, Upstream
+
+LIMIT = Limit("tenant:t", "tenant", "t", 60_000)
+PROMPT = 20
+
+
+@pytest.fixture(scope="module")
+def client(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+class Clients:
+    """Clients of one tenant that ask again as soon as they may, on a clock that is moved by quarters of a second."""
+
+    def __init__(self, at_once: int, max_tokens: int, completion: Callable[[], int], seconds: Callable[[int], float]):
+        self.limits, self.expectations = LocalLimits(), Expectations()
+        self.at_once, self.max_tokens, self.completion, self.seconds = at_once, max_tokens, completion, seconds
+        self.used = self.ended = self.cut = self.calls = 0
+        # Request -> its pace, completion, seconds, when it began.
+        self.streams: dict[str, tuple[Pace, int, float, float]] = {}
+        self._asks_again = 0.0
+
+    def run(self, minutes: int) -> None:
+        for quarter in range(minutes * 240):
+            seconds = quarter / 4
+            now = START + int(seconds * SECOND)
+            for request_id in list(self.streams):
+                self._generate(request_id, seconds, now)
+            if quarter % 40 == 0:
+                # The leases' extension.
+                for request_id, (pace, *_) in self.streams.items():
+                    self.limits.grow("", request_id, pace.delivered, 0, now)
+            if seconds >= self._asks_again:
+                self._begin(seconds, now)
+
+    def _begin(self, seconds: float, now: int) -> None:
+        while len(self.streams) < self.at_once:
+            expected = min(self.max_tokens, self.expectations.expect("", ""))
+            request_id = f"r{self.ended}.{len(self.streams)}.{seconds}"
+            answer = self.limits.acquire(
+                "", request_id, [LIMIT], PROMPT, self.max_tokens, self.max_tokens, FREE, now, expected
+            )
+            if not answer.allowed:
+                self._asks_again = seconds + 0.5
+                return
+            pace, completion = Pace(PROMPT, expected, PROMPT + self.max_tokens, 1), self.completion()
+            self.streams[request_id] = pace, completion, self.seconds(completion), seconds
+
+    def _generate(self, request_id: str, seconds: float, now: int) -> None:
+        pace, completion, lasts, begun = self.streams[request_id]
+        made = min(completion, int(completion * (seconds - begun) / lasts))
+        pace.used = PROMPT + made
+        wanted = pace.slice if pace.is_used_up else pace.wanted(seconds)
+        if wanted:
+            self.calls += 1
+            beyond = pace.used - pace.delivered
+            grown = self.limits.grow("", request_id, pace.delivered, beyond + wanted, now)
+            assert grown is not None
+            pace.grown(grown, seconds)
+        if pace.is_used_up or made == completion:
+            self.cut += pace.is_used_up
+            self.ended += 1
+            self.used += pace.delivered
+            self.limits.settle("", request_id, pace.delivered, 0, counts=True, now=now)
+            self.expectations.learn("", "", pace.delivered - PROMPT, seconds - begun)
+            del self.streams[request_id]
+
+
+@pytest.mark.parametrize("at_once", [100, 200])
+@pytest.mark.parametrize(
+    ("max_tokens", "median", "spread", "lasts"),
+    [
+        (4096, 300, 0, lambda completion: 20),
+        (4096, 300, 0.6, lambda completion: completion / 15),
+        (30_000, 1000, 0, lambda completion: 60),
+        (30_000, 1000, 0.6, lambda completion: completion * 60 / 1000),
+    ],
+    ids=["300 of 4096", "about 300 of 4096", "1000 of 30000", "about 1000 of 30000"],
+)
+def test_honest_clients_with_a_large_max_tokens_get_their_limit(
+    at_once: int, max_tokens: int, median: int, spread: float, lasts: Callable[[int], float]
+):
+    rng = random.Random(7)
+    clients = Clients(at_once, max_tokens, lambda: max(1, int(median * rng.lognormvariate(0, spread))), lasts)
+    clients.run(minutes=10)
+    assert clients.used >= 0.9 * 10 * LIMIT.value
+    assert clients.cut <= 0.01 * clients.ended
+    assert clients.calls <= 3 * clients.ended
+
+
+def test_what_is_expected_follows_a_tenants_completions_and_no_others():
+    expectations = Expectations()
+    for _ in range(100):
+        expectations.learn("a", "m", 100, 0)
+        expectations.learn("b", "m", 5000, 0)
+    assert expectations.expect("a", "m") <= 130 + MARGIN
+    assert expectations.expect("b", "m") >= 4000
+    assert expectations.expect("a", "other") == expectations.expect("c", "m")
+
+
+def test_growth_is_refused_while_others_hold_the_window_and_granted_as_told(client: redis.Redis):
+    script = Script(client)
+    assert script.acquire("stream", [LIMIT], 0, 50_000, 50_000, FREE, expected=100)[0]
+    assert script.acquire("whole", [LIMIT], 0, 59_000, 59_000, FREE)[0]
+    # 1,000 are left, 50 of them owed as soon as they are known to be used.
+    assert script.grow("stream", 50, 2000) == (1000, 1000, "tenant:t")
+    assert script.settle("whole", 20_000, 0, True)
+    assert script.grow("stream", 50, 49_950) == (40_000, 10_000, "tenant:t")
+    script.now += 10 * SECOND
+    assert script.grow("stream", 50, 49_950) == (50_000, 0, "")
+    assert script.grow("nothing", 1, 1) is None
+
+
+def test_new_requests_leave_room_for_streams_to_grow(client: redis.Redis):
+    script = Script(client)
+    for number in range(100):
+        if not script.acquire(f"r{number}", [LIMIT], 0, 30_000, 30_000, FREE, expected=1000)[0]:
+            break
+    assert number == 45
+    assert script.grow("r0", 1000, 15_000) == (16_000, 0, "")
+
+
+def test_a_record_without_a_hold_holds_its_whole_reservation(client: redis.Redis):
+    """As gateways of before wrote it."""
+    script = Script(client)
+    state, leases, held, _ = script.keys
+    record = {"v": 2, "tokens": 50_000, "completion": 50_000, "cost": 0, "note": "{}", "at": script.now}
+    client.hset(held, "old", msgspec.msgpack.encode({**record, "limits": [LIMIT.field, LIMIT.value]}))
+    client.hset(state, LIMIT.field + "#", 50_000)
+    client.zadd(leases, {"old": script.now // 1000 + 10**9})
+    assert script.extend("old", 10_000) == []
+    assert script.acquire("a", [LIMIT], 0, 10_000, 10_000, FREE)[0]
+    assert not script.acquire("b", [LIMIT], 0, 1, 1, FREE)[0]
+    script.now += 10 * SECOND
+    assert script.settle("old", 10_000, 0, True)
+    # The 10,000 that it used are paid off, and the rest is free.
+    assert script.acquire("c", [LIMIT], 0, 50_000, 50_000, FREE)[0]
+    assert not script.acquire("d", [LIMIT], 0, 1, 1, FREE)[0]
+
+
+def test_a_stream_that_is_put_back_holds_and_owes_what_it_did(client: redis.Redis):
+    script, limit = Script(client), Limit("tenant:t", "tenant", "t", 1000)
+    put_back = ("restore", 10**9, "r", script.now, 900, 900, 0, 300, 200, "{}", limit.field, limit.value)
+    assert script.call(*put_back) == 1
+    assert script.call(*put_back) == 0
+    # The debt of 200 was lost with the data.
+    assert not script.acquire("a", [limit], 0, 701, 701, FREE)[0]
+    assert script.grow("r", 250, 0) == (500, 0, "")
+    assert script.settle("r", 400, 0, True)
+    # Of 400 used 200 are owed here.
+    assert script.acquire("a", [limit], 0, 800, 800, FREE)[0]
+    assert not script.acquire("b", [limit], 0, 1, 1, FREE)[0]
+
+
+def test_use_that_the_ledger_brings_is_held_and_not_owed(client: redis.Redis):
+    script, limit = Script(client), Limit("tenant:d", "tenant", "d", 1000)
+    assert script.acquire("r", [limit], 0, 900, 900, FREE, expected=100)[0]
+    # The state is lost and recalled from the ledger, which has no row of this request yet.
+    client.hdel(script.keys[0], limit.field)
+    script.now += SECOND
+    assert script.acquire("other", [limit], 0, 1, 1, FREE)[0]
+    assert script.grow("r", 100, 200) == (300, 0, "")
+    assert not script.acquire("a", [limit], 0, 700, 700, FREE)[0]
+    assert script.settle("r", 300, 0, True)
+    assert script.acquire("a", [limit], 0, 999, 999, FREE)[0]
+
+
+@pytest.mark.parametrize("made", ["script", "twin"])
+def test_a_refund_of_what_was_charged_early_is_what_is_not_paid_off(client: redis.Redis, made: str):
+    limit = Limit("tenant:t", "tenant", "t", 60)
+    script, twin = Script(client), LocalLimits()
+    script.acquire("r", [limit], 0, 60, 60, FREE, expected=40)
+    twin.acquire("", "r", [limit], 0, 60, 60, FREE, START, 40)
+    script.grow("r", 40, 0)
+    twin.grow("", "r", 40, 0, START)
+    script.now += 30 * SECOND
+    if made == "script":
+        script.settle("r", 0, 0, True)
+        _, _, [(remaining, *_)] = script.acquire("a", [limit], 0, 1, 1, FREE)
+    else:
+        twin.settle("", "r", 0, 0, counts=True, now=script.now)
+        [(remaining, *_)] = twin.acquire("", "a", [limit], 0, 1, 1, FREE, script.now).states
+    assert remaining == 59
+
+
+def test_a_pace_asks_before_it_needs_more_and_again_after_a_while():
+    pace = Pace(10, 100, 1000, 1)
+    pace.used = 110 - MARGIN
+    assert pace.wanted(0.0) == 0
+    pace.used += 1
+    assert pace.wanted(0.0) == 128
+    pace.grown(Grown(110, 700, "tenant:t"), 0.0)
+    assert pace.wanted(0.4) == 0
+    assert pace.wanted(0.6) == 128
+    pace.used = 111
+    assert pace.is_used_up
+    pace.grown(Grown(1000, 0, ""), 1.0)
+    assert not pace.is_used_up
+    pace.used = 990
+    assert pace.wanted(2.0) == 0
+
+
+async def grown_until_full(gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, how: str) -> Any:
+    """A stream of up to 200 tokens that holds 33 of them at first, of a tenant whose other request holds all but 37 of
+    the window. Return its answer, the tenant and its usage row's counts."""
+    monkeypatch.setattr(growth, "FIRST", 1.0)
+    tenant = await gateway.tenant("acme", tokens_per_minute=300, on_token_limit=how)
+    upstream.paused = True
+    options = {"stream_options": {"include_usage": True}}
+    long = {"tokens": 200, "pause": True, "delay": 0.002}
+    stream = asyncio.create_task(tenant.chat(stream=True, max_tokens=200, x_engine=long, **options))
+    await until(lambda: asyncio.sleep(0, upstream.events == 1))
+    other = asyncio.create_task(tenant.chat(max_tokens=220, x_engine={"tokens": 220, "delay": 60}))
+    await until(lambda: asyncio.sleep(0, len(upstream.requests) == 2))
+    upstream.paused = False
+    got = await stream
+    other.cancel()
+
+    async def written() -> bool:
+        data = await tenant.usage()
+        return bool(data) and data[0]["requests"] == 2
+
+    await until(written)
+    return got, tenant, next(each for each in upstream.finished.values() if each["completion_tokens"])
+
+
+def text_of(events: list[Any]) -> str:
+    choices = [choice for event in events if event != "[DONE]" for choice in event.get("choices", ())]
+    return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+async def test_a_stream_without_room_to_grow_ends_with_an_error(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    got, tenant, made = await grown_until_full(gateway, upstream, monkeypatch, "refuse")
+    *before, last = got.events
+    assert last["error"]["code"] == "rate_limit_exceeded"
+    assert last["error"]["type"] == "tokens"
+    assert "Try again in " in last["error"]["message"]
+    # The 37 were granted, and what came back since; nothing beyond the hold was delivered.
+    assert 33 < len(text_of(before)) <= 120
+    # Billed is what the engine made, which is closed.
+    assert made["finish_reason"] == "abort"
+    [used] = await tenant.usage()
+    assert len(text_of(before)) < used["completion_tokens"] == made["completion_tokens"] < 200
+    assert 'status="limited"' in (await gateway.admin.get("/metrics")).body.decode()
+
+
+async def test_a_stream_without_room_to_grow_is_shortened(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    got, tenant, made = await grown_until_full(gateway, upstream, monkeypatch, "shorten")
+    *before, last, usage, done = got.events
+    assert done == "[DONE]"
+    assert [choice["finish_reason"] for choice in last["choices"]] == ["length"]
+    assert 33 < len(text_of(before)) <= 120
+    [used] = await tenant.usage()
+    assert usage["usage"]["completion_tokens"] == used["completion_tokens"] == made["completion_tokens"] < 200
+
+
+async def test_a_stream_with_room_is_never_cut_and_asks_seldom(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, client: redis.Redis
+):
+    monkeypatch.setattr(growth, "FIRST", 1.0)
+    tenant = await gateway.tenant("acme", tokens_per_minute=10_000)
+
+    def calls() -> int:
+        return client.info("commandstats")["cmdstat_evalsha"]["calls"]
+
+    before = calls()
+    for _ in range(5):
+        got = await tenant.chat(stream=True, max_tokens=240, x_engine={"tokens": 240})
+        assert len(text_of(got.events)) == 240
+    # Begin, two growths, end; beside these the sweep of the gateway.
+    assert calls() - before <= 5 * 5
+    got = await tenant.chat(max_tokens=1)
+    remaining = int(got.headers["x-ratelimit-remaining-tokens"])
+    # Nothing is held any more.
+    assert abs(10_000 - 5 * (240 + PROMPT_TOKENS) - (HI_TOKENS + 1) - remaining) < 600
