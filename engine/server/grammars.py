@@ -20,7 +20,7 @@ from engine.structured.spec import GrammarSpec
 
 logger = logging.getLogger(__name__)
 
-# A cached grammar takes up to a few MiB; an ordinary one takes kilobytes.
+# An ordinary grammar takes kilobytes; with all the lexer states that `LIMITS` allows, it takes 10 MB.
 MAX_CACHED, MAX_CACHED_PER_TENANT = 64, 16
 # Compiling cannot be interrupted. A tenant holds two of the threads at most, so that one is free for the others.
 COMPILE_THREADS = 3

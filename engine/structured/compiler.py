@@ -16,7 +16,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.scheduling.request import RequestError
-from engine.structured.cost import check_lark, check_schemas
+from engine.structured.cost import check_lark, check_regex, check_schemas
 from engine.structured.spec import GrammarSpec
 
 logger = logging.getLogger(__name__)
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 WHITESPACE = r"[ ]?|\n[ ]{0,32}"
 # "Fuel" is llguidance's measure of work, so that a hostile grammar ends its own request instead of stalling the step
 # that it shares: its masks take at most some 20 ms, and not many of them. 500 items in a row are an object of about 120
-# optional properties; required ones cost nothing there. States cost 1 to 2 kB each and live as long as the grammar.
+# optional properties; required ones cost nothing there. States cost some 1 kB each and live as long as the grammar.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 10_000,
     "max_items_in_row": 500,
-    "max_lexer_states": 20_000,
+    "max_lexer_states": 10_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
@@ -169,6 +169,7 @@ def _to_llguidance(spec: GrammarSpec) -> str:
         options: Any = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": spec.lenient}
         return matcher.grammar_from_json_schema(spec.text, overrides=options)
     if spec.kind == "regex":
+        check_regex(spec.text, spec.param)
         return matcher.grammar_from_regex(spec.text)
     if spec.kind == "choice":
         return matcher.grammar_from_regex("|".join(_literal(choice) for choice in json.loads(spec.text)))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.scheduling.request import RequestError
-from engine.structured.cost import check_lark, check_schemas
+from engine.structured.cost import check_lark, check_regex, check_schemas
 
 MULTIPLE = {"type": "integer", "multipleOf": 1_000_003}
 
@@ -38,7 +38,7 @@ def doubled(levels: int, least: str = "/.?/") -> str:
 )
 def test_what_costs_too_much_is_refused(text: str) -> None:
     assert len(text) < 16_384
-    with pytest.raises(RequestError, match=r"together, the most served|multipleOf|pattern: all together") as refused:
+    with pytest.raises(RequestError, match=r"together, each repetition|multipleOf|pattern: all together") as refused:
         check_lark(text, "guided_grammar")
     assert refused.value.field == "guided_grammar"
     assert len(refused.value.message) < 200
@@ -72,7 +72,54 @@ def test_what_cannot_be_read_says_so(text: str) -> None:
 def test_schemas_are_summed_up() -> None:
     primes: list[Any] = [{"multipleOf": 307}, {"multipleOf": 311}]
     check_schemas(primes, "tools")
+    check_schemas([*primes, {"items": [{"multipleOf": 313}]}], "tools")
     with pytest.raises(RequestError, match="least common multiple"):
-        check_schemas([*primes, {"items": [{"multipleOf": 313}]}], "tools")
-    with pytest.raises(RequestError, match="pattern: all together are 6000 characters"):
+        check_schemas([{"allOf": primes}], "tools")
+    with pytest.raises(RequestError, match="multipleOf: the sum of all: expected at most 10000, got 10614"):
+        check_schemas([*primes, {"items": [{"multipleOf": 9996}]}], "tools")
+    with pytest.raises(RequestError, match="pattern: all together count 6000 characters"):
         check_schemas([{"pattern": "a" * 3000}, {"patternProperties": {"b" * 3000: {}}}], "tools")
+
+
+def patterns(count: int, form: str = "a{}.*b") -> list[dict[str, str]]:
+    return [{"pattern": form.format(i)} for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"allOf": patterns(20)}, "different ones beside allOf, anyOf or .ref: expected at most 12, got 20"),
+        ({"properties": {"a": {"$ref": "#/x", "pattern": "a"}}, "x": patterns(12)}, "expected at most 12, got 13"),
+        (
+            {"patternProperties": {f"^k{i}_": {} for i in range(100)}},
+            "patternProperties: patterns: expected at most 64",
+        ),
+        ({"anyOf": [{"minimum": i, "maximum": i + 5.5} for i in range(700)]}, "different ranges: expected at most 300"),
+        ({"enum": [{"a": i} for i in range(2000)]}, "enum: objects and lists: expected at most 500, got 2000"),
+        ({"allOf": [{"anyOf": [{}, {}, {}]} for _ in range(6)]}, "combinations of alternatives: expected at most 128"),
+        ({"type": "number", "multipleOf": 99991}, "multipleOf: the sum of all"),
+    ],
+)
+def test_schemas_that_would_take_seconds_or_never_end(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        check_schemas([schema], "guided_json")
+
+
+def test_many_patterns_of_different_values_are_served() -> None:
+    fields: dict[str, Any] = {f"f{i}": pattern for i, pattern in enumerate(patterns(100))}
+    check_schemas([{"properties": {**fields, "g": {"allOf": [{"$ref": "#"}]}}}], "guided_json")
+    check_schemas([{"anyOf": [{"enum": [f"v{i}" for i in range(4000)]}, {"type": "null"}]}], "guided_json")
+
+
+def test_repetitions_count_for_more_than_characters() -> None:
+    check_regex("a" * 4096, "guided_regex")
+    check_regex(r"\*\+\?\{(?:a)" * 300, "guided_regex")
+    with pytest.raises(RequestError, match="counts 8000 characters, each repetition as 6"):
+        check_regex(r"\w*" * 1000, "guided_regex")
+
+
+def test_intersections_of_terminals_are_few() -> None:
+    terms = [f"/(.|\\n)*a.{{{i}}}b.*/" for i in range(12)]
+    check_lark("start: T\nT: " + " & ".join(terms[:4]), "guided_grammar")
+    with pytest.raises(RequestError, match="intersections and complements"):
+        check_lark("start: T\nT: " + " & ".join(terms), "guided_grammar")
