@@ -40,11 +40,20 @@ class _Job:
 class FairThreads:
     """At most `num_threads` jobs at once, one tenant at most all but one of them. Safe for threads.
 
-    max_pending, max_pending_per_tenant: jobs that may wait for a thread.
+    max_pending, max_pending_per_tenant: jobs that may wait for a thread. lowers_priority: not for work that holds the
+    interpreter lock, for which a thread of high priority would wait.
     """
 
-    def __init__(self, num_threads: int, name: str, *, max_pending: int, max_pending_per_tenant: int) -> None:
-        self._num_threads, self._name = num_threads, name
+    def __init__(
+        self,
+        num_threads: int,
+        name: str,
+        *,
+        max_pending: int,
+        max_pending_per_tenant: int,
+        lowers_priority: bool = True,
+    ) -> None:
+        self._num_threads, self._name, self._lowers_priority = num_threads, name, lowers_priority
         self._max_pending, self._max_pending_per_tenant = max_pending, max_pending_per_tenant
         self._lock = threading.Lock()
         self._queues: dict[str, deque[_Job]] = {}
@@ -135,7 +144,7 @@ class FairThreads:
             # The tenant whose turn it is pays.
             job.tenants, job.started = {tenant}, now
             self._running.add(job)
-            heavy = self._use(tenant, now) > HEAVY_SECONDS
+            heavy = self._lowers_priority and self._use(tenant, now) > HEAVY_SECONDS
             thread = threading.Thread(target=self._run, args=(job, heavy), name=self._name, daemon=True)
             self._threads.add(thread)
             thread.start()

@@ -31,6 +31,7 @@ from gateway.api.admin_keys import AdminKeys
 from gateway.api.admin_prices import AdminPrices
 from gateway.api.admin_tenants import AdminTenants
 from gateway.api.bodies import BODY_TIMEOUT
+from gateway.api.body_memory import BODY_MEMORY, BodyMemory
 from gateway.api.completions import Completions
 from gateway.api.dashboard import Dashboard
 from gateway.api.delivery import Deliveries
@@ -222,6 +223,8 @@ async def make_app(settings: Settings) -> web.Application:
     # Ended in reverse: requests' accounts first, then what they are written to.
     app.cleanup_ctx.extend([traces, connections, schema, access, costs, leases, engines, usage, accounts])
     app[BODY_TIMEOUT] = settings.body_timeout
+    app[BODY_MEMORY] = BodyMemory(settings.body_memory_bytes)
+    metrics.watch_bodies(lambda: app[BODY_MEMORY].held)
     app[METRICS], app[DATABASE], app[QUOTA], app[REGISTRY], app[LEDGER] = metrics, database, quota, registry, ledger
 
     prompts = PromptReader(

@@ -122,6 +122,16 @@ class RateLimited(GatewayError):
         self.kind = limit
 
 
+class TooManyBodies(GatewayError):
+    """The memory for request bodies, or the tenant's part of it, is used up."""
+
+    status, kind, code = 429, "concurrency", "too_many_bodies"
+
+    def __init__(self) -> None:
+        message = "Too many request bodies are being read or served at once. Try again in 1 s, or with fewer at a time."
+        super().__init__(message, headers={"Retry-After": "1"})
+
+
 class TooManyFailures(GatewayError):
     """More wrong keys from an address than typing errors explain."""
 

@@ -153,6 +153,9 @@ class Metrics:
             "Clients cut off because they read their answers too slowly.",
             registry=self.registry,
         )
+        self._bodies = Gauge(
+            "loraplex_gateway_request_body_bytes", "memory that large request bodies hold", registry=self.registry
+        )
         self._unread = Gauge(
             "loraplex_gateway_unread_answer_bytes",
             "Bytes of answers that clients have not read.",
@@ -206,6 +209,9 @@ class Metrics:
 
     def slow_reader_cut(self) -> None:
         self._slow_readers.inc()
+
+    def watch_bodies(self, held: Callable[[], int]) -> None:
+        self._bodies.set_function(held)
 
     def watch_deliveries(self, unread: Callable[[], int]) -> None:
         self._unread.set_function(unread)

@@ -64,6 +64,8 @@ class Settings:
     # What a chat request without `max_tokens` reserves and may generate, if the context has room for it.
     default_max_tokens: int = 512
     max_body_bytes: int = 8 * 2**20
+    # Memory for bodies beyond 64 KiB, from their reading to their requests' end, in one worker; a tenant gets half.
+    body_memory_bytes: int = 40 * 2**20
     max_upload_bytes: int = 2 * 2**30
     # Migrate the schema on start. Right for one local gateway; a fleet runs `loraplex migrate` once instead.
     migrate_on_start: bool = False
@@ -205,6 +207,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SettingsError(env_name(name), f"expected a number above 0, got {value}")
+        if self.body_memory_bytes < 4 * self.max_body_bytes:
+            raise SettingsError(env_name("body_memory_bytes"), "expected at least four times LORAPLEX_MAX_BODY_BYTES")
         if self.answer_memory_bytes < 2 * max(self.max_answer_bytes, self.reader_buffer_bytes):
             raise SettingsError(
                 env_name("answer_memory_bytes"),

@@ -23,6 +23,7 @@ GATEWAY_MAY = {
     "engine.tokenizer",
     "engine.tracing",
     "adapters.check",
+    "adapters.fair_threads",
     "adapters.manifest",
     "adapters.spool",
     "adapters.checkpoint",

@@ -96,6 +96,38 @@ async def send_headers(attacker: Attacker) -> None:
 
 
 @cache
+def large_bodies() -> list[tuple[bytes, bytes]]:
+    """Bodies of 8 MiB and of compressed 8 MiB, with the field that says so; texts, wide texts, values."""
+    size = 8 * 2**20 - 200
+    raws = [
+        b'{"model":"x","prompt":"' + b"a" * (size - 40) + b'"}',
+        b'{"model":"x","prompt":"a","user":"' + b"a" * (3 * 2**20) + "\U0001f600".encode() + b'"}',
+        b'{"model":"x","prompt":[' + b"1000," * 190_000 + b"1]}",
+    ]
+    return [(b"", raw) for raw in raws] + [(b"Content-Encoding: gzip\r\n", gzip.compress(raw)) for raw in raws]
+
+
+@attack("many-large-bodies", "500 bodies of up to 8 MiB at once, half of them trickled", prepare=large_bodies)
+async def send_large(attacker: Attacker) -> None:
+    async def one(index: int) -> None:
+        while attacker.going:
+            field, body = large_bodies()[index // 2 % len(large_bodies())]
+            reader, writer = await attacker.connect()
+            try:
+                head = attacker.head("POST", "/v1/completions", len(body), JSON)
+                writer.write(head[:-2] + field + b"\r\n")
+                writer.write(body[: -100 if index % 2 else len(body)])
+                await status_of(attacker, reader, attacker.left)
+            except OSError:
+                attacker.count("cut off")
+            finally:
+                await close(writer)
+            await attacker.pause(0.5)
+
+    await attacker.side_by_side(500, one)
+
+
+@cache
 def tiny_chunks() -> bytes:
     """A JSON body of 1 MiB in chunks of one byte, each with an extension."""
     return b"1;a=b\r\n \r\n" * 2**20

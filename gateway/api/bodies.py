@@ -4,16 +4,22 @@ import asyncio
 import re
 import unicodedata
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from engine import http_body
+from gateway.api.body_memory import BODY_MEMORY, FREE_BYTES, OPERATOR, BodyShare
 from gateway.api.pieces import Pieces
 from gateway.errors import BadRequest, TooSlow
 
 T = TypeVar("T")
+
+# Deflate's largest ratio.
+MAX_DEFLATE_RATIO = 1032
+STEP_BYTES = 2**16
 
 # Seconds in which a body must have come.
 BODY_TIMEOUT = web.AppKey("body_timeout", float)
@@ -41,19 +47,24 @@ UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 
 
 async def read_raw(request: web.Request) -> bytes:
-    """Return the whole body, of at most the application's client_max_size.
-
-    Raises TooSlow, BadRequest, web.HTTPRequestEntityTooLarge.
-    """
+    """Return the whole body of an operator's request, as `read_shared`. It may be asked for again."""
     if (raw := request.get(_BODY)) is None:
-        raw = request[_BODY] = await _read(request)
+        with request.config_dict[BODY_MEMORY].share(OPERATOR) as share:
+            raw = request[_BODY] = await read_shared(request, share)
     return raw
 
 
-async def _read(request: web.Request) -> bytes:
+async def read_shared(request: web.Request, share: BodyShare) -> bytes:
+    """Return the whole body, of at most the application's client_max_size; the share holds its memory.
+
+    Raises TooManyBodies before anything is read, TooSlow, BadRequest, TooLarge, web.HTTPRequestEntityTooLarge.
+    """
     limit = request.client_max_size
-    if (length := request.content_length or 0) > limit:
+    # Without a length a body is taken for a small one at first.
+    length = FREE_BYTES if request.content_length is None else request.content_length
+    if request.content_length is not None and length > limit:
         raise web.HTTPRequestEntityTooLarge(limit, length)
+    share.take(length)
     try:
         async with asyncio.timeout(request.config_dict[BODY_TIMEOUT]):
             is_compressed = http_body.is_compressed(request)
@@ -62,8 +73,14 @@ async def _read(request: web.Request) -> bytes:
                 raw += piece
                 if len(raw) > limit:
                     raise web.HTTPRequestEntityTooLarge(limit, len(raw))
+                if len(raw) > length:
+                    length = len(raw) + STEP_BYTES
+                    share.take(length)
             if is_compressed:
-                return await asyncio.to_thread(http_body.decompress, raw, limit)
+                share.take(len(raw) + min(limit, len(raw) * MAX_DEFLATE_RATIO))
+                whole = await share.run(partial(http_body.decompress, raw, limit))
+                share.take(len(whole))
+                return whole
             return bytes(raw)
     except TimeoutError as error:
         raise TooSlow("The request's body did not come in time.") from error

@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import msgspec
@@ -15,7 +15,8 @@ from engine.tracing import NO_SPAN, SPAN
 from gateway.admission.auth import Authenticator
 from gateway.admission.quota import Quota
 from gateway.api.accounting import Account, Accounting, lease_note
-from gateway.api.bodies import json_response, read_raw
+from gateway.api.bodies import json_response, read_shared
+from gateway.api.body_memory import BODY_MEMORY
 from gateway.api.charges import Ending, ending_after, ending_of
 from gateway.api.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
 from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
@@ -90,25 +91,29 @@ class Completions:
 
     async def _serve(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         span = request.get(SPAN, NO_SPAN)
-        with span.child("admission"):
-            asked, account = await self._admit(request, endpoint)
-        try:
-            with self._accounting.open(account):
-                return await self._forward(request, endpoint, asked, account)
-        finally:
-            if span.is_recording:
-                describe_request(span, endpoint.path, account)
+        with ExitStack() as held:
+            with span.child("admission"):
+                asked, account = await self._admit(request, endpoint, held)
+            try:
+                with self._accounting.open(account):
+                    return await self._forward(request, endpoint, asked, account)
+            finally:
+                if span.is_recording:
+                    describe_request(span, endpoint.path, account)
 
-    async def _admit(self, request: web.Request, endpoint: Endpoint) -> tuple[InferenceRequest, Account]:
-        """Return the request as far as it is granted, and its account."""
+    async def _admit(
+        self, request: web.Request, endpoint: Endpoint, held: ExitStack
+    ) -> tuple[InferenceRequest, Account]:
+        """Return the request as far as it is granted, and its account. held: ends with the request."""
         arrived = time.monotonic()
         principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
         tenant = principal.tenant
-        raw = await read_raw(request)
-        parsed = await self._prompts.parse(raw, endpoint)
+        share = held.enter_context(request.config_dict[BODY_MEMORY].share(tenant.id))
+        raw = await read_shared(request, share)
+        parsed = await self._prompts.parse(raw, endpoint, share)
         principal.check_model(parsed.model)
         model = await self._catalog.resolve(tenant, parsed.model)
-        asked = await self._prompts.measure(parsed, raw)
+        asked = await self._prompts.measure(parsed, raw, share)
         self._fleet.check(tenant.id, model.digest, asked.body)
         self._accounting.check_room()
         price, weights = self._prices.price(tenant.name, model), asked.weights
@@ -127,6 +132,7 @@ class Completions:
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)
             raise
+        share.admitted()
         if reservation.max_tokens < asked.max_tokens:
             asked.shorten(reservation.max_tokens)
         return asked, Account(principal, reservation, endpoint.name, model, price, asked, arrived)

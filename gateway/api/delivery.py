@@ -8,12 +8,12 @@ back, and its place is free for others (`Delivery.on_full`). One task looks at a
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
 from aiohttp import ClientError, web
 
+from gateway.budget import Budget
 from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -109,18 +109,16 @@ class Deliveries:
     ) -> None:
         self._metrics = metrics
         self.reader_bytes = reader_bytes
-        self._total_bytes = total_bytes
+        self._budget = Budget(total_bytes)
         self._least_rate = least_rate
         self._window = window
         self._open: dict[asyncio.WriteTransport, Delivery] = {}
-        self._held = 0
-        self._held_by: Counter[str] = Counter()
         self._waiting: set[asyncio.Event] = set()
-        metrics.watch_deliveries(lambda: self._held)
+        metrics.watch_deliveries(lambda: self._budget.held)
 
     @property
     def held(self) -> int:
-        return self._held
+        return self._budget.held
 
     def open(self, request: web.Request, tenant_id: str) -> Delivery:
         """Return the delivery of a request's connection. Raises ClientGone."""
@@ -142,10 +140,7 @@ class Deliveries:
             return
         more = size - delivery.held
         delivery.held = size
-        self._held += more
-        self._held_by[delivery.tenant_id] += more
-        if not self._held_by[delivery.tenant_id]:
-            del self._held_by[delivery.tenant_id]
+        self._budget.change(delivery.tenant_id, more)
         if more < 0:
             for event in self._waiting:
                 event.set()
@@ -177,14 +172,12 @@ class Deliveries:
                 if delivery.taken - delivery.taken_at_mark < self._least_rate * self._window:
                     self._cut(delivery)
                 delivery.mark(now)
-        if self._waiting or self._held > 3 * self._total_bytes // 4:
+        if self._waiting or self._budget.held > 3 * self._budget.total // 4:
             self._make_room(now)
 
     def _make_room(self, now: float) -> None:
         """Cut off the slowest client of the tenant that holds most, unless it will be done within the window."""
-        if not self._held_by:
-            return
-        tenant_id, _ = self._held_by.most_common(1)[0]
+        tenant_id = self._budget.largest_holder()
         judged = [
             delivery
             for delivery in self._open.values()
@@ -203,9 +196,7 @@ class Deliveries:
 
     def has_room(self, delivery: Delivery, size: int) -> bool:
         """Whether the delivery may hold `size` bytes."""
-        own = self._held_by[delivery.tenant_id] - delivery.held
-        total = self._held - delivery.held
-        return total + size <= self._total_bytes and own + size <= self._total_bytes // 2
+        return self._budget.has_room(delivery.tenant_id, size - delivery.held)
 
     def _hold_for(self, delivery: Delivery, tenant_id: str) -> None:
         """Move what a connection holds to the tenant of its next request."""

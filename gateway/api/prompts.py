@@ -1,6 +1,5 @@
 """A request's body, checked, and its size in tokens: counted with the engine's own tokenizer and chat template."""
 
-import asyncio
 from functools import partial
 from typing import Any
 
@@ -8,6 +7,7 @@ import msgspec
 
 from engine.protocol import ChatCompletionRequest, CompletionRequest, decode, prompt_too_long
 from engine.tokenizer import TextTooLong, Tokenizer
+from gateway.api.body_memory import BodyShare
 from gateway.api.charges import Weights, check_answer_size, weights_of
 from gateway.errors import BadRequest
 from gateway.fleet.vllm_fields import check_fields
@@ -21,8 +21,9 @@ GATEWAYS_OWN = ("priority",)
 
 # A body is some hundred bytes of memory a value. 8 MiB of `[],` took 193 MiB and seconds of the event loop;
 # brackets and commas within texts count as well, which no prompt of a context's length notices.
-MAX_CONTAINERS = 100_000
-MAX_VALUES = 500_000
+MAX_CONTAINERS = 20_000
+MAX_VALUES = 200_000
+MAX_MEMBERS = 50_000
 
 AnyRequest = ChatCompletionRequest | CompletionRequest
 
@@ -84,25 +85,30 @@ class PromptReader:
         self._max_model_len = max_model_len
         self._default_max_tokens = default_max_tokens
 
-    async def parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
+    async def parse(self, raw: bytes, endpoint: Endpoint, share: BodyShare) -> AnyRequest:
         """Return the body's fields, each checked. Our engine ignores unknown ones; before vLLM they are refused."""
         if len(raw) <= INLINE_BYTES:
             return self._parse(raw, endpoint)
-        if raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS or raw.count(b",") > MAX_VALUES:
+        if (
+            raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS
+            or raw.count(b",") > MAX_VALUES
+            or raw.count(b":") > MAX_MEMBERS
+        ):
             raise BadRequest(
                 f"The body has too many values: expected at most {MAX_CONTAINERS} lists and objects, "
-                f"and {MAX_VALUES} values."
+                f"{MAX_VALUES} values, and {MAX_MEMBERS} fields of objects."
             )
-        return await asyncio.to_thread(self._parse, raw, endpoint)
+        share.decode(raw)
+        return await share.run(partial(self._parse, raw, endpoint))
 
     def _parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
         return decode(endpoint.kind, check_fields(raw, endpoint.kind) if self._other_engines else raw)
 
-    async def measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
+    async def measure(self, request: AnyRequest, raw: bytes, share: BodyShare) -> InferenceRequest:
         """The tokens of a parsed body, held against the model's context."""
         if len(raw) <= INLINE_BYTES:
             return self._measure(request, raw)
-        return await asyncio.to_thread(self._measure, request, raw)
+        return await share.run(partial(self._measure, request, raw))
 
     def _measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
         is_chat = isinstance(request, ChatCompletionRequest)
@@ -127,7 +133,7 @@ class PromptReader:
         choices = len(lengths) * (request.n or 1)
         limit = self._max_event_bytes if request.stream else self._max_answer_bytes
         check_answer_size(request, prompt_tokens, choices * max_tokens, limit)
-        body: dict[str, Any] = msgspec.json.decode(raw)
+        body = self._fields(request, raw)
         for name in GATEWAYS_OWN:
             body.pop(name, None)
         if request.max_new_tokens is None:
@@ -145,6 +151,14 @@ class PromptReader:
             max_tokens_field=request.max_new_tokens_field,
             weights=weights_of(request),
         )
+
+    def _fields(self, request: AnyRequest, raw: bytes) -> dict[str, Any]:
+        """Return the body's fields, those that nobody here knows as they were sent."""
+        if self._other_engines:
+            return dict(msgspec.json.decode(raw, type=dict[str, Any]))
+        known = request.__struct_fields__
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        return {name: msgspec.json.decode(field) if name in known else field for name, field in fields.items()}
 
     def _lengths(self, request: AnyRequest) -> list[int]:
         """Tokens of each prompt."""

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct, inspect
+from msgspec import Meta, Raw, Struct, inspect
 
 from engine.protocol import BadRequest, ChatCompletionRequest, CompletionRequest, NotServed, decode
 
@@ -87,6 +87,7 @@ def vllm_request(body: dict[str, Any], path: str, tenant_id: str, digest: str | 
     Raises the protocol's BadRequest as `check_fields` does, which has not run if the only vLLM servers announced
     themselves.
     """
+    body = {name: msgspec.json.decode(value) if isinstance(value, Raw) else value for name, value in body.items()}
     sent = _allowed(body, ChatCompletionRequest if path == CHAT_PATH else CompletionRequest)
     sent["cache_salt"] = cache_salt(tenant_id, digest, body.get("cache_salt"))
     if sent.get("stream"):

@@ -3,14 +3,17 @@
 import asyncio
 import gzip
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from gateway.api import body_memory
+from gateway.api.body_memory import BodyMemory, BodyShare
 from gateway.api.pieces import FREE_CHUNKS
-from tests.gateway.running import BASE_MODEL, Client, Gateway
+from tests.gateway.running import BASE_MODEL, Client, Gateway, until
 from tests.gateway.test_time_limits import connect
 from tests.gateway.upstream import Upstream
 
@@ -106,3 +109,106 @@ async def test_a_head_is_small(serve: Any, upstream: Upstream):
                 writer.write(head(acme, "/v1/completions", *lines, "Content-Length: 2") + b"{}")
                 top = await asyncio.wait_for(reader.readuntil(b"\r\n"), 30.0)
                 assert top.split()[1] == b"400"
+
+
+async def begin(gateway: Gateway, client: Client, length: int, body: bytes = b"{", *lines: str) -> Any:
+    reader, writer = await connect(gateway)
+    writer.write(head(client, "/v1/completions", "Content-Type: application/json", f"Content-Length: {length}", *lines))
+    writer.write(body)
+    return reader, writer
+
+
+async def held(gateway: Gateway) -> int:
+    page = (await gateway.admin.get("/metrics")).body.decode()
+    name = "loraplex_gateway_request_body_bytes "
+    return int(float(next(line for line in page.splitlines() if line.startswith(name)).split()[1]))
+
+
+async def test_large_bodies_of_one_tenant_have_a_share(serve: Any, upstream: Upstream):
+    """Two trickled ones take a tenant's half; its third is refused unread, a neighbour's and an operator's are not."""
+    async with serve(max_body_bytes=2**20, body_memory_bytes=2**22) as gateway:
+        greedy, neighbour = await gateway.tenant("greedy"), await gateway.tenant("neighbour")
+        slow = [await begin(gateway, greedy, 2**20) for _ in range(2)]
+
+        async def both_are_held() -> bool:
+            return await held(gateway) == 2**21
+
+        await until(both_are_held)
+        reader, writer = await begin(gateway, greedy, 2**20)
+        status, top, body = await answered(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (429, "too_many_bodies")
+        assert b"retry-after: 1" in top.lower()
+        assert b"connection: close" in top.lower()
+        # Small ones are free.
+        assert (await greedy.complete(max_tokens=1)).status == 200
+        assert (await neighbour.complete(max_tokens=1, x="a" * 500_000)).status == 200
+        named = await gateway.admin.post("/admin/api/tenants", {"name": "x" * 500_000})
+        assert named.status == 400
+        for _, each in (*slow, (reader, writer)):
+            each.transport.abort()
+
+        async def nothing_is_held() -> bool:
+            return await held(gateway) == 0
+
+        await until(nothing_is_held)
+
+
+async def test_small_bodies_of_one_tenant_have_places(serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(body_memory, "SMALL_AT_ONCE", 3)
+    async with serve() as gateway:
+        greedy, neighbour = await gateway.tenant("greedy"), await gateway.tenant("neighbour")
+        slow = [await begin(gateway, greedy, 1000) for _ in range(3)]
+
+        async def is_full() -> bool:
+            return (await greedy.complete(max_tokens=1)).status == 429
+
+        await until(is_full)
+        assert (await greedy.complete()).error["code"] == "too_many_bodies"
+        assert (await neighbour.complete(max_tokens=1)).status == 200
+        for _, each in slow:
+            each.transport.abort()
+
+        async def is_free() -> bool:
+            return (await greedy.complete(max_tokens=1)).status == 200
+
+        await until(is_free)
+
+
+async def test_a_body_that_grows_beyond_its_share_is_refused(serve: Any, upstream: Upstream):
+    """Compressed, or of wide characters: what it takes decoded counts."""
+    async with serve(max_body_bytes=2**20, body_memory_bytes=2**22) as gateway:
+        acme = await gateway.tenant("acme")
+        kind = {"Content-Type": "application/json"}
+        wide = json.dumps({"model": BASE_MODEL, "prompt": "Hi", "user": "\U0001f600" + "a" * 600_000}).encode()
+        for body, headers in ((wide, kind), (gzip.compress(wide), kind | {"Content-Encoding": "gzip"})):
+            got = await acme.call("POST", "/v1/completions", data=body, headers=headers)
+            assert (got.status, got.error["code"]) == (413, "request_too_large")
+        slow = [await begin(gateway, acme, 700_000) for _ in range(2)]
+
+        async def both_are_held() -> bool:
+            return await held(gateway) == 1_400_000
+
+        await until(both_are_held)
+        bomb = gzip.compress(bytes(2**20))
+        got = await acme.call("POST", "/v1/completions", data=bomb, headers=kind | {"Content-Encoding": "gzip"})
+        assert (got.status, got.error["code"]) == (429, "too_many_bodies")
+        for _, each in slow:
+            each.transport.abort()
+
+
+async def test_a_neighbours_large_prompt_waits_for_no_other_tenants(tmp_path: Any):
+    memory = BodyMemory(2**26)
+    begun, gone = threading.Event(), threading.Event()
+
+    def long() -> None:
+        begun.set()
+        assert gone.wait(60.0)
+
+    greedy = [asyncio.ensure_future(BodyShare(memory, "greedy").run(long)) for _ in range(32)]
+    try:
+        assert await asyncio.to_thread(begun.wait, 30.0)
+        assert await asyncio.wait_for(BodyShare(memory, "neighbour").run(lambda: 7), 30.0) == 7
+        assert not any(each.done() for each in greedy)
+    finally:
+        gone.set()
+        await asyncio.gather(*greedy)

@@ -8,6 +8,7 @@ import transformers
 
 from engine.protocol import BadRequest
 from engine.tokenizer import ChatTemplateError, Tokenizer
+from gateway.api.body_memory import BodyMemory, BodyShare
 from gateway.api.prompts import CHAT, PromptReader
 from tests.engine.server.tools import HISTORY, TEMPLATES, TOOLS
 from tests.engine.tiny import save_byte_level_tokenizer
@@ -16,7 +17,8 @@ from tests.engine.tiny import save_byte_level_tokenizer
 async def count(tokenizer: Tokenizer, **fields: object) -> int:
     raw = json.dumps({"model": "m", "messages": HISTORY, "max_tokens": 1} | fields).encode()
     reader = PromptReader(tokenizer, max_model_len=4096, default_max_tokens=16)
-    return (await reader.measure(await reader.parse(raw, CHAT), raw)).prompt_tokens
+    with BodyMemory(2**26).share("acme") as share:
+        return (await reader.measure(await reader.parse(raw, CHAT, share), raw, share)).prompt_tokens
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -56,12 +58,13 @@ async def test_a_template_of_its_own_for_tools(tmp_path):
 async def test_fields_that_only_other_engines_serve(tmp_path, other_engines):
     save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
     reader = PromptReader(Tokenizer.from_dir(tmp_path), 4096, 16, other_engines=other_engines)
+    share = BodyShare(BodyMemory(2**26), "acme")
     asked = {"thinking_token_budget": 3}
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | asked).encode()
     if other_engines:
-        body = (await reader.measure(await reader.parse(raw, CHAT), raw)).body
+        body = (await reader.measure(await reader.parse(raw, CHAT, share), raw, share)).body
         assert {name: body[name] for name in asked} == asked
     else:
         with pytest.raises(BadRequest) as refused:
-            await reader.parse(raw, CHAT)
+            await reader.parse(raw, CHAT, share)
         assert refused.value.code == "unsupported_parameter"

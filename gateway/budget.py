@@ -1,0 +1,27 @@
+"""A common budget, of bytes or places, of which one owner gets a share at most."""
+
+from collections import Counter
+
+
+class Budget:
+    """Knows how much each owner holds. share: the most for one owner, half of `total` by default."""
+
+    def __init__(self, total: int, share: int | None = None) -> None:
+        self.total = total
+        self.share = total // 2 if share is None else share
+        self.held = 0
+        self._held_by: Counter[str] = Counter()
+
+    def has_room(self, owner: str, more: int) -> bool:
+        """Return whether an owner may hold `more` than it does."""
+        return self.held + more <= self.total and self._held_by[owner] + more <= self.share
+
+    def change(self, owner: str, more: int) -> None:
+        """Add to what an owner holds; below 0: give back."""
+        self.held += more
+        self._held_by[owner] += more
+        if not self._held_by[owner]:
+            del self._held_by[owner]
+
+    def largest_holder(self) -> str | None:
+        return self._held_by.most_common(1)[0][0] if self._held_by else None
