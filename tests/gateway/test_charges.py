@@ -8,10 +8,12 @@ import pytest
 
 from engine.protocol import BadRequest as ProtocolError
 from engine.protocol import ChatCompletionRequest, CompletionRequest
+from engine.responses import FinishedRequest
 from gateway.api.charges import Ending, Used, Weights, charge, check_answer_size, weights_of
 from gateway.errors import BadRequest
 from gateway.records.prices import Price
-from tests.gateway.running import CONTEXT, HI, Gateway
+from tests.gateway.running import CONTEXT, HI, Gateway, until
+from tests.gateway.upstream import Upstream
 
 HEARD, TOLD = Used(10, 4, 2), Used(10, 7, 2)
 
@@ -39,6 +41,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         (Ending.UNABLE, None, 0, 0, Used()),
         (Ending.UNSERVED, None, 0, 0, Used()),
         (Ending.UNSERVED, TOLD, 1, 17, TOLD),
+        (Ending.UNSERVED, Used(), 1, 0, Used()),
         (Ending.MISMATCHED, None, 0, 0, Used()),
     ],
 )
@@ -46,6 +49,29 @@ def test_who_pays(ending: Ending, told: Used | None, requests: int, tokens: int,
     charged = charge(ending, 9, HEARD, told, Weights())
     assert (charged.requests, charged.rate_tokens, charged.billed) == (requests, tokens, billed)
     assert charged.is_recorded == (ending is not Ending.UNSERVED or told is not None)
+
+
+async def test_a_request_with_which_the_only_engine_died_has_a_row(gateway: Gateway, upstream: Upstream):
+    """The engine's books have it, with no tokens; the client gets a 503, for no engine is left."""
+
+    class Books(dict):
+        def __contains__(self, _: object) -> bool:
+            return True
+
+        def __getitem__(self, request_id: str) -> dict[str, Any]:
+            return msgspec.structs.asdict(FinishedRequest(request_id, "killed", 0, 0, 0))
+
+    tenant = await gateway.tenant("acme")
+    upstream.finished, upstream.refuses = Books(), None
+    got = await tenant.complete()
+    assert (got.status, got.error["code"]) == (503, "no_engine")
+
+    async def has_row() -> bool:
+        return bool(await tenant.usage())
+
+    await until(has_row, 60)
+    [row] = await tenant.usage()
+    assert (row["requests"], row["prompt_tokens"], row["completion_tokens"], row["cost"]) == (1, 0, 0, 0)
 
 
 def test_every_ending_is_in_the_table():
