@@ -31,6 +31,7 @@ from gateway.admission.quota import Quota
 from gateway.admission.reservation import Reservation
 from gateway.admission.store import connect
 from gateway.errors import RateLimited
+from gateway.records import sweeps
 from gateway.records.prices import Price
 from gateway.records.tenants import Limits, Tenant
 
@@ -279,7 +280,7 @@ async def _clear(redis: Any, run: str) -> None:
     for name in TENANTS:
         for part in ("quota", "usage", "leases", "held"):
             await redis.delete(f"loraplex:{{{run}{name}}}:{part}")
-        await redis.srem("loraplex:usage:tenants", run + name)
+        await redis.zrem(sweeps.TENANTS, run + name)
 
 
 def main() -> None:

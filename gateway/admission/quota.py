@@ -28,13 +28,12 @@ from gateway.admission.store import Client, Store, unavailable
 from gateway.admission.store_check import StoreCheck
 from gateway.admission.without_redis import Demand, WithoutRedis, reservation
 from gateway.errors import Unavailable
+from gateway.records import sweeps
 from gateway.records.catalog import Model
 from gateway.records.prices import FREE, Price
 
 log = logging.getLogger(__name__)
 
-# The ids of tenants that may have leases or usage events.
-TENANTS = "loraplex:usage:tenants"
 # Is there while a gateway looks after what dead ones held.
 SWEEPER = "loraplex:sweeper"
 CLOSED = parse_fallback(())
@@ -79,7 +78,7 @@ class Quota:
         # Of requests that are gone, what they used (tokens, cost, requests): settled when Redis answers.
         self._unwanted: dict[str, dict[str, tuple[int, int, int]]] = {}
         self._has_unwanted = asyncio.Event()
-        self._registered: set[str] = set()
+        self._registered = sweeps.Registrations(redis)
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
@@ -187,7 +186,7 @@ class Quota:
         arguments = [item for limit in limits for item in (limit.field, limit.value)]
         sent = not self._store.away
         try:
-            if tenant_id not in self._registered:
+            if self._registered.is_due(tenant_id, self._store.answers_since):
                 await self._register({tenant_id})
             call = ("acquire", request_id, self._lease_ms, *request, note, *arguments)
             reply = await self._store.script(tenant_id, *call)
@@ -311,9 +310,7 @@ class Quota:
 
     async def is_first(self, seconds: float) -> bool:
         """Whether no other gateway has asked this for so many seconds. Raises Unavailable."""
-        return bool(
-            await self._store.call(lambda: self._redis.set(SWEEPER, b"", nx=True, px=max(1, int(seconds * 1000))))
-        )
+        return bool(await self._store.call(lambda: sweeps.is_first(self._redis, SWEEPER, seconds)))
 
     async def keep_leases(self) -> None:
         """Extends what this process holds, gives back what nobody wants, and says that this gateway lives, for ever.
@@ -356,9 +353,10 @@ class Quota:
         self._has_unwanted.set()
 
     async def _register(self, tenant_ids: set[str]) -> None:
-        """So that whoever settles for dead gateways finds these tenants, whatever becomes of this process."""
-        await self._store.call(lambda: self._redis.execute_command("SADD", TENANTS, *tenant_ids))
-        self._registered |= tenant_ids
+        """Register the tenants for the sweeps, so that their requests are settled whatever becomes of this process."""
+        ids = list(tenant_ids)
+        for start in range(0, len(ids), sweeps.PAGE):
+            await self._store.call(partial(self._registered.add, ids[start : start + sweeps.PAGE]))
 
     async def _keep_giving_back(self) -> None:
         while True:

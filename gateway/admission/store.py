@@ -106,6 +106,11 @@ class Store:
         return 0.0 if self.away else time.monotonic() - self._answers_since
 
     @property
+    def answers_since(self) -> float:
+        """The moment (monotonic) when the server came back; the beginning of time where it was never away."""
+        return self._answers_since
+
+    @property
     def in_order(self) -> bool:
         """Whether scripts are run in the order in which this process called them."""
         return self._pipeline is not None

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 
@@ -57,7 +58,9 @@ class Abandoned:
     async def run(self) -> None:
         """For ever, one process of all at a time. Run it as a task."""
         while True:
-            await asyncio.sleep(max(self._every_seconds, RETURN_SECONDS - self._quota.answers_for))
+            # Uneven, so that no process is always the first to ask for its turn.
+            pause = self._every_seconds * random.uniform(0.75, 1.25)
+            await asyncio.sleep(max(pause, RETURN_SECONDS - self._quota.answers_for))
             if self._quota.answers_for < RETURN_SECONDS:
                 continue
             try:

@@ -8,6 +8,7 @@ behind (it died, SQL was away) is found by a sweep of any process. SQL drops wha
 import asyncio
 import contextlib
 import logging
+import random
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -45,7 +46,7 @@ class Ledger:
         self._max_rows = max_rows
         self._held: deque[tuple[bytes, UsageRow]] = deque()
         self._arrived = asyncio.Event()
-        # Entries in the streams at the last sweep, of all gateways.
+        # Entries in all streams at the last sweep of any gateway.
         self._left_behind = 0
         self._ended = False
 
@@ -113,18 +114,19 @@ class Ledger:
         self,
         event: asyncio.Event | None,
         seconds: float | None,
-        work: Callable[[], Awaitable[None]],
+        work: Callable[[], Awaitable[bool | None]],
         describe: Callable[[], str],
     ) -> None:
-        """Does the work at each event and every so many seconds; tries again, ever later, while something is away.
+        """Do the work at each event and about every so many seconds; retry, ever later, while something is away.
 
-        describe: what waits for it, if anything does. What is away is said by its own log.
+        work: returns False where it was another process' turn. describe: returns what waits for the work, if anything
+        does. Outages have their own log.
         """
         delay = FIRST_RETRY_SECONDS
         outage = Outage(log, "writing usage down")
         while not self._ended:
             try:
-                await work()
+                is_done = await work()
             except (Unavailable, OSError) as error:
                 if waiting := describe():
                     outage.failed(_what_fails(error), waiting)
@@ -138,11 +140,13 @@ class Ledger:
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
                 continue
             delay = FIRST_RETRY_SECONDS
-            outage.over()
+            if is_done is not False:
+                outage.over()
             if self._ended:
                 return
             if event is None:
-                await asyncio.sleep(seconds or 0)
+                # Uneven, so that no process is always the first to ask for its turn: one may be cut off from SQL.
+                await asyncio.sleep((seconds or 0) * random.uniform(0.5, 1.5))
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -161,14 +165,38 @@ class Ledger:
             with contextlib.suppress(Unavailable):
                 await self._stream.remove((row.tenant_id, entry_id) for entry_id, row in batch)
 
-    async def _sweep(self) -> None:
-        lengths = await self._stream.lengths(await self._stream.tenants())
+    async def _sweep(self) -> bool:
+        """Write down the events that dead processes left in Redis, as the one process of all that does; every process
+        learns how many there are. Returns False where another process is at it."""
+        turn = SWEEP_SECONDS / 2
+        if not await self._stream.is_first(turn):
+            self._left_behind = await self._stream.backlog()
+            return False
+        await self._stream.move_tenants()
+        lengths: dict[str, int] = {}
+        async for found in self._stream.lengths():
+            lengths |= found
+            # The sum so far is published where it is more than was known.
+            await self._stream.publish(max(self._left_behind, sum(lengths.values())), turn)
         self._left_behind = sum(lengths.values())
+        await self._stream.publish(self._left_behind, turn)
+        batch: list[tuple[str, bytes, bytes]] = []
         for tenant_id in lengths:
             async for page in self._stream.left_behind(tenant_id, LEFT_BEHIND_SECONDS):
-                await self._writer.write_events(event for _, event in page)
-                await self._stream.remove((tenant_id, entry_id) for entry_id, _ in page)
-                self._left_behind = max(0, self._left_behind - len(page))
+                batch += [(tenant_id, entry_id, event) for entry_id, event in page]
+                if len(batch) >= MAX_BATCH:
+                    await self._move(batch, turn)
+                    batch = []
+        if batch:
+            await self._move(batch, turn)
+        return True
+
+    async def _move(self, batch: list[tuple[str, bytes, bytes]], turn: float) -> None:
+        """Write events, of many tenants in one transaction, and remove them from their streams."""
+        await self._writer.write_events(event for _, _, event in batch)
+        await self._stream.remove((tenant_id, entry_id) for tenant_id, entry_id, _ in batch)
+        self._left_behind = max(0, self._left_behind - len(batch))
+        await self._stream.publish(self._left_behind, turn)
 
     async def _replay(self) -> None:
         async for events in self._journal.batches():

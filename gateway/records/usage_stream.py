@@ -1,4 +1,4 @@
-"""Each tenant's usage events in Redis: put there by the quota's script as it settles, taken away once SQL has them."""
+"""Usage events of each tenant in Redis: the quota's script adds them as it settles, the ledger removes what SQL has."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Iterable
@@ -10,11 +10,15 @@ from redis.exceptions import RedisError
 
 from gateway.errors import Unavailable
 from gateway.loop_lag import deadline
+from gateway.records import sweeps
 
 log = logging.getLogger(__name__)
 
-# The ids of tenants that may have events or leases.
-TENANTS = "loraplex:usage:tenants"
+# Exists while a process sweeps, so that no other begins.
+SWEEPER = "loraplex:usage:sweeper"
+# The number of events in all streams, as the last sweep found it, and how long that stands.
+BACKLOG = "loraplex:usage:backlog"
+BACKLOG_SECONDS = 60
 # The one field of an entry.
 FIELD = b"event"
 # Entries read at once.
@@ -26,35 +30,78 @@ def stream_key(tenant_id: str) -> str:
     return f"loraplex:{{{tenant_id}}}:usage"
 
 
+def leases_key(tenant_id: str) -> str:
+    """Return the key of the quota's leases of a tenant."""
+    return f"loraplex:{{{tenant_id}}}:leases"
+
+
 class UsageStream:
-    """Every method raises Unavailable when Redis is away."""
+    """Every method raises Unavailable when Redis is away. Deadlines are of pages, whatever the number of tenants."""
 
     def __init__(self, redis: Redis | RedisCluster, timeout: float) -> None:
         self._redis = redis
         self._timeout = timeout
 
     async def tenants(self) -> list[str]:
-        return sorted(member.decode() for member in await self._call(self._redis.smembers(TENANTS)))
+        """Return the tenants that may have leases or events, sorted."""
+        return sorted({tenant_id async for page in self._pages() for tenant_id in page})
 
-    async def lengths(self, tenant_ids: Iterable[str]) -> dict[str, int]:
-        """Return how many events wait, for each tenant that has any, as far as its part of Redis says."""
-        ids = list(tenant_ids)
-        found: dict[str, int] = {}
-        # In pages, each under a deadline of its own, which so does not depend on the number of tenants.
-        for start in range(0, len(ids), PAGE):
-            found |= await self._lengths(ids[start : start + PAGE])
-        return found
+    async def is_first(self, seconds: float) -> bool:
+        """Return whether this process is to sweep: no other has asked, or published, for so many seconds."""
+        return bool(await self._call(sweeps.is_first(self._redis, SWEEPER, seconds)))
 
-    async def _lengths(self, ids: list[str]) -> dict[str, int]:
+    async def backlog(self) -> int:
+        """Return the number of events in all streams, as it was published last."""
+        return int(await self._call(self._redis.get(BACKLOG)) or 0)
+
+    async def publish(self, backlog: int, seconds: float) -> None:
+        """Tell all processes the backlog, and keep them from sweeping for so many more seconds."""
         pipeline = self._redis.pipeline(transaction=False)
-        for tenant_id in ids:
+        pipeline.set(BACKLOG, backlog, ex=BACKLOG_SECONDS)
+        pipeline.set(SWEEPER, b"", px=max(1, int(seconds * 1000)))
+        await self._call(pipeline.execute())
+
+    async def move_tenants(self) -> None:
+        """Take over the tenants that the release before has registered."""
+        while await self._call(sweeps.move_page(self._redis)):
+            pass
+
+    async def lengths(self) -> AsyncIterator[dict[str, int]]:
+        """Yield, page by page, how many events wait for each tenant that has any, as far as its part of Redis says.
+
+        Removes the tenants that have had neither leases nor events for long."""
+        seconds, _ = await self._call(self._redis.time())
+        idle_before = (seconds - sweeps.IDLE_SECONDS) * 1000
+        async for tenants in self._pages():
+            yield await self._lengths(tenants, idle_before)
+
+    async def _lengths(self, tenants: dict[str, float], idle_before: float) -> dict[str, int]:
+        """Return the lengths of a page's streams. idle_before: the moment (ms) before which a registration is old."""
+        old = [tenant_id for tenant_id, registered in tenants.items() if registered < idle_before]
+        # Leases before streams: a request that is settled between the two questions has moved to the stream.
+        pipeline = self._redis.pipeline(transaction=False)
+        for tenant_id in old:
+            pipeline.zcard(leases_key(tenant_id))
+        for tenant_id in tenants:
             pipeline.xlen(stream_key(tenant_id))
-        found = dict(zip(ids, await self._call(pipeline.execute(raise_on_error=False)), strict=True))
-        for tenant_id, error in found.items():
+        answers = await self._call(pipeline.execute(raise_on_error=False))
+        leases = dict(zip(old, answers[: len(old)], strict=True))
+        lengths = dict(zip(tenants, answers[len(old) :], strict=True))
+        for tenant_id, error in lengths.items():
             if isinstance(error, Exception):
                 # The others' events do not wait for it.
                 log.error("usage events of tenant %s cannot be counted: %s", tenant_id, error)
-        return {tenant_id: length for tenant_id, length in found.items() if isinstance(length, int) and length}
+        idle = [(id_, tenants[id_]) for id_ in old if leases[id_] == 0 and lengths[id_] == 0]
+        if idle:
+            await self._call(sweeps.remove(self._redis, idle))
+        return {tenant_id: length for tenant_id, length in lengths.items() if isinstance(length, int) and length}
+
+    async def _pages(self) -> AsyncIterator[dict[str, float]]:
+        cursor = -1
+        while cursor:
+            cursor, tenants = await self._call(sweeps.page(self._redis, max(0, cursor)))
+            if tenants:
+                yield tenants
 
     async def left_behind(self, tenant_id: str, min_age: float) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """Pages of (entry id, event) that have waited for at least `min_age` seconds, by Redis' clock, oldest first."""

@@ -23,6 +23,7 @@ from gateway.fleet.finished import FinishedClient
 from gateway.records import ledger as ledger_module
 from gateway.records.catalog import Model
 from gateway.records.prices import FREE
+from gateway.records.sweeps import register
 from gateway.records.tenants import Limits, Tenant
 from tests.gateway.principals import principal
 from tests.gateway.rows import NOON
@@ -125,7 +126,7 @@ async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
             await gateway.tenant("heir", max_concurrent=1)
             # Tenants of whom nothing in Redis is as it should be.
             for number in range(4):
-                await redis.sadd("loraplex:usage:tenants", f"broken{number}")
+                await register(redis, [f"broken{number}"])
                 for part in ("leases", "usage", "quota", "held"):
                     await redis.set(f"loraplex:{{broken{number}}}:{part}", "not of this kind")
             dead, who = Quota(redis, 5.0, 0.6), principal(tenant={"max_concurrent": 1})

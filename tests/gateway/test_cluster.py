@@ -16,9 +16,10 @@ from gateway.records import ledger as ledger_module
 from gateway.records.database import Database
 from gateway.records.journal import Journal
 from gateway.records.ledger import Ledger
+from gateway.records.sweeps import register
 from gateway.records.tables import usage
 from gateway.records.usage import encode
-from gateway.records.usage_stream import TENANTS, UsageStream, stream_key
+from gateway.records.usage_stream import UsageStream, stream_key
 from gateway.records.usage_writer import UsageWriter
 from tests.gateway.cluster import Cluster, valkey_cluster
 from tests.gateway.principals import principal
@@ -51,7 +52,7 @@ async def test_a_killed_node_loses_no_event_and_no_lease(
     database = Database(f"sqlite:///{tmp_path}/records.db")
     ids = [uuid.uuid4().hex for _ in range(NUM_TENANTS)]
     for tenant_id in ids:
-        await redis.sadd(TENANTS, tenant_id)
+        await register(redis, [tenant_id])
         for i in range(EACH):
             event = encode(row(f"{tenant_id}-{i}", tenant_id=tenant_id))
             # Of long ago: left behind.

@@ -16,9 +16,10 @@ from gateway.records import ledger as ledger_module
 from gateway.records.database import Database
 from gateway.records.journal import Journal
 from gateway.records.ledger import Ledger
+from gateway.records.sweeps import register
 from gateway.records.tables import usage, usage_rejected
 from gateway.records.usage import UsageRow, encode
-from gateway.records.usage_stream import TENANTS, UsageStream, stream_key
+from gateway.records.usage_stream import UsageStream, stream_key
 from gateway.records.usage_writer import UsageWriter
 from tests.gateway.rows import row
 from tests.gateway.running import until
@@ -61,7 +62,7 @@ async def running(ledger: Ledger) -> AsyncIterator[Ledger]:
 
 async def add(redis: Redis, of: UsageRow, entry_id: str = "*") -> bytes:
     """As the quota's script does."""
-    await redis.sadd(TENANTS, of.tenant_id)
+    await register(redis, [of.tenant_id])
     return await redis.xadd(stream_key(of.tenant_id), {"event": encode(of)}, id=entry_id)
 
 

@@ -16,6 +16,7 @@ from gateway.admission.reservation import Reservation
 from gateway.admission.store import Client, Store, connect
 from gateway.errors import BadRequest, RateLimited, Unavailable
 from gateway.records.prices import Price
+from gateway.records.sweeps import TENANTS
 from tests.gateway.principals import principal
 from tests.gateway.quotas import dump, settle, take
 from tests.gateway.running import until
@@ -191,7 +192,7 @@ async def test_all_keys_of_a_tenant_share_a_hash_tag_and_expire(quota: Quota, re
     for key in keys:
         assert f"{{{who.tenant.id}}}".encode() in key
         assert 0 < await redis.pttl(key) <= 35 * 86_400_000
-    assert await redis.sismember("loraplex:usage:tenants", who.tenant.id)
+    assert await redis.zscore(TENANTS, who.tenant.id) > 0
 
 
 async def test_limits_of_keys_that_are_gone_are_forgotten(quota: Quota, redis: Client):

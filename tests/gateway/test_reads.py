@@ -6,12 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.tenants import Tenants
-from gateway.records.usage_stream import PAGE, UsageStream, stream_key
 from tests.gateway.running import Gateway
 
 
@@ -53,23 +51,3 @@ async def test_a_key_changes_only_what_it_is_for(gateway: Gateway):
         got = await narrow.call(method, "/v1/adapters/json")
         assert (got.status, got.error["code"]) == (403, "model_not_allowed")
         assert (await narrow.call(method, "/v1/adapters/pirate")).status == 404
-
-
-async def test_tenants_are_counted_in_pages(redis_url: str):
-    """In commands of a bounded size, each under its own deadline, however many tenants there are."""
-    redis = Redis.from_url(redis_url, db=9)
-    await redis.flushdb()
-    ids = [f"t{i}" for i in range(2 * PAGE + 3)]
-    await redis.xadd(stream_key(ids[-1]), {"event": b"x"})
-    stream, calls = UsageStream(redis, 30.0), 0
-    call = stream._call
-
-    async def counting(awaitable: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return await call(awaitable)
-
-    stream._call = counting  # type: ignore[method-assign]
-    assert await stream.lengths(ids) == {ids[-1]: 1}
-    assert calls == 3
-    await redis.aclose()
