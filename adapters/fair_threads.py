@@ -21,6 +21,8 @@ T = TypeVar("T")
 HALF_LIFE_S = 30.0
 # A tenant with more recent use than this runs at low priority, so that its work leaves the cores to the engine's steps.
 HEAVY_SECONDS = 1.0
+# A job that runs for longer goes on at low priority, whoever its tenant is.
+LONG_SECONDS = 0.25
 HEAVY_NICE = 10
 FORGOTTEN_SECONDS = 0.001
 
@@ -172,7 +174,10 @@ class FairThreads:
 
     def _run(self, job: _Job, heavy: bool) -> None:
         if heavy:
-            _lower_priority()
+            _lower_priority(threading.get_native_id())
+        slow_down = threading.Timer(LONG_SECONDS, self._slow_down, (job, threading.get_native_id()))
+        slow_down.daemon = True
+        slow_down.start()
         try:
             if job.future.set_running_or_notify_cancel():
                 try:
@@ -182,13 +187,20 @@ class FairThreads:
                 else:
                     job.future.set_result(result)
         finally:
+            slow_down.cancel()
             with self._lock:
                 self._charge(job, time.monotonic())
                 self._threads.discard(threading.current_thread())
                 self._start_jobs()
 
+    def _slow_down(self, job: _Job, thread_id: int) -> None:
+        """Lower the priority of a job's thread while it runs. A thread serves one job, so no other inherits it."""
+        with self._lock:  # the job's thread does not end while this holds it
+            if job in self._running:
+                _lower_priority(thread_id)
 
-def _lower_priority() -> None:
-    """Give way to the process's other threads. Linux only: elsewhere a thread has no priority of its own."""
+
+def _lower_priority(thread_id: int) -> None:
+    """Let a thread give way to the process's others. Linux only: elsewhere a thread has no priority of its own."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), HEAVY_NICE)
+        os.setpriority(os.PRIO_PROCESS, thread_id, HEAVY_NICE)

@@ -30,6 +30,7 @@ class KVCache:
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(num_blocks))
         self._by_key: dict[bytes, int] = {}
+        self._num_evictions = 0
         self.hit_tokens = 0
         self.query_tokens = 0
 
@@ -44,8 +45,12 @@ class KVCache:
         """Blocks that already hold the longest cached prefix of the request, one token at least left to compute."""
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return []
-        found: list[int] = []
-        for i in range((request.num_tokens - 1) // self.block_size):
+        # A waiting request asks in every step. Without an eviction since then its last hit can only have grown.
+        evictions, found = request.prefix_hit
+        if evictions != self._num_evictions:
+            found = []
+            request.prefix_hit = (self._num_evictions, found)
+        for i in range(len(found), (request.num_tokens - 1) // self.block_size):
             index = self._by_key.get(self._key(request, i))
             if index is None:
                 break
@@ -54,8 +59,11 @@ class KVCache:
 
     def can_allocate(self, request: Request, num_tokens: int, prefix: list[int]) -> bool:
         """Whether the first `num_tokens` tokens fit, taking `prefix` as found."""
+        missing = self.blocks_for(num_tokens) - len(prefix)
+        if missing > len(self._free):
+            return False
         held_by_none = sum(self._blocks[i].holders == 0 for i in prefix)
-        return self.blocks_for(num_tokens) - len(prefix) + held_by_none <= len(self._free)
+        return missing + held_by_none <= len(self._free)
 
     def start(self, request: Request, prefix: list[int]) -> None:
         """Gives a waiting request its cached prefix and starts it."""
@@ -65,6 +73,7 @@ class KVCache:
                 del self._free[index]
             block.holders += 1
         request.blocks = list(prefix)
+        request.prefix_hit = (0, [])
         request.start(len(prefix) * self.block_size)
         request.num_registered_blocks = len(prefix)
         self.hit_tokens += request.num_computed
@@ -80,6 +89,7 @@ class KVCache:
             block = self._blocks[index]
             if block.key is not None:
                 del self._by_key[block.key]
+                self._num_evictions += 1
                 block.key = None
             block.holders = 1
             request.blocks.append(index)

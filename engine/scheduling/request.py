@@ -118,8 +118,9 @@ class Request:
     __slots__ = (
         "adapter", "adapter_slot", "arrival", "block_hashes", "blocks", "cache_salt", "error", "error_param",
         "finish_reason", "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_pending", "num_preemptions",
-        "num_prompt_tokens", "num_registered_blocks", "params", "priority", "prompt_logprobs", "request_id", "seat",
-        "seed", "served_digest", "started_at", "status", "stop_ids", "tenant", "token_ids", "weight",
+        "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority", "prompt_logprobs",
+        "request_id", "seat", "seed", "served_digest", "started_at", "status", "stop_ids", "tenant", "token_ids",
+        "weight",
     )  # fmt: skip
 
     def __init__(
@@ -156,6 +157,8 @@ class Request:
         self.blocks: list[int] = []
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
+        # Cached blocks of the prefix while the request waits, and the cache's count of evictions at that moment.
+        self.prefix_hit: tuple[int, list[int]] = (0, [])
         self.adapter_slot = -1
         self.seat = -1
         self.served_digest: str | None = None

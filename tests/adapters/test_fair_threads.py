@@ -152,6 +152,24 @@ def test_a_tenant_of_much_recent_use_runs_at_low_priority(threads, monkeypatch):
     assert threads.submit("neighbour", nice).result(TIMEOUT) == normal
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
+def test_a_first_job_that_runs_long_goes_on_at_low_priority(threads, monkeypatch):
+    monkeypatch.setattr(fair_threads, "LONG_SECONDS", 0.05)
+
+    def slowed() -> tuple[int, int]:
+        before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        deadline = time.monotonic() + TIMEOUT
+        while (now := os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return before, now
+
+    before, after = threads.submit("light", slowed).result(TIMEOUT)
+    assert after == fair_threads.HEAVY_NICE > before
+    now = threads.submit("light", lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(TIMEOUT)
+    assert now == before
+
+
 def test_closing_cancels_what_waits():
     pool, gate = FairThreads(2, "test", max_pending=5, max_pending_per_tenant=5), Gate()
     running = pool.submit("a", gate.work("a"))

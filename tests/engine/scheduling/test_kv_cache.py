@@ -88,6 +88,23 @@ def test_shared_blocks_outlive_their_first_holder_and_the_oldest_go_first() -> N
     assert len(cache.find_prefix(request([*range(8), 1]))) == 1, "the start of a prompt outlives its end"
 
 
+def test_a_waiting_requests_hit_grows_with_the_cache_and_ends_with_an_eviction() -> None:
+    """The hit is remembered between steps: a block that was given away since then must not be in it."""
+    cache = KVCache(4, 4)
+    first, longer = request(list(range(4))), request(list(range(12)))
+    waiting = request([*range(12), 99])
+    prefill(cache, first)
+    assert len(cache.find_prefix(waiting)) == 1
+    prefill(cache, longer)
+    assert cache.find_prefix(waiting) == longer.blocks
+    cache.free(first)
+    cache.free(longer)
+    thief = request([7] * 16, tenant="thief")
+    assert prefill(cache, thief) == 0
+    assert cache.find_prefix(waiting) == []
+    assert not cache.can_allocate(waiting, waiting.num_tokens, [])
+
+
 def test_what_was_used_longest_ago_is_reused_first_and_a_hit_counts_as_use() -> None:
     cache = KVCache(6, 4)
     old, hit, new = ([n, n, n, n, n] for n in (10, 20, 30))
