@@ -1,6 +1,7 @@
 """A rate's promise, `limit * (1 + t / window)`, for the tokens really used: against a leaky bucket fed with real use,
 for the script on a real Valkey and for its twin in Python."""
 
+import random
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -71,19 +72,21 @@ class Bucket:
 
 waits = st.one_of(st.integers(0, SECOND), st.integers(0, 90 * SECOND), st.integers(0, 2 * DAY))
 clock_steps = st.integers(-3600 * SECOND, -1)
-begins = st.tuples(st.just("begin"), waits, st.floats(0, 1), st.booleans(), st.floats(0, 1))
-grows = st.tuples(st.just("grow"), waits, st.integers(0, 9), st.one_of(st.just(0.0), st.floats(0, 1)))
+parts = st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1))
+begins = st.tuples(st.just("begin"), waits, parts, st.booleans(), parts)
+# Streams that use what they hold and ask for more at once.
+grows = st.tuples(st.just("grow"), st.integers(0, 5 * SECOND), st.integers(0, 3), parts, parts)
 uses = st.tuples(st.just("use"), waits, st.integers(0, 9), st.floats(0, 1))
 ends = st.tuples(st.just("end"), waits, st.integers(0, 9), st.floats(0, 1))
 sets = st.tuples(st.just("set back"), clock_steps)
 
 
 @pytest.mark.parametrize("made", ["script", "twin"])
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from("td"),
     value=st.one_of(st.integers(1, 100), st.integers(1000, 10**7)),
-    steps=st.lists(st.one_of(begins, begins, uses, grows, ends, sets), min_size=2, max_size=40),
+    steps=st.lists(st.one_of(begins, begins, uses, grows, grows, grows, ends, sets), min_size=2, max_size=40),
 )
 def test_tokens_really_used_stay_within_the_promise(
     client: redis.Redis, made: str, kind: str, value: int, steps: list[Any]
@@ -115,19 +118,64 @@ def test_tokens_really_used_stay_within_the_promise(
                 assert limits.settle(request_id, used + more, 0, True)
                 del running[request_id]
         elif action == "grow" and running:
-            index, part = rest
+            index, part, wanted = rest
             request_id = sorted(running)[index % len(running)]
             may_use, used = running[request_id]
-            if part:
-                grown = limits.grow(request_id, used, int(value * part))
+            used += int((may_use - used) * part)
+            bucket.use(used - running[request_id][1], limits.now)
+            if wanted:
+                grown = limits.grow(request_id, used, int(value * wanted))
                 assert grown is not None
                 # Nothing that was granted is taken back.
                 assert grown[0] >= may_use
-                running[request_id] = grown[0], used
+                may_use = grown[0]
             else:
                 assert limits.extend(request_id, used) == []
+            running[request_id] = may_use, used
     # Whatever still runs may use all of its reservation at once.
     bucket.use(sum(granted - used for granted, used in running.values()), limits.now)
+
+
+@pytest.mark.parametrize("made", ["script", "twin"])
+@pytest.mark.parametrize("kind", ["t", "d"])
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_that_grow_as_far_as_they_may_stay_within_the_promise(
+    client: redis.Redis, made: str, kind: str, seed: int
+):
+    """Four streams that reserve the whole limit, hold none of it at first and use all that is granted to them."""
+    rng = random.Random(seed)
+    value = rng.randint(100, 10**6)
+    limits = Script(client) if made == "script" else Twin()
+    limit = Limit(f"tenant:{kind}", "tenant", kind, value)
+    bucket = Bucket(limit, limits.now)
+    running: dict[int, tuple[str, int, int]] = {}
+    for number in range(60):
+        # A day's use before its state is made, by a clock that is set back, is the ledger's to bring.
+        back = rng.randint(1, 60 * SECOND) if kind == "t" else 0
+        limits.now += rng.choice([0, 0, rng.randint(0, 5 * SECOND), -back])
+        index, action = rng.randint(0, 3), rng.choice(["grow", "grow", "grow", "extend", "end"])
+        part, wanted = rng.choice([0.0, 0.5, 1.0]), rng.choice([0.0, 0.3, 1.0])
+        if index not in running:
+            if limits.acquire(f"r{number}", [limit], 0, value, value, FREE, 0)[0]:
+                running[index] = f"r{number}", 0, 0
+            continue
+        request_id, may_use, used = running[index]
+        more = int((may_use - used) * part)
+        used += more
+        bucket.use(more, limits.now)
+        if action == "end":
+            assert limits.settle(request_id, used, 0, True)
+            del running[index]
+            continue
+        if action == "extend":
+            assert limits.extend(request_id, used) == []
+        else:
+            grown = limits.grow(request_id, used, int(value * wanted))
+            assert grown is not None
+            assert grown[0] >= may_use
+            may_use = grown[0]
+        running[index] = request_id, may_use, used
+    bucket.use(sum(may_use - used for _, may_use, used in running.values()), limits.now)
 
 
 @pytest.mark.parametrize("made", ["script", "twin"])
