@@ -83,11 +83,6 @@ class EngineLoop:
         return len(self._routes)
 
     @property
-    def is_draining(self) -> bool:
-        """Whether it takes no more requests."""
-        return not self._accepting
-
-    @property
     def max_requests(self) -> int:
         return self._max_requests
 

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 Client = Redis | RedisCluster
 
-CLUSTER = "redis+cluster"
 MAX_CONNECTIONS = 64
 # Deadlines after which a connection attempt is abandoned; its callers have left by then.
 CONNECT_PATIENCE = 60

@@ -74,7 +74,7 @@ class FailedLogins:
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             caller = CALLER.get()
             assert caller is not None  # gateway/access.py's, further out
-            address = who(caller.address)
+            address = client_network(caller.address)
             wait = self._wait(address)
             if wait > 0 and self._may_be_guess(request):
                 self._metrics.login_refused()
@@ -135,7 +135,7 @@ class FailedLogins:
         return int(debt) / 1000
 
 
-def who(address: str) -> str:
+def client_network(address: str) -> str:
     """Return the throttled unit of an address: an IPv4 address, or the network of an IPv6 address."""
     parsed = parse_address(address)
     if isinstance(parsed, ipaddress.IPv6Address):

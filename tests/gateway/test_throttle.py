@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from gateway.admission.throttle import BURST, MAX_ADDRESSES, SECONDS_EACH, FailedLogins, who
+from gateway.admission.throttle import BURST, MAX_ADDRESSES, SECONDS_EACH, FailedLogins, client_network
 from gateway.metrics import Metrics
 from gateway.settings import SettingsError
 from tests.gateway.running import ADMIN_KEY, Client, Gateway, running, settings, until
@@ -141,6 +141,6 @@ async def test_each_address_has_its_own_count_in_bounded_memory():
 
 
 def test_an_ipv6_customers_whole_network_is_one():
-    assert who("192.0.2.7") == "192.0.2.7"
-    assert who("local") == "local"
-    assert who("2001:db8:0:1:aaaa::1") == who("2001:db8:0:1::2") == "2001:db8:0:1::/64"
+    assert client_network("192.0.2.7") == "192.0.2.7"
+    assert client_network("local") == "local"
+    assert client_network("2001:db8:0:1:aaaa::1") == client_network("2001:db8:0:1::2") == "2001:db8:0:1::/64"
