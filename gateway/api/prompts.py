@@ -21,7 +21,7 @@ GATEWAYS_OWN = ("priority",)
 
 # A body is some hundred bytes of memory a value. 8 MiB of `[],` took 193 MiB and seconds of the event loop;
 # brackets and commas within texts count as well, which no prompt of a context's length notices.
-MAX_CONTAINERS = 20_000
+MAX_CONTAINERS = 10_000
 MAX_VALUES = 200_000
 MAX_MEMBERS = 50_000
 
