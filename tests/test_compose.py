@@ -173,7 +173,7 @@ def test_no_secret_has_a_default_and_only_the_gateway_is_open():
 def test_what_is_ours_runs_hardened_and_may_finish_its_streams():
     for name in OURS:
         service = COMPOSE["services"][name]
-        assert (service["read_only"], service["cap_drop"], service["tmpfs"]) == (True, ["ALL"], ["/tmp"])
+        assert (service["read_only"], service["cap_drop"], service["tmpfs"]) == (True, ["ALL"], ["/tmp:size=64m"])
         assert service["security_opt"] == ["no-new-privileges:true"]
     grace = {name: int(COMPOSE["services"][name]["stop_grace_period"].removesuffix("s")) for name in OURS[1:]}
     drain = next(p.default for p in main.commands["engine"].params if p.name == "drain_seconds")
