@@ -146,7 +146,7 @@ class AdapterPool:
         return bool(self._fetching) or any(r.loading is not None for r in self._residents.values())
 
     def ensure(self, digest: str) -> Residency:
-        """Whether the adapter can be used in this step; if not, sees to it that it soon can. Never blocks."""
+        """Return whether the adapter is usable in this step; if not, start to bring it. Never blocks."""
         self._wanted.add(digest)
         if digest in self._errors:
             return Residency.FAILED
@@ -190,7 +190,9 @@ class AdapterPool:
         self._residents[digest].pins -= 1
 
     def error(self, digest: str) -> Exception:
-        """Return why `ensure` said FAILED, once: the next request tries again. AdapterError: the adapter's fault."""
+        """Return the reason of `ensure`'s FAILED, once: the next request tries again. An AdapterError is the adapter's
+        fault.
+        """
         return self._errors.pop(digest)
 
     def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:
@@ -210,7 +212,7 @@ class AdapterPool:
             reservation.draining.add(victim)
 
     def no_longer_wanted(self, digest: str) -> None:
-        """The last request for it has gone: a promise made to it is void, and what went wrong is nobody's news."""
+        """Drop the adapter's promise and error after its last waiting request has left."""
         self._fetching.pop(digest, None)
         self._wanted.discard(digest)
         self._errors.pop(digest, None)
@@ -218,7 +220,7 @@ class AdapterPool:
             self._reservation = None
 
     def evict(self, digest: str) -> bool:
-        """Frees the adapter's pages; False while a request is using them."""
+        """Free the adapter's pages. Returns False while a request uses them."""
         resident = self._residents.get(digest)
         if resident is None:
             return True
@@ -235,7 +237,7 @@ class AdapterPool:
         return True
 
     def poll(self) -> None:
-        """Takes note of fetches and copies that ended. Called by the engine thread before it schedules."""
+        """Process fetches and copies that have ended. Called by the engine thread before it schedules."""
         for digest, future in list(self._fetching.items()):
             if future.done():
                 del self._fetching[digest]
@@ -289,7 +291,7 @@ class AdapterPool:
         return Residency.LOADING
 
     def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: Fence) -> None:
-        """Runs on the copy thread. The pages and the slot belong to this adapter alone until the copy is done."""
+        """Copy an adapter, on the copy thread. Its pages and slot belong to it alone until the copy is done."""
         self._writer.write(adapter, slot, pages, behind)
         self._copy_outside(adapter, slot)
         self.slot_digests[slot] = adapter.digest

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Recent use halves in this time.
+# Half-life of recent use, in seconds.
 HALF_LIFE_S = 30.0
-# A tenant with more recent use than this runs at low priority, so that its work leaves the cores to the engine's steps.
+# Beyond this recent use a tenant's work runs at low priority, so that the engine's steps get the cores.
 HEAVY_SECONDS = 1.0
 # A job that runs for longer goes on at low priority, whoever its tenant is.
 LONG_SECONDS = 0.25
@@ -40,10 +40,9 @@ class _Job:
 
 
 class FairThreads:
-    """At most `num_threads` jobs at once, one tenant at most all but one of them. Safe for threads.
+    """Runs at most `num_threads` jobs at once, and leaves a thread free by each tenant. Thread-safe.
 
-    max_pending, max_pending_per_tenant: jobs that may wait for a thread. lowers_priority: not for work that holds the
-    interpreter lock, for which a thread of high priority would wait.
+    max_pending, max_pending_per_tenant: jobs that may wait for a thread.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class FairThreads:
         return self._num_pending
 
     def submit(self, tenant: str, work: Callable[[], T], *, bounded: bool = True) -> "Future[T]":
-        """Queue work for a tenant; cancelling the future before its start takes it out of the queue.
+        """Queue work for a tenant. Cancelling the future before its start removes it from the queue.
 
         Raises TooManyPending, unless `bounded` is false, and RuntimeError once closed.
         """
@@ -90,7 +89,7 @@ class FairThreads:
         return job.future
 
     def share(self, tenant: str, future: "Future[Any]") -> None:
-        """Queue a waiting job for one more tenant, who asks for the same: it runs at whichever turn comes first."""
+        """Queue a waiting job for a further tenant that needs it; it runs at whichever turn comes first."""
         with self._lock:
             job = next((job for queue in self._queues.values() for job in queue if job.future is future), None)
             if job is not None and tenant not in job.tenants:
@@ -98,7 +97,7 @@ class FairThreads:
                 self._start_jobs()
 
     def is_heavy(self, tenant: str) -> bool:
-        """Whether the tenant's work runs at low priority now."""
+        """Return whether the tenant's work runs at low priority now."""
         with self._lock:
             return self._use(tenant, time.monotonic()) > HEAVY_SECONDS
 
@@ -120,7 +119,7 @@ class FairThreads:
         self._queues.setdefault(tenant, deque()).append(job)
 
     def _dequeue(self, job: _Job) -> bool:
-        """Take a job out of every queue. False if it is in none."""
+        """Remove a job from every queue. Returns False if it is in none."""
         found = False
         for tenant in job.tenants:
             queue = self._queues.get(tenant)
@@ -152,7 +151,7 @@ class FairThreads:
             thread.start()
 
     def _use(self, tenant: str, now: float) -> float:
-        """Seconds of threads that the tenant has used lately, with what its running jobs have used so far."""
+        """Return the seconds of threads that the tenant has used recently, including its running jobs."""
         seconds, at = self._used.get(tenant, (0.0, now))
         running = sum(now - job.started for job in self._running if tenant in job.tenants)
         return float(seconds * 0.5 ** ((now - at) / HALF_LIFE_S)) + running
@@ -167,7 +166,7 @@ class FairThreads:
     # The methods below take the lock.
 
     def _left(self, job: _Job) -> None:
-        """Take a cancelled job out of the queues."""
+        """Remove a cancelled job from the queues."""
         if job.future.cancelled():
             with self._lock:
                 self._dequeue(job)
@@ -201,6 +200,6 @@ class FairThreads:
 
 
 def _lower_priority(thread_id: int) -> None:
-    """Let a thread give way to the process's others. Linux only: elsewhere a thread has no priority of its own."""
+    """Lower this thread's priority. Linux only: elsewhere threads have no priority of their own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, thread_id, HEAVY_NICE)

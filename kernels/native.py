@@ -44,9 +44,9 @@ _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Compile if need be and open the library; None, and a warning that says why, where that is not possible.
+    """Compile the library if needed and open it. If that fails, log a warning with the reason and return None.
 
-    torch comes first, so that both share its OpenMP threads.
+    torch is loaded first, so that both share its OpenMP threads.
     """
     compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "")
     if not compiler:
@@ -61,8 +61,11 @@ def load() -> ctypes.CDLL | None:
 
 
 def _built(compiler: list[str]) -> Path | None:
-    """Return the library's path in the user's cache, compiled unless it is there. Processes that compile at once each
-    do so in a folder of their own, and the last one's file replaces the others'. Raises OSError, RuntimeError."""
+    """Return the library's path in the user's cache, compiling it if it is missing.
+
+    Concurrent processes compile in separate folders, and the last one's file replaces the others'. Raises OSError,
+    RuntimeError.
+    """
     flags = FLAGS + (["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else [])
     sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
     identity = "\0".join([*sources, *compiler, _version(compiler), *flags, _processor()])
@@ -82,18 +85,18 @@ def _built(compiler: list[str]) -> Path | None:
 
 
 def _version(compiler: list[str]) -> str:
-    """Return the compiler's name for itself. Raises OSError where there is no such program."""
+    """Return the compiler's version line. Raises OSError if the program does not exist."""
     return subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
 
 
 def _processor() -> str:
-    """Return what -march=native depends on: a cache directory may be shared by several machines."""
+    """Return the processor's features, on which -march=native depends: machines may share a cache directory."""
     known = ("flags", "Features", "CPU implementer", "CPU part", "model name", "isa")  # x86, ARM, RISC-V
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    # Each kind of core once: a big.LITTLE machine has two.
+    # The kinds of cores without repetition: a big.LITTLE machine has two.
     found = sorted({line for line in lines if line.startswith(known)})
     return "\n".join(found) or f"{platform.machine()} {platform.processor()}"
 
@@ -195,7 +198,7 @@ class NativeOps:
         return PackedLinear(packed, bias, weight.shape[1], weight.shape[0])
 
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> "NativeForward":
-        # What is packed from now on comes and goes with an adapter, on a thread beside running steps.
+        # Weights packed from now on belong to adapters, on a thread beside running steps.
         self._empty, self._pack_threads = torch.empty, 1
         return NativeForward(self, weights, kv, lora)
 

@@ -1,4 +1,4 @@
-"""How completions and chat write the same thing: choices, log-probabilities, chunks. No HTTP."""
+"""The parts that completions and chat answers share: choices, log-probabilities, chunks. No HTTP."""
 
 import time
 from abc import ABC, abstractmethod
@@ -41,7 +41,7 @@ ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 
 
 class Answer(ABC, Generic[ChoiceT]):
-    """One request's answer, whole or in chunks, in one of the two dialects."""
+    """An answer, whole or in chunks, in either of the two dialects."""
 
     id_prefix: str
 
@@ -200,7 +200,7 @@ class CompletionAnswer(Answer[CompletionChoice]):
         )
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the chosen one. Of tokens that are written alike, the likeliest stands."""
+        """Return the likeliest tokens and the chosen one. Among tokens with the same text the likeliest is kept."""
         top = {self._name(entry.token_id): entry.logprob}
         likeliest = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._top_logprobs]
         for token_id, logprob in likeliest:
@@ -308,7 +308,7 @@ class ChatAnswer(Answer[ChatChoice]):
 
 
 def _encoded(value: T) -> T:
-    """Encode one token's log-probabilities now: as JSON they take a fifth of the memory, and no call takes long."""
+    """Encode a token's log-probabilities now: as JSON they take a fifth of the memory, and no call takes long."""
     return cast("T", Raw(msgspec.json.encode(value)))
 
 

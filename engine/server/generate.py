@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 # A longer body is read and tokenized in a thread; a shorter one takes less time than the way there and back.
 OFFLOAD_BYTES = 8192
-# Of one answer. Each takes some 60 bytes of JSON and as much again while it is made: 128 MiB.
+# Limit of an answer. Each takes about 60 bytes of JSON and as many again while it is encoded: 128 MiB in all.
 MAX_LOGPROB_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRoutes:
-    """The two generating routes. Both are: read, queue, then one answer or a stream of chunks."""
+    """The generating routes. Both read, queue, then send a whole answer or a stream of chunks."""
 
     tokenizer: Tokenizer
     loop: EngineLoop
@@ -124,7 +124,8 @@ class GenerationRoutes:
         if sequences > self.loop.max_requests:
             limit_and_flags = f"{self.loop.max_requests} sequences, --max-num-seqs and --max-waiting together"
             raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {limit_and_flags}")
-        # Waiting for an adapter or a grammar takes a place in the queue, and so does an answer that is not read.
+        # A request holds its place in the queue while it waits for an adapter or a grammar, and while its answer is not
+        # read.
         with self.loop.place(sequences):
             async with self.models.using(body.model, caller.tenant) as adapter:
                 submissions = await self._submissions(caller, asked, limits, adapter)
@@ -168,7 +169,9 @@ class GenerationRoutes:
                 run.describe(request.get(SPAN, NO_SPAN), request.path)
 
     def _check_logprobs(self, body: SamplingRequest, prompts: list[list[int]]) -> None:
-        """Bound the memory of an answer: each token of each choice brings its own entry and the likeliest ones."""
+        """Bound the memory of an answer. Each token of each choice has its own log-probability and those of the
+        likeliest ones.
+        """
         of_prompt, of_answer = body.num_prompt_logprobs, body.num_logprobs
         choices, prompt_tokens = body.n or 1, sum(map(len, prompts))
         entries = 0 if of_prompt is None else choices * prompt_tokens * (of_prompt + 1)

@@ -1,4 +1,4 @@
-"""One request on its way: the engine's outputs become deltas, the deltas an answer or a stream."""
+"""A running request: the engine's outputs become deltas, and the deltas an answer or a stream."""
 
 import asyncio
 import logging
@@ -28,10 +28,10 @@ from engine.tracing import Span
 
 logger = logging.getLogger(__name__)
 
-# A client that takes less than a piece in so long is cut off: it holds its request's place and memory.
+# A client that takes longer for a piece is cut off, because it holds its request's place and memory.
 WRITE_SECONDS = 30.0
 PIECE_BYTES = 64 << 10
-# An answer with more tokens' log-probabilities is encoded in a thread: 1,000 with 20 likeliest each take some 10 ms.
+# An answer with log-probabilities of more tokens is encoded on a thread: 1,000 with 20 likeliest each take about 10 ms.
 INLINE_ENTRIES = 500
 
 RECEIPT_HEADER = "x-loraplex-adapter-digest"
@@ -39,7 +39,7 @@ RECEIPT_HEADER = "x-loraplex-adapter-digest"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that has been read. shown_ids: special tokens that are written, for its answer is parsed by them."""
+    """A parsed request. shown_ids: special tokens to write, because the answer's parser needs them."""
 
     request_id: str
     body: SamplingRequest
@@ -52,7 +52,7 @@ class Asked:
 
 
 class Run:
-    """One request on its way: the engine's news become deltas, the deltas an answer."""
+    """A running request: the engine's outputs become deltas, and the deltas an answer."""
 
     def __init__(
         self,
@@ -96,17 +96,17 @@ class Run:
         ]
 
     def keep_tally(self, tally: Tally) -> None:
-        """Counts there as it goes on, and what was generated in the end, whoever still wanted it."""
+        """Update the request's counts as it runs, and record all generated tokens at the end, even without a reader."""
         self._tally = tally
         self._generation.on_gone = self._end_tally
 
     def count_left(self) -> None:
-        """Sequences that were wanted no more before their end: mostly the client has gone."""
+        """Count the sequences that were cancelled before their end, mostly because the client left."""
         if not self._generation.failed and (left := sum(not sequence.finished for sequence in self._sequences)):
             self._metrics.finished.labels("abort").inc(left)
 
     def describe(self, span: Span, path: str) -> None:
-        """Of a request that is traced, how it went."""
+        """Add the request's outcome to its trace."""
         if span.is_recording:
             describe_generation(span, path, self._body.model, self._phases, self._progress(), self._reason)
 
@@ -118,7 +118,7 @@ class Run:
         reason = "error" if self._generation.failed else "abort"
         if self._reason == "error" or all(sequence.finished for sequence in self._sequences):
             reason = self._reason
-        # What was refused before its first token has cost nothing.
+        # A request that is refused before its first token has cost nothing.
         prompt = 0 if reason == "error" and not completion else done.prompt_tokens
         self._tally.count(prompt, completion, done.cached_tokens)
         self._tally.end(reason)
@@ -131,7 +131,7 @@ class Run:
         usage, progress = self._usage(), self._progress_if_internal()
 
         def encode() -> bytes:
-            # Choice by choice, so that the objects of one are gone before the next's are made.
+            # Encodes choice by choice, so that the objects of a choice are freed before the next one's are made.
             choices = [msgspec.Raw(msgspec.json.encode(answer.whole(total.pop(0)))) for _ in self._sequences]
             return msgspec.json.encode(answer.envelope(choices, stream=False, usage=usage, progress=progress))
 
@@ -150,7 +150,8 @@ class Run:
         return response
 
     async def stream(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
-        # The first news comes before the headers: what is refused until then is a plain error with its status.
+        # Waits for the first output before the headers are sent, so that a refusal until then is a plain error
+        # response.
         news = self._deltas()
         deltas = await anext(news)
         response = web.StreamResponse(
@@ -175,7 +176,7 @@ class Run:
             await _write(request, response, end)
             await response.write_eof()
         except ConnectionError:
-            # The client went away before the handler was cancelled; leaving aborts what runs.
+            # The client left before the handler was cancelled; returning aborts the sequences.
             return response
         finally:
             await news.aclose()
@@ -199,12 +200,12 @@ class Run:
                 event = answer.envelope([choice], stream=True, usage=usage, progress=progress)
                 payload.append(_event(msgspec.json.encode(event)))
         if self._internal and not payload:
-            # The gateway wants to know of every token, also of one whose text is held back.
+            # The gateway counts every token, including those whose text is held back.
             payload.append(_event(msgspec.json.encode(answer.envelope([], stream=True, progress=progress))))
         return b"".join(payload)
 
     async def _deltas(self) -> AsyncGenerator[list[Delta], None]:
-        """What the sequences gained, one list for all news that had come; ends when all have ended."""
+        """Yield the sequences' deltas, a list for all outputs that have arrived; ends when all sequences have ended."""
         arrived = time.perf_counter()
         last: dict[int, float] = {}
         left = len(self._sequences)
@@ -244,7 +245,7 @@ class Run:
                 yield deltas
 
     def _progress(self) -> Progress:
-        # A prompt counts once for all of its choices; what the first one computed, the others found in the cache.
+        # A prompt counts once for all of its choices, because the others find it in the cache.
         cached = 0
         for start in range(0, len(self._sequences), self._choices):
             group = self._sequences[start : start + self._choices]
@@ -252,12 +253,12 @@ class Run:
         return Progress(sum(s.num_tokens for s in self._sequences), self.prompt_tokens, cached, self._served())
 
     def _served(self) -> str | None:
-        """The receipt of all sequences; those that no step has worked on yet say nothing."""
+        """Return the receipt of all sequences; a sequence without a step has none."""
         served = {s.served_digest for s in self._sequences if s.served_digest is not None}
         return MIXED_SERVED if len(served) > 1 else next(iter(served), None)
 
     def _receipt(self) -> dict[str, str]:
-        """The header that names what the steps so far have read; a stream's is of its first ones."""
+        """Return the header with the receipt of the steps so far; for a stream, of its first steps."""
         served = self._served()
         return {} if served is None else {RECEIPT_HEADER: served}
 
@@ -281,7 +282,7 @@ async def _write(request: web.Request, response: web.StreamResponse, payload: by
             async with asyncio.timeout(WRITE_SECONDS):
                 await response.write(payload[start : start + PIECE_BYTES])
         except TimeoutError:
-            logger.info("a client was cut off: it took too little of its answer for %g s", WRITE_SECONDS)
+            logger.info("a client was cut off: it read too little of its answer within %g s", WRITE_SECONDS)
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionAbortedError("the client reads too slowly") from None

@@ -43,9 +43,9 @@ _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
 class Matcher:
-    """State of one sequence in its grammar. Owned by the engine's thread.
+    """The state of a sequence in its grammar. Owned by the engine's thread.
 
-    Never raises: a fault of the library, its panics included, ends this sequence and no other of the same step.
+    Never raises: a fault of the library, panics included, ends this sequence and no other of the same step.
     """
 
     __slots__ = ("_end_ids", "_fault", "_state", "ended", "param")
@@ -58,7 +58,7 @@ class Matcher:
         self._fault = ""
 
     def fill(self, bits: np.ndarray) -> None:
-        """Write which tokens may come next: bit i of uint32 `[ceil(vocab / 32)]` is token i.
+        """Set the bits of the tokens that may come next: bit i of uint32 `[ceil(vocab / 32)]` is token i.
 
         An end token is among them only where the grammar accepts, and alone where nothing else can follow.
         """

@@ -1,6 +1,6 @@
-"""Which tokens an answer may hold, without a grammar: `allowed_token_ids` and `bad_words`.
+"""Token rules without a grammar: `allowed_token_ids` and `bad_words`.
 
-Made once a request and shared by its choices; what may come next follows from the output tokens alone.
+Made once for a request and shared by its choices; the next tokens depend on the output tokens alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,19 +9,22 @@ import numpy as np
 
 
 class AllowedTokens:
-    """A fixed set of tokens as a mask, filled in as a grammar's is. largest: the largest id of them."""
+    """A fixed set of tokens as a mask, filled in like a grammar's. largest: their largest id."""
 
     __slots__ = ("_token_ids", "_words", "largest")
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """token_ids: one or more, none negative. Any size: the mask is made when it is filled in, after the engine has
-        checked `largest` against the vocabulary, so that an id near 2**31 costs no 256 MiB."""
+        """token_ids: at least 1, none negative. The mask is made when it is filled in, after the engine has checked
+        `largest` against the vocabulary, so that an id near 2**31 costs no 256 MiB.
+        """
         self.largest = max(token_ids)
         self._token_ids: Sequence[int] = token_ids
         self._words: np.ndarray | None = None
 
     def fill(self, bits: np.ndarray) -> None:
-        """Write which tokens may come next: bit i of uint32 `[ceil(vocab / 32)]`, given as zeros, is token i."""
+        """Set the bits of the tokens that may come next: bit i of uint32 `[ceil(vocab / 32)]`, given as zeros, is token
+        i.
+        """
         if self._words is None:
             allowed = np.zeros((self.largest // 32 + 1) * 32, np.bool_)
             allowed[np.asarray(self._token_ids)] = True
@@ -30,15 +33,15 @@ class AllowedTokens:
 
 
 class BannedWords:
-    """Sequences of tokens that no output may hold: the last token of each is banned where the others were just written.
+    """Token sequences that no output may hold: the last token of each is banned after the others.
 
-    A step looks once for each length that the sequences have, however many they are. largest: the largest of all ids.
+    A step takes a lookup for each length among the sequences, whatever their number. largest: the largest of all ids.
     """
 
     __slots__ = ("_last_tokens", "_lengths", "largest")
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
-        """words: one or more, none empty."""
+        """words: at least 1, none empty."""
         last_tokens: dict[tuple[int, ...], set[int]] = {}
         for *before, last in words:
             last_tokens.setdefault(tuple(before), set()).add(last)

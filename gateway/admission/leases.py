@@ -1,4 +1,4 @@
-"""What this process' running requests hold: kept from ending while they run, put back where Redis has lost it."""
+"""Leases of this process's running requests: extended while they run, restored if Redis has lost them."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 # Leases that one call extends.
 PAGE = 200
-# Tenants whose calls are sent together.
+# Tenants whose calls share a round trip.
 TENANTS_AT_ONCE = 100
 
 
@@ -58,7 +58,7 @@ class Leases:
             held.progress = progress
 
     async def keep_extending(self) -> None:
-        """Extend all leases, for ever. Run it as a task."""
+        """Extend all leases, without end. Run it as a task."""
         while True:
             await asyncio.sleep(self._lease_ms / 3000)
             try:
@@ -71,7 +71,7 @@ class Leases:
                 log.debug("leases of running requests could not be extended: redis is away, as its own log says")
 
     async def extend_all(self) -> None:
-        """Extend the leases of all tenants, many tenants in one round trip. One tenant's error stops no other's.
+        """Extend the leases of all tenants, many tenants in a round trip. A tenant's error does not stop the others.
 
         Raises Unavailable.
         """
@@ -86,7 +86,7 @@ class Leases:
                     raise error
 
     async def extend(self, tenant_id: str) -> None:
-        """Extend the leases of one tenant; put back those that Redis has lost. Raises Unavailable."""
+        """Extend the leases of a tenant and restore those that Redis has lost. Raises Unavailable."""
         held = list(self._held.get(tenant_id, {}).items())
         for start in range(0, len(held), PAGE):
             page = held[start : start + PAGE]

@@ -21,9 +21,9 @@ STAGED = frozenset("td")
 # The part of a rate's limit that a new request leaves to the growth of running ones.
 HEADROOM = 4
 GAUGE_WAIT_MS = 1000
-# The clock may be set back by so much before a debt decays again.
+# If the clock is set back by more than this, debts decay again at once.
 MAX_STEP = 3_600_000_000
-# With more states, the ones that are paid off are forgotten.
+# Beyond this number of states, those that are paid off are dropped.
 MAX_STATES = 100_000
 
 
@@ -58,10 +58,10 @@ class _Lease(msgspec.Struct):
 
 
 class LocalLimits:
-    """now: microseconds of the time since 1970."""
+    """now: returns microseconds since 1970."""
 
     def __init__(self) -> None:
-        # Of a rate (when, debt then), of a budget (month, spent in it), of a count of running requests (amount, 0).
+        # State by field: a rate's is (when, debt then), a budget's (month, spent in it), a count's (amount, 0).
         self._states: dict[str, tuple[float, float]] = {}
         self._held: dict[str, int] = {}
         self._leases: dict[str, _Lease] = {}

@@ -1,8 +1,8 @@
-"""What each tenant, key and model may use: taken by one atomic Redis script, settled with what was really used.
+"""Limits of each tenant, key and model: reserved by an atomic Redis script, settled with the real use.
 
-A reservation is a lease. Its gateway extends it while the request runs and settles it at the end; what a gateway that
-died held is listed by `expired`, with all that another one needs to settle it. Without Redis it is as the operator
-chose, by class of limit: see `fallback.py`.
+A reservation is a lease. Its gateway extends it while the request runs and settles it at the end; the leases of a
+gateway that died are listed by `expired`, with the data that another gateway needs to settle them. Without Redis the
+operator's choice applies, by class of limit: see `fallback.py`.
 """
 
 import asyncio
@@ -49,7 +49,9 @@ PAGE = 200
 
 
 class Quota:
-    """Raises RateLimited (429), BadRequest for what can never pass, Unavailable without Redis where that is closed."""
+    """Raises RateLimited (429), BadRequest for a request that can never pass, Unavailable without Redis if its class is
+    closed.
+    """
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Quota:
     ) -> None:
         """admitted_without: called with "open" or "local" for each request that is admitted without Redis.
 
-        past: the ledger, for what Redis does not know (any more) of a month's spend and a day's tokens.
+        past: the ledger, for a month's spend and a day's tokens that Redis does not know.
         """
         self._redis = redis
         self._store = Store(redis, timeout)
@@ -93,7 +95,7 @@ class Quota:
 
     @property
     def store_warnings(self) -> str:
-        """The state of Redis' settings; it begins with "ok" unless requests are to be refused for them."""
+        """Return the state of Redis' settings; it begins with "ok" unless it makes `/readyz` fail."""
         return self._check.state
 
     @property
@@ -149,10 +151,10 @@ class Quota:
     async def upload(
         self, tenant_id: str, request_id: str, per_minute: int | None, at_once: int | None
     ) -> AsyncIterator[None]:
-        """Count one change of the tenant's adapters and hold one place for an upload while the block runs.
+        """Count a change of the tenant's adapters, and hold a place for an upload while the block runs.
 
-        per_minute, at_once: 1 or more; None is "not limited". The place of a gateway that dies is free again after a
-        lease's time. Raises RateLimited, Unavailable.
+        per_minute, at_once: 1 or more; None is unlimited. If the gateway dies, the place is free again after a lease's
+        time. Raises RateLimited, Unavailable.
         """
         limits = adapter_limits(per_minute, at_once)
         if not limits:
@@ -162,14 +164,14 @@ class Quota:
         try:
             yield
         finally:
-            # The place is free before the client reads its answer, and though this task is cancelled.
+            # Frees the place before the client reads its answer, even if this task is cancelled.
             ending = asyncio.create_task(self._end(taken))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             await asyncio.shield(ending)
 
     async def change(self, tenant_id: str, request_id: str, per_minute: int | None) -> None:
-        """Count one change of the tenant's adapters. Raises RateLimited, Unavailable."""
+        """Count a change of the tenant's adapters. Raises RateLimited, Unavailable."""
         async with self.upload(tenant_id, request_id, per_minute, None):
             pass
 
@@ -313,7 +315,8 @@ class Quota:
         return bool(await self._store.call(lambda: sweeps.is_first(self._redis, SWEEPER, seconds)))
 
     async def keep_leases(self) -> None:
-        """Extends what this process holds, gives back what nobody wants, and says that this gateway lives, for ever.
+        """Extend this process's leases, retry unsent settlements, report this gateway as alive and check Redis'
+        settings.
 
         Run it as a task.
         """

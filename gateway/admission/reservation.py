@@ -1,4 +1,4 @@
-"""What a request holds of its limits while it runs, and what another gateway needs to settle it."""
+"""The amounts that a running request holds of its limits, and the data that another gateway needs to settle it."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -11,12 +11,13 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of its limits that one request took.
+    """The amounts that a request took of its limits.
 
-    tokens: prompt and completion, the most it may generate over all its choices. max_tokens: of one choice; fewer than
-    asked for if the tenant has its answers shortened. cost: the most it may cost, in micro-units. headers: OpenAI's
-    `x-ratelimit-*`; if shortened, `x-loraplex-max-tokens`. admitted_at: by Redis' clock, which every period of a limit
-    goes by; the ledger's row must have it (`created_at`). hold: of a stream that does not hold all of its tokens yet.
+    tokens: prompt and completion, the most it may generate over all its choices. max_tokens: of a single choice; fewer
+    than requested if the tenant's answers are shortened. cost: the highest possible, in micro-units. headers: OpenAI's
+    `x-ratelimit-*`, and `x-loraplex-max-tokens` if shortened. admitted_at: by Redis' clock, which defines the periods
+    of limits; the ledger's row must have it (`created_at`). hold: for a stream that does not hold all of its tokens
+    yet.
     """
 
     request_id: str

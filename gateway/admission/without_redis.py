@@ -13,15 +13,15 @@ from gateway.admission.refusals import States, rate_headers, refusal
 from gateway.admission.reservation import Reservation
 from gateway.records.prices import Price
 
-# Budgets whose remains are remembered.
+# Budgets whose remaining amount is remembered.
 KNOWN_BUDGETS = 10_000
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """The amounts that one request asks for.
+    """The amounts that a request needs.
 
-    max_tokens: of each choice. step: the grant is a multiple of it. expected: the completion tokens of all choices that
-    the rates hold at first; None: all of them.
+    max_tokens: for each choice. step: the grant is a multiple of it. expected: the completion tokens of all choices
+    that the rates hold at first; None: all of them.
     """
 
     tenant_id: str
@@ -44,7 +44,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least(self) -> int:
-        """The fewest completion tokens that will do."""
+        """Return the fewest completion tokens that suffice."""
         return min(self.step, self.completion)
 
 
@@ -52,12 +52,14 @@ class WithoutRedis:
     """Applies `LORAPLEX_QUOTA_FALLBACK`."""
 
     def __init__(self, modes: Mapping[str, Mode], gateways: Callable[[], int], admitted: Callable[[str], None]) -> None:
-        """modes: by class of limit. gateways: how many live. admitted: called with "open" or "local" a request."""
+        """modes: by class of limit. gateways: returns the number of live gateways. admitted: called with "open" or
+        "local" for each admitted request.
+        """
         self.modes = modes
         self._gateways = gateways
         self._admitted = admitted
         self._local = LocalLimits()
-        # Tenant and field -> the budget's rest when Redis last answered.
+        # Tenant and field -> the budget's remaining amount when Redis last answered.
         self._budgets: OrderedDict[str, int] = OrderedDict()
 
     def refuses(self, limits: Sequence[Limit]) -> bool:
@@ -97,7 +99,7 @@ class WithoutRedis:
         self._local.settle(tenant_id, request_id, tokens, cost, counts=counts)
 
     def remember_budgets(self, tenant_id: str, limits: Sequence[Limit], states: States) -> None:
-        """Keep each budget's rest as Redis reported it: the share is a part of that."""
+        """Keep each budget's remaining amount as Redis reported it; the share is a part of that."""
         for limit, state in zip(limits, states, strict=True):
             if limit.kind == "b":
                 key = tenant_id + limit.field

@@ -1,4 +1,4 @@
-"""Requests whose gateway died: settled by any other one, by what their engine says that it generated for them."""
+"""Requests whose gateway died: settled by another gateway with the token counts of their engine."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ Answers = dict[str, dict[str, FinishedRequest] | None]
 
 
 class Abandoned:
-    """engines: the URLs of our own engines that there are."""
+    """engines: the URLs of our own engines."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
 
 
 def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
-    """lease.lease is `accounting.lease_note`'s."""
+    """Return the usage row of an abandoned request. lease.lease: made by `accounting.lease_note`."""
     fields = {name: value for name, value in lease.lease.items() if name != "weights"}
     price = msgspec.convert(fields.pop("price"), Price)
     created_at = lease.reservation.admitted_at

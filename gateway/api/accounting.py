@@ -1,4 +1,4 @@
-"""The account of one admitted request: followed while it runs, settled and written down however it ends."""
+"""The account of an admitted request: updated while it runs, settled and recorded however it ends."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ OUTCOME_PATIENCE_SECONDS = 10.0
 
 
 class Account:
-    """One request's costs so far. Token counts are the engine's where it says them."""
+    """The costs of a request so far. Token counts are the engine's if it sends them."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Account:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
-        # The engine's receipt; None: it said nothing.
+        # The engine's receipt; None if it sent none.
         self.served_digest: str | None = None
         self.ending = Ending.BROKEN
         # The tokens of the usage row, once the account is closed.
@@ -93,22 +93,22 @@ class Account:
 
     @property
     def first_token_seconds(self) -> float | None:
-        """Seconds from the request's arrival to its first token, of a stream."""
+        """Return the seconds from the request's arrival to a stream's first token."""
         return None if self._first_token is None else self._first_token - self.arrived
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
-        """Note that the engine has the prompt; from here on it costs, whoever leaves."""
+        """Note that the engine has the prompt. From here on the request costs tokens, even if its client leaves."""
         self._before = self.engine, self.engine_remembers
         self.engine, self.prompt_tokens = engine.url, prompt_tokens
         self.engine_remembers = engine.address.kind == "loraplex"
 
     def unsent(self) -> None:
-        """Take the last note back: the request did not reach that engine, which knows nothing of it."""
+        """Undo the last `sent`: the request did not reach that engine."""
         self.engine, self.engine_remembers = self._before
         self.prompt_tokens = 0
 
     def observe_receipt(self, receipt: Any) -> None:
-        """Read which adapter the engine used. Raises EngineMismatch where it is not the request's."""
+        """Read the engine's receipt. Raises EngineMismatch if it is not the request's adapter."""
         if isinstance(receipt, str):
             self.served_digest = served_digest(receipt)
             if not matches(self.served_digest, self.model.digest):
@@ -119,8 +119,7 @@ class Account:
         self._observe(answer)
 
     def observe_event(self, event: Fields) -> None:
-        """Read the counts of one event of a stream; the first with a token is the client's first. Raises
-        UpstreamFailed, EngineMismatch."""
+        """Read the counts of a stream event and note the first token's time. Raises UpstreamFailed, EngineMismatch."""
         before = self.completion_tokens
         self._observe(event)
         if self._first_token is None and self.completion_tokens > before:
@@ -148,7 +147,7 @@ class Account:
                 self.ended_choices.add(_int(choice.index, 0))
 
     def charge(self, told: FinishedRequest | None) -> Charge:
-        """Return what the request costs. told: the engine's last word, where its answer was not heard to its end."""
+        """Return the cost of the request. told: the engine's final count, if its answer was not read to the end."""
         heard = self.used
         known = None if told is None else Used(told.prompt_tokens, told.completion_tokens, told.cached_tokens)
         if told is not None:
@@ -188,8 +187,9 @@ class Account:
 def lease_note(
     principal: TenantPrincipal, endpoint: str, model: Model, price: Price, weights: Weights
 ) -> dict[str, Any]:
-    """Return what settles a request whose gateway died, beside its progress: the usage row's fields that do not change,
-    its price and, where they are not 1, its weights in the token rates."""
+    """Return the data, besides its progress, with which another gateway settles the request: the constant fields of its
+    usage row, its price and, if they are not 1, its weights in the token rates.
+    """
     weighed = {} if weights == Weights() else {"weights": weights}
     return {
         **weighed,
@@ -203,7 +203,7 @@ def lease_note(
 
 
 class Accounting:
-    """Opens accounts and closes them in the background, where no cancelled handler can stop it."""
+    """Opens accounts, and closes them in the background, where the cancellation of a handler cannot stop it."""
 
     def __init__(self, quota: Quota, ledger: Ledger, metrics: Metrics, finished: FinishedClient) -> None:
         self._quota = quota
@@ -220,7 +220,7 @@ class Accounting:
 
     @contextmanager
     def open(self, account: Account) -> Iterator[Account]:
-        """Close the account on the way out, whatever happened inside. Redis learns now and then how far it is."""
+        """Close the account at the end of the block, however it ends. Redis gets the progress periodically."""
         account.tell = self._quota.progress
         try:
             yield account
@@ -237,7 +237,7 @@ class Accounting:
             self.close(account, Ending.BROKEN)
 
     def close(self, account: Account, ending: Ending) -> "asyncio.Task[None]":
-        """Start settling and writing down; only the first call's ending counts."""
+        """Start the settlement and the usage row. Only the first call has an effect."""
         if account.settlement is None:
             account.ending = ending
             account.settlement = asyncio.create_task(self._close(account))
@@ -246,12 +246,13 @@ class Accounting:
         return account.settlement
 
     async def close_and_wait(self, account: Account, ending: Ending) -> None:
-        """Close, and wait for that as long as a client may be kept waiting."""
+        """Close the account, and wait for it as long as a client may be kept waiting."""
         await asyncio.wait({self.close(account, ending)}, timeout=SETTLE_PATIENCE_SECONDS)
 
     async def close_ahead(self, account: Account) -> None:
-        """Close a request that ended well. Sends the settlement before the answer ends, so the client's next request
-        sees the freed slot; waits for it where Redis keeps no order."""
+        """Close the account of a successful request. Sends the settlement before the answer ends, so that the client's
+        next request sees the freed slot; waits for it if Redis does not keep the order of calls.
+        """
         settlement = self.close(account, Ending.FINISHED)
         if not self._quota.in_order:
             await asyncio.wait({settlement}, timeout=SETTLE_PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""Who pays when what fails: one function, `charge`."""
+"""The charge of a request by its ending: `charge` has the table."""
 
 import math
 from enum import Enum
@@ -19,7 +19,7 @@ from gateway.errors import (
 from gateway.fleet.client import EngineRefused
 from gateway.records.prices import Price
 
-# Log-probabilities at one position that cost a token of the token rates.
+# Log-probabilities at a position that cost a token of the token rates.
 LOGPROBS_PER_TOKEN = 5
 # Estimated JSON of an answer: of one log-probability, and of one token's text and ids. Measured on Llama's vocabulary:
 # 61 bytes for a prompt's log-probability, 78 for a chat's; a whole answer beyond the limit is cut off when it is read.
@@ -28,7 +28,7 @@ TOKEN_BYTES = 8
 
 
 class Ending(Enum):
-    """How an admitted request ended."""
+    """The way in which an admitted request ended."""
 
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -45,7 +45,7 @@ class Ending(Enum):
 
     @property
     def status(self) -> str:
-        """The usage row's status."""
+        """Return the status for the usage row."""
         own = {
             Ending.FINISHED: "ok",
             Ending.SHORTENED: "ok",
@@ -58,7 +58,7 @@ class Ending(Enum):
 
     @property
     def asks_engine(self) -> bool:
-        """Whether the engine may have done work that this gateway did not hear of."""
+        """Return whether the engine may have done work that this gateway does not know of."""
         return self in (*CUT, Ending.NOT_BEGUN, Ending.UNSERVED)
 
 
@@ -80,7 +80,7 @@ class Weights(msgspec.Struct, frozen=True):
         return prompt * self.prompt + completion * self.completion
 
     def price(self, price: Price) -> Price:
-        """Return the price of a rate's token, so that a reservation in rate tokens reserves the money of real ones."""
+        """Return the price of a rate's token, such that reserved rate tokens cost as much as the real tokens."""
         return msgspec.structs.replace(
             price,
             input=-(-price.input // self.prompt),
@@ -90,7 +90,7 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 class Used(msgspec.Struct, frozen=True):
-    """Tokens of a request, by the engine's count."""
+    """Tokens of a request by the engine's count."""
 
     prompt: int = 0
     completion: int = 0
@@ -98,8 +98,9 @@ class Used(msgspec.Struct, frozen=True):
 
 
 class Charge(msgspec.Struct, frozen=True):
-    """What a request costs: of the request rates, of the token rates, and `billed`, the tokens of its usage row, which
-    are its money. is_recorded: whether there is a usage row."""
+    """The cost of a request in request rates, in token rates, and in `billed` tokens, those of its usage row and its
+    money. is_recorded: whether there is a usage row.
+    """
 
     requests: int
     rate_tokens: int
@@ -117,7 +118,7 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
     |------------|-----------------------------------------------------|---------|----------------|------------------|
     | FINISHED   | the answer came to its end                          | 1       | heard          | heard            |
     | CANCELLED  | the client left, or read too slowly                 | 1       | told, or heard | told, or heard   |
-    | REVOKED    | its key or tenant was shut meanwhile                | 1       | told, or heard | told, or heard   |
+    | REVOKED    | its key was revoked or its tenant suspended         | 1       | told, or heard | told, or heard   |
     | SHORTENED  | a token rate had no room for more: ended as asked   | 1       | told, or heard | told, or heard   |
     | LIMITED    | a token rate had no room for more: ended by error   | 1       | told, or heard | told, or heard   |
     | BROKEN     | the answer broke off, grew too large, or timed out  | 1       | told, or heard | told, or heard   |
@@ -142,14 +143,14 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
         used = Used()
     rate_tokens = weights.tokens(used.prompt, used.completion)
     if ending is Ending.REFUSED:
-        # A refusal may have cost the engine a grammar or the load of an adapter.
+        # Before its refusal the engine may have compiled a grammar or loaded an adapter.
         rate_tokens = weights.tokens(asked_prompt, 0)
     counts = ending not in (Ending.UNABLE, Ending.UNSERVED, Ending.MISMATCHED)
     return Charge(int(counts), rate_tokens, used, is_recorded=ending is not Ending.UNSERVED)
 
 
 def ending_after(error: Exception) -> Ending:
-    """Return how a request ended whose stream this error ended."""
+    """Return the ending of a request whose stream this error ended."""
     if isinstance(error, InvalidKey | Forbidden):
         return Ending.REVOKED
     if isinstance(error, RateLimited):
@@ -158,7 +159,7 @@ def ending_after(error: Exception) -> Ending:
 
 
 def ending_of(refusal: EngineRefused) -> Ending:
-    """Return how a request ended that no engine began to answer."""
+    """Return the ending of a request that no engine began to answer."""
     error, status = refusal.error, refusal.status
     if isinstance(error, NoEngine):
         return Ending.UNSERVED
@@ -170,18 +171,18 @@ def ending_of(refusal: EngineRefused) -> Ending:
 
 
 def weights_of(request: SamplingRequest) -> Weights:
-    """Return what the request's tokens cost of the token rates."""
+    """Return the weights of the request's tokens in the token rates."""
     of_prompt, of_completion = request.num_prompt_logprobs, request.num_logprobs
     prompt = 1
     if of_prompt is not None:
-        # Even of no alternatives, every position's logits are computed, and nothing comes from the cache.
+        # Even without alternatives the logits of every position are computed, and nothing comes from the cache.
         prompt += (request.n or 1) * max(1, math.ceil(of_prompt / LOGPROBS_PER_TOKEN))
     return Weights(prompt, 1 + math.ceil((of_completion or 0) / LOGPROBS_PER_TOKEN))
 
 
 def check_answer_size(request: SamplingRequest, prompt: int, completion: int, limit: int) -> None:
-    """Refuse a request whose answer could be larger than the gateway holds: all of a whole answer, the prompt's part,
-    which is one event, of a stream's.
+    """Refuse a request whose answer could exceed the gateway's limit. For a stream only the prompt's part counts,
+    because it is a single event.
 
     prompt: tokens of all prompts. completion: the most tokens of all choices. Raises BadRequest naming the field.
     """

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, `/v1/completions` and `/v1/models`: the path of an inference request, once for both."""
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/models`: the path of an inference request."""
 
 import asyncio
 import re
@@ -51,7 +51,7 @@ TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Completions:
-    """Raises what its parts raise; `gateway.errors` makes it HTTP."""
+    """The inference routes. Errors of its parts pass through; `gateway.errors` turns them into HTTP."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Completions:
     async def _admit(
         self, request: web.Request, endpoint: Endpoint, held: ExitStack
     ) -> tuple[InferenceRequest, Account]:
-        """Return the request as far as it is granted, and its account. held: ends with the request."""
+        """Admit the request. Returns it as granted, and its account."""
         arrived = time.monotonic()
         principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
         tenant = principal.tenant
@@ -140,7 +140,7 @@ class Completions:
     async def _forward(
         self, request: web.Request, endpoint: Endpoint, asked: InferenceRequest, account: Account
     ) -> web.StreamResponse:
-        """Send the request to an engine and the engine's answer to the client."""
+        """Send the request to an engine, and the engine's answer to the client."""
         call = Call(
             request_id=request[REQUEST_ID],
             path=endpoint.path,
@@ -171,7 +171,7 @@ class Completions:
     async def _relay_answer(self, answering: Answering, account: Account, delivery: Delivery) -> web.Response:
         async def reserve(size: int) -> None:
             if size > FREE_BYTES:
-                # The engine has made all of it; only this gateway's memory is waited for.
+                # The engine has finished; only this gateway's memory is waited for.
                 answering.release()
                 await delivery.reserve(size)
 
@@ -261,7 +261,7 @@ class Completions:
             raise
 
     def _distrust(self, engine: EngineRecord) -> None:
-        """Count an answer of another adapter, and take its engine out until it has been restarted."""
+        """Count an answer with the wrong adapter, and give its engine no requests until it is restarted."""
         self._metrics.adapter_mismatch(engine.url)
         engine.distrust()
 
@@ -335,7 +335,7 @@ def _json(value: str) -> Raw:
 
 
 def visible_event(event: Fields, model: Raw, include_usage: bool) -> Fields | None:
-    """Return a stream's event as its client may see it, None for one that only the gateway asked for."""
+    """Return a stream's event for the client; None for an event that only the gateway requested."""
     event.pop("loraplex", None)
     event["model"] = model
     if not include_usage:

@@ -1,8 +1,8 @@
-"""Answers on their way to clients: unread ones take bounded memory, and a client that does not read is cut off.
+"""Delivery of answers: unread bytes take bounded memory, and a client that does not read is cut off.
 
-An answer's unread bytes lie in its connection's write buffer, so that a client that keeps up costs nothing. The buffer
-of a stream may grow to `reader_bytes`; then, or when the memory of all clients together is used up, the engine is held
-back, and its place is free for others (`Delivery.on_full`). One task looks at all connections twice a second.
+Unread bytes of an answer stay in its connection's write buffer, so a client that keeps up costs nothing. A stream's
+buffer may grow to `reader_bytes`; beyond that, or when the memory of all clients is used up, the engine is held back
+and its place is free for others (`Delivery.on_full`). A task checks all connections twice a second.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# Unread bytes that every answer may have: a small one never waits for memory.
+# Unread bytes that any answer may have, so that a small answer never waits for memory.
 FREE_BYTES = 2**16
 LOOK_SECONDS = 0.5
-# A client's pace is judged over so long, at least, while others wait for memory.
+# Least time over which a client's rate is measured while others wait for memory.
 PRESSURE_SECONDS = 2.0
 
 
@@ -30,7 +30,7 @@ class ClientGone(Exception):
 
 
 class Delivery:
-    """One connection's unread bytes. `held`: how many of the common memory they take."""
+    """The unread bytes of a connection. held: its share of the common memory, in bytes."""
 
     def __init__(self, deliveries: "Deliveries", transport: asyncio.WriteTransport) -> None:
         self.transport = transport
@@ -42,7 +42,7 @@ class Delivery:
         self.on_full: Callable[[], None] | None = None
         self._deliveries = deliveries
         self._written = 0
-        # Bytes of a whole answer that are reserved and not yet with the transport.
+        # Reserved bytes of a whole answer that are not yet in the transport.
         self._reserved = 0
 
     @property
@@ -61,13 +61,13 @@ class Delivery:
             self._deliveries.hold(self, size)
 
     def whole(self, size: int) -> None:
-        """Note that an answer of `size` bytes is given to the transport next."""
+        """Note that the next write is an answer of `size` bytes."""
         self._written += size
         self._reserved = 0
         self._deliveries.hold(self, size)
 
     async def write(self, response: web.StreamResponse, data: bytes) -> None:
-        """Write to the client; wait only where its buffer, or the memory of all, is full. Raises ClientGone."""
+        """Write to the client. Waits only if its buffer, or the common memory, is full. Raises ClientGone."""
         self._written += len(data)
         if (size := self.transport.get_write_buffer_size() + len(data)) > FREE_BYTES:
             await self._fall_behind(size)
@@ -77,7 +77,7 @@ class Delivery:
             raise ClientGone from error
 
     async def _fall_behind(self, size: int) -> None:
-        """Take memory for `size` unread bytes; the engine's place is free where that, or the write, has to wait."""
+        """Take memory for `size` unread bytes. If that or the write must wait, the engine's place is freed."""
         has_room = self._deliveries.has_room(self, size)
         if self.on_full is not None and (size > self._deliveries.reader_bytes or not has_room):
             self.on_full()
@@ -86,7 +86,7 @@ class Delivery:
         self._deliveries.hold(self, size)
 
     def look(self, now: float) -> None:
-        """Update what is held, and begin a new period of judgement where nothing is unread."""
+        """Update the held bytes; begin a new measurement of the rate if nothing is unread."""
         unread = self.unread
         self._deliveries.hold(self, max(self._reserved, unread))
         if not unread:
@@ -97,10 +97,10 @@ class Delivery:
 
 
 class Deliveries:
-    """All clients that are answered.
+    """The connections of all clients that receive answers.
 
     reader_bytes: the unread bytes of a stream at which its engine is held back. total_bytes: the memory for all unread
-    answers, of which one tenant gets half. least_rate: bytes a second that a client with unread bytes must take, on
+    answers, of which a tenant gets half. least_rate: bytes a second that a client with unread bytes must read, on
     average over `window` seconds.
     """
 
@@ -156,13 +156,13 @@ class Deliveries:
                 self._waiting.discard(event)
 
     async def watch(self) -> None:
-        """Look at all connections for ever. Run it as a task."""
+        """Check all connections, without end. Run it as a task."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Forget the connections that have taken everything; cut off those that take too little."""
+        """Forget connections without unread bytes; cut off clients that read too slowly."""
         for transport, delivery in list(self._open.items()):
             delivery.look(now)
             if transport.is_closing() or not (delivery.is_open or delivery.unread):
@@ -176,7 +176,7 @@ class Deliveries:
             self._make_room(now)
 
     def _make_room(self, now: float) -> None:
-        """Cut off the slowest client of the tenant that holds most, unless it will be done within the window."""
+        """Cut off the slowest client of the tenant that holds most, unless it will finish within the window."""
         tenant_id = self._budget.largest_holder()
         judged = [
             delivery
@@ -190,12 +190,12 @@ class Deliveries:
     def _cut(self, delivery: Delivery) -> None:
         log.warning("a client of tenant %s reads too slowly: %d bytes unread", delivery.tenant_id, delivery.unread)
         self._metrics.slow_reader_cut()
-        # Its handler, if one runs, is cancelled by that, and the request settled as one whose client left.
+        # This cancels a running handler, and the request is settled as if its client had left.
         delivery.transport.abort()
         self.hold(delivery, 0)
 
     def has_room(self, delivery: Delivery, size: int) -> bool:
-        """Whether the delivery may hold `size` bytes."""
+        """Return whether the delivery may hold `size` bytes."""
         return self._budget.has_room(delivery.tenant_id, size - delivery.held)
 
     def _hold_for(self, delivery: Delivery, tenant_id: str) -> None:
@@ -207,5 +207,5 @@ class Deliveries:
 
 
 def _rate(delivery: Delivery, now: float) -> float:
-    """Bytes a second that the client has taken since the mark; at least one, to divide by."""
+    """Return the bytes a second that the client has read since the mark, at least 1."""
     return max(1.0, (delivery.taken - delivery.taken_at_mark) / max(now - delivery.marked, 0.001))

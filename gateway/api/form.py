@@ -1,7 +1,7 @@
-"""multipart/form-data read by hand, within bounds: one part after the other, nothing kept but a chunk.
+"""Parser of multipart/form-data with bounded memory: part by part, keeping a single chunk.
 
 aiohttp's reader takes a preamble line by line without ever leaving the event loop, and reports broken forms by a dozen
-kinds of exceptions. Here a form has to begin with its boundary, and every fault is one FormError.
+kinds of exceptions. Here a form has to begin with its boundary, and every fault is a FormError.
 """
 
 from collections.abc import Awaitable, Callable
@@ -26,19 +26,19 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Form:
-    """A form as its bytes come. `receive` returns the next of them, b"" at the end."""
+    """A form that is parsed as its bytes arrive. receive: returns the next bytes, b"" at the end."""
 
     def __init__(self, boundary: str, receive: Callable[[], Awaitable[bytes]]) -> None:
         if not 0 < len(boundary) <= MAX_BOUNDARY_CHARS or not boundary.isascii() or not boundary.isprintable():
             raise FormError(f"expected a boundary of 1 to {MAX_BOUNDARY_CHARS} characters")
         self._delimiter = b"\r\n--" + boundary.encode()
         self._receive = receive
-        # The first boundary has no line before it.
+        # The first boundary follows no line.
         self._buffer = bytearray(b"\r\n")
         self._in_part = False
 
     async def next(self) -> Part | None:
-        """Return the next part, None behind the last. Raises FormError, and whatever `receive` raises."""
+        """Return the next part, None after the last. Raises FormError, and the errors of `receive`."""
         while self._in_part:
             await self.read()
         length = len(self._delimiter)
@@ -50,7 +50,7 @@ class Form:
         if behind == b"--":
             return None
         if behind != b"\r\n":
-            raise FormError("a boundary is followed by something else than a line's end")
+            raise FormError("expected a line's end after a boundary")
         part = _part(await self._headers())
         self._in_part = True
         return part
@@ -99,7 +99,7 @@ def _part(lines: list[bytes]) -> Part:
             raise FormError("a part has a header without a colon")
         headers[key.strip().lower()] = value.strip()
     if headers.get("content-transfer-encoding", "").lower() not in _PLAIN_ENCODINGS:
-        raise FormError("a part has a Content-Transfer-Encoding; expected its bytes as they are")
+        raise FormError("a part has a Content-Transfer-Encoding; expected raw bytes")
     kind, parameters = parse_content_disposition(headers.get("content-disposition"))
     if kind != "form-data" or not parameters.get("name"):
         raise FormError("a part has no Content-Disposition: form-data with a name")

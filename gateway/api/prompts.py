@@ -1,4 +1,4 @@
-"""A request's body, checked, and its size in tokens: counted with the engine's own tokenizer and chat template."""
+"""Check a request's body and count its tokens with the engine's own tokenizer and chat template."""
 
 from functools import partial
 from typing import Any
@@ -41,9 +41,9 @@ COMPLETIONS = Endpoint(name="completions", path="/v1/completions", kind=Completi
 
 
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send and what it may cost.
+    """A checked request and its size.
 
-    body: the client's own, with the fields the gateway decides set. prompt_tokens: of all prompts together.
+    body: the client's own, with the fields that the gateway decides set. prompt_tokens: of all prompts together.
     max_tokens: the most that may be generated for each of `choices`, which are those of all prompts. weights: of the
     request's tokens in the token rates.
     """
@@ -65,7 +65,9 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptReader:
-    """Raises the protocol's BadRequest naming the field, ChatTemplateError, or BadRequest for too long a prompt."""
+    """Raises the protocol's BadRequest naming the field, ChatTemplateError, or BadRequest for a prompt that is too
+    long.
+    """
 
     def __init__(
         self,

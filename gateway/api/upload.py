@@ -1,6 +1,6 @@
-"""An adapter upload on its way in: a multipart stream to files inside the store's file system, within bounds.
+"""Receive an adapter upload: a multipart stream into files on the store's file system, within bounds.
 
-Nothing here looks into a file: unpacking and checks are a child process' work (gateway/api/checking.py).
+Nothing here reads the files' content: child processes unpack and check them (gateway/api/checking.py).
 """
 
 import asyncio
@@ -29,18 +29,19 @@ FILES = (CONFIG_NAME, WEIGHTS_NAME)
 FIELDS = ("name", "file", *FILES)
 WRITE_BYTES = 256 << 10
 READ_BYTES = 256 << 10
-# Of an upload in many chunks, on average: each costs its own read.
+# Least average size of an upload's chunks, because each costs a read.
 LEAST_CHUNK_BYTES = 1024
 MAX_NAME_BYTES = 1024
 T = TypeVar("T")
-# Uploads' disk writes wait for each other and for nothing else's threads.
+# Threads for the disk writes of uploads, so that they delay no other work.
 _DISK = ThreadPoolExecutor(4, thread_name_prefix="upload-disk")
 
 
 class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
-    """max_bytes: of the body, and again of what it unpacks to. seconds: for all of an upload, its check included.
+    """max_bytes: of the body, and again of its unpacked content. seconds: for the upload with its check.
 
-    read_seconds: without a byte. min_rate: bytes a second, on average since `grace_seconds` after the beginning.
+    read_seconds: longest pause between bytes. min_rate: bytes a second, on average since `grace_seconds` after the
+    start.
     """
 
     max_bytes: int
@@ -51,7 +52,7 @@ class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workplace:
-    """The spool folder of one upload, and the work that must end before the folder may go."""
+    """The spool folder of an upload, and the work that must end before the folder is removed."""
 
     _closing: ClassVar[set[asyncio.Task[None]]] = set()
 
@@ -62,21 +63,21 @@ class Workplace:
         self._files: list[BinaryIO] = []
 
     def create(self, name: str) -> BinaryIO:
-        """Create a file of the folder; it is closed with the workplace at the latest. Blocks."""
+        """Create a file in the folder. It is closed with the workplace at the latest. Blocks."""
         file = (self.folder / name).open("xb")
         self._files.append(file)
         return file
 
     async def in_thread(self, do: Callable[..., T], *arguments: Any) -> T:
-        """Run a blocking call in a thread, to its end though the caller is cancelled."""
+        """Run a blocking call in a thread, to its end even if the caller is cancelled."""
         return await self._shielded(asyncio.get_running_loop().run_in_executor(_DISK, do, *arguments))
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work to its end though the caller is cancelled."""
+        """Run work to its end even if the caller is cancelled."""
         return await self._shielded(asyncio.ensure_future(work))
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work that is cancelled with the caller; the folder stays until it has ended."""
+        """Run work that is cancelled with the caller; the folder stays until the work has ended."""
         task = asyncio.create_task(work)
         try:
             return await self._shielded(task)
@@ -101,7 +102,7 @@ class Workplace:
     @classmethod
     @asynccontextmanager
     async def open(cls, spool: Spool) -> AsyncIterator["Workplace"]:
-        """Make the folder; remove it when the block ends, however soon that is. Raises OSError."""
+        """Make the folder, and remove it at the end of the block. Raises OSError."""
         place = cls(spool)
         try:
             await place.in_thread(spool.make)
@@ -114,7 +115,7 @@ class Workplace:
 
     @classmethod
     async def all_closed(cls) -> None:
-        """Wait until the folders of uploads that ended are gone."""
+        """Wait until the folders of ended uploads are removed."""
         await asyncio.gather(*cls._closing, return_exceptions=True)
 
 
@@ -138,7 +139,7 @@ async def receive(request: web.Request, place: Workplace, rules: UploadRules) ->
 
 
 def refuse_too_large(request: web.Request, rules: UploadRules) -> None:
-    """Raises TooLarge for a body that says so itself."""
+    """Raise TooLarge for a body whose declared length is too large."""
     if request.content_length is not None and request.content_length > rules.max_bytes:
         raise too_large(rules.max_bytes)
 
@@ -148,7 +149,7 @@ def too_large(max_bytes: int) -> TooLarge:
 
 
 def _boundary(request: web.Request) -> str:
-    # As in the header: aiohttp's own parser lowers and folds what it does not need.
+    # The value as in the header; aiohttp's own parser would lower and fold it.
     for parameter in request.headers.get("Content-Type", "").split(";")[1:]:
         key, _, value = parameter.strip().partition("=")
         if key.lower() == "boundary":
@@ -157,14 +158,14 @@ def _boundary(request: web.Request) -> str:
 
 
 class _Body:
-    """A request's body, counted, within the rules of size and pace."""
+    """Counts a request's body and holds it to the rules of size and rate."""
 
     def __init__(self, request: web.Request, rules: UploadRules) -> None:
         # The disk takes large pieces; the limit of chunks that wait stays.
         request.content.set_read_chunk_size(READ_BYTES)
         self._pieces = Pieces(request.content, LEAST_CHUNK_BYTES)
         self._rules = rules
-        # The moment from which the minimum rate holds; our own waits for the disk move it.
+        # Start of the minimum rate; waits for our own disk move it.
         self._begun = time.monotonic() + rules.grace_seconds
 
     async def read(self) -> bytes:
@@ -178,20 +179,20 @@ class _Body:
                 raise TooSlow(f"The upload came more slowly than {rules.min_rate} bytes a second.") from error
             raise TooSlow("The request's body did not come in time.") from error
         except (web.RequestPayloadError, ConnectionError) as error:
-            raise BadRequest("The request's body is not what its headers say.") from error
+            raise BadRequest("The request's body does not match its Content-Length or Transfer-Encoding.") from error
         if self._pieces.num_bytes > rules.max_bytes:
             raise too_large(rules.max_bytes)
         return piece
 
     async def write(self, place: Workplace, file: BinaryIO, content: bytes) -> None:
-        """Write to the disk off the event loop; the time that it takes is not the client's."""
+        """Write to the disk off the event loop. The client's rate excludes this time."""
         begun = time.monotonic()
         await place.in_thread(file.write, content)
         self._begun += time.monotonic() - begun
 
 
 async def _read_form(form: Form, place: Workplace, body: _Body) -> str:
-    """Write the form's files under names of our own and return the name."""
+    """Write the form's files under fixed names and return the adapter's name."""
     name: str | None = None
     seen: set[str] = set()
     while (part := await form.next()) is not None:
@@ -204,7 +205,7 @@ async def _read_form(form: Form, place: Workplace, body: _Body) -> str:
         else:
             await _save(form, place, body, ARCHIVE if field == "file" else field)
     if name is None:
-        raise BadRequest("Expected the form field 'name': what the adapter shall be called.", param="name")
+        raise BadRequest("Expected the form field 'name': the adapter's name.", param="name")
     if "file" in seen:
         if seen & set(FILES):
             raise BadRequest("Expected either one archive as 'file' or the two files, not both.", param="file")
@@ -216,7 +217,9 @@ async def _read_form(form: Form, place: Workplace, body: _Body) -> str:
 
 
 def _target(part: Part) -> str:
-    """Return our field for a part: its name, or its file's name if that is one of the adapter's files."""
+    """Return the fixed file name for a part: by its field, or by its own file name if that is one of the adapter's
+    files.
+    """
     if part.name in FIELDS:
         return part.filename if part.name == "file" and part.filename in FILES else part.name
     if part.filename in FILES:

@@ -1,4 +1,4 @@
-"""Usage events of each tenant in Redis: the quota's script adds them as it settles, the ledger removes what SQL has."""
+"""Each tenant's usage events in Redis: added by the quota's script at settlement, removed once SQL has them."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Iterable
@@ -67,9 +67,7 @@ class UsageStream:
             pass
 
     async def lengths(self) -> AsyncIterator[dict[str, int]]:
-        """Yield, page by page, how many events wait for each tenant that has any, as far as its part of Redis says.
-
-        Removes the tenants that have had neither leases nor events for long."""
+        """Return the number of waiting events of each tenant with any, as far as its part of Redis answers."""
         seconds, _ = await self._call(self._redis.time())
         idle_before = (seconds - sweeps.IDLE_SECONDS) * 1000
         async for tenants in self._pages():
