@@ -22,6 +22,9 @@ from gateway.records.usage_stream import UsageStream
 
 log = logging.getLogger(__name__)
 
+# A generator of its own: the state of the shared one belongs to whoever seeded it, a property test for example.
+JITTER = random.Random()
+
 # An engine that is away may come back and know: that is waited for so long. After it the last progress counts.
 ENGINE_PATIENCE_SECONDS = 60.0
 # How long the gateways that live have, after Redis was away, to settle themselves what ended meanwhile.
@@ -59,7 +62,7 @@ class Abandoned:
         """For ever, one process of all at a time. Run it as a task."""
         while True:
             # Uneven, so that no process is always the first to ask for its turn.
-            pause = self._every_seconds * random.uniform(0.75, 1.25)
+            pause = self._every_seconds * JITTER.uniform(0.75, 1.25)
             await asyncio.sleep(max(pause, RETURN_SECONDS - self._quota.answers_for))
             if self._quota.answers_for < RETURN_SECONDS:
                 continue

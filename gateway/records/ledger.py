@@ -21,6 +21,9 @@ from gateway.records.usage_writer import UsageWriter
 
 log = logging.getLogger(__name__)
 
+# A generator of its own: the state of the shared one belongs to whoever seeded it, a property test for example.
+JITTER = random.Random()
+
 # Rows in one transaction, and how long the first of them may wait for company (seconds). A transaction of SQLite's
 # costs the event loop a millisecond or two beside its rows.
 MAX_BATCH = 500
@@ -146,7 +149,7 @@ class Ledger:
                 return
             if event is None:
                 # Uneven, so that no process is always the first to ask for its turn: one may be cut off from SQL.
-                await asyncio.sleep((seconds or 0) * random.uniform(0.5, 1.5))
+                await asyncio.sleep((seconds or 0) * JITTER.uniform(0.5, 1.5))
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
