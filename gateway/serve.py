@@ -115,7 +115,7 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
         # aiohttp waits this long for handlers to end, and then once more while it cancels them.
         shutdown_timeout=settings.shutdown_seconds / 2,
         keepalive_timeout=settings.idle_timeout,
-        # One connection's buffers: of a body that nobody reads yet, and of a head.
+        # A connection's buffers: for a body that is not read yet, and for a head.
         read_bufsize=READ_BUFFER_BYTES,
         max_headers=MAX_HEADERS,
         max_field_size=MAX_HEADER_BYTES,

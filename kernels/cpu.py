@@ -112,7 +112,7 @@ def _gather(
     if scales is None:
         found = cache[tables]
     else:
-        # As bytes: torch cannot index fp8.
+        # Written as bytes, because torch cannot index fp8.
         values = cache.view(torch.uint8)[tables].view(cache.dtype)
         found = (values.float() * scales[tables].unsqueeze(-1)).to(dtype)
     rows = found.transpose(2, 3).flatten(1, 2)[:, :keys]

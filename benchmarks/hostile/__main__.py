@@ -1,4 +1,4 @@
-"""One hostile tenant beside a well-behaved one, on a live stack: attack after attack, and what each did.
+"""Run attacks of a hostile tenant beside a well-behaved one on a live stack, and report the effect of each.
 
     python -m benchmarks.hostile                          (all, about 40 minutes; --list names them)
     python -m benchmarks.hostile --only pax-bomb rank-65 --seconds 5 --pairs 1
@@ -32,7 +32,7 @@ from benchmarks.hostile.run import Limits, Result, run_attack
 
 
 def show(result: Result) -> str:
-    """One line of the report."""
+    """Return an attack's line of the report."""
     ratio = f"{result.p50:.2f} {result.p99:.2f}" if result.p50 else "-"
     statuses = " ".join(f"{status}:{number}" for status, number in sorted(result.statuses.items()))
     verdict = "holds" if not result.missed else "MISSED " + "; ".join(result.missed)
@@ -86,7 +86,7 @@ def main() -> int:
         "attack, the neighbour's p50 and p99 (times quiet), its slowest upload, the gateway's memory, its children's,"
     )
     print("its longest stall (in the quiet rounds), its CPU time, statuses seen")
-    # As by Ctrl-C: what was started is stopped.
+    # SIGTERM stops all that was started, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:

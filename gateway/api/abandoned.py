@@ -22,7 +22,7 @@ from gateway.records.usage_stream import UsageStream
 
 log = logging.getLogger(__name__)
 
-# A generator of its own: the state of the shared one belongs to whoever seeded it, a property test for example.
+# The jitter has its own generator, so that it never changes the state of Python's shared one.
 JITTER = random.Random()
 
 # An engine that is away may come back and know: that is waited for so long. After it the last progress counts.

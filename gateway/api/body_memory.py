@@ -37,7 +37,7 @@ def weigh(raw: bytes) -> int:
 
 
 class BodyShare:
-    """One request's part. `owner`: the tenant's id, or OPERATOR."""
+    """The memory that a request's body holds. `owner`: the tenant's id, or OPERATOR."""
 
     def __init__(self, memory: "BodyMemory", owner: str) -> None:
         self.owner = owner
@@ -93,7 +93,7 @@ class BodyMemory:
     def __init__(self, total_bytes: int) -> None:
         self._tenants, self._operators = Budget(total_bytes), Budget(total_bytes, total_bytes)
         self.places = Budget(sys.maxsize, SMALL_AT_ONCE)
-        # What waits for a thread is bounded by the budgets.
+        # The budgets bound the jobs that wait for a thread.
         self.threads = FairThreads(
             NUM_THREADS, "bodies", max_pending=0, max_pending_per_tenant=0, lowers_priority=False
         )

@@ -23,7 +23,7 @@ from gateway.turns import Turns
 log = logging.getLogger(__name__)
 
 ROOT = Path(adapters.__file__).parent.parent
-# Of tenants' uploads, and of the operator's beside them.
+# Checks that run at once: of tenants' uploads, and of the operator's beside them.
 TENANTS_CHECKS, OPERATORS_CHECKS = 2, 1
 MEMORY_BYTES = 512 << 20
 # A check reads, hashes and writes an adapter; measured: 150 to 300 MB a second and core.

@@ -21,7 +21,7 @@ from gateway.records.usage_writer import UsageWriter
 
 log = logging.getLogger(__name__)
 
-# A generator of its own: the state of the shared one belongs to whoever seeded it, a property test for example.
+# The jitter has its own generator, so that it never changes the state of Python's shared one.
 JITTER = random.Random()
 
 # Rows in one transaction, and how long the first of them may wait for company (seconds). A transaction of SQLite's

@@ -122,7 +122,7 @@ def test_a_shared_job_runs_once_at_whichever_turn_is_first(threads):
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException: no Exception."""
+    """A BaseException, like pyo3's PanicException."""
 
 
 def test_a_panic_reaches_the_caller_and_ends_no_thread_for_good(threads):

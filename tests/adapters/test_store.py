@@ -116,7 +116,7 @@ def test_leftovers_of_the_release_before_go_by_their_age(tmp_path):
 
 
 def test_a_reader_needs_no_right_to_write(tmp_path, monkeypatch):
-    """As an engine that has the store mounted read-only, in which a gateway left something behind."""
+    """Open a store that is mounted read-only and holds a folder that a gateway left behind."""
     store = DirectoryStore(tmp_path / "store")
     digest = store.put(write(tmp_path / "a"), BASE).digest
     old = store.root / ".tmp-old"

@@ -89,7 +89,7 @@ def special(files: Files, rng: random.Random) -> Files:
 
 
 def tar_header(name: bytes, kind: bytes, size: bytes) -> bytes:
-    """One header block with a right check sum."""
+    """Return a header block with a valid checksum."""
     block = bytearray(512)
     block[: len(name)] = name
     block[100:108], block[124 : 124 + len(size)], block[156:157] = b"0000644\0", size, kind

@@ -42,7 +42,7 @@ def form(parts: dict[str, bytes], name: bytes = b"mutated") -> bytes:
 
 
 def mutated(files: Files, seed: int = 0, count: int = 240) -> Iterator[Mutated]:
-    """So many mutated uploads, the kinds in turn."""
+    """Return this number of mutated uploads, taking the kinds in turn."""
     kinds = list(_kinds().items())
     for number in range(count):
         kind, make = kinds[number % len(kinds)]
@@ -67,7 +67,7 @@ def join(header: object, data: bytes) -> bytes:
 
 
 def _entry(change: Callable[[dict[str, Any], random.Random], None]) -> Callable[[Files, random.Random], Files]:
-    """One tensor's entry in the header is changed."""
+    """Change one tensor's entry in the header."""
 
     def make(files: Files, rng: random.Random) -> Files:
         header, data = split(files[WEIGHTS])

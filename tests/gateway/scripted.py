@@ -18,7 +18,7 @@ MS, SECOND, DAY = 1000, 1_000_000, 86_400_000_000
 
 
 class Script:
-    """One tenant's quota; `now` is in microseconds."""
+    """The quota of a tenant; `now` is in microseconds."""
 
     def __init__(self, client: redis.Redis) -> None:
         assert SOURCE.count(CLOCK) == 1

@@ -276,7 +276,7 @@ async def test_known_keys_are_believed_as_long_as_the_operator_says(database_url
 
 
 async def test_a_server_that_became_read_only_is_connected_to_anew(postgres_url: str):
-    """As after a switchover: connections are well, reads succeed, and every write fails on them for ever."""
+    """Put the server in the state after a switchover: connections and reads succeed, every write fails."""
     database = Database(postgres_url)
     await database.upgrade()
     await database.close()

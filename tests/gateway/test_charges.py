@@ -1,4 +1,4 @@
-"""Who pays when what fails, and what log-probabilities cost."""
+"""The charge of each ending, and the cost of log-probabilities."""
 
 import io
 from typing import Any

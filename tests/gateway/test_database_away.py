@@ -97,7 +97,7 @@ async def test_known_tenants_are_served_through_an_outage_where_the_operator_cho
             return await status(lenient) == await status(strict) == (200, "ready")
 
         await until(well)
-        # What was changed before the outage still holds, and what is changed now is noticed.
+        # Changes from before the outage still hold, and new ones are noticed.
         assert (await revoked.chat()).status == 401
         await strict.admin.call("PATCH", "/admin/api/tenants/acme", json={"suspended": True})
 

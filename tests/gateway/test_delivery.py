@@ -169,7 +169,7 @@ async def test_a_reader_that_keeps_up_with_the_least_rate_gets_all(serve: Any, a
 
 
 async def test_unread_answers_take_bounded_memory(serve: Any, ask: Ask, upstream: Upstream):
-    """One tenant's take half of it at most; another's large answer is read meanwhile."""
+    """A tenant's unread answers take half of the memory at most; another tenant's large answer is still read."""
     async with serve(max_answer_bytes=2**20, answer_memory_bytes=2**22, reader_buffer_bytes=2**20) as gateway:
         slow, neighbour = await gateway.tenant("slow", **MANY), await gateway.tenant("neighbour", **MANY)
         how = {"tokens": 16, "pad": 900_000}

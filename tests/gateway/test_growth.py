@@ -140,7 +140,7 @@ def test_new_requests_leave_room_for_streams_to_grow(client: redis.Redis):
 
 
 def test_a_record_without_a_hold_holds_its_whole_reservation(client: redis.Redis):
-    """As gateways of before wrote it."""
+    """Write the record as gateways of the release before do."""
     script = Script(client)
     state, leases, held, _ = script.keys
     record = {"v": 2, "tokens": 50_000, "completion": 50_000, "cost": 0, "note": "{}", "at": script.now}
@@ -166,7 +166,7 @@ def test_a_stream_that_is_put_back_holds_and_owes_what_it_did(client: redis.Redi
     assert not script.acquire("a", [limit], 0, 701, 701, FREE)[0]
     assert script.grow("r", 250, 0) == (500, 0, "")
     assert script.settle("r", 400, 0, True)
-    # Of 400 used 200 are owed here.
+    # 200 of the 400 used tokens are still owed.
     assert script.acquire("a", [limit], 0, 800, 800, FREE)[0]
     assert not script.acquire("b", [limit], 0, 1, 1, FREE)[0]
 

@@ -61,7 +61,7 @@ async def test_a_further_name_makes_nothing_cheaper(database: Database, catalog:
         await push(catalog, acme, name, digit)
         await push(catalog, other, name, digit)
     assert [await price(known, catalog, acme, name) for name in ("pirate", "alias", "cheap", "json")] == [50, 50, 50, 2]
-    # Of another tenant the same bytes cost what that tenant's names say.
+    # Another tenant's names set that tenant's price for the same bytes.
     assert await price(known, catalog, other, "pirate") == 2
     await push(catalog, acme, "pirate", "c")
     assert [await price(known, catalog, acme, name) for name in ("pirate", "alias", "cheap")] == [50, 3, 3]
@@ -108,7 +108,7 @@ async def test_limits_of_a_model_follow_its_content(catalog: Catalog, acme: Tena
         return [limit.field for limit in limits_of(who, await catalog.resolve(acme, name)) if limit.owner == "model"]
 
     assert await fields("pirate") == await fields("alias") == ["model:pirate:r"]
-    # One counter for all adapters that have none of their own; the base model is no adapter.
+    # All adapters without limits of their own share a counter; the base model is no adapter.
     assert await fields("json") == await fields("sql") == ["model:*:r"]
     assert await fields("base") == []
 
@@ -189,7 +189,7 @@ async def test_what_a_rotated_key_spent_is_recalled_for_its_family(gateway: Gate
     made = (await gateway.admin.post("/admin/api/tenants/acme/keys", {"budget_per_month": 1000})).json
     second = await rotate(gateway, gateway.client(made["key"]))
     tenant = await Tenants(database).get("acme")
-    # As a gateway of the release before leaves a key.
+    # The release before leaves a key like this.
     async with database.write() as connection:
         await connection.execute(text("UPDATE api_keys SET family_id = NULL WHERE id = :id"), {"id": made["id"]})
     used = {"tenant_id": tenant.id, "created_at": datetime.now(UTC)}

@@ -1,4 +1,4 @@
-"""What one tenant's bad requests cost the others: an engine's breaker, and requests that kill engines."""
+"""Bad requests of a tenant beside others: an engine's breaker, and requests that kill engines."""
 
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -76,7 +76,7 @@ def test_many_connections_that_break_at_once_are_one_death(clock: Clock):
 @pytest.mark.parametrize(
     ("deaths", "expected"),
     [
-        # Whose request it was cannot be told while two tenants are there each time.
+        # With two tenants at each death, neither can be blamed.
         ([engine(a=1, b=1), engine(a=1, b=1), engine(a=1, b=1)], False),
         ([engine(a=1, b=1), engine(a=1, c=1)], True),
         ([engine(a=1, others=2), engine(a=1, others=1)], False),

@@ -1,4 +1,4 @@
-"""One tenant's reads leave connections for the others; what a key is for bounds what it changes."""
+"""A tenant's reads leave connections for others, and a key changes only the adapters that it is allowed."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -70,7 +70,7 @@ async def test_an_older_snapshot_is_noticed_and_healed_from_the_ledger(records: 
         again.start()
         assert await spent(again, who) == at_snapshot
         await until(quota_answers(quota))
-        # What the gateway does every third of a lease: both requests hold their slots, one is put back.
+        # The gateway extends every third of a lease: both requests keep their slots, one lease is restored.
         await quota._leases.extend(who.tenant.id)
 
         async def noticed() -> bool:

@@ -89,7 +89,7 @@ async def test_leases_of_many_tenants_are_extended_in_few_round_trips(redis_url:
             quota = Quota(redis, timeout=30.0, lease_seconds=600)
             tenants = [principal(tenant={"max_concurrent": 1}) for _ in range(300)]
             running = await asyncio.gather(*(take(quota, who) for who in tenants))
-            # One tenant's broken state stops no other's.
+            # A tenant's broken state stops no other tenant's.
             await near.set(f"loraplex:{{{tenants[0].tenant.id}}}:leases", "no sorted set")
             before = asyncio.get_running_loop().time()
             await quota._leases.extend_all()

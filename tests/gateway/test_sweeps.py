@@ -36,7 +36,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 def ledgers(database: Database, redis: Redis, tmp_path: Path) -> list[Ledger]:
-    """Of eight gateways."""
+    """Return the commands of eight gateways."""
     writer, stream = UsageWriter(database), UsageStream(redis, 30.0)
     return [Ledger(writer, stream, Journal(tmp_path / str(i), 10**6), 100) for i in range(8)]
 
@@ -49,7 +49,7 @@ async def add_tenants(redis: Redis, count: int) -> list[str]:
 
 
 async def make_old(redis: Redis, *tenant_ids: str) -> None:
-    """As if these had been registered longer ago than any tenant is kept for."""
+    """Set these registrations back to before the time that an idle tenant is kept."""
     long_ago = (time.time() - sweeps.IDLE_SECONDS - 60) * 1000
     await redis.zadd(sweeps.TENANTS, dict.fromkeys(tenant_ids, int(long_ago)))
 
@@ -172,7 +172,7 @@ async def test_a_gateway_registers_a_tenant_again_while_it_is_in_use(redis: Redi
     monkeypatch.setattr(sweeps, "REGISTER_SECONDS", 0.0)
     await take(quota, who)
     assert await registered(redis) == {who.tenant.id}
-    # What was registered before Redis went away counts no more.
+    # Registrations from before Redis went away do not count.
     monkeypatch.setattr(sweeps, "REGISTER_SECONDS", 60.0)
     await redis.delete(sweeps.TENANTS)
     quota._store._answers_since = time.monotonic()

@@ -110,7 +110,7 @@ async def test_processes_share_the_count_through_redis(redis_url: str, monkeypat
         assert two._wait("203.0.113.10") < 0
         await other.count("203.0.113.9")
         assert other._wait("203.0.113.9") < 0
-        # What is paid off is forgotten there as well.
+        # Debts that are paid off are dropped there too.
         keys = [key async for key in redis.scan_iter("loraplex:wrong-keys:*:203.0.113.9")]
         [key] = [key for key in keys if await redis.pttl(key) > 9000]
         assert await redis.pttl(key) <= (BURST + 1) * SECONDS_EACH * 1000

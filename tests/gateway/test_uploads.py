@@ -31,7 +31,7 @@ def start(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str) -
 
 
 def leftovers(folder: Path) -> list[str]:
-    """What lies in the store and is no adapter."""
+    """Return the entries of the store that are no adapters."""
     return [path.name for path in (folder / "adapters").iterdir() if path.name.startswith(".")]
 
 
@@ -69,7 +69,7 @@ async def test_an_archive_as_a_trainer_leaves_it(pack_up: Callable[[dict[str, by
 
 
 async def test_the_store_keeps_one_form_for_all_tenants(gateway: Gateway, tmp_path: Path):
-    """Nobody reads another's `__metadata__`, config or order of tensors under a digest they share."""
+    """Tenants that share a digest never read each other's `__metadata__`, config or order of tensors."""
     acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
     content = tensors()
     header = {"__metadata__": {"secret": "of acme"}, **header_of(content)}

@@ -1,4 +1,4 @@
-"""What the gateway trusts of the servers that it lists: their version, their redirects, their secrets."""
+"""The gateway's trust in listed servers: versions, redirects, secrets."""
 
 import asyncio
 import logging
@@ -160,7 +160,7 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
         probe = Probe(session, TOKEN, BASE_MODEL)
         await probe(engine)
         assert not engine.healthy
-        # As if only its other routes did it.
+        # Only its other routes redirect.
         assert not await probe.follow(engine, lambda: None)
         with pytest.raises(Exception, match="307"):
             await probe._get(engine, "/state")
@@ -188,7 +188,7 @@ def digests(*letters: str) -> list[str]:
 
 
 class Worker:
-    """One process' share: its own records of the same server, uses told through Redis."""
+    """A process's view: its own records of the same server, with uses shared through Redis."""
 
     def __init__(self, session: ClientSession, url: str, room: int, redis: Redis, store: Path) -> None:
         self.engine = EngineRecord(Address(url, "vllm", adapters=room, key=API_KEY))
@@ -196,7 +196,7 @@ class Worker:
         self.adapters = VllmAdapters(session, open_store(str(store)), RecentUses(redis, 10.0))
 
     async def ask(self, digest: str, vllm: VllmDouble) -> None:
-        """As a request does: an adapter that is gone is loaded again."""
+        """Ask like a request: load an adapter again if the server lacks it."""
         await self.adapters.ensure(self.engine, digest)
         if f"sha256:{digest}" not in vllm.names:
             await self.adapters.ensure(self.engine, digest, again=True)

@@ -15,7 +15,7 @@ from tests.gateway.test_fleet_vllm import adapters, served
 from tests.gateway.upstream import TOKEN
 from tests.gateway.vllm_double import VllmDouble
 
-# What vLLM 0.32 takes and a tenant must not say. Some our engine knows as fields that it does not serve.
+# Fields that vLLM 0.32 takes and a tenant must not send. Some are known to our engine, which does not serve them.
 OPERATORS_OWN: dict[str, Any] = {
     "kv_transfer_params": {"prompt_token_ids": [1, 2, 3], "remote_host": "10.0.0.1", "remote_port": 1},
     "ec_transfer_params": {"a": 1},
@@ -115,7 +115,7 @@ async def test_a_vllm_server_that_announced_itself_gets_no_more(tmp_path: Path, 
                 "unsupported_parameter",
             )
             assert (await acme.complete(max_tokens=2)).status == 200
-            # Nobody has named a key for it, and the internal token opens our own engines only.
+            # It has no key of its own, and the internal token opens our own engines only.
             [(shown, _)] = vllm.requests
             assert "authorization" not in shown
             assert TOKEN not in str(shown)

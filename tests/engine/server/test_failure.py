@@ -96,7 +96,7 @@ async def test_a_failed_engine_ends_its_requests_and_exits(
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException: no Exception."""
+    """A BaseException, like pyo3's PanicException."""
 
 
 async def test_nothing_is_accepted_once_the_engine_has_failed(

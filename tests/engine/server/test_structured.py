@@ -147,7 +147,7 @@ async def test_a_grammar_too_ambiguous_to_follow_is_400_and_harms_nobody(client:
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException."""
+    """A BaseException, like pyo3's PanicException."""
 
 
 class CountingCompiler:
@@ -241,7 +241,7 @@ async def test_a_neighbours_grammar_does_not_wait_behind_many(cache: Grammars, c
     for task in greedy:
         task.cancel()
     assert len(await asyncio.gather(*greedy, return_exceptions=True)) == 48
-    # Those that nobody waits for are never compiled.
+    # Cancelled ones are never compiled.
     compiler.go.set()
     await cache.get(regex("another"), "greedy")
     assert sorted(compiler.compiled) == ["another", "quick", "slow0", "slow1"]
