@@ -1,8 +1,9 @@
 """Unpack and check one upload in a child process: `python -c BOOT`, a job as JSON in, a result as JSON out.
 
 A hostile upload can exhaust or crash this process only. Before it reads the job it limits its own memory, CPU time,
-wall-clock time, file size and open files; it runs at the lowest priority, and the kernel kills it when its parent dies.
-It imports neither torch nor site-packages, so it starts in a tenth of a second.
+wall-clock time, file size and open files; it lowers its priority first of all, because the imports are most of an
+ordinary check, and the kernel kills it when its parent dies. It imports neither torch nor site-packages, so it starts
+in a tenth of a second.
 """
 
 import ctypes
@@ -24,9 +25,13 @@ from adapters.store import DirectoryStore
 
 # The archive and the canonical form lie in the job's folder under these names.
 ARCHIVE, PREPARED = "upload.archive", "adapter"
-# Run as `python -I -S -c BOOT ROOT PARENT_PID`: without site-packages, sys.path needs the folder of this package.
-BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from adapters.check import main; main(int(sys.argv[2]))"
-NICE = 10
+# Run as `python -I -S -c BOOT ROOT PARENT_PID PRIORITY`: without site-packages, sys.path needs the folder of this
+# package. PRIORITY: LOW or IDLE.
+BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from adapters import priority; "
+    "priority.lower(only_idle=sys.argv[3] == 'idle'); from adapters.check import main; main(int(sys.argv[2]))"
+)
+LOW, IDLE = "low", "idle"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -65,7 +70,6 @@ def _die_with(parent: int) -> None:
 
 
 def _limit(job: dict[str, Any]) -> None:
-    os.nice(NICE)
     with suppress(OSError):
         # When a container runs out of memory, the kernel kills this process, not the gateway.
         Path("/proc/self/oom_score_adj").write_text("1000")

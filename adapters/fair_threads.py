@@ -1,10 +1,12 @@
 """A small pool of threads that is shared fairly between tenants.
 
 Each tenant has a queue of its own. The tenant whose work has held threads for the least time lately is served next. No
-tenant holds all threads, so a second tenant's work starts at once.
+tenant holds all threads, so a second tenant's work starts at once. A limit of CPU time bounds a tenant's share of the
+cores.
 Knows nothing of the work.
 """
 
+import math
 import os
 import sys
 import threading
@@ -15,6 +17,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from adapters.recent_use import RecentUse
+
 T = TypeVar("T")
 
 # Half-life of recent use, in seconds.
@@ -24,11 +28,17 @@ HEAVY_SECONDS = 1.0
 # A job that runs for longer goes on at low priority, whoever its tenant is.
 LONG_SECONDS = 0.25
 HEAVY_NICE = 10
-FORGOTTEN_SECONDS = 0.001
 
 
 class TooManyPending(RuntimeError):
-    """The queue, or the tenant's part of it, is full. The message says which."""
+    """The queue or the tenant's part of it is full, or the tenant's CPU time is used up. The message says which.
+
+    retry_after: seconds until there may be room.
+    """
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +52,8 @@ class _Job:
 class FairThreads:
     """Runs at most `num_threads` jobs at once, and leaves a thread free by each tenant. Thread-safe.
 
-    max_pending, max_pending_per_tenant: jobs that may wait for a thread.
+    max_pending, max_pending_per_tenant: jobs that may wait for a thread. max_cpu_seconds: CPU time that a tenant's jobs
+    may have used recently (it halves every `HALF_LIFE_S`), so also the rate: 2.3 % of it in each second.
     """
 
     def __init__(
@@ -53,15 +64,17 @@ class FairThreads:
         max_pending: int,
         max_pending_per_tenant: int,
         lowers_priority: bool = True,
+        max_cpu_seconds: float | None = None,
     ) -> None:
+        self._max_cpu_seconds = max_cpu_seconds
         self._num_threads, self._name, self._lowers_priority = num_threads, name, lowers_priority
         self._max_pending, self._max_pending_per_tenant = max_pending, max_pending_per_tenant
         self._lock = threading.Lock()
         self._queues: dict[str, deque[_Job]] = {}
         self._running: set[_Job] = set()
         self._threads: set[threading.Thread] = set()
-        # Seconds by tenant at a moment; they decay from there.
-        self._used: dict[str, tuple[float, float]] = {}
+        # Seconds on threads, for turns and priority, and CPU time, for the limit.
+        self._used, self._cpu_used = RecentUse(HALF_LIFE_S), RecentUse(HALF_LIFE_S)
         self._num_pending = 0
         self._closed = False
 
@@ -72,12 +85,15 @@ class FairThreads:
     def submit(self, tenant: str, work: Callable[[], T], *, bounded: bool = True) -> "Future[T]":
         """Queue work for a tenant. Cancelling the future before its start removes it from the queue.
 
-        Raises TooManyPending, unless `bounded` is false, and RuntimeError once closed.
+        Raises TooManyPending, unless `bounded` is false, and RuntimeError once closed. The future raises TooManyPending
+        if the tenant's CPU time is used up before its turn.
         """
         job = _Job(set(), work, Future())
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the {self._name} threads are closed")
+            if bounded:
+                self._check_cpu(tenant)
             if bounded and len(self._queues.get(tenant, ())) >= self._max_pending_per_tenant:
                 raise TooManyPending(f"{self._max_pending_per_tenant} of this tenant's wait already, the most allowed")
             if bounded and self._num_pending >= self._max_pending:
@@ -142,6 +158,8 @@ class FairThreads:
             tenant = min(turns, key=lambda tenant: (self._use(tenant, now), held[tenant]))
             job = self._queues[tenant][0]
             self._dequeue(job)
+            if not self._may_start(tenant, job):
+                continue
             # The tenant whose turn it is pays.
             job.tenants, job.started = {tenant}, now
             self._running.add(job)
@@ -152,16 +170,32 @@ class FairThreads:
 
     def _use(self, tenant: str, now: float) -> float:
         """Return the seconds of threads that the tenant has used recently, including its running jobs."""
-        seconds, at = self._used.get(tenant, (0.0, now))
-        running = sum(now - job.started for job in self._running if tenant in job.tenants)
-        return float(seconds * 0.5 ** ((now - at) / HALF_LIFE_S)) + running
+        return self._used.of(tenant) + sum(now - job.started for job in self._running if tenant in job.tenants)
 
-    def _charge(self, job: _Job, now: float) -> None:
+    def _charge(self, job: _Job, seconds: float, cpu_seconds: float) -> None:
         self._running.discard(job)
         for tenant in job.tenants:
-            self._used[tenant] = self._use(tenant, now) + now - job.started, now
-        for tenant in [tenant for tenant in self._used if self._use(tenant, now) < FORGOTTEN_SECONDS]:
-            del self._used[tenant]
+            self._used.add(tenant, seconds)
+            self._cpu_used.add(tenant, cpu_seconds)
+
+    def _check_cpu(self, tenant: str) -> None:
+        """Raise TooManyPending if the tenant's CPU time is used up."""
+        if self._max_cpu_seconds is None or (used := self._cpu_used.of(tenant)) < self._max_cpu_seconds:
+            return
+        raise TooManyPending(
+            f"this tenant's took {used:.1f} s of CPU time of late, and {self._max_cpu_seconds:g} s is the most allowed",
+            retry_after=max(1, math.ceil(HALF_LIFE_S * math.log2(used / self._max_cpu_seconds))),
+        )
+
+    def _may_start(self, tenant: str, job: _Job) -> bool:
+        """Refuse a job that waited while the tenant's other jobs used up its CPU time."""
+        try:
+            self._check_cpu(tenant)
+        except TooManyPending as error:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(error)
+            return False
+        return True
 
     # The methods below take the lock.
 
@@ -188,7 +222,7 @@ class FairThreads:
         finally:
             slow_down.cancel()
             with self._lock:
-                self._charge(job, time.monotonic())
+                self._charge(job, time.monotonic() - job.started, time.thread_time())
                 self._threads.discard(threading.current_thread())
                 self._start_jobs()
 

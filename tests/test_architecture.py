@@ -25,6 +25,7 @@ GATEWAY_MAY = {
     "adapters.check",
     "adapters.fair_threads",
     "adapters.manifest",
+    "adapters.recent_use",
     "adapters.spool",
     "adapters.checkpoint",
     "adapters.store",

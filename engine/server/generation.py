@@ -9,7 +9,10 @@ from engine.scheduling.request import RequestOutput, SamplingParams
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine takes no requests: it is loading, failed, or is going down (`retry_after` in seconds)."""
+    """The engine takes no requests: it is loading, failed, or is going down (`retry_after` in seconds).
+
+    The gateway gives no further request of any tenant to an engine that answers with this.
+    """
 
     def __init__(self, message: str, retry_after: int | None = None) -> None:
         super().__init__(message)
@@ -17,7 +20,7 @@ class EngineUnavailable(RuntimeError):
 
 
 class QueueFull(EngineUnavailable):
-    """It takes no more for now."""
+    """The engine cannot serve this request now, and serves others."""
 
 
 @dataclass(frozen=True, slots=True)

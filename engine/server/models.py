@@ -67,8 +67,8 @@ class ModelRegistry:
     async def using(self, model: str, tenant: str = "") -> AsyncIterator[str | None]:
         """Load the adapter that `model` names and yield its digest; the adapter stays registered until the exit.
 
-        Raises ApiError if it does not exist or cannot be served, EngineUnavailable if it cannot be read now, QueueFull
-        if too many of the tenant's adapters wait to be read.
+        Raises ApiError if it does not exist or cannot be served, QueueFull if it cannot be read now or too many of the
+        tenant's adapters wait to be read.
         """
         digest = self.digest(model)
         if digest is None:
@@ -95,7 +95,7 @@ class ModelRegistry:
         except OSError as exc:
             # The store's fault, not the adapter's: another engine may read it.
             _log_failure(model, exc)
-            raise EngineUnavailable(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
+            raise QueueFull(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
         _log_load(model, adapter, started)
 
     async def _fetch(self, digest: str, tenant: str) -> HostAdapter:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import msgspec
 
 import adapters
-from adapters.check import BOOT, PREPARED
+from adapters.check import BOOT, IDLE, LOW, PREPARED
 from adapters.manifest import AdapterError, BaseShape
+from adapters.recent_use import RecentUse
 from adapters.store import Stored
 from gateway.api.upload import Workplace, too_large
 from gateway.errors import BadRequest, CheckFailed, Unavailable
@@ -23,13 +25,16 @@ from gateway.turns import Turns
 log = logging.getLogger(__name__)
 
 ROOT = Path(adapters.__file__).parent.parent
-# Checks that run at once: of tenants' uploads, and of the operator's beside them.
-TENANTS_CHECKS, OPERATORS_CHECKS = 2, 1
+# Checks that run at once: of tenants' uploads, of tenants whose checks took long recently, and of the operator's.
+TENANTS_CHECKS, BUSY_CHECKS, OPERATORS_CHECKS = 2, 1, 1
 MEMORY_BYTES = 512 << 20
 # A check reads, hashes and writes an adapter; measured: 150 to 300 MB a second and core.
 CPU_SECONDS, CPU_BYTES_PER_SECOND = 10, 20_000_000
-# Wall-clock time; at the lowest priority a check may get a small share of a core.
+# Wall-clock time; at a low priority a check may get a small share of a core.
 CLOCK_FACTOR = 6
+# A tenant whose checks took longer than this recently, with this half-life, has them on idle cores only, one at a time
+# with others like it: the engine's steps and others' uploads do not wait for them. An ordinary check takes 0.2 s.
+BUSY_SECONDS, HALF_LIFE_S = 1.0, 30.0
 OPERATOR = "operator"
 
 
@@ -58,16 +63,25 @@ class Checker:
         self._base = base
         self._max_bytes = max_bytes
         self._served = served
-        self._turns = Turns(TENANTS_CHECKS)
+        self._turns, self._busy = Turns(TENANTS_CHECKS), Turns(BUSY_CHECKS)
         self._operators = Turns(OPERATORS_CHECKS)
+        self._used = RecentUse(HALF_LIFE_S)
 
     async def check(self, place: Workplace, owner: str) -> Checked:
         """Unpack and check the upload in the workplace. owner: a tenant's id, or OPERATOR."""
-        turns = self._operators if owner == OPERATOR else self._turns
+        turns, priority = self._turns, LOW
+        if owner == OPERATOR:
+            turns = self._operators
+        elif self._used.of(owner) > BUSY_SECONDS:
+            turns, priority = self._busy, IDLE
         async with turns.turn(owner):
-            return await place.run(self._run(place.folder))
+            began = time.monotonic()
+            try:
+                return await place.run(self._run(place.folder, priority))
+            finally:
+                self._used.add(owner, time.monotonic() - began)
 
-    async def _run(self, folder: Path) -> Checked:
+    async def _run(self, folder: Path, priority: str) -> Checked:
         served = self._served()
         received = sum(entry.stat().st_size for entry in os.scandir(folder))
         cpu_seconds = CPU_SECONDS + received // CPU_BYTES_PER_SECOND
@@ -88,7 +102,7 @@ class Checker:
             "cpu_seconds": cpu_seconds,
             "seconds": seconds,
         }
-        code, out = await _child(json.dumps(job).encode() + b"\n", seconds)
+        code, out = await _child(json.dumps(job).encode() + b"\n", seconds, priority)
         if code != 0:
             raise _failed(code, out)
         answer: dict[str, Any] = json.loads(out)
@@ -107,10 +121,10 @@ class Checker:
         return AdapterError(answer["field"], answer["message"])
 
 
-async def _child(job: bytes, seconds: float) -> tuple[int, bytes]:
+async def _child(job: bytes, seconds: float, priority: str) -> tuple[int, bytes]:
     """Run the child to its end. Returns its exit status and its output."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT), str(os.getpid())),
+        *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT), str(os.getpid()), priority),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

@@ -64,7 +64,7 @@ def test_turns_go_to_the_tenant_with_the_least_use():
 def test_use_is_forgotten(threads, monkeypatch):
     threads.submit("once", lambda: time.sleep(0.02)).result(TIMEOUT)
     deadline = time.monotonic() + TIMEOUT
-    while "once" not in threads._used:
+    while not len(threads._used):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     now = time.monotonic()
@@ -72,7 +72,8 @@ def test_use_is_forgotten(threads, monkeypatch):
     threads.submit("other", int).result(TIMEOUT)
     while threads._running:
         time.sleep(0.001)
-    assert "once" not in threads._used
+    assert threads._used.of("once") == 0
+    assert len(threads._used) <= 1
 
 
 def test_the_tenants_bound_and_the_whole_queues():
@@ -105,6 +106,43 @@ def test_a_cancelled_job_leaves_its_place_to_others():
         gate.open.set()
         assert third.result(TIMEOUT) == "third"
         assert gate.ran == ["first", "third"]
+    finally:
+        pool.close()
+
+
+def burn(seconds: float) -> None:
+    ends = time.thread_time() + seconds
+    while time.thread_time() < ends:
+        pass
+
+
+def wait_until(holds) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_cpu_time_is_limited_by_tenant_and_given_back(monkeypatch):
+    pool = FairThreads(2, "test", max_pending=50, max_pending_per_tenant=50, max_cpu_seconds=0.05)
+    try:
+        gate = Gate()
+        jobs = [pool.submit("greedy", lambda: burn(0.06)), pool.submit("greedy", gate.work("late", wait=False))]
+        jobs[0].result(TIMEOUT)
+        with pytest.raises(TooManyPending, match=r"took 0\.[01] s of CPU time of late, and 0\.05 s is the most"):
+            jobs[1].result(TIMEOUT)
+        with pytest.raises(TooManyPending, match="CPU time") as refused:
+            pool.submit("greedy", int)
+        assert 1 <= refused.value.retry_after <= 60
+        assert not gate.ran
+        assert pool.num_pending == 0
+        # Time that a job sleeps is no CPU time.
+        for _ in range(2):
+            pool.submit("neighbour", lambda: time.sleep(0.06)).result(TIMEOUT)
+        assert pool.submit("neighbour", lambda: 1).result(TIMEOUT) == 1
+        later = time.monotonic() + refused.value.retry_after
+        monkeypatch.setattr("adapters.recent_use.time.monotonic", lambda: later)
+        assert pool.submit("greedy", lambda: 2).result(TIMEOUT) == 2
     finally:
         pool.close()
 

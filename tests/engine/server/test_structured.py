@@ -4,13 +4,16 @@ import asyncio
 import json
 import re
 import threading
+import time
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from engine.scheduling.request import RequestError
 from engine.server import grammars
-from engine.server.generation import EngineUnavailable, QueueFull
+from engine.server.errors import as_api_error
+from engine.server.generation import QueueFull
 from engine.server.grammars import Grammars
 from engine.structured.compiler import Grammar
 from engine.structured.spec import GrammarSpec
@@ -226,7 +229,10 @@ async def test_slow_grammars_are_refused_and_too_many_turned_away(
     got = await asyncio.gather(*(cache.get(regex(text)) for text in "abcd"), return_exceptions=True)
     kinds = [type(outcome) for outcome in got]
     # A tenant has two threads: a and b were being compiled, c only waited for its turn, d found no place to wait.
-    assert kinds == [RequestError, RequestError, EngineUnavailable, QueueFull]
+    assert kinds == [RequestError, RequestError, QueueFull, QueueFull]
+    # For `engine_unavailable` the gateway would take the engine from every tenant.
+    answers = [as_api_error(error, make_mocked_request("POST", "/")) for error in got[2:]]
+    assert [(answer.status, answer.detail.code) for answer in answers] == [(503, "engine_overloaded")] * 2
     compiler.go.set()
     assert (await cache.get(regex("e"), "neighbour")).param == "p"
     cache.close()
@@ -245,6 +251,29 @@ async def test_a_neighbours_grammar_does_not_wait_behind_many(cache: Grammars, c
     compiler.go.set()
     await cache.get(regex("another"), "greedy")
     assert sorted(compiler.compiled) == ["another", "quick", "slow0", "slow1"]
+
+
+async def test_a_tenants_cpu_time_bounds_its_new_grammars_and_no_cached_one(
+    compiler: CountingCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def burn(spec: GrammarSpec) -> Grammar:
+        ends = time.thread_time() + 0.03
+        while time.thread_time() < ends:
+            pass
+        return compiled(spec)
+
+    compiled = compiler.compile
+    monkeypatch.setattr(compiler, "compile", burn)
+    monkeypatch.setattr(grammars, "TENANT_CPU_SECONDS", 0.1)
+    compiler.go.set()
+    cache = Grammars(compiler)  # type: ignore[arg-type]
+    got = await asyncio.gather(*(cache.get(regex(f"a{i}"), "greedy") for i in range(12)), return_exceptions=True)
+    refused = [error for error in got if isinstance(error, QueueFull)]
+    assert 3 <= 12 - len(refused) <= 6
+    assert all("CPU time" in str(error) and error.retry_after for error in refused)
+    assert (await cache.get(regex("a0"), "greedy")).param == "p"
+    assert (await cache.get(regex("a0"), "neighbour")).param == "p"
+    cache.close()
 
 
 async def test_a_tenants_grammars_push_out_its_own_only(cache: Grammars, compiler: CountingCompiler) -> None:

@@ -1,0 +1,19 @@
+"""Low scheduling priority for processes that work for one tenant beside everybody's requests."""
+
+import os
+from contextlib import suppress
+
+LOW_NICE, LEAST_NICE = 10, 19
+
+
+def lower(*, only_idle: bool) -> None:
+    """Lower this process's priority. Call it before other threads start.
+
+    only_idle: to SCHED_IDLE, so that a thread of any other process that becomes ready gets the core at once. With a
+    niceness alone, this process keeps it for some milliseconds. Where there is no SCHED_IDLE, the highest niceness is
+    set.
+    """
+    os.nice(LEAST_NICE if only_idle else LOW_NICE)
+    if only_idle and hasattr(os, "SCHED_IDLE"):
+        with suppress(OSError):  # a sandbox may refuse the call
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
