@@ -26,9 +26,9 @@ MAX_CACHED, MAX_CACHED_PER_TENANT = 64, 16
 COMPILE_THREADS = 3
 COMPILE_SECONDS = 5.0
 QUEUE_SECONDS = 5.0
-# CPU time that a tenant's new grammars may have used recently, with a half-life of 30 s: 400 ordinary grammars of 5 ms
-# at once and 9 a second for good, or 8 of the dearest and one in 5 s. It is at most 5 % of a core.
-TENANT_CPU_SECONDS = 2.0
+# CPU time that a tenant's new grammars may have used recently, with a half-life of 30 s: 200 ordinary grammars of 5 ms
+# at once and 5 a second for good, or two of the dearest and one in 30 s. For good it is at most 2.3 % of a core.
+TENANT_CPU_SECONDS = 1.0
 MAX_PENDING, MAX_PENDING_PER_TENANT = 256, 16
 
 
