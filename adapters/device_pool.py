@@ -7,8 +7,8 @@ The few adapters of embed_tokens or lm_head bring tensors of their own for these
 Layout of the pages: `kernels.reference.LoraGroup`.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -53,10 +53,30 @@ class Resident:
 
 
 @dataclass(slots=True)
+class _Held:
+    """Sum of what some adapters hold or need. Kept up to date, because each waiting request asks in each step."""
+
+    slots: int = 0
+    pages: int = 0
+    outside_bytes: int = 0
+
+    def add(self, resident: Resident, times: int = 1) -> None:
+        self.slots += times
+        self.pages += times * len(resident.pages)
+        self.outside_bytes += times * resident.outside_bytes
+
+    def remove(self, resident: Resident) -> None:
+        self.add(resident, -1)
+
+
+@dataclass(slots=True)
 class _Reservation:
+    """draining_held: held by those adapters in `draining` that a request still uses."""
+
     digest: str
-    adapter: HostAdapter
+    size: _Held
     draining: set[str] = field(default_factory=set)
+    draining_held: _Held = field(default_factory=_Held)
 
 
 class AdapterPool:
@@ -122,10 +142,16 @@ class AdapterPool:
         self.num_evictions = 0
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
-        self._residents: OrderedDict[str, Resident] = OrderedDict()
+        self._residents: dict[str, Resident] = {}
+        # Each resident is in one of three states. idle: in order of use, the least recently used first.
+        self._idle: OrderedDict[str, Resident] = OrderedDict()
+        self._copying: dict[str, Resident] = {}
+        self._pinned_held, self._copying_held, self._all_held = _Held(), _Held(), _Held()
         self._fetching: dict[str, Future[HostAdapter]] = {}
+        self._fetched: deque[tuple[str, Future[HostAdapter]]] = deque()  # appended to by the loading threads
         self._errors: dict[str, Exception] = {}
-        self._wanted: set[str] = set()  # digests that a request waits for
+        # Digests that a request waits for, each with its size once it is known: to count its modules takes 20 us.
+        self._wanted: dict[str, _Held | None] = {}
         self._reservation: _Reservation | None = None
         host_cache.refuse_beyond(max_rank=max_rank, max_outside_bytes=self._max_outside_bytes)
         self._lane = lane or lane_for(device)
@@ -143,11 +169,15 @@ class AdapterPool:
 
     @property
     def is_loading(self) -> bool:
-        return bool(self._fetching) or any(r.loading is not None for r in self._residents.values())
+        return bool(self._fetching or self._copying)
+
+    def is_resident(self, digest: str) -> bool:
+        """Whether the adapter's pages can be read now."""
+        return digest in self._residents and digest not in self._copying
 
     def ensure(self, digest: str) -> Residency:
         """Return whether the adapter is usable in this step; if not, start to bring it. Never blocks."""
-        self._wanted.add(digest)
+        self._wanted.setdefault(digest, None)
         if digest in self._errors:
             return Residency.FAILED
         reserved = self._reservation
@@ -156,38 +186,48 @@ class AdapterPool:
         resident = self._residents.get(digest)
         if resident is not None:
             is_idle = resident.pins == 0
-            if reserved is not None and is_idle and not self._fits(reserved.adapter, [resident, *self._kept(reserved)]):
+            if reserved is not None and is_idle and not self._fits_beside_kept(reserved, resident):
                 return Residency.LOADING
             return Residency.READY if resident.loading is None else Residency.LOADING
         adapter = self._host.get(digest)
         if adapter is None:
             if digest not in self._fetching:
-                self._fetching[digest] = self._host.fetch(digest)
+                fetch = self._fetching[digest] = self._host.fetch(digest)
+                fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
             return Residency.LOADING
         if adapter.rank > self._max_rank:
             reason = f"rank {adapter.rank} is over this engine's --max-lora-rank {self._max_rank}"
             self._errors[digest] = AdapterError("adapter", reason)
             return Residency.FAILED
-        if _outside_bytes(adapter) > self._max_outside_bytes:
+        size = self._size(digest, adapter)
+        if size.outside_bytes > self._max_outside_bytes:
             self._errors[digest] = AdapterError(
                 "adapter",
-                f"its LoRA on embed_tokens and lm_head takes {_outside_bytes(adapter)} bytes, "
+                f"its LoRA on embed_tokens and lm_head takes {size.outside_bytes} bytes, "
                 f"a quarter of this engine's --adapter-memory is {self._max_outside_bytes}",
             )
             return Residency.FAILED
         if reserved is not None and reserved.digest != digest:
             return Residency.LOADING  # free pages are being gathered for another
-        return self._place(digest, adapter)
+        return self._place(digest, adapter, size)
 
     def pin(self, digest: str) -> int:
         """Holds a READY adapter in place; returns its slot."""
         resident = self._residents[digest]
+        if not resident.pins:
+            del self._idle[digest]
+            self._pinned_held.add(resident)
         resident.pins += 1
-        self._residents.move_to_end(digest)
         return resident.slot
 
     def unpin(self, digest: str) -> None:
-        self._residents[digest].pins -= 1
+        resident = self._residents[digest]
+        resident.pins -= 1
+        if not resident.pins:
+            self._idle[digest] = resident
+            self._pinned_held.remove(resident)
+            if self._reservation is not None and digest in self._reservation.draining:
+                self._reservation.draining_held.remove(resident)
 
     def error(self, digest: str) -> Exception:
         """Return the reason of `ensure`'s FAILED, once: the next request tries again. An AdapterError is the adapter's
@@ -205,16 +245,19 @@ class AdapterPool:
         adapter = self._host.get(digest)
         if adapter is None:
             return
-        self._reservation = reservation = _Reservation(digest, adapter)
+        self._reservation = reservation = _Reservation(digest, self._size(digest, adapter))
         for victim in dict.fromkeys(furthest_ahead):
-            if self._fits(adapter, self._kept(reservation)):
+            if self._fits_beside_kept(reservation):
                 break
             reservation.draining.add(victim)
+            resident = self._residents.get(victim)
+            if resident is not None and resident.pins:
+                reservation.draining_held.add(resident)
 
     def no_longer_wanted(self, digest: str) -> None:
         """Drop the adapter's promise and error after its last waiting request has left."""
         self._fetching.pop(digest, None)
-        self._wanted.discard(digest)
+        self._wanted.pop(digest, None)
         self._errors.pop(digest, None)
         if self._reservation is not None and self._reservation.digest == digest:
             self._reservation = None
@@ -227,6 +270,8 @@ class AdapterPool:
         if resident.pins or resident.loading is not None:
             return False
         del self._residents[digest]
+        del self._idle[digest]
+        self._all_held.remove(resident)
         self._free_pages.extend(reversed(resident.pages))
         self._free_slots.append(resident.slot)
         self.slot_digests[resident.slot] = ""
@@ -238,16 +283,21 @@ class AdapterPool:
 
     def poll(self) -> None:
         """Process fetches and copies that have ended. Called by the engine thread before it schedules."""
-        for digest, future in list(self._fetching.items()):
-            if future.done():
-                del self._fetching[digest]
-                error = future.exception()
-                if error is not None:
-                    self._errors[digest] = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        for digest, resident in list(self._residents.items()):
+        while self._fetched:
+            digest, fetched = self._fetched.popleft()
+            if self._fetching.get(digest) is not fetched:
+                continue  # its last request has left
+            del self._fetching[digest]
+            error = fetched.exception()
+            if error is not None:
+                self._errors[digest] = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        for digest, resident in list(self._copying.items()):
             if resident.loading is not None and resident.loading.done():
                 error = resident.loading.exception()
                 resident.loading = None
+                del self._copying[digest]
+                self._copying_held.remove(resident)
+                self._idle[digest] = resident
                 if error is not None:
                     if digest in self._wanted:  # else a later request would get an error that is not its own
                         self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
@@ -258,34 +308,45 @@ class AdapterPool:
     def close(self) -> None:
         self._copier.shutdown(wait=True, cancel_futures=True)
 
-    def _pages_for(self, adapter: HostAdapter) -> int:
-        return -(-adapter.rank_in_layers // PAGE_RANK)
+    def _size(self, digest: str, adapter: HostAdapter) -> _Held:
+        size = self._wanted.get(digest)
+        if size is None:
+            size = _Held(1, -(-adapter.rank_in_layers // PAGE_RANK), _outside_bytes(adapter))
+            if digest in self._wanted:
+                self._wanted[digest] = size
+        return size
 
-    def _kept(self, reservation: _Reservation) -> list[Resident]:
-        """What stays in use while the promise is kept."""
-        return [r for d, r in self._residents.items() if r.pins and d not in reservation.draining]
+    def _fits_beside_kept(self, reservation: _Reservation, idle: Resident | None = None) -> bool:
+        """Return whether the promised adapter has room beside those that stay in use meanwhile, and beside `idle`."""
+        kept, draining = self._pinned_held, reservation.draining_held
+        held = _Held(
+            kept.slots - draining.slots, kept.pages - draining.pages, kept.outside_bytes - draining.outside_bytes
+        )
+        if idle is not None:
+            held.add(idle)
+        return self._fits(reservation.size, held)
 
-    def _fits(self, adapter: HostAdapter, held: Sequence[Resident]) -> bool:
-        """Whether there is room for it beside these."""
+    def _fits(self, *held: _Held) -> bool:
+        """Return whether the pool has room for all of these together."""
         return (
-            len(held) < self.num_slots
-            and self._pages_for(adapter) + sum(len(r.pages) for r in held) <= self.num_pages
-            and _outside_bytes(adapter) + sum(r.outside_bytes for r in held) <= self._max_outside_bytes
+            sum(h.slots for h in held) <= self.num_slots
+            and sum(h.pages for h in held) <= self.num_pages
+            and sum(h.outside_bytes for h in held) <= self._max_outside_bytes
         )
 
-    def _place(self, digest: str, adapter: HostAdapter) -> Residency:
-        idle = [d for d, r in self._residents.items() if not r.pins and r.loading is None]
-        if not self._fits(adapter, [r for d, r in self._residents.items() if r.pins or r.loading is not None]):
+    def _place(self, digest: str, adapter: HostAdapter, size: _Held) -> Residency:
+        if not self._fits(size, self._pinned_held, self._copying_held):
             return Residency.NO_ROOM
-        for victim in idle:  # least recently pinned first
-            if self._fits(adapter, list(self._residents.values())):
-                break
-            self.evict(victim)
-        pages = [self._free_pages.pop() for _ in range(self._pages_for(adapter))]
+        while not self._fits(size, self._all_held):
+            self.evict(next(iter(self._idle)))  # the least recently used
+        pages = [self._free_pages.pop() for _ in range(size.pages)]
         slot = self._free_slots.pop()
         # Steps in flight may still read what was evicted; a step launched from now on does not.
         copying = self._copier.submit(self._copy, adapter, slot, pages, self._lane.launched())
-        self._residents[digest] = Resident(slot, pages, _outside_bytes(adapter), loading=copying)
+        resident = Resident(slot, pages, size.outside_bytes, loading=copying)
+        self._residents[digest] = self._copying[digest] = resident
+        self._copying_held.add(resident)
+        self._all_held.add(resident)
         if self._reservation is not None and self._reservation.digest == digest:
             self._reservation = None
         return Residency.LOADING

@@ -10,6 +10,7 @@ Knows no HTTP, no text and no threads but the adapter loaders'; every method is 
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from engine.model.graphs import default_sizes
 from engine.model.llama import load_decoder
 from engine.model.runner import Runner, Sampling
 from engine.model.weights import Progress
-from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.kv_cache import KVCache, prefix_keys
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import Request, RequestError, RequestOutput, SamplingParams
 from engine.scheduling.scheduler import Scheduler
@@ -235,8 +236,12 @@ class Engine:
         weight: float = 1.0,
         priority: int = 0,
         cache_salt: str = "",
+        prefix_keys: Sequence[bytes] = (),
     ) -> None:
-        """Queues a request. Raises RequestError naming the parameter for one that could never run."""
+        """Queue a request. prefix_keys: those of the method with this name, if they were computed before.
+
+        Raises RequestError naming the parameter for a request that could never run.
+        """
         if request_id in self.scheduler.requests:
             raise RequestError("request_id", f"{request_id} is already in flight")
         if not prompt_token_ids:
@@ -282,10 +287,21 @@ class Engine:
                 weight=weight,
                 priority=priority,
                 cache_salt=cache_salt,
+                prefix_keys=prefix_keys,
                 arrival=self._arrivals,
                 seed=seed,
                 stop_ids=stop_ids,
             )
+        )
+
+    def prefix_keys(
+        self, prompt_token_ids: Sequence[int], *, adapter: str | None, tenant: str, cache_salt: str
+    ) -> list[bytes]:
+        """Return the prompt's keys in the prefix cache, empty if there is none. May be called from any thread."""
+        if not self.config.enable_prefix_caching:
+            return []
+        return prefix_keys(
+            prompt_token_ids, self.config.block_size, adapter=adapter, tenant=tenant, cache_salt=cache_salt
         )
 
     def abort(self, request_id: str) -> None:
@@ -337,7 +353,7 @@ class Engine:
         return outputs
 
     def adapter_ready(self, digest: str) -> bool:
-        return digest in self.adapters.resident
+        return self.adapters.is_resident(digest)
 
     def unload_adapter(self, digest: str) -> bool:
         """Frees the adapter's pages; False while a request is using them (it goes when they are needed)."""

@@ -181,7 +181,9 @@ class SamplingRequest(Struct, kw_only=True):
         allowed: "AllowedTokens | None" = None,
         bad_words: "BannedWords | None" = None,
     ) -> SamplingParams:
-        """Parameters of the choice `index`: each choice of a seeded request has a seed of its own."""
+        """Return the parameters of the choice `index`. Each choice of a seeded request has a seed of its own. The
+        prompt's log-probabilities are computed with the first choice only.
+        """
         temperature = _or(self.temperature, defaults.temperature)
         return SamplingParams(
             max_tokens=max_tokens,
@@ -198,7 +200,7 @@ class SamplingRequest(Struct, kw_only=True):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.num_logprobs,
-            prompt_logprobs=self.num_prompt_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs if index == 0 else None,
             grammar=grammar,
             allowed=allowed,
             bad_words=bad_words,

@@ -36,9 +36,12 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("native_src")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17"]
+if platform.machine() in ("x86_64", "AMD64"):
+    FLAGS.append("-mprefer-vector-width=512")
 # Rows of one adapter that one thread takes at a time: small enough to share a long prompt between threads.
 LORA_ROWS = 16
 MAX_HEAD_DIM = 1024
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -53,35 +56,61 @@ def load() -> ctypes.CDLL | None:
         log.warning("no C++ compiler: the slower plain-torch ops serve (install g++ for the fast path)")
         return None
     try:
-        path = _built(compiler)
-        return None if path is None else ctypes.CDLL(str(path))
+        path = _cache_path(compiler)
+        if _is_whole(path):
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:  # another processor's, which nothing but opening it shows
+                log.warning("the native ops' library cannot be opened and is built once more: %s", error)
+        return ctypes.CDLL(str(path)) if _build(compiler, path) else None
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         log.warning("the native ops cannot be built or opened, the slower plain-torch ops serve: %s", error)
         return None
 
 
-def _built(compiler: list[str]) -> Path | None:
-    """Return the library's path in the user's cache, compiling it if it is missing.
-
-    Concurrent processes compile in separate folders, and the last one's file replaces the others'. Raises OSError,
-    RuntimeError.
-    """
-    flags = FLAGS + (["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else [])
+def _cache_path(compiler: list[str]) -> Path:
+    """Return the library's path in the user's cache. Raises OSError, RuntimeError."""
     sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
-    identity = "\0".join([*sources, *compiler, _version(compiler), *flags, _processor()])
+    identity = "\0".join(["with digest", *sources, *compiler, _version(compiler), *FLAGS, _processor()])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loraplex"
-    path = folder / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / path.name
-            command = [*compiler, *flags, "-o", str(built), str(SOURCES / "decoder.cpp")]
-            run = subprocess.run(command, check=False, capture_output=True, text=True)
-            if run.returncode:
-                log.warning("the native ops did not compile, the slower plain-torch ops serve: %s", run.stderr[-2000:])
-                return None
-            os.replace(built, path)
-    return path
+    return folder / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+
+
+def _build(compiler: list[str], path: Path) -> bool:
+    """Compile the library and put its digest behind its last byte. Return False if the compiler fails.
+
+    Concurrent processes compile in separate folders, and the last one's file replaces the others' as a whole; a process
+    that has opened an earlier file keeps it. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        built = Path(scratch) / path.name
+        command = [*compiler, *FLAGS, "-o", str(built), str(SOURCES / "decoder.cpp")]
+        run = subprocess.run(command, check=False, capture_output=True, text=True)
+        if run.returncode:
+            log.warning("the native ops did not compile, the slower plain-torch ops serve: %s", run.stderr[-2000:])
+            return False
+        digest = hashlib.sha256(built.read_bytes()).digest()
+        with built.open("ab") as file:
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(built, path)
+    return True
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the file ends with the digest of all before. To open one that was cut short can kill the process,
+    which maps pages that the file no longer has. Raises OSError if the file cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]:
+        return True
+    log.warning("the native ops' library is damaged and is built once more: %s", path)
+    return False
 
 
 def _version(compiler: list[str]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.model.logit_edits import edits_of
 from engine.model.transfer import upload
 from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
 from engine.structured.masks import constrain
@@ -71,7 +72,7 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
             _add_penalties(row, request, scaled, lowered)
             p = request.params
             if p.logit_bias:
-                biased.add(row, list(p.logit_bias), list(p.logit_bias.values()))
+                biased.add(row, edits_of(request).bias_ids, edits_of(request).bias)
             for found in _bans(request):
                 if request.mask is None:
                     banned.add(row, found, 0.0)
@@ -104,9 +105,10 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
 def _add_penalties(row: int, request: Request, scaled: "_Edits", lowered: "_Edits") -> None:
     p = request.params
     if p.repetition_penalty != 1.0:
-        scaled.add(row, np.unique(request.token_ids), p.repetition_penalty)
+        seen, _ = edits_of(request).all.update(request.token_ids)
+        scaled.add(row, seen, p.repetition_penalty)
     if (p.presence_penalty or p.frequency_penalty) and request.num_output_tokens:
-        used, counts = np.unique(request.token_ids[request.num_prompt_tokens :], return_counts=True)
+        used, counts = edits_of(request).output.update(request.token_ids)
         lowered.add(row, used, p.presence_penalty + p.frequency_penalty * counts)
 
 
@@ -118,7 +120,7 @@ def _bans(request: Request) -> Iterator[np.ndarray]:
         if len(ids):
             yield ids
     if request.num_output_tokens < p.min_tokens and request.stop_ids:
-        yield np.array(sorted(request.stop_ids))
+        yield edits_of(request).ends
 
 
 class _Edits:
@@ -132,8 +134,8 @@ class _Edits:
     def __bool__(self) -> bool:
         return bool(self._rows)
 
-    def add(self, row: int, ids: np.ndarray | list[int], values: np.ndarray | list[float] | float) -> None:
-        self._ids.append(np.asarray(ids, np.int64))
+    def add(self, row: int, ids: np.ndarray, values: np.ndarray | float) -> None:
+        self._ids.append(ids)
         self._rows.append(np.full(len(ids), row))
         self._values.append(np.broadcast_to(np.asarray(values, np.float32), len(ids)))
 

@@ -1,12 +1,13 @@
 """A request in the engine: its parameters, its progress, and the named transitions between its states. No torch."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from engine.model.logit_edits import LogitEdits
     from engine.structured.compiler import Grammar, Matcher
     from engine.structured.tokens import AllowedTokens, BannedWords
 
@@ -116,7 +117,7 @@ class Request:
     """
 
     __slots__ = (
-        "adapter", "adapter_slot", "arrival", "block_hashes", "blocks", "cache_salt", "error", "error_param",
+        "adapter", "adapter_slot", "arrival", "block_hashes", "blocks", "cache_salt", "edits", "error", "error_param",
         "finish_reason", "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_pending", "num_preemptions",
         "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority", "prompt_logprobs",
         "request_id", "seat", "seed", "served_digest", "started_at", "status", "stop_ids", "tenant", "token_ids",
@@ -134,6 +135,7 @@ class Request:
         weight: float = 1.0,
         priority: int = 0,
         cache_salt: str = "",
+        prefix_keys: Sequence[bytes] = (),
         arrival: int = 0,
         seed: int = 0,
         stop_ids: frozenset[int] = frozenset(),
@@ -155,12 +157,13 @@ class Request:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.blocks: list[int] = []
-        self.block_hashes: list[bytes] = []
+        self.block_hashes = list(prefix_keys)
         self.num_registered_blocks = 0
         # Cached blocks of the prefix while the request waits, and the cache's count of evictions at that moment.
         self.prefix_hit: tuple[int, list[int]] = (0, [])
         self.adapter_slot = -1
         self.seat = -1
+        self.edits: LogitEdits | None = None
         self.served_digest: str | None = None
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None

@@ -165,6 +165,7 @@ class Server:
             self._tool_format or format_of(tokenizer.tool_template),
             self._finished,
             defaults,
+            engine.prefix_keys,
         )
         self._states = StateFeed(engine, self._loop, models, self._finished)
         self._work_log = asyncio.create_task(log_work(engine, self._loop))

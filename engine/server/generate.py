@@ -56,6 +56,7 @@ class GenerationRoutes:
     tool_format: ToolFormat | None
     finished: FinishedRequests
     defaults: SamplingDefaults
+    prefix_keys: Callable[..., list[bytes]]
 
     async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         raw = await read_body(request)
@@ -138,18 +139,26 @@ class GenerationRoutes:
         body = asked.body
         grammar = None if asked.spec is None else await self.grammars.get(asked.spec, caller.tenant)
         allowed, bad_words = await token_rules(body, self.tokenizer)
+        salt = body.cache_salt or ""
+
+        def hash_prompts() -> list[list[bytes]]:
+            hashed = partial(self.prefix_keys, adapter=adapter, tenant=caller.tenant, cache_salt=salt)
+            return [hashed(prompt) for prompt in asked.prompts]
+
+        keys = await offload(sum(map(len, asked.prompts)), hash_prompts)
         return [
             Submission(
-                # Who wants the prompt alone has a token made all the same: with it come the prompt's log-probabilities.
+                # A request for the prompt alone generates a token, with which the prompt's log-probabilities come.
                 prompt,
                 body.sampling_params(max(limit, 1), i, grammar, self.defaults, allowed, bad_words),
                 adapter,
                 caller.tenant,
                 caller.weight,
                 caller.priority,
-                body.cache_salt or "",
+                salt,
+                prompt_keys,
             )
-            for prompt, limit in zip(asked.prompts, limits, strict=True)
+            for prompt, limit, prompt_keys in zip(asked.prompts, limits, keys, strict=True)
             for i in range(body.n or 1)
         ]
 
@@ -207,5 +216,5 @@ class GenerationRoutes:
 
 
 async def offload(size: int, work: Callable[[], T]) -> T:
-    """Runs the work here if the body is small, else in a thread."""
+    """Run the work here if its input is small, else in a thread. size: bytes of a body or tokens."""
     return work() if size < OFFLOAD_BYTES else await asyncio.to_thread(work)

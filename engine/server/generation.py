@@ -1,7 +1,7 @@
 """What one HTTP request has in the engine: the sequences it asked for and the news of them, on the event loop."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +25,7 @@ class QueueFull(EngineUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One sequence to generate."""
+    """One sequence to generate. prefix_keys: the prompt's, shared by its choices; empty: computed when needed."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -34,6 +34,7 @@ class Submission:
     weight: float = 1.0
     priority: int = 0
     cache_salt: str = ""
+    prefix_keys: Sequence[bytes] = ()
 
 
 class Releases(Protocol):

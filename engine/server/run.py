@@ -19,7 +19,7 @@ from engine.server.errors import ApiError, as_api_error, error_body
 from engine.server.finished import Tally
 from engine.server.generation import Generation
 from engine.server.metrics import Metrics
-from engine.server.sequence import Delta, Sequence
+from engine.server.sequence import Delta, Sequence, SharedPrompt
 from engine.server.text import OutputText
 from engine.server.tracing import Phases, describe_generation
 from engine.structured.spec import GrammarSpec
@@ -208,6 +208,7 @@ class Run:
         """Yield the sequences' deltas, a list for all outputs that have arrived; ends when all sequences have ended."""
         arrived = time.perf_counter()
         last: dict[int, float] = {}
+        shared = SharedPrompt(self._choices) if self._body.num_prompt_logprobs is not None else None
         left = len(self._sequences)
         while left:
             outputs: dict[int, list[RequestOutput]] = {}
@@ -242,7 +243,8 @@ class Run:
                 if self._tally is not None:
                     done = self._progress()
                     self._tally.count(done.prompt_tokens, done.completion_tokens, done.cached_tokens)
-                yield deltas
+                if ready := deltas if shared is None else shared.share(deltas):
+                    yield ready
 
     def _progress(self) -> Progress:
         # A prompt counts once for all of its choices, because the others find it in the cache.

@@ -33,6 +33,35 @@ class Delta:
         self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
 
 
+class SharedPrompt:
+    """Gives all choices of a prompt the log-probabilities that its first choice computed. Holds the other choices'
+    deltas until then, because a choice's first delta carries its prompt.
+    """
+
+    def __init__(self, num_choices: int) -> None:
+        self._num_choices = num_choices
+        self._found: dict[int, list[TokenLogprobs | None] | None] = {}
+        self._held: dict[int, list[Delta]] = {}
+        self._begun: set[int] = set()
+
+    def share(self, deltas: list[Delta]) -> list[Delta]:
+        """Return the deltas that can be written now, among them those held so far, in their order."""
+        ready = []
+        for delta in deltas:
+            prompt, choice = divmod(delta.index, self._num_choices)
+            if choice and prompt not in self._found:
+                self._held.setdefault(prompt, []).append(delta)
+                continue
+            if not choice:
+                self._found.setdefault(prompt, delta.prompt_logprobs)
+            for released in (delta, *self._held.pop(prompt, ())):
+                if released.index not in self._begun:
+                    self._begun.add(released.index)
+                    released.prompt_logprobs = self._found[prompt]
+                ready.append(released)
+        return ready
+
+
 class Sequence:
     """Feeds a choice's outputs through its detokenizer and stop strings."""
 

@@ -1,5 +1,6 @@
 """The device tier: pages by rank, pins, eviction, and promises to whoever is furthest behind."""
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -299,6 +300,51 @@ def test_a_failure_that_nobody_waits_for_is_not_the_next_requests(
     wait_for(pool, "0" * 64, Residency.FAILED)
     pool.no_longer_wanted("0" * 64)
     assert pool.ensure("0" * 64) is Residency.LOADING
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_held_is_counted_right_after_any_history(make: Make, adapter: Callable[..., str], seed: int) -> None:
+    rng = random.Random(seed)
+    pool = make(9, max_rank=32)
+    digests = [adapter(rank=rng.choice([4, 8, 16, 20, 32]), seed=i) for i in range(8)]
+    pins: list[str] = []
+
+    def held(chosen: Callable[[str, Any], bool]) -> tuple[int, int, int]:
+        found = [r for d, r in pool._residents.items() if chosen(d, r)]
+        return len(found), sum(len(r.pages) for r in found), sum(r.outside_bytes for r in found)
+
+    def as_tuple(held: Any) -> tuple[int, int, int]:
+        return held.slots, held.pages, held.outside_bytes
+
+    reserved = 0
+    for _ in range(600):
+        digest = rng.choice(digests)
+        match rng.choice(["want", "want", "pin", "unpin", "drain", "leave", "evict"]):
+            case "want" | "pin":
+                found = pool.ensure(digest)
+                if found is Residency.READY and len(pins) < 12:
+                    pool.pin(digest)
+                    pins.append(digest)
+            case "unpin" if pins:
+                pool.unpin(pins.pop(rng.randrange(len(pins))))
+            case "drain" if pool.ensure(digest) is Residency.NO_ROOM:
+                pool.drain_for(digest, rng.sample(pins, len(pins)))
+                reserved += pool._reservation is not None
+            case "leave":
+                pool.no_longer_wanted(digest)
+            case "evict":
+                pool.evict(digest)
+        pool.poll()
+        reservation = pool._reservation
+        assert as_tuple(pool._all_held) == held(lambda *_: True)
+        assert as_tuple(pool._pinned_held) == held(lambda _, r: r.pins > 0)
+        assert as_tuple(pool._copying_held) == held(lambda _, r: r.loading is not None)
+        assert set(pool._idle) == {d for d, r in pool._residents.items() if not r.pins and r.loading is None}
+        if reservation is not None:
+            draining = held(lambda d, r: r.pins > 0 and d in reservation.draining)  # noqa: B023
+            assert as_tuple(reservation.draining_held) == draining
+        assert pool.num_free_pages == pool.num_pages - pool._all_held.pages
+    assert reserved
 
 
 def test_a_pool_too_small_for_one_adapter_is_refused(host: HostCache) -> None:

@@ -52,6 +52,6 @@ def test_prefill_runs_on_warpgroup_tensor_cores_and_decode_on_small_ones(variant
         assert prefill["wgmma"] > 0
 
 
-def test_fifty_other_lengths_compile_nothing(variants):
+def test_other_lengths_compile_nothing(variants):
     """A compilation in the request path would cost its tenant seconds. Nor may a table's place in a buffer matter."""
     assert [variant for variant in variants if variant["label"] == "other lengths"] == []

@@ -1,6 +1,9 @@
 """Where the native library cannot be built or opened, plain torch serves, and the log says why."""
 
+import hashlib
+import shutil
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +28,29 @@ def pick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], object
 
     yield pick
     native.load.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def library() -> bytes:
+    """The library as the compiler wrote it, built before a test points the cache elsewhere."""
+    assert native.load() is not None, "the tests need a C++ compiler"
+    return native._cache_path([shutil.which("g++") or "c++"]).read_bytes()[: -native._DIGEST_BYTES]
+
+
+@pytest.fixture
+def compiler(library: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A compiler that takes no time: it copies the library. Returns the file with a line for each run of it."""
+    (tmp_path / "prebuilt").write_bytes(library)
+    copy = f'while [ "$1" != "-o" ]; do shift; done; cp {tmp_path}/prebuilt "$2"; echo >> {tmp_path}/runs'
+    fake = script(tmp_path / "cxx", f'[ "$1" = --version ] && cat {tmp_path}/version && exit 0; {copy}')
+    (tmp_path / "version").write_text("1")
+    (tmp_path / "runs").write_text("")
+    monkeypatch.setenv("CXX", fake)
+    return tmp_path / "runs"
+
+
+def runs(compiler: Path) -> int:
+    return len(compiler.read_text().splitlines())
 
 
 def script(path: Path, lines: str) -> str:
@@ -55,16 +81,60 @@ def test_a_library_that_cannot_be_opened(pick, monkeypatch: pytest.MonkeyPatch, 
     assert "plain-torch ops serve" in caplog.text
 
 
-def test_a_compiler_with_arguments_and_another_version_build_anew(
-    pick, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_version_of_the_compiler_builds_anew(pick, tmp_path: Path, compiler: Path) -> None:
     """The cache's key has the compiler's version: after an upgrade of g++ an old library is not opened."""
-    say = tmp_path / "version"
-    say.write_text("1")
-    fake = script(tmp_path / "cxx", f'[ "$2" = --version ] && cat {say} && exit 0; shift; exec g++ -O0 "$@"')
-    monkeypatch.setenv("CXX", f"{fake} unused")
     for builds in (1, 1, 2):
-        if builds == 2:
-            say.write_text("2")
+        (tmp_path / "version").write_text(str(builds))
         assert isinstance(pick(), NativeOps)
-        assert len(list((tmp_path / "cache" / "loraplex").glob("native-*.so"))) == builds
+        assert runs(compiler) == len(list((tmp_path / "cache" / "loraplex").glob("native-*.so"))) == builds
+
+
+def test_a_compiler_with_arguments(pick, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: Path) -> None:
+    monkeypatch.setenv("CXX", f"env -u NOTHING {tmp_path}/cxx")
+    assert isinstance(pick(), NativeOps)
+    assert runs(compiler) == 1
+
+
+OTHER_MACHINE = b"\x7fELF\x01\x01\x01" + bytes(9) + b"\x03\x00\xf7\x00" + bytes(1000)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "empty", "a byte changed", "without digest", "another machine's"])
+def test_a_damaged_library_is_built_once_more(
+    pick, tmp_path: Path, library: bytes, compiler: Path, caplog, damage: str
+) -> None:
+    whole = library + hashlib.sha256(library).digest()
+    damaged = {
+        "cut short": whole[: len(whole) // 2],
+        "empty": b"",
+        "a byte changed": whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+        "without digest": library,
+        "another machine's": OTHER_MACHINE + hashlib.sha256(OTHER_MACHINE).digest(),
+    }[damage]
+    path = native._cache_path([str(tmp_path / "cxx")])
+    path.parent.mkdir(parents=True)
+    path.write_bytes(damaged)
+    for _ in range(2):
+        assert isinstance(pick(), NativeOps)
+        assert path.read_bytes() == whole
+        assert runs(compiler) == 1, "a library that was built once more is opened from then on"
+    assert caplog.text.count("built once more") == 1
+
+
+def test_builders_at_once_do_not_disturb_each_other(pick, tmp_path: Path, library: bytes, compiler: Path) -> None:
+    """All find a damaged library and have compiled before the first one replaces it."""
+    meet = f"echo >> {tmp_path}/here; while [ $(wc -l < {tmp_path}/here) -lt 3 ]; do sleep 0.01; done"
+    cxx = tmp_path / "cxx"
+    cxx.write_text(cxx.read_text().rstrip() + f"; {meet}\n")
+    path = native._cache_path([str(cxx)])
+    path.parent.mkdir(parents=True)
+    path.write_bytes(library[:100])
+    opened: list[object] = []
+    threads = [threading.Thread(target=lambda: opened.append(native.load.__wrapped__())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 3
+    assert None not in opened
+    assert [file.name for file in path.parent.iterdir()] == [path.name], "no scratch folder stays behind"
+    assert path.read_bytes() == library + hashlib.sha256(library).digest()

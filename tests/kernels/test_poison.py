@@ -61,67 +61,72 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def new_cache(num_blocks: int, dtype: torch.dtype, fill: float) -> KvCache:
+def in_turn(kinds: float | list[float], count: int) -> Tensor:
+    kinds = torch.tensor(kinds).flatten()
+    return kinds[torch.arange(count) % len(kinds)]
+
+
+def new_cache(num_blocks: int, dtype: torch.dtype, fill: float | list[float]) -> KvCache:
+    """Return a cache whose rows hold `fill`, the kinds in turn by token."""
     shape = (num_blocks, KV_HEADS, BLOCK, DIM)
+    fills = in_turn(fill, BLOCK).expand(shape[:3])
     if dtype not in LARGEST:
-        return KvCache(*(torch.full(shape, fill).to(dtype) for _ in "kv"))
+        return KvCache(*(fills[..., None].expand(shape).to(dtype, copy=True) for _ in "kv"))
     rows = torch.full(shape, 100.0).to(dtype)
-    return KvCache(rows, rows.clone(), torch.full(shape[:3], fill), torch.full(shape[:3], fill))
+    return KvCache(rows, rows.clone(), fills.clone(), fills.clone())
 
 
-def attend(ops: Ops, batch: Batch, earlier: Batch, victims: Tensor, dtype: torch.dtype, cache: KvCache, poison: float,
-           window: int) -> Tensor:  # fmt: skip
+def attend(ops: Ops, batch: Batch, earlier: Batch, victims: Tensor, dtype: torch.dtype, cache: KvCache,
+           poison: float | list[float], window: int) -> Tensor:  # fmt: skip
     """Return the attention's output of the batch after the earlier tokens' keys and values are written. victims: by
-    request; every number of the others is poison."""
+    request; every number of the others is poison, the kinds in turn by token."""
     cos_sin = torch.cat((torch.ones(256, DIM // 2), torch.zeros(256, DIM // 2)), -1)
     q = torch.empty(0)
     for seed, step in enumerate((earlier, batch)):
         qkv = normal(seed, step.num_tokens, WIDTH).to(dtype)
         owner = torch.repeat_interleave(torch.arange(len(victims)), step.query_start.diff())
-        qkv[~victims[owner]] = torch.tensor(poison).to(dtype)
+        others = ~victims[owner]
+        qkv[others] = in_turn(poison, int(others.sum()))[:, None].to(dtype)
         q = ops.rope_and_write_kv(qkv, cos_sin, cache, ops.plan(step, None))
     return ops.paged_attention(q, cache, ops.plan(batch, None), DIM**-0.5, window)
 
 
-@pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("window", [0, 20])
-def test_attention_reads_no_other_request_and_no_stale_row(
-    backend: tuple[Ops, torch.dtype], poison: float, window: int
-) -> None:
+def test_attention_reads_no_other_request_and_no_stale_row(backend: tuple[Ops, torch.dtype], window: int) -> None:
     ops, dtype = backend
-    if isinstance(ops, TritonOps) and (
-        abs(poison) == 1.7e38 or poison == -torch.inf or (window and poison == torch.inf)
-    ):
-        pytest.skip("seconds each in the interpreter, for the same masks")
-    check_attention(ops, dtype, dtype, poison, window)
+    check_attention(ops, dtype, dtype, window)
 
 
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 @pytest.mark.parametrize("make", [TorchOps, TritonOps])
 def test_attention_over_8_bits_reads_no_stale_scale(make: type[Ops], kv_dtype: torch.dtype) -> None:
-    check_attention(make(), torch.float32, kv_dtype, torch.nan, 0)
-    check_attention(make(), torch.float32, kv_dtype, torch.inf, 0)
+    check_attention(make(), torch.float32, kv_dtype, 0)
 
 
-def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, poison: float, window: int) -> None:
-    """Decodes and prompts, short victims beside long attackers, in blocks that held an attacker's keys before."""
+def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, window: int) -> None:
+    """Decodes and prompts, short victims beside long attackers, in blocks that held an attacker's keys before. Each
+    kind of poison is alone, because NaN would hide infinity; in the interpreter, which takes seconds, by token in turn.
+    """
     lengths, counts = [5, 50, 1, 33, 17, 40, 36], [1, 1, 1, 1, 17, 40, 3]
     if isinstance(ops, TritonOps):  # the interpreter takes seconds for each key-value head of a request
-        lengths, counts = [5, 33, 17, 2], [1, 1, 3, 2]
+        lengths, counts = [5, 33, 17], [1, 1, 3]
     victims = torch.tensor([True, False, True, True, True, False, True])[: len(lengths)]
     batch, earlier = (make_batch(n, lengths, BLOCK) for n in (counts, lengths))
     tables = batch.block_tables.clone()
     for i, length in enumerate(lengths):  # as the planner's: entries beyond a request's own blocks are somebody's
         tables[i, -(-length // BLOCK) :] = tables[1, 0]
     batch, earlier = replace(batch, block_tables=tables), replace(earlier, block_tables=tables)
-    found = []
-    for value in (0.5, poison):
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), batch.query_start.diff())
+
+    def of_victims(value: float | list[float]) -> Tensor:
         cache = new_cache(int(tables.max()) + 1, kv_dtype, value)
-        out = attend(ops, batch, earlier, victims, dtype, cache, value, window)
-        owner = torch.repeat_interleave(torch.arange(len(lengths)), batch.query_start.diff())
-        found.append(out[victims[owner]])
-    assert found[1].isfinite().all()
-    assert torch.equal(*found)
+        return attend(ops, batch, earlier, victims, dtype, cache, value, window)[victims[owner]]
+
+    clean = of_victims(0.5)
+    for poison in [POISON] if isinstance(ops, TritonOps) else POISON:
+        found = of_victims(poison)
+        assert found.isfinite().all()
+        assert torch.equal(found, clean)
 
 
 @pytest.mark.parametrize("poison", POISON)

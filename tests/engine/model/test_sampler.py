@@ -1,12 +1,14 @@
 """Sampling: distributions as asked for, rows independent of one another."""
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.model.logit_edits import TokenCounts
 from engine.model.sampler import sample as sample_on_device
 from engine.model.sampler import token_logprobs
 from engine.scheduling.request import Request, SamplingParams
@@ -163,3 +165,28 @@ def test_logprobs_name_the_token_its_rank_and_the_likeliest() -> None:
     assert entry.rank == 2
     assert entry.logprob == pytest.approx(float(LOGITS.log_softmax(-1)[3]))
     assert entry.top_ids == [1, 3]
+
+
+@pytest.mark.parametrize("prompt", [[1], [5, 5, 7, 1], list(range(300))])
+def test_counts_follow_a_growing_list(prompt: list[int]) -> None:
+    rng = random.Random(len(prompt))
+    tokens = list(prompt)
+    everything, output = TokenCounts(0), TokenCounts(len(prompt))
+    for _ in range(200):
+        tokens += [rng.randrange(150) for _ in range(rng.choice([0, 1, 1, 1, 2]))]
+        for counts, counted in ((everything, tokens), (output, tokens[len(prompt) :])):
+            found = dict(zip(*(part.tolist() for part in counts.update(tokens)), strict=True))
+            assert found == Counter(counted)
+
+
+def test_penalties_of_a_stream_are_those_of_its_text_at_once() -> None:
+    params = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.3, "temperature": 0.0}
+    stream = request(prompt=[3, 4, 4], logit_bias={9: 0.7}, **params)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        logits = torch.randn(1, 12, generator=generator)
+        output = stream.token_ids[3:]
+        at_once = request(prompt=[3, 4, 4], output=output, logit_bias={9: 0.7}, **params)
+        [token] = sample(logits.clone(), [at_once])
+        assert sample(logits, [stream]) == [token]
+        stream.token_ids.append(token)

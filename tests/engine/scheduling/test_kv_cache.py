@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.kv_cache import HASHED_AT_ONCE, KVCache, prefix_keys
 from engine.scheduling.request import Request, SamplingParams
 
 
@@ -34,6 +34,24 @@ def test_a_prefix_is_found_by_whole_blocks_and_one_token_is_always_left() -> Non
     assert prefill(cache, request([*prompt, 99])) == 12
     assert prefill(cache, request([*prompt[:6], 77, 78, 79])) == 4
     assert prefill(cache, request([5, *prompt])) == 0
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3, HASHED_AT_ONCE, HASHED_AT_ONCE * 2 + 5])
+def test_keys_computed_before_are_those_of_the_cache(num_blocks: int) -> None:
+    owner: dict[str, Any] = {"adapter": "x", "tenant": "a", "cache_salt": "s"}
+    prompt = list(range(4 * num_blocks + 3))
+    keys = prefix_keys(prompt, 4, **owner)
+    cache = KVCache(2 * num_blocks + 4, 4)
+    first = request(prompt, **owner)
+    prefill(cache, first)
+    assert first.block_hashes == keys
+    assert len(keys) == num_blocks
+    second = request(prompt, **owner, prefix_keys=keys)
+    assert prefill(cache, second) == 4 * num_blocks
+    second.token_ids += [7, 8, 9]
+    second.num_computed += 3
+    cache.register(second)
+    assert second.block_hashes[:-1] == keys == prefix_keys(prompt, 4, **owner), "choices share the list"
 
 
 def test_equal_blocks_behind_other_beginnings_are_others() -> None:

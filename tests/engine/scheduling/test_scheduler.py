@@ -281,3 +281,16 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
     failed = scheduler.take_failed()
     assert len(failed) == 100
     assert all((r.finish_reason, r.error_param) == ("error", "model") for r in failed)
+
+
+def test_long_cached_prompts_start_one_after_the_other(monkeypatch: Any) -> None:
+    """To start one takes the host time for each of its blocks, whether they are cached or not."""
+    monkeypatch.setattr("engine.scheduling.scheduler.STARTED_BLOCKS", 20)
+    scheduler = make(num_blocks=64, max_num_batched_tokens=1000)
+    prompt = list(range(160))
+    for n in range(4):
+        choice = Request(f"choice-{n}", prompt, SamplingParams(max_tokens=4), arrival=n)
+        scheduler.add(choice)
+        if not n:
+            assert list(step(scheduler).values()) == [160]
+    assert [sum(n > 1 for n in step(scheduler).values()) for _ in range(3)] == [2, 1, 0]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from engine.model.sampler import token_logprobs
 from engine.tokenizer import Tokenizer
 from tests.engine.server.running import Client, RunningServer
 from tests.engine.server.test_generation import text_of
@@ -161,6 +162,40 @@ async def test_prompt_logprobs_in_vllms_form(client, reference):
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
     assert all(len(place) == 1 for place in chat["prompt_logprobs"][1:])
     assert "prompt_logprobs" not in await client.chat(messages=MESSAGES, max_tokens=1)
+
+
+@pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, "def add(a: int, b: int)"]])
+async def test_the_choices_of_a_prompt_share_its_logprobs(client, monkeypatch, prompts):
+    rows = []
+
+    def counted(logits, token_ids, most):
+        rows.append(len(token_ids))
+        return token_logprobs(logits, token_ids, most)
+
+    monkeypatch.setattr("engine.model.runner.token_logprobs", counted)
+    fields = {"max_tokens": 3, "ignore_eos": True, "seed": 5, "temperature": 1.0}
+    alone = [await client.complete(prompt=prompt, prompt_logprobs=2, **fields) for prompt in prompts]
+    of_one_choice, rows[:] = sum(rows), []
+    assert of_one_choice
+    together = await client.complete(prompt=prompts, n=4, prompt_logprobs=2, **fields)
+    assert sum(rows) == of_one_choice
+    expected = [answer["choices"][0]["prompt_logprobs"] for answer in alone for _ in range(4)]
+    for choice, theirs in zip(together["choices"], expected, strict=True):
+        for place, wanted in zip(choice["prompt_logprobs"][1:], theirs[1:], strict=True):
+            assert {k: v["logprob"] for k, v in place.items()} == pytest.approx(
+                {k: v["logprob"] for k, v in wanted.items()}, **CLOSE
+            )
+    assert len({choice["text"] for choice in together["choices"][:4]}) > 1
+
+    # A stream puts the echoed prompt before each choice, whichever choice is ready first.
+    echoed = {"prompt": prompts, "n": 4, "echo": True, "logprobs": 1, **fields}
+    whole = await client.complete(**echoed)
+    events = await client.events("/v1/completions", {"model": "tiny", **echoed})
+    for choice in whole["choices"]:
+        pieces = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        tokens = [t for piece in pieces if piece["logprobs"] for t in piece["logprobs"]["tokens"]]
+        assert tokens == choice["logprobs"]["tokens"]
 
 
 async def test_both_kinds_at_once_keep_their_own_numbers(client):

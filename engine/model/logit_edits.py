@@ -1,0 +1,60 @@
+"""The numbers that one request's sampling parameters need in each step, kept from step to step: a step costs the same
+however long the request's text is. Owned by the engine's thread."""
+
+import numpy as np
+
+from engine.scheduling.request import Request
+
+
+class TokenCounts:
+    """The different tokens of a growing list, from `start` on, and how often each occurs."""
+
+    __slots__ = ("_counts", "_next", "_places", "_tokens")
+
+    def __init__(self, start: int) -> None:
+        self._next = start
+        self._places: dict[int, int] = {}
+        self._tokens = np.empty(0, np.int64)
+        self._counts = np.empty(0, np.int64)
+
+    def update(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Count the tokens since the last call. Return the tokens and their counts; the next call changes both."""
+        if not self._places and len(token_ids) > self._next:
+            self._tokens, self._counts = np.unique(np.array(token_ids[self._next :], np.int64), return_counts=True)
+            self._places = {token: place for place, token in enumerate(self._tokens.tolist())}
+        else:
+            for token in token_ids[self._next :]:
+                self._add(token)
+        self._next = len(token_ids)
+        return self._tokens[: len(self._places)], self._counts[: len(self._places)]
+
+    def _add(self, token: int) -> None:
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._tokens):
+            room = max(64, place)
+            self._tokens = np.concatenate((self._tokens, np.zeros(room, np.int64)))
+            self._counts = np.concatenate((self._counts, np.zeros(room, np.int64)))
+        self._tokens[place] = token
+        self._counts[place] += 1
+
+
+class LogitEdits:
+    """bias_ids, bias: `logit_bias`. ends: tokens that may not come before `min_tokens`. all, output: counts of the
+    prompt's and the answer's tokens together, and of the answer's alone."""
+
+    __slots__ = ("all", "bias", "bias_ids", "ends", "output")
+
+    def __init__(self, request: Request) -> None:
+        bias = request.params.logit_bias
+        self.bias_ids = np.array(list(bias), np.int64)
+        self.bias = np.array(list(bias.values()), np.float32)
+        self.ends = np.array(sorted(request.stop_ids), np.int64)
+        self.all = TokenCounts(0)
+        self.output = TokenCounts(request.num_prompt_tokens)
+
+
+def edits_of(request: Request) -> LogitEdits:
+    """Return the request's numbers, made at its first step."""
+    if request.edits is None:
+        request.edits = LogitEdits(request)
+    return request.edits
