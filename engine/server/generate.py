@@ -122,12 +122,13 @@ class GenerationRoutes:
         limits = [self._max_tokens(body, len(prompt), asked.default_max_tokens, prompt_field) for prompt in prompts]
         sequences = (body.n or 1) * len(prompts)
         self._check_logprobs(body, prompts)
-        if sequences > self.loop.max_requests:
-            limit_and_flags = f"{self.loop.max_requests} sequences, --max-num-seqs and --max-waiting together"
-            raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {limit_and_flags}")
+        most = self.loop.max_requests(caller.tenant)
+        if sequences > most:
+            flags = f"{'half of ' if caller.tenant else ''}--max-num-seqs and --max-waiting together"
+            raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {most} sequences, {flags}")
         # A request holds its place in the queue while it waits for an adapter or a grammar, and while its answer is not
         # read.
-        with self.loop.place(sequences):
+        with self.loop.place(sequences, caller.tenant):
             async with self.models.using(body.model, caller.tenant) as adapter:
                 submissions = await self._submissions(caller, asked, limits, adapter)
                 generation = self.loop.submit(asked.request_id, submissions)

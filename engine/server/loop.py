@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -71,7 +71,7 @@ class EngineLoop:
         self._calls: set[Future[Any]] = set()
         self._routes: dict[str, tuple[Generation, int]] = {}
         # Sequences whose request handler runs: they wait for an adapter or a grammar, generate, or send their answer.
-        self._placed = 0
+        self._placed: Counter[str] = Counter()  # by tenant
         # Nothing is in flight, or nobody waits for it any longer.
         self._drained = asyncio.Event()
         self._drained.set()
@@ -85,27 +85,31 @@ class EngineLoop:
     def num_in_flight(self) -> int:
         return len(self._routes)
 
-    @property
-    def max_requests(self) -> int:
-        return self._max_requests
+    def max_requests(self, tenant: str) -> int:
+        """Return the most sequences a tenant may have here: half of all, so that others find a place. Callers without a
+        tenant come from no gateway and may have all.
+        """
+        return max(1, self._max_requests // 2) if tenant else self._max_requests
 
     @contextmanager
-    def place(self, count: int) -> Iterator[None]:
+    def place(self, count: int, tenant: str = "") -> Iterator[None]:
         """Reserve places for a request's sequences, from before they enter the engine until the client has taken the
         answer.
 
         Raises EngineUnavailable as `submit` does.
         """
-        self._check_room(count)
-        self._placed += count
+        self._check_room(count, tenant)
+        self._placed[tenant] += count
         try:
             yield
         finally:
-            self._placed -= count
+            self._placed[tenant] -= count
+            if not self._placed[tenant]:
+                del self._placed[tenant]
 
     def submit(self, request_id: str, submissions: list[Submission]) -> Generation:
         """Queue the sequences, whose places are reserved. Raises EngineUnavailable after a failure or while closing."""
-        self._check_room(0)
+        self._check_room(0, "")
         ids = [f"{request_id}-{i}" for i in range(len(submissions))]
         generation = Generation(self, ids)
         for i, (sequence_id, submission) in enumerate(zip(ids, submissions, strict=True)):
@@ -114,13 +118,16 @@ class EngineLoop:
         self._drained.clear()
         return generation
 
-    def _check_room(self, count: int) -> None:
+    def _check_room(self, count: int, tenant: str) -> None:
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
         if not self._accepting:
             raise EngineUnavailable("the engine is shutting down", retry_after=1)
-        if self._placed + count > self._max_requests:
-            raise QueueFull(f"{self._placed} requests are in flight, the most allowed", retry_after=1)
+        placed = self._placed.total()
+        if placed + count > self._max_requests:
+            raise QueueFull(f"{placed} requests are in flight, the most allowed", retry_after=1)
+        if self._placed[tenant] + count > self.max_requests(tenant):
+            raise QueueFull(f"{self._placed[tenant]} of your requests are in flight here already", retry_after=1)
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step. Until it is released it may still get a step's outputs."""

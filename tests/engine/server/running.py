@@ -105,14 +105,14 @@ class Client:
         assert events[-1] == "data: [DONE]"
         return [json.loads(event[6:]) for event in events[:-1]]
 
-    async def state(self) -> Any:
-        return (await self.get("/state"))[1]
+    async def state(self, **options: Any) -> Any:
+        return (await self.get("/state", **options))[1]
 
-    async def wait_for(self, condition: Callable[[Any], bool], seconds: float = 60.0) -> Any:
-        """Waits until the engine's state meets the condition and returns it."""
+    async def wait_for(self, condition: Callable[[Any], bool], seconds: float = 60.0, **options: Any) -> Any:
+        """Wait until the engine's state meets the condition, and return it."""
         deadline = time.monotonic() + seconds
         while True:
-            state = await self.state()
+            state = await self.state(**options)
             if condition(state):
                 return state
             assert time.monotonic() < deadline, state

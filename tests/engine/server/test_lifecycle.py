@@ -77,6 +77,30 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(session, model):
         server.close()
 
 
+async def test_a_tenant_leaves_others_half_of_the_queue(session, model):
+    server = RunningServer(model, config={"max_num_seqs": 2}, max_waiting=6, internal_token="secret")
+    try:
+        client = Client(session, server.url)
+
+        def of(tenant: str) -> dict[str, str]:
+            return {"x-loraplex-internal-token": "secret", "x-loraplex-tenant": tenant}
+
+        async def ask(tenant: str, **fields: object) -> tuple[int, dict]:
+            return await client.post("/v1/completions", LONG | fields, headers=of(tenant))
+
+        status, answer = await ask("greedy", prompt=["go on"] * 5)
+        assert status == 400
+        assert "prompt and n ask for more than 4 sequences" in answer["error"]["message"]
+        asking = asyncio.create_task(ask("greedy", prompt=["go on"] * 2, n=2))
+        await client.wait_for(lambda state: state["running"] == 2, headers=of(""))
+        status, answer = await ask("greedy")
+        assert (status, answer["error"]["code"]) == (503, "engine_overloaded")
+        assert (await ask("other", max_tokens=1))[0] == 200
+        asking.cancel()
+    finally:
+        server.close()
+
+
 class SlowToAdd:
     """An engine whose commands take 3 ms each, as those of long prompts."""
 
