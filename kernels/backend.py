@@ -171,7 +171,8 @@ def pick_ops(
 
         return TritonOps()
     from kernels.cpu import TorchOps
-    from kernels.native import NativeOps, load
+    from kernels.native import NativeOps
+    from kernels.native_build import load
 
     native = NativeOps.serves(dtype, head_dim, block_size) and not {kv_dtype, lora_dtype} & LARGEST.keys()
     library = load() if native else None

@@ -1,25 +1,13 @@
-"""The CPU's fast path: `native_src/` compiled once for this machine; each op, and a whole step in one call.
+"""The CPU's fast path: `native_src/`, compiled by `kernels.native_build`; each op, and a whole step in one call.
 
-The library is plain C++ behind C functions, built by the system's compiler in a few seconds and kept in the user's
-cache directory under the digest of its source and flags; no build system and no torch headers. Where there is no
-compiler, `load` returns None and `kernels.cpu` serves.
+The library is plain C++ behind C functions: no build system and no torch headers. Without it `kernels.cpu` serves.
 """
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,102 +20,10 @@ from kernels.cpu_sampling import sample
 from kernels.memory import HugePages
 from kernels.reference import LoraGroup, LoraRouting
 
-log = logging.getLogger(__name__)
-
-SOURCES = Path(__file__).with_name("native_src")
-FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17"]
-if platform.machine() in ("x86_64", "AMD64"):
-    FLAGS.append("-mprefer-vector-width=512")
 # Rows of one adapter that one thread takes at a time: small enough to share a long prompt between threads.
 LORA_ROWS = 16
 MAX_HEAD_DIM = 1024
-_DIGEST_BYTES = hashlib.sha256().digest_size
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-
-
-@cache
-def load() -> ctypes.CDLL | None:
-    """Compile the library if needed and open it. If that fails, log a warning with the reason and return None.
-
-    torch is loaded first, so that both share its OpenMP threads.
-    """
-    compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "")
-    if not compiler:
-        log.warning("no C++ compiler: the slower plain-torch ops serve (install g++ for the fast path)")
-        return None
-    try:
-        path = _cache_path(compiler)
-        if _is_whole(path):
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError as error:  # another processor's, which nothing but opening it shows
-                log.warning("the native ops' library cannot be opened and is built once more: %s", error)
-        return ctypes.CDLL(str(path)) if _build(compiler, path) else None
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        log.warning("the native ops cannot be built or opened, the slower plain-torch ops serve: %s", error)
-        return None
-
-
-def _cache_path(compiler: list[str]) -> Path:
-    """Return the library's path in the user's cache. Raises OSError, RuntimeError."""
-    sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
-    identity = "\0".join(["with digest", *sources, *compiler, _version(compiler), *FLAGS, _processor()])
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loraplex"
-    return folder / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-
-
-def _build(compiler: list[str], path: Path) -> bool:
-    """Compile the library and put its digest behind its last byte. Return False if the compiler fails.
-
-    Concurrent processes compile in separate folders, and the last one's file replaces the others' as a whole; a process
-    that has opened an earlier file keeps it. Raises OSError.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        built = Path(scratch) / path.name
-        command = [*compiler, *FLAGS, "-o", str(built), str(SOURCES / "decoder.cpp")]
-        run = subprocess.run(command, check=False, capture_output=True, text=True)
-        if run.returncode:
-            log.warning("the native ops did not compile, the slower plain-torch ops serve: %s", run.stderr[-2000:])
-            return False
-        digest = hashlib.sha256(built.read_bytes()).digest()
-        with built.open("ab") as file:
-            file.write(digest)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(built, path)
-    return True
-
-
-def _is_whole(path: Path) -> bool:
-    """Return whether the file ends with the digest of all before. To open one that was cut short can kill the process,
-    which maps pages that the file no longer has. Raises OSError if the file cannot be read.
-    """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]:
-        return True
-    log.warning("the native ops' library is damaged and is built once more: %s", path)
-    return False
-
-
-def _version(compiler: list[str]) -> str:
-    """Return the compiler's version line. Raises OSError if the program does not exist."""
-    return subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True).stdout
-
-
-def _processor() -> str:
-    """Return the processor's features, on which -march=native depends: machines may share a cache directory."""
-    known = ("flags", "Features", "CPU implementer", "CPU part", "model name", "isa")  # x86, ARM, RISC-V
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    # The kinds of cores without repetition: a big.LITTLE machine has two.
-    found = sorted({line for line in lines if line.startswith(known)})
-    return "\n".join(found) or f"{platform.machine()} {platform.processor()}"
 
 
 # The structs of native_src, field for field.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import native, reference
+from kernels import native, native_build, reference
 from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
 from kernels.cpu import TorchOps
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol
 def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "torch":
         return TorchOps()
-    library = native.load()
+    library = native_build.load()
     assert library is not None, "the tests need a C++ compiler"
     return native.NativeOps(library)
 
@@ -196,7 +196,7 @@ def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: l
 @pytest.mark.parametrize("offsets", [(0, 64, 96, 128), (0, 40, 80, 120), (0, 20, 50, 61)])
 def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, offsets: tuple[int, ...]) -> None:
     """Whichever way its LoRA takes, in the product or after it; with panels that straddle projections or not."""
-    library = native.load()
+    library = native_build.load()
     assert library is not None
     ops = native.NativeOps(library)
     group, tables = make_lora(offsets, dtype)
@@ -227,12 +227,12 @@ def test_work_items_cover_every_adapter_row_once() -> None:
 def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
-    assert native.load.__wrapped__() is None
+    assert native_build.load.__wrapped__() is None
     assert "no C++ compiler" in caplog.text
 
 
 def test_one_thread_computes_all() -> None:
-    library = native.load()
+    library = native_build.load()
     assert library is not None
     one, two = native.NativeOps(library), native.NativeOps(library)
     one.threads, two.threads = 1, 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import native
+from kernels import native_build
 from kernels.backend import pick_ops
 from kernels.cpu import TorchOps
 from kernels.native import NativeOps
@@ -20,21 +20,21 @@ from kernels.native import NativeOps
 def pick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], object]:
     """Choose a backend anew, with a cache of this test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native.load.cache_clear()
+    native_build.load.cache_clear()
 
     def pick() -> object:
-        native.load.cache_clear()
+        native_build.load.cache_clear()
         return pick_ops(torch.device("cpu"), torch.float32, 64, 16)
 
     yield pick
-    native.load.cache_clear()
+    native_build.load.cache_clear()
 
 
 @pytest.fixture(scope="module")
 def library() -> bytes:
     """The library as the compiler wrote it, built before a test points the cache elsewhere."""
-    assert native.load() is not None, "the tests need a C++ compiler"
-    return native._cache_path([shutil.which("g++") or "c++"]).read_bytes()[: -native._DIGEST_BYTES]
+    assert native_build.load() is not None, "the tests need a C++ compiler"
+    return native_build._cache_path([shutil.which("g++") or "c++"]).read_bytes()[: -native_build._DIGEST_BYTES]
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_damaged_library_is_built_once_more(
         "without digest": library,
         "another machine's": OTHER_MACHINE + hashlib.sha256(OTHER_MACHINE).digest(),
     }[damage]
-    path = native._cache_path([str(tmp_path / "cxx")])
+    path = native_build._cache_path([str(tmp_path / "cxx")])
     path.parent.mkdir(parents=True)
     path.write_bytes(damaged)
     for _ in range(2):
@@ -125,11 +125,11 @@ def test_builders_at_once_do_not_disturb_each_other(pick, tmp_path: Path, librar
     meet = f"echo >> {tmp_path}/here; while [ $(wc -l < {tmp_path}/here) -lt 3 ]; do sleep 0.01; done"
     cxx = tmp_path / "cxx"
     cxx.write_text(cxx.read_text().rstrip() + f"; {meet}\n")
-    path = native._cache_path([str(cxx)])
+    path = native_build._cache_path([str(cxx)])
     path.parent.mkdir(parents=True)
     path.write_bytes(library[:100])
     opened: list[object] = []
-    threads = [threading.Thread(target=lambda: opened.append(native.load.__wrapped__())) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: opened.append(native_build.load.__wrapped__())) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import native, reference
+from kernels import native, native_build, reference
 from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
 from kernels.cpu import TorchOps
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def native_ops() -> Ops:
-    library = native.load()
+    library = native_build.load()
     assert library is not None, "the tests need a C++ compiler"
     return native.NativeOps(library)
 

@@ -43,9 +43,9 @@ def test_a_quota_of_either_version_lowers_the_affinity(files: dict[str, str], cp
 SMALLER_TEAM = """
 import torch
 torch.set_num_threads(4)
-from kernels import native
+from kernels import native, native_build
 from tests.kernels.test_native import make_batch, normal
-ops = native.NativeOps(native.load())
+ops = native.NativeOps(native_build.load())
 assert ops.threads == 4
 weight, x = normal(96, 64), normal(40, 64)
 y = ops.linear(x, ops.pack_linear(weight), None, ops.plan(make_batch([40], [40], 16), None))
