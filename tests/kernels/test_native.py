@@ -225,7 +225,7 @@ def test_work_items_cover_every_adapter_row_once() -> None:
 
 
 def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native_build.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
     assert native_build.load.__wrapped__() is None
     assert "no C++ compiler" in caplog.text
