@@ -24,6 +24,8 @@ from adapters.spool import PREFIX, Spool, clean
 
 Stored = Literal["absent", "same", "different"]
 FILES = (CONFIG_NAME, WEIGHTS_NAME)
+# Name of an adapter within its temporary folder between `set_aside` and its removal.
+ASIDE = "adapter"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 20
@@ -39,8 +41,8 @@ class Store(Protocol):
     def spool(self) -> Spool: ...
     def publish(self, folder: Path, digest: str, stored: Stored) -> None: ...
     def clean(self) -> None: ...
-    def set_aside(self, digest: str, unused_seconds: float) -> Path | None: ...
-    def bring_back(self, folder: Path, digest: str) -> None: ...
+    def set_aside(self, digest: str, unused_seconds: float) -> Spool | None: ...
+    def bring_back(self, aside: Spool, digest: str) -> None: ...
 
 
 class DirectoryStore:
@@ -127,32 +129,37 @@ class DirectoryStore:
         shutil.rmtree(doomed)
         return True
 
-    def set_aside(self, digest: str, unused_seconds: float) -> Path | None:
-        """Rename an adapter away for removal; None if it was put within `unused_seconds` or does not exist.
+    def set_aside(self, digest: str, unused_seconds: float) -> Spool | None:
+        """Move an adapter into a temporary folder for removal; None if it was put within `unused_seconds` or does not
+        exist. The folder is locked, so that no other process's `clean` removes it.
 
-        The caller removes the returned folder or calls `bring_back`. Raises OSError.
+        The caller removes the folder or calls `bring_back`. Raises OSError.
         """
-        final, aside = self._folder(digest), self.root / f"{PREFIX}{uuid.uuid4().hex}"
-        latest = time.time() - unused_seconds
+        final, latest = self._folder(digest), time.time() - unused_seconds
+        aside = self.spool()
+        aside.make()
+        kept = aside.folder / ASIDE
         try:
-            if final.stat().st_mtime > latest:
-                return None
-            final.rename(aside)
+            if final.stat().st_mtime <= latest:
+                final.rename(kept)
         except FileNotFoundError:
+            pass
+        if not kept.exists():
+            aside.remove()
             return None
-        if aside.stat().st_mtime > latest:  # put again between the check and the rename
+        if kept.stat().st_mtime > latest:  # put again between the check and the rename
             self.bring_back(aside, digest)
             return None
         return aside
 
-    def bring_back(self, folder: Path, digest: str) -> None:
+    def bring_back(self, aside: Spool, digest: str) -> None:
         """Undo `set_aside`, unless the same content was put again since. Raises OSError."""
         try:
-            folder.rename(self._folder(digest))
+            (aside.folder / ASIDE).rename(self._folder(digest))
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            shutil.rmtree(folder)
+        aside.remove()
 
     def list(self) -> Iterator[str]:
         for folder in sorted(self.root.glob("[0-9a-f][0-9a-f]/*")):

@@ -54,6 +54,7 @@ from gateway.fleet.probe import Probe
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.recent_uses import RecentUses
 from gateway.fleet.registry import Registry
+from gateway.fleet.shared_deaths import SharedDeaths
 from gateway.fleet.vllm import VllmAdapters
 from gateway.loop_lag import LoopLag
 from gateway.metrics import Metrics
@@ -136,7 +137,9 @@ async def make_app(settings: Settings) -> web.Application:
     )
     gate = Gate(lambda: registry.capacity, settings.queue_length, settings.queue_seconds)
     client = EngineClient(session, token, VllmAdapters(session, store, RecentUses(redis, settings.redis_timeout)))
-    quarantine = Quarantine(settings.quarantine_seconds, metrics.quarantined)
+    deaths = SharedDeaths(redis, settings.database_url)
+    secret = settings.key_pepper.encode()
+    quarantine = Quarantine(settings.quarantine_seconds, secret, deaths, metrics.quarantined)
     fleet = Fleet(registry, client, gate, settings.engine_timeout, quarantine)
     finished = FinishedClient(session, token)
     accounting = Accounting(quota, ledger, metrics, finished)
@@ -192,7 +195,7 @@ async def make_app(settings: Settings) -> web.Application:
 
     async def engines(_: web.Application) -> AsyncIterator[None]:
         await registry.poll()
-        async with running(registry.watch(gate.admit)), running(deliveries.watch()):
+        async with running(registry.watch(gate.admit)), running(deliveries.watch()), running(quarantine.watch()):
             yield
 
     async def usage(_: web.Application) -> AsyncIterator[None]:

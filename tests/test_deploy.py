@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,23 @@ def test_an_alert(name: str):
     kept = set(re.findall(r"by \((\w+)\)", rule["expr"])) or {"instance"}
     assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= kept
     assert f"\n## {name}\n" in RUNBOOK
+
+
+def test_every_alert_has_a_test():
+    tests = yaml.safe_load((DEPLOY / "alerts_test.yml").read_text())["tests"]
+    checked = [each for test in tests for each in test["alert_rule_test"]]
+    fires = {each["alertname"] for each in checked if each["exp_alerts"]}
+    rests = {each["alertname"] for each in checked if not each["exp_alerts"]}
+    assert fires == rests == set(ALERTS)
+
+
+@pytest.mark.parametrize("command", [["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]])
+def test_the_alerts_fire_when_they_should(command: list[str]):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed: `apt-get install prometheus`")
+    ran = subprocess.run([promtool, *command], cwd=DEPLOY, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def test_the_runbook_has_a_section_for_each_alert_and_no_other():

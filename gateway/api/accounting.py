@@ -11,7 +11,7 @@ from engine.responses import FinishedRequest
 from gateway.admission.auth import TenantPrincipal
 from gateway.admission.quota import Quota
 from gateway.admission.reservation import Reservation
-from gateway.api.charges import Charge, Ending, Used, Weights, charge
+from gateway.api.charges import CUT, Charge, Ending, Used, Weights, charge
 from gateway.api.delivery import ClientGone
 from gateway.api.prompts import InferenceRequest
 from gateway.errors import EngineMismatch, Forbidden, InvalidKey, Unavailable
@@ -63,6 +63,8 @@ class Account:
         # Whether the engine can be asked what it did: ours can.
         self.engine_remembers = False
         self._before: tuple[str | None, bool] = None, False
+        # The last of our engines that died with the request before it answered.
+        self.lost_engine: str | None = None
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -106,6 +108,18 @@ class Account:
         """Undo the last `sent`: the request did not reach that engine."""
         self.engine, self.engine_remembers = self._before
         self.prompt_tokens = 0
+
+    def lost(self) -> None:
+        """Note that the engine of the last `sent` died with the request, perhaps after work."""
+        if self.engine_remembers:
+            self.lost_engine = self.engine
+
+    @property
+    def engines_to_ask(self) -> list[str]:
+        """Return the engines that may have done work that this gateway does not know of, the likeliest first."""
+        served = self.engine if self.ending.asks_engine and self.engine_remembers else None
+        lost = self.lost_engine if self.ending.may_be_lost else None
+        return list(dict.fromkeys(url for url in (served, lost) if url is not None))
 
     def observe_receipt(self, receipt: Any) -> None:
         """Read the engine's receipt. Raises EngineMismatch if it is not the request's adapter."""
@@ -269,13 +283,15 @@ class Accounting:
     async def _close(self, account: Account) -> None:
         ended = time.monotonic()
         outcome = None
-        if account.ending.asks_engine and account.engine is not None and account.engine_remembers:
-            request_id = account.reservation.request_id
+        for engine in account.engines_to_ask:
             try:
-                outcome = await self._finished.outcome(account.engine, request_id, OUTCOME_PATIENCE_SECONDS)
+                outcome = await self._finished.outcome(engine, account.reservation.request_id, OUTCOME_PATIENCE_SECONDS)
             except TimeoutError:
-                if await self._leave(account, account.engine):
+                if await self._leave(account, engine):
                     return
+            if outcome is not None:
+                account.engine = engine
+                break
         charged = account.charge(outcome)
         account.billed = charged.billed
         row = account.row(charged.billed, ended)
@@ -302,8 +318,11 @@ class Accounting:
             self._ledger.settled(entry_id, row)
 
     async def _leave(self, account: Account, engine: str) -> bool:
-        """To whoever settles for dead gateways, if that is possible: what was heard of it counts now otherwise."""
-        self._quota.progress(account.reservation, engine, account.prompt_tokens, account.completion_tokens)
+        """Leave the settlement to `Abandoned`, with the count that holds if the engine stays away. Returns whether that
+        is possible.
+        """
+        heard = account.used if account.ending in CUT else Used()
+        self._quota.progress(account.reservation, engine, heard.prompt, heard.completion)
         try:
             return await self._quota.leave(account.reservation)
         except Unavailable as error:

@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from adapters.manifest import BaseShape
+from adapters.spool import Spool
 from adapters.store import Store
 from gateway.admission.auth import Authenticator
 from gateway.admission.quota import Quota
@@ -121,7 +120,12 @@ class AdapterIntake:
                 aside = await asyncio.to_thread(self._store.set_aside, digest, UNUSED_SECONDS)
                 if aside is None:
                     continue
-                if await self._catalog.referenced([digest]):
+                try:
+                    is_used = bool(await self._catalog.referenced([digest]))
+                except BaseException:
+                    self._store.bring_back(aside, digest)
+                    raise
+                if is_used:
                     await asyncio.to_thread(self._store.bring_back, aside, digest)
                     continue
                 num_bytes += await asyncio.to_thread(_remove, aside)
@@ -176,9 +180,9 @@ class Adapters:
         return json_response({"object": "adapter", "name": name, "deleted": True})
 
 
-def _remove(folder: Path) -> int:
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    shutil.rmtree(folder)
+def _remove(aside: Spool) -> int:
+    size = sum(file.stat().st_size for file in aside.folder.rglob("*") if file.is_file())
+    aside.remove()
     return size
 
 

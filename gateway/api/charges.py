@@ -59,11 +59,19 @@ class Ending(Enum):
     @property
     def asks_engine(self) -> bool:
         """Return whether the engine may have done work that this gateway does not know of."""
-        return self in (*CUT, Ending.NOT_BEGUN, Ending.UNSERVED)
+        return self in (*CUT, Ending.NOT_BEGUN)
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Return whether no engine served the request, so that an engine that died with it is asked for its work."""
+        return self in (Ending.NOT_BEGUN, *UNANSWERED)
 
 
 # Endings of an answer that had begun and did not come to its end.
 CUT = (Ending.CANCELLED, Ending.REVOKED, Ending.SHORTENED, Ending.LIMITED, Ending.BROKEN)
+
+# Endings of a request that no engine worked on, unless one died with it before.
+UNANSWERED = (Ending.REFUSED, Ending.OVERLOADED, Ending.UNABLE, Ending.UNSERVED)
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -112,7 +120,8 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
     """Return what a request costs by how it ended.
 
     asked_prompt: the prompt's tokens as admitted. heard: the counts of the answer as far as it came; the whole prompt
-    once an engine was asked. told: the engine's own count, where it was asked afterwards and knows the request.
+    once an engine was asked. told: the engine's own count, where it was asked afterwards and knows the request; of an
+    engine that died with the request where no engine served it.
 
     | ending     | when                                                | request | token rates    | money, usage row |
     |------------|-----------------------------------------------------|---------|----------------|------------------|
@@ -129,24 +138,25 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
     | UNSERVED   | no engine was there                                 | 0       | none           | no row           |
     | MISMATCHED | an engine served another adapter than was asked for | 0       | none           | none             |
 
-    An UNSERVED request that an engine knows, because it died with it before the first token, is charged as BROKEN: each
-    request in an engine's books has a row, though of no tokens. What the gateway refuses itself is
-    refused before it is admitted, and costs nothing.
+    A request pays for the work of one engine. If that engine dies with the request before it answers and another serves
+    it, the other one's count is what it pays: the lost work is the operator's. If none serves it (REFUSED, OVERLOADED,
+    UNABLE, UNSERVED) and the dead engine knows it, it is charged as BROKEN, so each request in an engine's books has a
+    row, though maybe of no tokens; a REFUSED one costs the token rates its prompt at least. NOT_BEGUN asks the last
+    engine first. What the gateway refuses itself is refused before it is admitted, and costs nothing.
     """
-    if ending is Ending.UNSERVED and told is not None:
-        ending = Ending.BROKEN
+    was_lost = ending in UNANSWERED and told is not None
     if ending is Ending.FINISHED or ending in CUT:
         used = told or heard
-    elif ending is Ending.NOT_BEGUN:
+    elif ending is Ending.NOT_BEGUN or was_lost:
         used = told or Used()
     else:
         used = Used()
     rate_tokens = weights.tokens(used.prompt, used.completion)
     if ending is Ending.REFUSED:
         # Before its refusal the engine may have compiled a grammar or loaded an adapter.
-        rate_tokens = weights.tokens(asked_prompt, 0)
-    counts = ending not in (Ending.UNABLE, Ending.UNSERVED, Ending.MISMATCHED)
-    return Charge(int(counts), rate_tokens, used, is_recorded=ending is not Ending.UNSERVED)
+        rate_tokens = max(rate_tokens, weights.tokens(asked_prompt, 0))
+    counts = was_lost or ending not in (Ending.UNABLE, Ending.UNSERVED, Ending.MISMATCHED)
+    return Charge(int(counts), rate_tokens, used, is_recorded=was_lost or ending is not Ending.UNSERVED)
 
 
 def ending_after(error: Exception) -> Ending:

@@ -6,13 +6,14 @@ a Bearer key only, so no request that a browser makes by itself can change anyth
 
 from datetime import UTC, datetime, timedelta
 from importlib import resources
+from typing import Any
 
 import jinja2
 from aiohttp import web
 
 from gateway.admission.auth import Authenticator
 from gateway.credentials import basic_password
-from gateway.errors import BadRequest, Forbidden, InvalidKey
+from gateway.errors import BadRequest, Forbidden, InvalidKey, Unavailable
 from gateway.fleet.registry import Registry
 from gateway.records.catalog import Catalog
 from gateway.records.prices import format_money
@@ -39,7 +40,7 @@ ASK = {"WWW-Authenticate": 'Basic realm="Loraplex admin key", charset="UTF-8"', 
 
 
 class Dashboard:
-    """Raises Unavailable when the database is away."""
+    """While the database is away the page shows the engines, and that the rest is not known."""
 
     def __init__(
         self, *, auth: Authenticator, tenants: Tenants, catalog: Catalog, report: UsageReport, registry: Registry
@@ -70,21 +71,31 @@ class Dashboard:
         period, now = request.query.get("period", "day"), datetime.now(UTC)
         if period not in PERIODS:
             raise BadRequest(f"period: expected one of {', '.join(PERIODS)}.", param="period")
-        length = PERIODS[period]
-        month = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+        try:
+            records = await self._records(PERIODS[period], now)
+        except Unavailable as error:
+            records = {"missing": error.message}
         html = self._template.render(
             now=now,
             refresh=REFRESH_SECONDS,
             periods=list(PERIODS),
             period=period,
             engines=self._registry.engines,
-            tenants=await self._tenants.list(),
-            adapters=await self._catalog.by_tenant(),
-            spent={sums.tenant: sums.cost for sums in await self._report.sums((), since=month) if not sums.deleted},
-            usage=await self._report.sums(since=None if length is None else now - length),
-            recent=await self._report.recent(limit=RECENT_ROWS),
+            **records,
         )
         return web.Response(text=html, content_type="text/html", headers=PAGE_HEADERS)
+
+    async def _records(self, length: timedelta | None, now: datetime) -> dict[str, Any]:
+        """Return what the page shows of the database. Raises Unavailable."""
+        month = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+        return {
+            "missing": None,
+            "tenants": await self._tenants.list(),
+            "adapters": await self._catalog.by_tenant(),
+            "spent": {sums.tenant: sums.cost for sums in await self._report.sums((), since=month) if not sums.deleted},
+            "usage": await self._report.sums(since=None if length is None else now - length),
+            "recent": await self._report.recent(limit=RECENT_ROWS),
+        }
 
     async def style(self, _: web.Request) -> web.Response:
         return web.Response(text=self._style, content_type="text/css", headers={"X-Content-Type-Options": "nosniff"})

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from gateway.admission.overload import Gate, Place
 from gateway.errors import NoEngine, Overloaded, Unavailable, UpstreamFailed
 from gateway.fleet.client import Call, EngineClient, EngineGone, EngineRefused
-from gateway.fleet.quarantine import Quarantine
+from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.registry import Busy, EngineRecord, Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.tracing import upstream
@@ -36,6 +36,9 @@ class Bill(Protocol):
 
     def unsent(self) -> None:
         """Undo the last `sent`: the request did not reach that engine."""
+
+    def lost(self) -> None:
+        """Note that the engine of the last `sent` died with the request, perhaps after work."""
 
 
 class Answering(msgspec.Struct, frozen=True):
@@ -112,6 +115,7 @@ class Fleet:
                     engine = choose(left, digest, prefix, self._conversations.engine(prefix, left))
                     if engine is None:
                         raise refusal or EngineRefused(NoEngine())
+                    self._check_again(call)
                     tried.add(engine)
                     bill.sent(engine, call.prompt_tokens)
                     try:
@@ -121,7 +125,9 @@ class Fleet:
                         # An engine that died with the request may have done work; it is asked for its count when it is
                         # back.
                         if error.had_it:
+                            bill.lost()
                             self._quarantine.died(engine, tenant_id, digest, call.body)
+                            await self._quarantine.reported()
                         else:
                             bill.unsent()
                         deaths += error.had_it
@@ -146,6 +152,13 @@ class Fleet:
                 engine.breaker.failed(tenant_id)
             late = UpstreamFailed(f"No engine began to answer within {self._first_byte_seconds:g} s.")
             raise EngineRefused(late) from None
+
+    def _check_again(self, call: Call) -> None:
+        """Raise EngineRefused for a request that was quarantined after it was admitted."""
+        try:
+            self.check(call.tenant.id, call.model.digest, call.body)
+        except Quarantined as error:
+            raise EngineRefused(error) from error
 
     @asynccontextmanager
     async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[ClientResponse, Busy]]:

@@ -2,22 +2,25 @@
 
 Any of the requests that an engine has when it dies may be the cause. So a request, or a tenant's adapter, is
 quarantined only if no other tenant had requests on the engine at each of the deaths. A tenant's requests can therefore
-never put another tenant's into quarantine. Only an HMAC of a request is kept, under this process's own key.
+never put another tenant's into quarantine. Every gateway process reports its broken requests to the others
+(`shared_deaths.py`) and applies their reports as its own. Only an HMAC of a request is kept and shared.
 """
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import math
-import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from gateway.errors import GatewayError
 from gateway.fleet.registry import EngineRecord
+from gateway.fleet.shared_deaths import Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +30,14 @@ DEATHS = {"request": 2, "adapter": 3}
 ONE_DEATH_SECONDS = 2.0
 # Fields that may differ between retries and do not change the computation.
 VOLATILE = ("user", "metadata", "store", "prompt_cache_key", "safety_identifier", "stream", "stream_options")
-# Stands for the tenants of other gateways' requests, which this process does not know.
+# Stands for the tenants of other gateways' requests, which this process does not know while Redis is away.
 UNKNOWN_TENANTS = "?"
 MAX_SUSPECTS = 10_000
-
-Key = tuple[str, str, bytes]
-"""Kind, tenant id, and the request's HMAC or the adapter's digest."""
+# Period at which other processes' reports are read, and that while Redis is away; the longest time that a retry waits
+# for the report of its engine's death.
+POLL_SECONDS = 0.1
+AWAY_SECONDS = 1.0
+REPORT_SECONDS = 0.25
 
 
 class Quarantined(GatewayError):
@@ -47,75 +52,142 @@ class Quarantined(GatewayError):
         )
 
 
-class Death(msgspec.Struct, frozen=True):
-    """An engine's death, and the tenants whose requests it had."""
+class Death(msgspec.Struct, eq=False):
+    """An engine's death, and the tenants whose requests it had as far as they are reported."""
 
     at: float
-    tenants: frozenset[str]
+    tenants: set[str]
 
 
 class Quarantine:
-    """seconds: how long a death is remembered and a quarantine lasts. count: called with the kind of each new
+    """seconds: how long a death is remembered and a quarantine lasts. secret: key of the HMACs; the same for all
+    processes of a deployment. shared: None for a process without others. count: called with the kind of each new
     quarantine.
     """
 
     def __init__(
         self,
         seconds: float,
+        secret: bytes,
+        shared: SharedDeaths | None = None,
         count: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds = seconds
+        self._secret = hmac.digest(secret, b"loraplex quarantine", hashlib.sha256)
+        self._shared = shared
         self._count = count
         self._clock = clock
-        self._secret = os.urandom(32)
         self._last: dict[str, Death] = {}
-        self._deaths: dict[Key, list[Death]] = {}
-        self._until: dict[Key, float] = {}
+        self._deaths: dict[Suspect, list[Death]] = {}
+        # Suspects with enough deaths; other tenants of these deaths may still be reported.
+        self._candidates: set[Suspect] = set()
+        self._announced: set[Suspect] = set()
+        self._unsent: dict[str, Report] = {}
+        self._sending: asyncio.Task[None] | None = None
 
     def check(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
         """Raise Quarantined for a request or an adapter in quarantine."""
-        if not self._until:
+        if not self._candidates:
             return
         now = self._clock()
-        self._until = {key: until for key, until in self._until.items() if until > now}
-        for key in self._keys(tenant_id, digest, body) if self._until else ():
-            if (until := self._until.get(key)) is not None:
-                raise Quarantined(key[0], until - now)
+        self._candidates = {key for key in self._candidates if self._deaths[key][-1].at + self._seconds > now}
+        for key in self._suspects(tenant_id, digest, body) if self._candidates else ():
+            if key in self._candidates and self._is_alone(key):
+                raise Quarantined(key.kind, self._deaths[key][-1].at + self._seconds - now)
 
     def died(self, engine: EngineRecord, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
-        """Note that an engine died with this request."""
-        death = self._death(engine, tenant_id)
+        """Note that an engine died with this request, and report it to the other processes in the background."""
+        suspects = self._suspects(tenant_id, digest, body)
+        report = Report(engine.url, [*{*engine.tenants, tenant_id}], suspects)
+        if engine.others and (self._shared is None or self._shared.is_away):
+            report.tenants.append(UNKNOWN_TENANTS)
+        self._apply(report, self._clock())
+        if self._shared is None:
+            self._announce(suspects)
+        else:
+            self._report(report)
+
+    async def reported(self) -> None:
+        """Wait for the report of the last death, within a deadline, and for the reports that were there before it."""
+        if self._sending is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_SECONDS):
+                    await asyncio.shield(self._sending)
+
+    async def watch(self) -> None:
+        """Apply other processes' reports as they come. Run it as a task."""
+        while self._shared is not None:
+            await self.read()
+            await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else POLL_SECONDS)
+
+    async def read(self) -> None:
+        """Apply the new reports of other processes."""
+        assert self._shared is not None
+        for report, age in await self._shared.read():
+            if age < self._seconds:
+                self._apply(report, self._clock() - age)
+
+    def _report(self, report: Report) -> None:
+        """Add to the unsent report of the engine. All requests that break at once go into a single message."""
+        assert self._shared is not None
+        unsent = self._unsent.setdefault(report.engine, Report(report.engine, [], []))
+        unsent.tenants = [*{*unsent.tenants, *report.tenants}]
+        unsent.suspects += report.suspects
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+
+    async def _send(self) -> None:
+        assert self._shared is not None
+        # Requests that break in the same iteration of the event loop add theirs first.
+        await asyncio.sleep(0)
+        sent = []
+        while self._unsent:
+            _, report = self._unsent.popitem()
+            await self._shared.add(report, self._seconds)
+            sent += report.suspects
+        await self.read()
+        self._announce(sent)
+
+    def _announce(self, suspects: list[Suspect]) -> None:
+        """Count and log new quarantines, in the process that reports the last death only."""
+        self._announced &= self._candidates
+        for key in suspects:
+            if key in self._candidates and key not in self._announced and self._is_alone(key):
+                self._announced.add(key)
+                self._count(key.kind)
+                what = key.kind, len(self._deaths[key]), key.tenant_id
+                log.error("quarantine: a tenant's %s was with %d engines that died: tenant %s", *what)
+
+    def _apply(self, report: Report, at: float) -> None:
+        """Add a report to what is known of deaths. at: the time of the report on this process's clock."""
+        death = self._death(report.engine, at)
+        death.tenants.update(report.tenants)
         recent = death.at - self._seconds
-        for key in self._keys(tenant_id, digest, body):
-            deaths = [known for known in self._deaths.pop(key, []) if known.at > recent and known != death]
+        for key in report.suspects:
+            deaths = [known for known in self._deaths.pop(key, []) if known.at > recent and known is not death]
             # The newest last, so that the oldest is forgotten first.
             self._deaths[key] = [*deaths, death]
-            if len(self._deaths[key]) >= DEATHS[key[0]] and self._is_alone(key, self._deaths[key]):
-                self._until[key] = death.at + self._seconds
-                self._count(key[0])
-                log.error("quarantine: a tenant's %s was with %d engines that died: tenant %s", *_said(key, deaths))
+            if len(self._deaths[key]) >= DEATHS.get(key.kind, math.inf):
+                self._candidates.add(key)
         while len(self._deaths) > MAX_SUSPECTS:
-            del self._deaths[next(iter(self._deaths))]
+            forgotten = next(iter(self._deaths))
+            del self._deaths[forgotten]
+            self._candidates.discard(forgotten)
 
-    def _death(self, engine: EngineRecord, tenant_id: str) -> Death:
-        now = self._clock()
-        last = self._last.get(engine.url)
-        if last is not None and now - last.at < ONE_DEATH_SECONDS:
+    def _death(self, engine_url: str, at: float) -> Death:
+        last = self._last.get(engine_url)
+        if last is not None and abs(at - last.at) < ONE_DEATH_SECONDS:
             return last
-        unknown = {UNKNOWN_TENANTS} if engine.others else set()
-        death = self._last[engine.url] = Death(now, frozenset(engine.tenants) | {tenant_id} | unknown)
+        self._last = {url: death for url, death in self._last.items() if death.at > at - self._seconds}
+        death = self._last[engine_url] = Death(at, set())
         return death
 
-    def _is_alone(self, key: Key, deaths: list[Death]) -> bool:
-        return frozenset.intersection(*(death.tenants for death in deaths)) == {key[1]}
+    def _is_alone(self, key: Suspect) -> bool:
+        return set.intersection(*(death.tenants for death in self._deaths[key])) == {key.tenant_id}
 
-    def _keys(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> list[Key]:
+    def _suspects(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> list[Suspect]:
         lasting = {name: value for name, value in sorted(body.items()) if name not in VOLATILE}
         message = msgspec.json.encode([tenant_id, digest, lasting])
-        keys = [("request", tenant_id, hmac.digest(self._secret, message, hashlib.sha256))]
-        return keys if digest is None else [*keys, ("adapter", tenant_id, digest.encode())]
-
-
-def _said(key: Key, before: list[Death]) -> tuple[str, int, str]:
-    return key[0], len(before) + 1, key[1]
+        found = [Suspect("request", tenant_id, hmac.new(self._secret, message, hashlib.sha256).hexdigest())]
+        return found if digest is None else [*found, Suspect("adapter", tenant_id, digest)]

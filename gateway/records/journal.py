@@ -16,6 +16,7 @@ import struct
 import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -141,6 +142,8 @@ class Journal:
         self._own: JournalFile | None = None
         self._adopted: list[JournalFile] = []
         self._disk = asyncio.Lock()
+        # The event loop's default threads also publish adapters and build bodies for vLLM, work that tenants cause.
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
         self._flusher: asyncio.Task[None] | None = None
         self.bytes = 0
@@ -197,7 +200,7 @@ class Journal:
                     await self._thread(file.end)
 
     async def close(self) -> None:
-        """Lets go of the files; what is in them is for the next process that looks."""
+        """Release the files, whose events the next process takes over."""
         async with self._disk:
             for file in (*self._adopted, self._own):
                 if file is not None:
@@ -218,8 +221,10 @@ class Journal:
                     self._adopted.append(file)
 
     async def _thread(self, work: Callable[[], T]) -> T:
-        """On a thread. Cancelled, it waits all the same: nothing else may touch the files before that is done."""
-        task = asyncio.ensure_future(asyncio.to_thread(work))
+        """Run work on the journal's own thread. A cancelled caller still waits for it, because nothing else may touch
+        the files before it is done.
+        """
+        task = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

@@ -1,10 +1,14 @@
 """The charge of each ending, and the cost of log-probabilities."""
 
 import io
+import sqlite3
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from engine.protocol import BadRequest as ProtocolError
 from engine.protocol import ChatCompletionRequest, CompletionRequest
@@ -12,7 +16,7 @@ from engine.responses import FinishedRequest
 from gateway.api.charges import Ending, Used, Weights, charge, check_answer_size, weights_of
 from gateway.errors import BadRequest
 from gateway.records.prices import Price
-from tests.gateway.running import CONTEXT, HI, Gateway, until
+from tests.gateway.running import CONTEXT, HI, Gateway, running, settings, until
 from tests.gateway.upstream import Upstream
 
 HEARD, TOLD = Used(10, 4, 2), Used(10, 7, 2)
@@ -37,8 +41,12 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         (Ending.NOT_BEGUN, None, 1, 0, Used()),
         (Ending.NOT_BEGUN, TOLD, 1, 17, TOLD),
         (Ending.REFUSED, None, 1, 9, Used()),
+        (Ending.REFUSED, TOLD, 1, 17, TOLD),
+        (Ending.REFUSED, Used(), 1, 9, Used()),
         (Ending.OVERLOADED, None, 1, 0, Used()),
+        (Ending.OVERLOADED, TOLD, 1, 17, TOLD),
         (Ending.UNABLE, None, 0, 0, Used()),
+        (Ending.UNABLE, TOLD, 1, 17, TOLD),
         (Ending.UNSERVED, None, 0, 0, Used()),
         (Ending.UNSERVED, TOLD, 1, 17, TOLD),
         (Ending.UNSERVED, Used(), 1, 0, Used()),
@@ -72,6 +80,67 @@ async def test_a_request_with_which_the_only_engine_died_has_a_row(gateway: Gate
     await until(has_row, 60)
     [row] = await tenant.usage()
     assert (row["requests"], row["prompt_tokens"], row["completion_tokens"], row["cost"]) == (1, 0, 0, 0)
+
+
+class Pair:
+    """Two engines: the first request to either ends it after some work; the other does what the request says."""
+
+    class Engine(Upstream):
+        pair: "Pair"
+
+        async def _generate(self, request: web.Request) -> web.StreamResponse:
+            if self.pair.dead is not None:
+                return await super()._generate(request)
+            self.pair.dead = self
+            request_id = request.headers["x-request-id"]
+            self.finished[request_id] = msgspec.structs.asdict(FinishedRequest(request_id, "killed", 11, 40, 0))
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+
+    def __init__(self) -> None:
+        self.dead: Upstream | None = None
+        self.engines = [Pair.Engine(), Pair.Engine()]
+        for engine in self.engines:
+            engine.pair = self
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "charged"),
+    [
+        ({"status": 400}, "refused", (11, 40)),
+        ({"status": 429}, "error", (11, 40)),
+        ({"status": 503}, "error", (11, 40)),
+        ({"status": 404}, "error", (11, 40)),
+        # Tokens of the engine that served it; the lost work is the operator's.
+        ({"tokens": 3}, "ok", (11, 3)),
+    ],
+)
+async def test_work_of_an_engine_that_died_is_paid_where_no_other_serves_the_request(
+    answer: dict[str, int],
+    status: str,
+    charged: tuple[int, int],
+    tmp_path: Path,
+    model_dir: Path,
+    redis_url: str,
+):
+    pair = Pair()
+    async with AsyncExitStack() as stack:
+        urls = [(await stack.enter_async_context(engine.serving())).url for engine in pair.engines]
+        gateway = await stack.enter_async_context(running(settings(tmp_path, model_dir, urls, redis_url)))
+        tenant = await gateway.tenant("acme")
+        await tenant.complete(max_tokens=50, x_engine=answer)
+
+        async def has_row() -> bool:
+            return bool(await tenant.usage())
+
+        await until(has_row, 60)
+        [row] = await tenant.usage()
+        assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, *charged)
+        with sqlite3.connect(tmp_path / "gateway.db") as connection:
+            [found] = connection.execute("SELECT status, engine FROM usage").fetchall()
+        assert pair.dead is not None
+        assert (found[0], found[1] == pair.dead.url) == (status, status != "ok")
 
 
 def test_every_ending_is_in_the_table():

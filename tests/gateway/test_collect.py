@@ -2,9 +2,15 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from adapters.spool import PREFIX
+from adapters.store import open_store
+from gateway.errors import Unavailable
+from gateway.records.catalog import Catalog
 from tests.gateway.running import Gateway
 from tests.gateway.test_adapters import files, push
 
@@ -39,6 +45,35 @@ async def test_only_what_no_name_refers_to_for_a_day_is_removed(gateway: Gateway
     assert not list((tmp_path / "adapters").glob(f"{PREFIX}*"))
     assert (await globex.chat(model="same")).status == 200
     assert (await acme.post(COLLECT)).status == 403
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_content_that_a_name_refers_to_at_the_second_check_stays(
+    fails: bool, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A version is added between the checks, and another gateway starts, which cleans the store; or the check fails."""
+    acme = await gateway.tenant("acme")
+    assert (await push(acme, "a", files())).status == 201
+    before = stored(tmp_path)
+    make_old(tmp_path)
+    check, checks = Catalog.referenced, []
+
+    async def referenced(self: Catalog, digests: Sequence[str]) -> set[str]:
+        checks.append(digests)
+        if len(checks) == 1:
+            return set()
+        assert stored(tmp_path) == set()
+        open_store(tmp_path / "adapters").clean()
+        if fails:
+            raise Unavailable("The database does not answer.", code="database_unavailable")
+        return await check(self, digests)
+
+    monkeypatch.setattr(Catalog, "referenced", referenced)
+    assert (await gateway.admin.post(COLLECT)).status == (503 if fails else 200)
+    assert len(checks) == 2
+    assert stored(tmp_path) == before
+    assert not list((tmp_path / "adapters").glob(f"{PREFIX}*"))
+    assert (await acme.chat(model="a")).status == 200
 
 
 async def test_a_deleted_tenants_adapters_go(gateway: Gateway, tmp_path: Path):

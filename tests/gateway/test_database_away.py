@@ -1,5 +1,6 @@
 """PostgreSQL away: known tenants are served as the operator chose, probes say so, and nothing has to be restarted."""
 
+import base64
 import os
 import tempfile
 from collections.abc import Iterator
@@ -8,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.running import Gateway, running, settings, until
+from tests.gateway.running import ADMIN_KEY, Gateway, running, settings, until
 from tests.gateway.upstream import Upstream
+
+BROWSER = {"Authorization": f"Basic {base64.b64encode(f'any:{ADMIN_KEY}'.encode()).decode()}"}
 
 
 class Postgres:
@@ -85,6 +88,23 @@ async def test_known_tenants_are_served_through_an_outage_where_the_operator_cho
             return 'loraplex_gateway_part_up{part="database"} 0.0' in page
 
         await until(says_away)
+
+        upstream.healthy = False
+
+        async def shows_what_is_known() -> bool:
+            """Neither the database nor an engine is there."""
+            page = await lenient.nobody.get("/admin/", headers=BROWSER)
+            shown = page.body.decode()
+            assert "acme" not in shown
+            return page.status == 200 and "Tenants and usage are not shown" in shown and ">down</td>" in shown
+
+        await until(shows_what_is_known)
+        tenants = await lenient.admin.get("/admin/api/tenants")
+        assert (tenants.status, tenants.error["code"]) == (503, "database_unavailable")
+        engines = await lenient.admin.get("/admin/api/engines")
+        assert (engines.status, engines.json["data"][0]["healthy"]) == (200, False)
+        assert (await lenient.nobody.get("/admin/static/style.css")).status == 200
+        upstream.healthy = True
 
         own_postgres.start()
 

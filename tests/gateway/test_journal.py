@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,19 @@ def test_each_database_has_a_folder_of_its_own_whatever_its_password(tmp_path: P
     one, two, three, four = (journal_folder(tmp_path, url) for url in urls)
     assert one == two
     assert len({one, three, four}) == 3
+
+
+async def test_the_journal_does_not_wait_for_other_threads(tmp_path: Path):
+    """A tenant's work holds every thread of the event loop's pool; an append reaches the disk all the same."""
+    release = threading.Event()
+    held = [asyncio.create_task(asyncio.to_thread(release.wait, 60)) for _ in range(100)]
+    journal = Journal(tmp_path, ROOM)
+    try:
+        async with asyncio.timeout(20):
+            await journal.append(b"event")
+            assert await read(journal) == [b"event"]
+        assert not any(task.done() for task in held)
+    finally:
+        release.set()
+        await asyncio.gather(*held)
+        await journal.close()

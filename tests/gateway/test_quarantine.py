@@ -15,6 +15,7 @@ from tests.gateway.running import Gateway, running, settings, until
 from tests.gateway.test_adapters import files, push
 from tests.gateway.upstream import Upstream
 
+SECRET = b"of the tests"
 BODY: dict[str, Any] = {"prompt": "what ends engines", "max_tokens": 5}
 
 
@@ -52,7 +53,7 @@ def is_quarantined(quarantine: Quarantine, tenant: str = "a", digest: str | None
 
 def test_a_request_is_quarantined_after_its_second_death_for_a_time(clock: Clock):
     counted: list[str] = []
-    quarantine = Quarantine(100.0, counted.append, clock)
+    quarantine = Quarantine(100.0, SECRET, count=counted.append, clock=clock)
     die(quarantine, clock, engine(a=3))
     assert not is_quarantined(quarantine)
     die(quarantine, clock, engine(a=1))
@@ -66,7 +67,7 @@ def test_a_request_is_quarantined_after_its_second_death_for_a_time(clock: Clock
 
 
 def test_many_connections_that_break_at_once_are_one_death(clock: Clock):
-    quarantine = Quarantine(100.0, clock=clock)
+    quarantine = Quarantine(100.0, SECRET, clock=clock)
     record = engine(a=5)
     for _ in range(5):
         quarantine.died(record, "a", None, BODY)
@@ -84,14 +85,14 @@ def test_many_connections_that_break_at_once_are_one_death(clock: Clock):
     ],
 )
 def test_no_tenant_puts_anothers_requests_into_quarantine(deaths: list[EngineRecord], expected: bool, clock: Clock):
-    quarantine = Quarantine(100.0, clock=clock)
+    quarantine = Quarantine(100.0, SECRET, clock=clock)
     for record in deaths:
         die(quarantine, clock, record)
     assert is_quarantined(quarantine) == expected
 
 
 def test_an_adapter_is_quarantined_for_its_tenant(clock: Clock):
-    quarantine = Quarantine(100.0, clock=clock)
+    quarantine = Quarantine(100.0, SECRET, clock=clock)
     for number in range(DEATHS["adapter"]):
         assert not is_quarantined(quarantine, digest="d", prompt="never seen")
         clock.now += ONE_DEATH_SECONDS

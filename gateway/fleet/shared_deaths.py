@@ -1,0 +1,103 @@
+"""Reports of engines that died with requests, shared by all gateway processes of a deployment: a stream in Redis.
+
+A report names engines, tenants by id, and suspects by HMAC or digest; never a prompt.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+from typing import Any, NamedTuple
+
+import msgspec
+from redis.exceptions import RedisError
+
+from gateway.outage import Outage
+
+log = logging.getLogger(__name__)
+
+# Longest time for a call; the process goes by its own reports after it.
+CALL_SECONDS = 1.0
+# Reports kept in the stream, and read at once.
+MAX_REPORTS = 1000
+PAGE = 100
+# KEYS: the stream. ARGV: seconds to keep it, its longest length, the reporting process, the report.
+ADD = """
+redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[2], '*', ARGV[3], ARGV[4])
+return redis.call('EXPIRE', KEYS[1], ARGV[1])
+"""
+# KEYS: the stream. ARGV: the id of the last entry that is known, the most entries to return. Returns the server's
+# clock in milliseconds, which is the clock of the ids, and the entries after that id.
+READ = """
+local time = redis.call('TIME')
+local found = redis.call('XREAD', 'COUNT', ARGV[2], 'STREAMS', KEYS[1], ARGV[1])
+return {tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000), found and found[1][2] or {}}
+"""
+
+
+class Suspect(NamedTuple):
+    """A tenant's request by its HMAC, or a tenant's adapter by its digest. kind: "request" or "adapter"."""
+
+    kind: str
+    tenant_id: str
+    mark: str
+
+
+class Report(msgspec.Struct):
+    """An engine's death as a process saw it: the tenants whose requests the engine had from it, and these requests."""
+
+    engine: str
+    tenants: list[str]
+    suspects: list[Suspect]
+
+
+class SharedDeaths:
+    """deployment: a value that all processes of a deployment share and others do not, such as the database's URL."""
+
+    def __init__(self, redis: Any, deployment: str) -> None:
+        self._add, self._read = redis.register_script(ADD), redis.register_script(READ)
+        self._key = f"loraplex:deaths:{hashlib.sha256(deployment.encode()).hexdigest()[:16]}"
+        self._process = os.urandom(8).hex()
+        self._last = b"0"
+        self._outage = Outage(log, "sharing the deaths of engines")
+        self._reading = asyncio.Lock()
+        self.is_away = False
+
+    async def add(self, report: Report, seconds: float) -> None:
+        """Share a report. The stream is deleted `seconds` after its last report. A report that Redis does not take
+        stays this process's own.
+        """
+        arguments = [int(seconds) + 1, MAX_REPORTS, self._process, msgspec.json.encode(report)]
+        await self._call(self._add, arguments)
+
+    async def read(self) -> list[tuple[Report, float]]:
+        """Return other processes' reports that are new to this one, and the age of each in seconds."""
+        async with self._reading:
+            now, entries = await self._call(self._read, [self._last, PAGE]) or (0, [])
+            if entries:
+                self._last = entries[-1][0]
+        return [
+            (report, max(0.0, now - int(entry_id.split(b"-")[0])) / 1000)
+            for entry_id, (process, encoded) in entries
+            if process != self._process.encode() and (report := _decode(encoded)) is not None
+        ]
+
+    async def _call(self, script: Any, arguments: list[Any]) -> Any:
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                result = await script(keys=[self._key], args=arguments)
+        except (RedisError, OSError, TimeoutError) as error:
+            self.is_away = True
+            self._outage.failed(type(error).__name__, "each process goes by the deaths that it saw")
+            return None
+        self.is_away = False
+        self._outage.over()
+        return result
+
+
+def _decode(encoded: bytes) -> Report | None:
+    try:
+        return msgspec.json.decode(encoded, type=Report)
+    except msgspec.DecodeError as error:
+        log.warning("the report of an engine's death cannot be read, and is not applied: %s", error)
+        return None
