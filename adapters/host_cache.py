@@ -3,6 +3,7 @@
 Loads run on a few threads that tenants share fairly, so only `add_path` blocks its caller. Thread-safe.
 """
 
+import errno
 import hashlib
 import threading
 import time
@@ -29,6 +30,8 @@ BaseTensor = Callable[[str], Tensor]
 MAX_PENDING, MAX_PENDING_PER_TENANT = 1024, 64
 # A failed load is not retried for this time, however many requests need it.
 FAILURE_SECONDS = 5.0
+# Longest wait of a load, which holds a thread, for an adapter in use to be unpinned.
+ROOM_SECONDS = 30.0
 MAX_FAILURES = 1024
 # Digests whose last requesting tenant is remembered.
 MAX_ASKED = 4096
@@ -78,8 +81,9 @@ class HostCacheStats:
 class HostCache:
     """Adapters by digest, from a store or from folders registered with `add_path`.
 
-    max_bytes bounds the tensors held and being read. Pinned adapters are never evicted; a load that finds no room but
-    theirs waits until one is unpinned (its thread too, so the loads behind it may wait). base_tensor: returns the base
+    max_bytes bounds the tensors held and being read. Pinned adapters are never evicted. A load that finds no room but
+    theirs waits on its thread, for ROOM_SECONDS at most, so that tenants whose loads hold all threads delay another
+    tenant's load by that and one read. base_tensor: returns the base
     model's embedding or head, with which an adapter's copy is compared; without it adapters with a copy are refused.
     """
 
@@ -305,7 +309,11 @@ class HostCache:
                     self._failures.popitem(last=False)
 
     def _reserve(self, size: int) -> None:
-        """Evicts until size more bytes fit and counts them; waits for an unpin when only pinned ones are left."""
+        """Count `size` more bytes, after evicting until they fit. Waits for an unpin while all that is left is pinned.
+
+        Raises OSError if none is unpinned within ROOM_SECONDS.
+        """
+        deadline = time.monotonic() + ROOM_SECONDS
         with self._changed:
             while self._num_bytes + size > self._max_bytes:
                 if self._closed:
@@ -313,8 +321,8 @@ class HostCache:
                 victim = next((digest for digest in self._resident if digest not in self._pins), None)
                 if victim is not None:
                     self._evict(victim)
-                else:
-                    self._changed.wait()
+                elif not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    raise OSError(errno.ENOMEM, "host memory is full of adapters that running requests use")
             self._num_bytes += size
 
     def _read(self, checkpoint: Checkpoint, size: int) -> HostAdapter:

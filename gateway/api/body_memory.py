@@ -88,10 +88,13 @@ class BodyShare:
 
 
 class BodyMemory:
-    """All bodies of this process. total_bytes: of tenants' large ones together, half for each tenant."""
+    """All bodies of this process.
+
+    total_bytes: of tenants' large bodies together; half for each tenant, and no more than it leaves free.
+    """
 
     def __init__(self, total_bytes: int) -> None:
-        self._tenants, self._operators = Budget(total_bytes), Budget(total_bytes, total_bytes)
+        self._tenants, self._operators = Budget(total_bytes, leaves_room=True), Budget(total_bytes, total_bytes)
         self.places = Budget(sys.maxsize, SMALL_AT_ONCE)
         # The budgets bound the jobs that wait for a thread.
         self.threads = FairThreads(

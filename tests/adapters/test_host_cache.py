@@ -120,6 +120,25 @@ def test_pinned_adapters_stay_and_a_load_waits_for_their_room(make, digests):
         cache.unpin(digests[0])
 
 
+def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(make, store, digests, monkeypatch):
+    """Tenants a and b fill all threads with loads that find no room; c's adapter would fit."""
+    monkeypatch.setattr(host_cache, "ROOM_SECONDS", 0.5)
+    cache = make(2 * SIZE)
+    load(cache, digests[0])
+    cache.pin(digests[0])
+    large = {digest: cache._check(cache._open(digest)) for digest in digests[1:4]}
+    check = HostCache._check
+    monkeypatch.setattr(HostCache, "_check", lambda self, given: check(self, given) + SIZE * (given.digest in large))
+    stuck = [cache.fetch(digest, tenant) for digest, tenant in zip(large, "aab", strict=True)]
+    assert wait(stuck, 0.2).done == set()
+    started = time.monotonic()
+    assert cache.fetch(digests[4], "c").result(TIMEOUT).digest == digests[4]
+    assert time.monotonic() - started < 10
+    for each in stuck:
+        with pytest.raises(OSError, match="host memory is full"):
+            each.result(TIMEOUT)
+
+
 def test_a_pin_before_arrival_counts(make, digests):
     cache = make(2 * SIZE)
     cache.pin(digests[0])
