@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def main(parent: int) -> None:
     if answer is None:
         sys.stdout.write(failure)
         sys.exit(1)
-    sys.stdout.write(json.dumps(answer))
+    sys.stdout.write(json.dumps(answer | {"cpu_seconds": time.process_time()}))
 
 
 def _place(error: BaseException) -> str:

@@ -26,7 +26,7 @@ HALF_LIFE_S = 30.0
 # Beyond this recent use a tenant's work runs at low priority, so that the engine's steps get the cores.
 HEAVY_SECONDS = 1.0
 # A job that runs for longer goes on at low priority, whoever its tenant is.
-LONG_SECONDS = 0.25
+LONG_SECONDS = 0.05
 HEAVY_NICE = 10
 
 

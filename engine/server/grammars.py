@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 # An ordinary grammar takes kilobytes; with all the lexer states that `LIMITS` allows, it takes 10 MB.
 MAX_CACHED, MAX_CACHED_PER_TENANT = 64, 16
-# Compiling cannot be interrupted. A tenant holds two of the threads at most, so that one is free for the others.
-COMPILE_THREADS = 3
+# Compiling cannot be interrupted. A tenant holds one of the threads at most, so that one is free for the others.
+COMPILE_THREADS = 2
 COMPILE_SECONDS = 5.0
 QUEUE_SECONDS = 5.0
 # CPU time that a tenant's new grammars may have used recently, with a half-life of 30 s: 200 ordinary grammars of 5 ms
