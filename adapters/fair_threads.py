@@ -112,6 +112,11 @@ class FairThreads:
                 self._enqueue(tenant, job)
                 self._start_jobs()
 
+    def charge(self, tenant: str, cpu_seconds: float) -> None:
+        """Count CPU time that a tenant's job caused elsewhere."""
+        with self._lock:
+            self._cpu_used.add(tenant, cpu_seconds)
+
     def is_heavy(self, tenant: str) -> bool:
         """Return whether the tenant's work runs at low priority now."""
         with self._lock:

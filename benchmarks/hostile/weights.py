@@ -129,14 +129,29 @@ async def greedy_answer(attacker: Attacker, words: str = QUESTION) -> str | None
     return answer.json["choices"][0]["message"]["content"] if answer is not None and answer.status == 200 else None
 
 
-@attack("huge-values", "adapters of 1.6e38 and NaN beside a victim, whose answer must not change", prepare=huge_values)
+@attack(
+    "huge-values",
+    "adapters of 1.6e38 and NaN beside a victim, whose answer must not change",
+    prepare=huge_values,
+    honest="mild-values",
+)
 async def send_huge_values(attacker: Attacker) -> None:
+    await use_beside_victim(attacker, huge_values())
+
+
+@attack("mild-values", "as huge-values, with ordinary numbers", shown=False)
+async def send_mild_values(attacker: Attacker) -> None:
+    await use_beside_victim(attacker, {str(seed): tensors(8, 2, seed=seed) for seed in range(4)})
+
+
+async def use_beside_victim(attacker: Attacker, values: dict[str, bytes]) -> None:
+    """Store adapters of these weights and generate with them, while the neighbour asks for the same answer again."""
     expected = await greedy_answer(attacker)
     names = []
-    for name, weights in huge_values().items():
-        answer = await attacker.upload(f"huge-{name}", {CONFIG: config(8), WEIGHTS: weights})
+    for name, weights in values.items():
+        answer = await attacker.upload(f"values-{name}", {CONFIG: config(8), WEIGHTS: weights})
         if answer is not None and answer.status == 201:
-            names.append(f"huge-{name}")
+            names.append(f"values-{name}")
 
     async def one(index: int) -> None:
         while attacker.going and names:
@@ -223,8 +238,19 @@ def many_adapters() -> list[bytes]:
     "adapter-cycling",
     "24 adapters of 5 MB in turn, one token each, so that caches hold nothing else",
     prepare=many_adapters,
+    honest="adapter-steady",
 )
 async def cycle(attacker: Attacker) -> None:
+    await push_and_use(attacker, step=5)
+
+
+@attack("adapter-steady", "as adapter-cycling, with one of the adapters", prepare=many_adapters, shown=False)
+async def stay(attacker: Attacker) -> None:
+    await push_and_use(attacker, step=0)
+
+
+async def push_and_use(attacker: Attacker, step: int) -> None:
+    """Store 24 adapters, then ask for single tokens. step: adapters from one request to the next; 0: only the first."""
     names = []
     for index, weights in enumerate(many_adapters()):
         answer = await attacker.upload(f"cycle-{index}", {CONFIG: config(64), WEIGHTS: weights})
@@ -237,8 +263,8 @@ async def cycle(attacker: Attacker) -> None:
     async def one(index: int) -> None:
         turn = index
         while attacker.going and names:
-            await attacker.chat(model=names[turn % len(names)], max_tokens=1)
-            turn += 5
+            await attacker.chat(model=names[turn % len(names) if step else 0], max_tokens=1)
+            turn += step
 
     await attacker.side_by_side(8, one)
     for name in names:

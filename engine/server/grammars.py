@@ -26,8 +26,9 @@ MAX_CACHED, MAX_CACHED_PER_TENANT = 64, 16
 COMPILE_THREADS = 2
 COMPILE_SECONDS = 5.0
 QUEUE_SECONDS = 5.0
-# CPU time that a tenant's new grammars may have used recently, with a half-life of 30 s: 200 ordinary grammars of 5 ms
-# at once and 5 a second for good, or two of the dearest and one in 30 s. For good it is at most 2.3 % of a core.
+# CPU time that a tenant's new grammars and their dear masks may have used recently, with a half-life of 30 s: 200
+# ordinary grammars of 5 ms at once and 5 a second for good, or two of the dearest and one in 30 s. For good it is at
+# most 2.3 % of a core.
 TENANT_CPU_SECONDS = 1.0
 MAX_PENDING, MAX_PENDING_PER_TENANT = 256, 16
 
@@ -71,6 +72,7 @@ class Grammars:
         Raises RequestError for a grammar that does not compile (in time); QueueFull when too many of the tenant's wait,
         when its turn does not come in time, or when the tenant's compilations have used up their CPU time.
         """
+        self._charge_masks(tenant)
         grammar = self._cached(tenant, spec)
         if grammar is None:
             pending = self._pending.get((tenant, spec)) or self._start(tenant, spec)
@@ -93,6 +95,14 @@ class Grammars:
         self._compiled.move_to_end(tenant)
         own.move_to_end(spec)
         return own[spec]
+
+    def _charge_masks(self, tenant: str) -> None:
+        """Count the dear masks of the tenant's grammars, which the engine's thread computed, as its CPU time."""
+        for grammar in self._compiled.get(tenant, {}).values():
+            mask_time = grammar.mask_time
+            if (seconds := mask_time.seconds - mask_time.charged) > 0:
+                mask_time.charged += seconds
+                self._threads.charge(tenant, seconds)
 
     def _start(self, tenant: str, spec: GrammarSpec) -> _Pending:
         pending = _Pending()

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
@@ -17,7 +18,7 @@ from engine.server import grammars
 from engine.server.errors import as_api_error
 from engine.server.generation import QueueFull
 from engine.server.grammars import Grammars
-from engine.structured.compiler import Grammar, GrammarCompiler
+from engine.structured.compiler import Grammar, GrammarCompiler, Matcher
 from engine.structured.spec import GrammarSpec
 from engine.tokenizer import Tokenizer
 from tests.engine.server.running import Client
@@ -297,6 +298,29 @@ async def test_a_tenants_cpu_time_bounds_its_new_grammars_and_no_cached_one(
     assert all("CPU time" in str(error) and error.retry_after for error in refused)
     assert (await cache.get(regex("a0"), "greedy")).param == "p"
     assert (await cache.get(regex("a0"), "neighbour")).param == "p"
+    cache.close()
+
+
+async def test_dear_masks_count_as_the_tenants_cpu_time(
+    cache: Grammars, compiler: CountingCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Burning:
+        def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+            ends = time.thread_time() + 0.02
+            while time.thread_time() < ends:
+                pass
+
+    monkeypatch.setattr(grammars, "TENANT_CPU_SECONDS", 0.1)
+    cache = Grammars(compiler)  # type: ignore[arg-type]
+    compiler.go.set()
+    grammar = await cache.get(regex("a", "q"), "greedy")
+    matcher = Matcher(Burning(), frozenset(), "q", grammar.blaming("r").mask_time)
+    for _ in range(6):
+        matcher.fill(np.zeros(1, np.uint32))
+    with pytest.raises(QueueFull, match="CPU time"):
+        await cache.get(regex("new"), "greedy")
+    assert (await cache.get(regex("a"), "greedy")).param == "p"
+    assert (await cache.get(regex("new"), "neighbour")).param == "p"
     cache.close()
 
 
