@@ -239,6 +239,8 @@ def many_adapters() -> list[bytes]:
     "24 adapters of 5 MB in turn, one token each, so that caches hold nothing else",
     prepare=many_adapters,
     honest="adapter-steady",
+    # 24 uploads, one check at a time, come before the cycling.
+    least_seconds=20.0,
 )
 async def cycle(attacker: Attacker) -> None:
     await push_and_use(attacker, step=5)
