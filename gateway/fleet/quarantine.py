@@ -118,7 +118,11 @@ class Quarantine:
     async def watch(self) -> None:
         """Apply other processes' reports as they come. Run it as a task."""
         while self._shared is not None:
-            await self.read()
+            try:
+                await self.read()
+            except Exception:
+                # A fault of ours, or an entry of another release; the next ones are read all the same.
+                log.exception("reports of engines' deaths could not be read; tried again")
             await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else POLL_SECONDS)
 
     async def read(self) -> None:

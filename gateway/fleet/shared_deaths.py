@@ -78,7 +78,8 @@ class SharedDeaths:
                 self._last = entries[-1][0]
         return [
             (report, max(0.0, now - int(entry_id.split(b"-")[0])) / 1000)
-            for entry_id, (process, encoded) in entries
+            # A later release may add fields to an entry.
+            for entry_id, (process, encoded, *_) in entries
             if process != self._process.encode() and (report := _decode(encoded)) is not None
         ]
 

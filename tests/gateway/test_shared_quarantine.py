@@ -135,6 +135,7 @@ async def test_a_report_that_cannot_be_read_is_skipped(any_redis: Any, caplog: p
         shared = one._shared
         assert shared is not None
         await any_redis.xadd(shared._key, {"another": b"no report"})
+        await any_redis.xadd(shared._key, {"of": b"a release", "that": b"does otherwise"})
         for url in ("http://one:1", "http://two:1"):
             processes.clock.now += ONE_DEATH_SECONDS
             await processes.die(one, url)
