@@ -184,8 +184,8 @@ class FairThreads:
             self._cpu_used.add(tenant, cpu_seconds)
 
     def _check_cpu(self, tenant: str) -> None:
-        """Raise TooManyPending if the tenant's CPU time is used up."""
-        if self._max_cpu_seconds is None or (used := self._cpu_used.of(tenant)) < self._max_cpu_seconds:
+        """Raise TooManyPending if the tenant's CPU time is used up. Work of no tenant ("") has no limit."""
+        if self._max_cpu_seconds is None or not tenant or (used := self._cpu_used.of(tenant)) < self._max_cpu_seconds:
             return
         raise TooManyPending(
             f"this tenant's took {used:.1f} s of CPU time of late, and {self._max_cpu_seconds:g} s is the most allowed",

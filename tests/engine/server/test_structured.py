@@ -298,6 +298,8 @@ async def test_a_tenants_cpu_time_bounds_its_new_grammars_and_no_cached_one(
     assert all("CPU time" in str(error) and error.retry_after for error in refused)
     assert (await cache.get(regex("a0"), "greedy")).param == "p"
     assert (await cache.get(regex("a0"), "neighbour")).param == "p"
+    # An engine without a gateway knows no tenants.
+    assert len([await cache.get(regex(f"b{i}")) for i in range(8)]) == 8
     cache.close()
 
 
