@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import reduce
 from typing import Any
+from urllib.parse import unquote
 
 from engine.scheduling.request import RequestError
 from engine.structured.spec import MAX_REGEX_BYTES
@@ -22,8 +24,10 @@ MAX_PATTERN_PROPERTIES = 64
 MAX_JOINED_PATTERNS = 12
 MAX_INTERSECTIONS = 4
 MAX_ENUM_OBJECTS = 500
-# Ways to choose one alternative of each `anyOf` that stand together in an `allOf`.
+# Ways to choose one alternative of each `anyOf` that hold for the same value.
 MAX_COMBINATIONS = 128
+# Steps while combinations are counted, about 0.3 s.
+MAX_STEPS = 500_000
 # Weight of a repetition in characters: `\\w*` in a row costs fifty times as much as words in a row.
 REPETITION = 6
 _REPETITION = re.compile(r"\\.|\(\?|([*+?{])", re.DOTALL)
@@ -41,6 +45,8 @@ _CONSTRAINTS = frozenset(
         "properties",
     }
 )
+# Keys whose schemas hold for a part of the value.
+_INNER = frozenset({"additionalProperties", "items", "patternProperties", "prefixItems", "properties"})
 # Of a terminal that is not the grammar's own (`%import`), in characters of a regular expression.
 _IMPORTED = 32
 _KEYWORD = re.compile(r"%(json|regex|llguidance)\s*")
@@ -81,7 +87,6 @@ class _SchemaCosts:
     formats: set[str] = field(default_factory=set)
     num_pattern_properties: int = 0
     num_enum_objects: int = 0
-    num_combinations: int = 1
     is_joined: bool = False
 
     def add(self, node: dict[str, Any]) -> None:
@@ -99,8 +104,6 @@ class _SchemaCosts:
         self.is_joined |= several or applied > 1 or (applied + ("allOf" in node) > 0 and applied + others > 1)
         if isinstance(values := node.get("enum"), list):
             self.num_enum_objects += sum(isinstance(value, dict | list) for value in values)
-        if several:
-            self.num_combinations = max(self.num_combinations, math.prod(map(_num_alternatives, node["allOf"])))
         bounds = tuple(repr(node.get(key)) for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
         if any(bound != "None" for bound in bounds):
             self.ranges.add((repr(node.get("type")), repr(node.get("multipleOf")), *bounds))
@@ -118,6 +121,7 @@ def check_schemas(schemas: Iterable[Any], param: str) -> None:
     """
     costs = _SchemaCosts()
     nodes = list(schemas)
+    num_combinations = max((_Combinations(schema, param).most() for schema in nodes), default=1)
     while nodes:
         node = nodes.pop()
         if not isinstance(node, dict):
@@ -136,7 +140,7 @@ def check_schemas(schemas: Iterable[Any], param: str) -> None:
     _at_most(MAX_RANGES, len(costs.ranges), "minimum, maximum: different ranges", param)
     _at_most(MAX_PATTERN_PROPERTIES, costs.num_pattern_properties, "patternProperties: patterns", param)
     _at_most(MAX_ENUM_OBJECTS, costs.num_enum_objects, "enum: objects and lists", param)
-    _at_most(MAX_COMBINATIONS, costs.num_combinations, "allOf: combinations of alternatives", param)
+    _at_most(MAX_COMBINATIONS, num_combinations, "allOf: combinations of alternatives", param)
     if costs.is_joined:
         multiple = math.lcm(*costs.multiples)
         _at_most(MAX_MULTIPLES, multiple, "multipleOf: the least common multiple beside allOf, anyOf or $ref", param)
@@ -144,9 +148,105 @@ def check_schemas(schemas: Iterable[Any], param: str) -> None:
         _at_most(MAX_JOINED_PATTERNS, joined, "pattern, format: different ones beside allOf, anyOf or $ref", param)
 
 
-def _num_alternatives(node: Any) -> int:
-    lists = [node[key] for key in ("anyOf", "oneOf") if isinstance(node, dict) and isinstance(node.get(key), list)]
-    return math.prod(len(alternatives) or 1 for alternatives in lists)
+@dataclass(eq=False, slots=True)
+class _Shape:
+    """Alternatives of a schema, and the shapes of what its value holds: by name, `*` for all other names, `[n]` for an
+    item and `[]` for all other items."""
+
+    count: int = 1
+    inner: "dict[str, _Shape]" = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.count == 1 and not self.inner
+
+    def at(self, key: str) -> "_Shape | None":
+        return self.inner.get(key) or self.inner.get("[]" if key.startswith("[") else "*")
+
+
+class _Combinations:
+    """Counts the combinations of alternatives that the library builds where schemas hold for the same value, by `allOf`
+    or by keys beside each other: also behind `$ref`, and in properties of the same name. Each pair is merged once."""
+
+    def __init__(self, root: Any, param: str) -> None:
+        self._root = root
+        self._param = param
+        self._most = 1
+        self._num_steps = 0
+        self._merged: dict[tuple[int, int, bool], tuple[_Shape, _Shape, _Shape]] = {}
+        self._targets: dict[str, _Shape] = {}
+
+    def most(self) -> int:
+        """Return the largest number of combinations. Raises RequestError if it takes too many steps to count them."""
+        self._walk(self._root)
+        return self._most
+
+    def _walk(self, node: Any) -> _Shape:
+        """Return the shape of a schema; objects that are none, such as `$defs`, are walked through."""
+        if not isinstance(node, dict):
+            for item in node if isinstance(node, list) else ():
+                self._walk(item)
+            return _Shape()
+        parts = [_Shape(inner=self._inner(node))]
+        for key, value in node.items():
+            if key in ("anyOf", "oneOf") and isinstance(value, list):
+                parts.append(self._reduce([self._walk(item) for item in value], are_alternatives=True))
+            elif key == "allOf" and isinstance(value, list):
+                parts += [self._walk(item) for item in value]
+            elif key == "$ref" and isinstance(value, str):
+                parts.append(self._target(value))
+            elif key not in _INNER:
+                self._walk(value)
+        return self._reduce(parts, are_alternatives=False)
+
+    def _inner(self, node: dict[str, Any]) -> dict[str, _Shape]:
+        properties, prefix = node.get("properties"), node.get("prefixItems")
+        inner = {k: self._walk(v) for k, v in properties.items()} if isinstance(properties, dict) else {}
+        inner |= {f"[{i}]": self._walk(item) for i, item in enumerate(prefix)} if isinstance(prefix, list) else {}
+        if "items" in node:
+            inner["[]"] = self._walk(node["items"])
+        others = node.get("patternProperties")
+        shapes = [self._walk(value) for value in others.values()] if isinstance(others, dict) else []
+        shapes += [self._walk(node["additionalProperties"])] if "additionalProperties" in node else []
+        if shapes:  # a name has one of them
+            inner["*"] = self._reduce(shapes, are_alternatives=True)
+        return inner
+
+    def _target(self, pointer: str) -> _Shape:
+        if pointer not in self._targets:
+            self._targets[pointer] = _Shape()  # for a reference to itself
+            node = self._root
+            for part in unquote(pointer).lstrip("#").split("/")[1:]:
+                node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
+            self._targets[pointer] = self._walk(node)
+        return self._targets[pointer]
+
+    def _reduce(self, shapes: list[_Shape], *, are_alternatives: bool) -> _Shape:
+        return reduce(lambda a, b: self._merge(a, b, are_alternatives), shapes) if shapes else _Shape()
+
+    def _merge(self, a: _Shape, b: _Shape, are_alternatives: bool) -> _Shape:
+        """Return the shape of either one, or of both at once. Of alternatives' values the larger number counts."""
+        if not are_alternatives and (a.is_plain or b.is_plain):
+            return b if a.is_plain else a
+        known = self._merged.get((id(a), id(b), are_alternatives))
+        if known is not None:
+            return known[0]
+        self._num_steps += 1 + len(a.inner) + len(b.inner)
+        _at_most(MAX_STEPS, self._num_steps, "allOf, anyOf, $ref: steps to count their combinations", self._param)
+        inner = {}
+        for key in {*a.inner, *b.inner}:
+            mine, theirs = a.at(key), b.at(key)
+            if mine is not None and theirs is not None:
+                merged = self._merge(mine, theirs, are_alternatives)
+                inner[key] = _Shape(max(mine.count, theirs.count), merged.inner) if are_alternatives else merged
+            else:
+                inner[key] = mine or theirs or _Shape()
+        shape = _Shape(a.count + b.count if are_alternatives else a.count * b.count, inner)
+        if not are_alternatives and a.count > 1 and b.count > 1:
+            self._most = max(self._most, shape.count)
+        # With the operands, whose ids would else be others'.
+        self._merged[id(a), id(b), are_alternatives] = shape, a, b
+        return shape
 
 
 def _at_most(most: int, found: int, name: str, param: str) -> None:

@@ -36,22 +36,21 @@ def logits(num_rows, vocab, device, seed=0):
     return (torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3).to(device)
 
 
-@pytest.mark.parametrize(("vocab", "each"), [(3, 2), (1000, 2), (9001, 1)])
-def test_every_kind_of_row(vocab, each, device):
-    """The largest vocabulary takes three blocks of a row, which takes seconds in the interpreter: one row of a kind."""
-    rows = [row for row in ROWS.values() for _ in range(each)]
+@pytest.mark.parametrize("vocab", [3, 1000, 9001])
+def test_every_kind_of_row(vocab, device):
+    rows = list(ROWS.values())  # each takes a quarter of a second in the interpreter
     x = logits(len(rows), vocab, device)
     arguments = parameters(rows, device)
     tokens = sample(x, *arguments)
     assert tokens.tolist() == reference.sample(x.cpu(), *[a.cpu() for a in arguments]).tolist()
-    if vocab < 1000:
-        assert torch.equal(tokens, sample(x, *arguments))
+    assert torch.equal(tokens[-2:], sample(x[-2:], *[a[-2:] for a in arguments]))
 
 
 def test_a_row_is_drawn_alike_alone_and_beside_others(device):
-    x, arguments = logits(len(ROWS), 700, device), parameters(list(ROWS.values()), device)
+    rows = [ROWS[name] for name in ("greedy", "plain", "top-k", "top-p", "all")]
+    x, arguments = logits(len(rows), 700, device), parameters(rows, device)
     together = sample(x, *arguments)
-    alone = [sample(x[i : i + 1], *[a[i : i + 1] for a in arguments]) for i in range(len(ROWS))]
+    alone = [sample(x[i : i + 1], *[a[i : i + 1] for a in arguments]) for i in range(len(rows))]
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -64,7 +63,7 @@ def test_equal_logits(device):
         (1.0, 0, 0.1, 0.0): {1, 3, 6},
         (1.0, 0, 1.0, 0.1): {1, 3, 6, 0},
     }
-    rows = [row for row in kept for _ in range(4)]
+    rows = [row for row in kept for _ in range(2)]
     x = torch.tensor([1.0, 3.0, -0.0, 3.0, 0.0, -2.0, 3.0, 0.0], device=device).repeat(len(rows), 1)
     arguments = parameters(rows, device)
     tokens = sample(x, *arguments)
@@ -94,7 +93,7 @@ def test_draws_follow_the_distribution(device):
     expected = reference.sample(x.cpu(), *[a.cpu() for a in arguments])
     shares = expected.bincount(minlength=4) / count
     assert ((shares - probabilities).abs() < 5 * (probabilities * (1 - probabilities) / count).sqrt()).all()
-    assert torch.equal(sample(x[:64], *[a[:64] for a in arguments]).cpu(), expected[:64])
+    assert torch.equal(sample(x[:16], *[a[:16] for a in arguments]).cpu(), expected[:16])
 
 
 def test_uniforms_lie_in_the_unit_interval_and_repeat():

@@ -105,6 +105,63 @@ def test_schemas_that_would_take_seconds_or_never_end(schema: dict[str, Any], me
         check_schemas([schema], "guided_json")
 
 
+THREE: dict[str, Any] = {"anyOf": [{"required": [name]} for name in "abc"]}
+TO_THREE = {"$defs": {"three": THREE}}
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**TO_THREE, "allOf": [{"$ref": "#/$defs/three"}] * 7},
+        {"allOf": [{"properties": {"x": THREE}}] * 7},
+        {"allOf": [{"properties": {"x": {"properties": {"y": THREE}}}}] * 7},
+        {"allOf": [{"allOf": [THREE]}] * 7},
+        {"allOf": [{"items": THREE}] * 4 + [{"prefixItems": [THREE]}] * 3},
+        {"allOf": [{"additionalProperties": THREE}] * 4 + [{"properties": {"x": THREE}}] * 3},
+        {"allOf": [{"anyOf": [THREE, {}]}] * 4},
+        {"$defs": {f"d{i}": {**THREE, "$ref": f"#/$defs/d{i + 1}"} for i in range(7)}, "$ref": "#/$defs/d0"},
+        {
+            "properties": {"x": {**THREE, "oneOf": [{**THREE, "$ref": "#/y/a~1b"}]}},
+            "y": {"a/b": {"allOf": [THREE] * 4}},
+        },
+        {"$defs": {"d": {"properties": {"x": THREE}}}, "allOf": [{"$ref": "#/$defs/d"}] * 7},
+        {"anyOf": [{"allOf": [{"properties": {"x": THREE}}] * 7}]},
+    ],
+)
+def test_combinations_are_counted_behind_references_and_in_properties(schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="combinations of alternatives: expected at most 128"):
+        check_schemas([schema], "guided_json")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"properties": {"x": OPTIONAL, "y": OPTIONAL}} for _ in range(40)]},
+        {"properties": {f"p{i}": OPTIONAL for i in range(100)}},
+        {"$defs": {f"d{i}": {"properties": {"x": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, OPTIONAL]}}}
+                   for i in range(40)}, "$ref": "#/$defs/d0"},
+        {"properties": {"left": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "right": {"$ref": "#"}}},
+        {"allOf": [{"properties": {f"p{i}": THREE}} for i in range(30)]},
+        {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"x": OPTIONAL}}],
+         "$defs": {"base": {"properties": {"x": {"type": ["string", "null"]}, "y": THREE}}}},
+        {"allOf": [THREE, THREE]},
+        {"$ref": "#/nowhere", "allOf": [{"$ref": "http://example.com"}, {"$ref": "#/a/b/c"}]},
+    ],
+)  # fmt: skip
+def test_alternatives_that_do_not_meet_are_not_multiplied(schema: dict[str, Any]) -> None:
+    check_schemas([schema], "guided_json")
+
+
+def test_counting_combinations_ends_in_time() -> None:
+    """Shapes that share their parts: each pair is merged once, and all merges are bounded."""
+    twice = {f"d{i}": {"properties": {name: {"$ref": f"#/$defs/d{i + 1}"} for name in "abcd"}} for i in range(100)}
+    check_schemas([{"$defs": twice, "allOf": [{"$ref": "#/$defs/d0"}, {"$ref": "#/$defs/d0"}]}], "guided_json")
+    many = {f"d{i}": {"properties": {f"p{j}": THREE for j in range(i, i + 60)}} for i in range(1200)}
+    with pytest.raises(RequestError, match="steps to count their combinations: expected at most 500000"):
+        check_schemas([{"$defs": many, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in many]}], "guided_json")
+
+
 def test_many_patterns_of_different_values_are_served() -> None:
     fields: dict[str, Any] = {f"f{i}": pattern for i, pattern in enumerate(patterns(100))}
     check_schemas([{"properties": {**fields, "g": {"allOf": [{"$ref": "#"}]}}}], "guided_json")
