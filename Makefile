@@ -5,9 +5,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Of `make demo`.
 PORT   ?= 8080
+# Of the tests: one process more than there are cores, for many tests wait. Each needs about 1.5 GB.
+TESTERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := $(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: demo test unit lint types bench gpu clean
+.PHONY: demo test unit quick lint types bench gpu clean
 
 demo: $(STAMP)
 	$(BIN)/loraplex up --demo --port $(PORT) --data-dir .loraplex
@@ -15,7 +18,11 @@ demo: $(STAMP)
 test: lint types unit
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+# Without real servers and without what takes a core for long.
+quick: $(STAMP)
+	$(PYTEST) -m "not integration"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -27,7 +27,8 @@ from gateway.settings import Settings
 from loraplex.cli import main
 from loraplex.demo import ensure_demo_model
 from loraplex.local import valkey_binary
-from tests.e2e.stack import CACHE, ROOT, Tenant, free_port, http
+from tests.e2e.stack import CACHE, ROOT, Tenant, http
+from tests.ports import free_port
 
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 OURS = ("migrate", "engine", "gateway")

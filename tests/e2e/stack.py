@@ -5,31 +5,25 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 # The model is fetched and converted once; CI may keep this folder between runs.
 CACHE = Path(os.environ.get("LORAPLEX_TEST_CACHE", ROOT / ".loraplex-test"))
 START_SECONDS = 300
 READY = "Ctrl-C stops everything."
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def data_dir(root: Path) -> Path:

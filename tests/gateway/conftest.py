@@ -40,20 +40,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
+def redis_url(starts_servers: None) -> Iterator[str]:
     with ValkeyServer() as server:
         yield server.connection_url
 
 
 @pytest.fixture(scope="session")
-def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def cluster_url(starts_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Three nodes."""
     with valkey_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster.url
 
 
 @pytest.fixture(params=["redis_url", "cluster_url"])
-async def any_redis(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+async def any_redis(starts_servers: None, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
     """One server, and a cluster."""
     redis = connect(request.getfixturevalue(request.param), timeout=30.0)
     yield redis
@@ -71,7 +71,7 @@ def quota(redis: Client) -> Quota:
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Any]:
+def postgres(starts_servers: None) -> Iterator[Any]:
     # A short path, for it holds a Unix socket.
     with tempfile.TemporaryDirectory(prefix="pg") as folder:
         # The package reads it on import, and warns where it is not set.
@@ -82,36 +82,66 @@ def postgres() -> Iterator[Any]:
             yield server
 
 
-@pytest.fixture
-async def postgres_url(postgres: Any) -> str:
-    """A database of its own for each test."""
+async def new_database(postgres: Any, template: str = "template1") -> str:
+    """Create a database as a copy of `template` and return its name."""
     name = f"t{uuid.uuid4().hex}"
     connection = await asyncpg.connect(postgres.get_uri())
     try:
-        await connection.execute(f"CREATE DATABASE {name}")
+        await connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
     finally:
         await connection.close()
-    return postgres.get_uri(database=name)
+    return name
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture
+async def postgres_url(postgres: Any) -> str:
+    """An empty database of its own for each test."""
+    return postgres.get_uri(database=await new_database(postgres))
+
+
+@pytest.fixture(scope="session")
+def migrated_template(postgres: Any) -> str:
+    """The name of a PostgreSQL database of the newest schema, to be copied."""
+    name = asyncio.run(new_database(postgres))
+    migrate(postgres.get_uri(database=name))
+    return name
+
+
+@pytest.fixture
+async def migrated_postgres_url(postgres: Any, migrated_template: str) -> str:
+    return postgres.get_uri(database=await new_database(postgres, migrated_template))
+
+
+BOTH = ["sqlite", pytest.param("postgres", marks=pytest.mark.integration)]
+
+
+@pytest.fixture(params=BOTH)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database of its own for each test, on SQLite and on PostgreSQL."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/records.db"
     return request.getfixturevalue("postgres_url")
 
 
+@pytest.fixture(params=BOTH)
+def migrated_url(request: pytest.FixtureRequest, tmp_path: Path, migrated: Path) -> str:
+    """A database of the newest schema for each test, on SQLite and on PostgreSQL."""
+    if request.param == "postgres":
+        return request.getfixturevalue("migrated_postgres_url")
+    shutil.copy(migrated, tmp_path / "records.db")
+    return f"sqlite:///{tmp_path}/records.db"
+
+
 @pytest.fixture
-async def database(database_url: str) -> AsyncIterator[Database]:
+async def database(migrated_url: str) -> AsyncIterator[Database]:
     """Migrated, on SQLite and on PostgreSQL."""
-    database = Database(database_url)
-    await database.upgrade()
+    database = Database(migrated_url)
     yield database
     await database.close()
 
 
 @pytest.fixture
-async def upstream() -> AsyncIterator[Upstream]:
+async def upstream(starts_servers: None) -> AsyncIterator[Upstream]:
     async with Upstream().serving() as upstream:
         yield upstream
 

@@ -20,9 +20,8 @@ from tests.gateway.running import ADMIN_KEY, PEPPER, until
 
 
 @pytest.fixture
-async def postgres_database(postgres_url: str) -> Any:
-    database = Database(postgres_url)
-    await database.upgrade()
+async def postgres_database(migrated_postgres_url: str) -> Any:
+    database = Database(migrated_postgres_url)
     yield database
     await database.close()
 
@@ -275,15 +274,14 @@ async def test_known_keys_are_believed_as_long_as_the_operator_says(database_url
     await database.close()
 
 
-async def test_a_server_that_became_read_only_is_connected_to_anew(postgres_url: str):
+async def test_a_server_that_became_read_only_is_connected_to_anew(migrated_postgres_url: str):
     """Put the server in the state after a switchover: connections and reads succeed, every write fails."""
-    database = Database(postgres_url)
-    await database.upgrade()
+    database = Database(migrated_postgres_url)
     await database.close()
 
     async def read_only(value: str) -> None:
-        name = postgres_url.split("/")[3].split("?")[0]
-        operator = await asyncpg.connect(postgres_url)
+        name = migrated_postgres_url.split("/")[3].split("?")[0]
+        operator = await asyncpg.connect(migrated_postgres_url)
         await operator.execute("SET default_transaction_read_only = off")
         await operator.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = {value}")
         await operator.close()

@@ -11,8 +11,8 @@ from gateway.records.database import Database
 from gateway.serve import listening
 from gateway.settings import Settings, SettingsError
 from tests.gateway.running import Client, Gateway, running, settings, until
-from tests.gateway.test_workers import free_ports
 from tests.gateway.upstream import Upstream
+from tests.ports import free_ports
 
 
 class Seen(Exception):

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -15,14 +14,9 @@ import pytest
 from tests.engine.tiny import save_model
 from tests.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
 from tests.gateway.upstream import TOKEN
+from tests.ports import free_port
 
 START_SECONDS = 100.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(model: Path, gateway: Gateway, log: Path) -> "subprocess.Popen[bytes]":

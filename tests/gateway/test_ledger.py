@@ -103,9 +103,8 @@ async def is_empty(redis: Redis) -> bool:
     return await redis.xlen(stream_key("t1")) == 0
 
 
-async def test_two_ledgers_share_what_was_left_behind(postgres_url: str, redis: Redis, tmp_path: Path):
-    databases = [Database(postgres_url) for _ in range(2)]
-    await databases[0].upgrade()
+async def test_two_ledgers_share_what_was_left_behind(migrated_postgres_url: str, redis: Redis, tmp_path: Path):
+    databases = [Database(migrated_postgres_url) for _ in range(2)]
     for i in range(1200):
         await add(redis, row(f"r{i}"), f"1-{i + 1}")
     async with contextlib.AsyncExitStack() as stack:

@@ -16,10 +16,10 @@ from gateway.admission.sentinel import parse
 from gateway.admission.store import connect
 from gateway.errors import Unavailable
 from gateway.settings import SettingsError
-from loraplex.local import free_port
 from tests.gateway.principals import principal
 from tests.gateway.quotas import settle, take
 from tests.gateway.running import settings, until
+from tests.ports import free_port
 
 SENTINELS = 3
 PATIENCE_MS = 2000

@@ -12,8 +12,9 @@ from tests.gateway.mutated_archives import tar_header
 from tests.gateway.running import settings, until
 from tests.gateway.test_adapters import files, push
 from tests.gateway.test_uploads import leftovers, trickle
-from tests.gateway.test_workers import children, free_ports, program
+from tests.gateway.test_workers import children, program
 from tests.gateway.upstream import Upstream
+from tests.ports import free_ports
 
 PATIENCE_SECONDS = 120.0
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,24 +17,10 @@ from gateway.settings import Settings, SettingsError
 from gateway.workers import reserve_port
 from tests.gateway.running import Gateway, settings, until
 from tests.gateway.upstream import TOKEN, Upstream
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 60
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody has."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = probe.getsockname()[1]
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
 
 
 @asynccontextmanager
