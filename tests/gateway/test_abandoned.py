@@ -141,6 +141,7 @@ async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
             assert await redis.zcard(f"loraplex:{{{who.tenant.id}}}:leases") == 0
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
     """By a gateway that lives: the engine counted tokens that never reached it."""
     async with Upstream().serving() as gone:

@@ -32,7 +32,7 @@ PATIENCE = 90.0
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(starts_servers: None, tmp_path: Path) -> Iterator[Cluster]:
     with valkey_cluster(tmp_path, replica=True) as cluster:
         yield cluster
 

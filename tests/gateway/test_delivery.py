@@ -185,6 +185,7 @@ async def test_unread_answers_take_bounded_memory(serve: Any, ask: Ask, upstream
         assert await metric(gateway, UNREAD) <= 2**22
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_a_large_answer_stalls_nobody():
     """Read, renamed and sent on in steps of some milliseconds; the double's making of it is before the probe."""
     place = {str(t): {"logprob": -1.5, "rank": 1, "decoded_token": "word"} for t in range(20)}

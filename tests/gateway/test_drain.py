@@ -101,6 +101,7 @@ async def see_it_leave(of: Settings) -> None:
         raise Seen
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_a_start_waits_for_the_database_and_then_says_what_is_wrong(caplog: pytest.LogCaptureFixture):
     port = free_ports(1)
     database = Database(f"postgresql://someone@127.0.0.1:{port}/records")

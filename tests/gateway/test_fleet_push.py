@@ -76,6 +76,7 @@ async def test_an_engine_that_says_it_is_leaving_gets_nothing_more(session: Clie
         assert upstream.followers == 1
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_what_became_of_an_engine_that_falls_silent_is_asked(session: ClientSession):
     async with Upstream().serving() as engine:
         port = int(engine.url.rsplit(":", 1)[1])

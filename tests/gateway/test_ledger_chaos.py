@@ -9,6 +9,7 @@ from benchmarks.ledger_chaos import run
 from benchmarks.ledger_chaos_check import is_exact
 
 
+@pytest.mark.usefixtures("starts_servers")
 @pytest.mark.timeout(170)
 async def test_the_ledger_is_exact_whatever_dies():
     found = await run(requests=200, at_once=16, rounds=1, pause=0.4, seed=3, seconds=60.0)

@@ -109,6 +109,7 @@ async def test_a_stall_is_no_outage_of_redis(fresh: bool, redis: Redis):
         await store.close()
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_a_silent_server_is_given_up_though_the_loop_stalls_now_and_then():
     silent = socket.socket()
     silent.bind(("127.0.0.1", 0))

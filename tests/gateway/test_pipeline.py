@@ -130,6 +130,7 @@ async def test_a_reset_fails_what_waits_also_before_there_is_a_connection(pipeli
     assert await pipeline.send("ECHO", "again") == b"again"
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_a_server_that_is_not_there_fails_every_call():
     with socket.socket() as bound:  # and does not listen, so that connections are refused
         bound.bind(("127.0.0.1", 0))

@@ -241,6 +241,7 @@ async def test_an_answer_that_came_too_late_is_nobody_elses(redis: Client):
     await store.close()
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_a_server_that_does_not_answer_is_given_up_in_time():
     """A socket that accepts and stays silent: worse than one that is closed. After two calls nobody waits for it."""
     silent = socket.socket()

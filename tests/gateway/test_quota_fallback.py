@@ -27,7 +27,7 @@ PRICE = Price(output=1_000_000)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+def server(starts_servers: None, tmp_path: Path) -> Iterator[ValkeyServer]:
     server = ValkeyServer(data_dir=tmp_path / "valkey")
     server.start()
     yield server

@@ -41,7 +41,7 @@ PRICE = Price(output=1_000_000)
 
 
 @pytest.fixture
-def server() -> Iterator[ValkeyServer]:
+def server(starts_servers: None) -> Iterator[ValkeyServer]:
     """Its own: it is emptied."""
     with ValkeyServer() as server:
         yield server

@@ -35,6 +35,7 @@ async def records(tmp_path: Path, migrated: Path) -> AsyncIterator[Database]:
     await database.close()
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_an_older_snapshot_is_noticed_and_healed_from_the_ledger(records: Database, tmp_path: Path):
     """More is spent after the snapshot; one request runs since before it, another since after it. Redis is killed and
     starts from the snapshot; both requests end later."""

@@ -61,7 +61,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Servers]:
+def servers(starts_servers: None, tmp_path: Path) -> Iterator[Servers]:
     """A master, its replica, and three sentinels."""
     ports = [free_port() for _ in range(2 + SENTINELS)]
     with ExitStack() as stack:

@@ -55,6 +55,7 @@ async def state_of(redis: Client) -> str:
     return quota.store_warnings
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_settings_that_keep_everything_are_ok_and_a_server_that_forbids_the_question_is_unknown(tmp_path: Path):
     with ValkeyServer(data_dir=tmp_path / "valkey") as server:
         async with Redis(port=server.port) as admin, connect(server.connection_url, 30.0) as redis:

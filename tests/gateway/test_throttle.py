@@ -116,6 +116,7 @@ async def test_processes_share_the_count_through_redis(redis_url: str, monkeypat
         assert await redis.pttl(key) <= (BURST + 1) * SECONDS_EACH * 1000
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_without_redis_each_process_counts_by_itself(unused_tcp_port_factory):
     async with Redis.from_url(f"redis://127.0.0.1:{unused_tcp_port_factory()}") as redis:
         logins = FailedLogins(Metrics(), lambda _: False, redis)

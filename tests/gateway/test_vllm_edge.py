@@ -152,6 +152,7 @@ class Elsewhere:
                 yield self
 
 
+@pytest.mark.usefixtures("starts_servers")
 @pytest.mark.parametrize("kind", ["", "vllm+"])
 async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
     async with Elsewhere().serving() as elsewhere, ClientSession() as session:

@@ -100,6 +100,7 @@ async def test_workers_end_with_their_parent(tmp_path: Path, model_dir: Path, up
         await until(gone, START_SECONDS)
 
 
+@pytest.mark.usefixtures("starts_servers")
 def test_a_port_is_not_shared_with_strangers():
     with reserve_port("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
