@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PORT   ?= 8080
 # Of the tests: one process more than there are cores, for many tests wait. Each needs about 1.5 GB.
 TESTERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-PYTEST := $(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: demo test unit quick lint types bench gpu clean

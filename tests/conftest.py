@@ -4,6 +4,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +23,6 @@ with contextlib.suppress(ImportError):
     # Its own search begins at 16379 in every process, so that two processes find the same port.
     port_finder.find_free_port = lambda host: free_port()
 
-IS_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
-
 
 @pytest.fixture(scope="session")
 def starts_servers() -> None:
@@ -37,10 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.integration)
     _leave_out_slow(config, items)
     _skip_without_cuda(items)
-    if IS_PARALLEL:
-        _group(items)
-        # The longest first, so that no process is left alone with them at the end.
-        items.sort(key=_patience, reverse=True)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _longest_first(items)
 
 
 def _leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,22 +59,25 @@ def _skip_without_cuda(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def _group(items: list[pytest.Item]) -> None:
-    """Keep a file's tests in one process if they share a fixture of the module, which would start in each otherwise."""
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Sort files by their longest time-out, so that no process is left alone with a long test at the end."""
+    longest: dict[Path, float] = {}
     for item in items:
-        if item.get_closest_marker("xdist_group") is None and _has_module_fixtures(item):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        mark = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0.0), float(mark.args[0]) if mark else 0.0)
+    items.sort(key=lambda item: longest[item.path], reverse=True)
 
 
-def _has_module_fixtures(item: pytest.Item) -> bool:
-    known = getattr(item, "_fixtureinfo", None)
-    found = known.name2fixturedefs.values() if known else ()
-    return any(each.scope == "module" and each.baseid for definitions in found for each in definitions)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file in one process, for its fixtures, and the end-to-end tests, for their stack."""
+    from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
 
-def _patience(item: pytest.Item) -> float:
-    mark = item.get_closest_marker("timeout")
-    return float(mark.args[0]) if mark and mark.args else 0.0
+    return Scheduling(config, log)
 
 
 class Running:

@@ -14,9 +14,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
             # The first test waits for the model to be fetched and the stack to start.
             item.add_marker(pytest.mark.timeout(420))
-            if "stack" in item.fixturenames:
-                # In one process of `pytest -n`, so that one stack serves them all.
-                item.add_marker(pytest.mark.xdist_group("stack"))
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
@@ -81,32 +80,44 @@ async def test_a_loop_that_always_lags_does_not_keep_a_call_for_ever():
                 await asyncio.sleep(600)
 
 
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    redis = connect(redis_url, timeout=1.0)
-    assert isinstance(redis, Redis)
-    yield redis
-    await redis.aclose()
+class Asked:
+    """Calls under way on a store of its own: answered by the server at once, and after a while."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis, self.store = redis, Store(redis, timeout=1.0)
+
+    async def begin(self, fresh: bool) -> None:
+        if not fresh:
+            await self.store.call(self.redis.ping)
+            await self.store.script("t", "expired", 1)
+        self.calls = [asyncio.create_task(self.store.script("t", "expired", 1)) for _ in range(5)]
+        self.waiting = asyncio.create_task(
+            self.store.call(lambda: self.redis.blpop(["nothing-comes-here"], timeout=0.1))
+        )
+
+    async def end(self) -> None:
+        assert await asyncio.gather(*self.calls) == [[]] * 5
+        assert await self.waiting is None
+        assert not self.store.away
+        await self.store.ping()
+        await self.store.close()
+        await self.redis.aclose()
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["connecting", "connected"])
-async def test_a_stall_is_no_outage_of_redis(fresh: bool, redis: Redis):
+async def test_a_stall_is_no_outage_of_redis(fresh: bool, redis_url: str):
     """Calls under way while the loop stands still for twice their deadline get their answers."""
-    for offset in (0.0, 0.001, 0.1, 0.8):
-        store = Store(redis, timeout=1.0)
-        if not fresh:
-            await store.call(redis.ping)
-            await store.script("t", "expired", 1)
-        # Answered by the server at once, and after a while.
-        calls = [asyncio.create_task(store.script("t", "expired", 1)) for _ in range(5)]
-        waiting = asyncio.create_task(store.call(lambda: redis.blpop(["nothing-comes-here"], timeout=0.1)))
-        await asyncio.sleep(offset)
-        stand_still(2.0)
-        assert await asyncio.gather(*calls) == [[]] * 5
-        assert await waiting is None
-        assert not store.away
-        await store.ping()
-        await store.close()
+    asked = []
+    # Begun 0.8 s, 0.1 s, 1 ms before the loop stands still, and at that moment.
+    for pause in (0.7, 0.099, 0.001, 0.0):
+        redis = connect(redis_url, timeout=1.0)
+        assert isinstance(redis, Redis)
+        asked.append(Asked(redis))
+        await asked[-1].begin(fresh)
+        await asyncio.sleep(pause)
+    stand_still(2.0)
+    for each in asked:
+        await each.end()
 
 
 @pytest.mark.usefixtures("starts_servers")
