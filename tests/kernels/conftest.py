@@ -5,6 +5,17 @@ import pytest
 import torch
 import triton.language as tl
 
+from kernels.threads import usable_cpus
+
+
+@pytest.fixture(autouse=True)
+def as_many_threads_as_cores():
+    """Compute with a team, also in the processes of `pytest -n` (see tests/conftest.py)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cpus())
+    yield
+    torch.set_num_threads(before)
+
 
 @pytest.fixture
 def device() -> torch.device:

@@ -141,6 +141,7 @@ def test_what_cannot_be_done_is_one_line_and_1(arguments, env, says):
     assert says in refused(run(*arguments, env=env), 1)
 
 
+@pytest.mark.usefixtures("starts_servers")
 def test_an_engine_or_a_gateway_on_a_port_in_use_says_so_as_up_does(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     secrets = dict.fromkeys(("INTERNAL_TOKEN", "KEY_PEPPER", "ADMIN_KEY"), "5f0c9a1e7b3d4826c41d07e9")

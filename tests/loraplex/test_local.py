@@ -32,6 +32,7 @@ def options(**changes) -> UpOptions:
     return UpOptions(**fields | changes)
 
 
+@pytest.mark.usefixtures("starts_servers")
 def test_a_port_in_use_is_refused_and_a_free_one_is_not():
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))

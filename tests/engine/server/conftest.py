@@ -11,7 +11,8 @@ from tests.engine.tiny import save_adapter, save_model
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(starts_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, which tests start servers on."""
     folder = tmp_path_factory.mktemp("tiny")
     save_model(folder)
     return folder
@@ -25,7 +26,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(starts_servers: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     running = RunningServer(model, tmp_path_factory.mktemp("store"))
     yield running
     running.close()

@@ -59,7 +59,7 @@ class Fuzzer:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(starts_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = save_tool_model(tmp_path_factory.mktemp("fuzz") / "model", "hermes")
     running = RunningServer(folder, config={"max_model_len": 256})
     yield running

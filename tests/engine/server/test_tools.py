@@ -28,7 +28,9 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 @pytest.fixture(scope="module", params=["hermes", "llama3_json"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(
+    starts_servers: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
     folder: Path = tmp_path_factory.mktemp("tools") / request.param
     running = RunningServer(save_tool_model(folder, request.param))
     yield running
