@@ -43,6 +43,7 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not():
     check_port("127.0.0.1", free_port())
 
 
+@pytest.mark.usefixtures("starts_servers")
 def test_an_address_that_is_not_ours_is_refused():
     with pytest.raises(UpError, match=r"192\.0\.2\.1 port 8080"):
         check_port("192.0.2.1", 8080)
