@@ -43,6 +43,7 @@ from gateway.api.pieces import close_unread
 from gateway.api.prompts import PromptReader
 from gateway.api.usage import Usage
 from gateway.background import running
+from gateway.connections import Connections
 from gateway.drain import Drain
 from gateway.errors import error_boundary
 from gateway.fleet.addresses import ANNOUNCED
@@ -73,6 +74,7 @@ from gateway.records.usage_stream import UsageStream
 from gateway.records.usage_writer import UsageWriter
 from gateway.settings import OFF, Settings, SettingsError
 from gateway.tracing import UNTRACED
+from gateway.unserved import UnservedRate
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ QUOTA = web.AppKey("quota", Quota)
 REGISTRY = web.AppKey("registry", Registry)
 LEDGER = web.AppKey("ledger", Ledger)
 DRAIN = web.AppKey("drain", Drain)
+CONNECTIONS = web.AppKey("connections", Connections)
 
 # How long the last usage rows may take to reach the database on the way out, beside the requests' own time.
 FLUSH_SECONDS = 20.0
@@ -214,14 +217,17 @@ async def make_app(settings: Settings) -> web.Application:
     # A request meets these from the outside in.
     wrong_keys = FailedLogins(metrics, auth.is_issued, redis, settings.database_url).middleware()
     observed = observe(metrics, settings.proxy_networks)
-    middlewares = [observed, error_boundary, wrong_keys, known_parameters, idempotency.for_admin_calls(auth)]
+    connected = Connections(settings.max_connections, metrics)
+    unserved = UnservedRate(settings.unserved_per_second, auth.is_issued, metrics)
+    front = [observed, connected.middleware(), unserved.middleware()]
+    middlewares = [*front, error_boundary, wrong_keys, known_parameters, idempotency.for_admin_calls(auth)]
     if settings.admin_port is not None:
-        middlewares.insert(2, keep_off_public_port(settings.admin_port))
+        middlewares.insert(4, keep_off_public_port(settings.admin_port))
     if tracing is not None:
         middlewares.insert(0, trace_requests(tracing, lambda route: route not in UNTRACED))
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
     drain = Drain()
-    app[DRAIN] = drain
+    app[DRAIN], app[CONNECTIONS] = drain, connected
     app.on_response_prepare.extend([add_request_id, hide_server, drain.close_connection, close_unread])
     # Ended in reverse: requests' accounts first, then what they are written to.
     app.cleanup_ctx.extend([traces, connections, schema, access, costs, leases, engines, usage, accounts])

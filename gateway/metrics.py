@@ -161,6 +161,19 @@ class Metrics:
             "Bytes of answers that clients have not read.",
             registry=self.registry,
         )
+        self._connections = Gauge(
+            "loraplex_gateway_connections", "Open connections of clients.", registry=self.registry
+        )
+        self._closed_connections = Counter(
+            "loraplex_gateway_connections_closed",
+            "Connections closed because too many were open.",
+            registry=self.registry,
+        )
+        self._delayed = Counter(
+            "loraplex_gateway_delayed_requests",
+            "Requests that waited because their key or address sends too many that no engine serves.",
+            registry=self.registry,
+        )
         # Of every request. The library looks a child up under a lock each time; these are as many, and as few.
         self._requests_of = cache(self._requests.labels)
         self._latency_of = cache(self._latency.labels)
@@ -209,6 +222,15 @@ class Metrics:
 
     def slow_reader_cut(self) -> None:
         self._slow_readers.inc()
+
+    def delayed(self) -> None:
+        self._delayed.inc()
+
+    def connection_closed(self) -> None:
+        self._closed_connections.inc()
+
+    def watch_connections(self, number: Callable[[], int]) -> None:
+        self._connections.set_function(number)
 
     def watch_bodies(self, held: Callable[[], int]) -> None:
         self._bodies.set_function(held)

@@ -1,6 +1,7 @@
 """The gateway's life: bind, signals, drain, worker processes."""
 
 import asyncio
+import ctypes
 import gc
 import json
 import logging
@@ -15,7 +16,9 @@ from engine.http_log import http_logger
 from gateway.access import hide_server
 from gateway.api.health import MetricsPage
 from gateway.api.pieces import READ_BUFFER_BYTES
-from gateway.app import DRAIN, METRICS, make_app
+from gateway.app import CONNECTIONS, DRAIN, METRICS, make_app
+from gateway.background import running
+from gateway.connections import allow_descriptors
 from gateway.metrics import Metrics
 from gateway.settings import Settings, SettingsError
 from gateway.workers import Supervisor
@@ -24,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # The interval at which Python threads offer the interpreter lock; Python's own is 5 ms.
 SWITCH_SECONDS = 0.0005
+# glibc's name for the size from which a buffer gets pages of its own, and that size.
+M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES = -3, 2**18
 # A head's fields and the size of one. A connection may hold all of them before anybody knows whose it is.
 MAX_HEADERS = 64
 MAX_HEADER_BYTES = 4096
@@ -66,6 +71,15 @@ def _steady() -> None:
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)
+    _return_memory()
+
+
+def _return_memory() -> None:
+    """Have glibc return large buffers to the system when they are freed. By default it raises its threshold to the
+    largest buffer that was freed, and further bodies then fragment the heap of each thread that handled one."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if sys.platform == "linux" and mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES)
 
 
 async def _serve(settings: Settings, parent: int | None, ready: Callable[[str], None]) -> None:
@@ -125,6 +139,9 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
     )
     try:
         await runner.setup()
+        server = runner.server
+        assert server is not None
+        allow_descriptors(settings.max_connections)
         shared = settings.workers > 1
         await _bind(runner, "LORAPLEX_PORT", settings.host, settings.port, shared=shared)
         if settings.admin_port is not None:
@@ -133,7 +150,8 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
             await metrics_runner.setup()
             await _bind(metrics_runner, "LORAPLEX_METRICS_PORT", settings.host, settings.metrics_port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        yield f"http://{host}:{runner.addresses[0][1]}"
+        async with running(app[CONNECTIONS].watch(lambda: server.connections)):
+            yield f"http://{host}:{runner.addresses[0][1]}"
         await app[DRAIN].run(runner, settings.drain_delay)
     finally:
         # Metrics are served last, so that a scrape sees the drain.

@@ -86,6 +86,10 @@ class Settings:
     # Requests that wait here while every engine is full, and seconds that one waits at most; beyond either, 429.
     queue_length: int = 512
     queue_seconds: float = 30.0
+    # Open connections of one worker: a tenant may hold half of them, clients without a proved key a quarter together.
+    max_connections: int = 4096
+    # Requests a second of one key, or one address without a key, that no engine serves; beyond them, they wait.
+    unserved_per_second: float = 20.0
     # A connection on which no whole head of a request has come for this long is closed.
     idle_timeout: float = 75.0
     # A JSON body must have come within this time of its head.
@@ -185,6 +189,8 @@ class Settings:
             "max_lora_rank",
             "ledger_queue",
             "journal_bytes",
+            "max_connections",
+            "unserved_per_second",
             "idle_timeout",
             "body_timeout",
             "request_timeout",

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from engine import http_body
 from gateway.api.body_memory import BODY_MEMORY, FREE_BYTES, OPERATOR, BodyShare
-from gateway.api.pieces import Pieces
+from gateway.api.pieces import COST, Pieces
 from gateway.errors import BadRequest, TooSlow
 
 T = TypeVar("T")
@@ -68,9 +68,10 @@ async def read_shared(request: web.Request, share: BodyShare) -> bytes:
     try:
         async with asyncio.timeout(request.config_dict[BODY_TIMEOUT]):
             is_compressed = http_body.is_compressed(request)
-            raw, pieces = bytearray(), Pieces(request.content)
+            raw, pieces = bytearray(), Pieces(request)
             while piece := await pieces.next():
                 raw += piece
+                request[COST] = max(request.get(COST, 0), len(raw))
                 if len(raw) > limit:
                     raise web.HTTPRequestEntityTooLarge(limit, len(raw))
                 if len(raw) > length:
@@ -80,6 +81,7 @@ async def read_shared(request: web.Request, share: BodyShare) -> bytes:
                 share.take(len(raw) + min(limit, len(raw) * MAX_DEFLATE_RATIO))
                 whole = await share.run(partial(http_body.decompress, raw, limit))
                 share.take(len(whole))
+                request[COST] += len(whole)
                 return whole
             return bytes(raw)
     except TimeoutError as error:

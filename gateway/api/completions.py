@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
@@ -12,11 +13,11 @@ from aiohttp import ClientError, web
 from msgspec import Raw
 
 from engine.tracing import NO_SPAN, SPAN
-from gateway.admission.auth import Authenticator
+from gateway.admission.auth import Authenticator, TenantPrincipal
 from gateway.admission.quota import Quota
 from gateway.api.accounting import Account, Accounting, lease_note
 from gateway.api.bodies import json_response, read_shared
-from gateway.api.body_memory import BODY_MEMORY
+from gateway.api.body_memory import BODY_MEMORY, BodyShare
 from gateway.api.charges import Ending, ending_after, ending_of
 from gateway.api.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
 from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
@@ -39,6 +40,7 @@ from gateway.records.catalog import Adapter, Catalog
 from gateway.records.prices import PriceList
 from gateway.records.tenants import Tenant
 from gateway.tracing import describe_request
+from gateway.turns import Turns
 
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -48,6 +50,10 @@ STREAM_HEADERS = {
 }
 # W3C's Trace Context, level 1; what does not look like it is not passed on.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+# Requests of one tenant that are checked and reserved at a time. The others of a burst wait, so that the event loop
+# gets to other tenants' requests between them.
+ADMISSIONS_EACH = 8
 
 
 class Completions:
@@ -81,6 +87,7 @@ class Completions:
         self._deliveries = deliveries
         self._max_answer_bytes = max_answer_bytes
         self._request_timeout = request_timeout
+        self._turns = Turns(sys.maxsize, ADMISSIONS_EACH)
         self._started = int(time.time())
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -110,6 +117,20 @@ class Completions:
         tenant = principal.tenant
         share = held.enter_context(request.config_dict[BODY_MEMORY].share(tenant.id))
         raw = await read_shared(request, share)
+        async with self._turns.turn(tenant.id):
+            return await self._reserve(request, endpoint, principal, raw, share, arrived)
+
+    async def _reserve(
+        self,
+        request: web.Request,
+        endpoint: Endpoint,
+        principal: TenantPrincipal,
+        raw: bytes,
+        share: BodyShare,
+        arrived: float,
+    ) -> tuple[InferenceRequest, Account]:
+        """Check the body and reserve what it may use of the tenant's limits."""
+        tenant = principal.tenant
         parsed = await self._prompts.parse(raw, endpoint, share)
         principal.check_model(parsed.model)
         model = await self._catalog.resolve(tenant, parsed.model)

@@ -1,6 +1,6 @@
 """A request's body as it comes off the wire: its pieces, and the end of a connection whose body nobody reads."""
 
-from aiohttp import StreamReader, hdrs, web
+from aiohttp import hdrs, web
 
 from gateway.errors import BadRequest
 
@@ -12,12 +12,19 @@ LEAST_CHUNK_BYTES = 64
 READ_BUFFER_BYTES = 2**14
 
 
-class Pieces:
-    """The pieces of a body. least_chunk: bytes of a chunk, on average, where there are many."""
+# The cost of a body to this process, in bytes: those that were read or decompressed, at least CHUNK_COST for each chunk.
+# Uploads count chunks only, because they have limits of their own.
+COST = web.RequestKey("cost", int)
+CHUNK_COST = 1024
 
-    def __init__(self, content: StreamReader, least_chunk: int = LEAST_CHUNK_BYTES) -> None:
+
+class Pieces:
+    """The pieces of a request's body. least_chunk: bytes of a chunk, on average, where there are many."""
+
+    def __init__(self, request: web.Request, least_chunk: int = LEAST_CHUNK_BYTES) -> None:
         self.num_bytes = 0
-        self._content = content
+        self._request = request
+        self._content = request.content
         self._least_chunk = least_chunk
         self._num_chunks = 0
 
@@ -26,7 +33,9 @@ class Pieces:
         while not self._content.at_eof():
             piece, ends_chunk = await self._content.readchunk()
             self.num_bytes += len(piece)
-            self._num_chunks += ends_chunk
+            if ends_chunk:
+                self._num_chunks += 1
+                self._request[COST] = CHUNK_COST * self._num_chunks
             if self._num_chunks > FREE_CHUNKS and self.num_bytes < self._least_chunk * self._num_chunks:
                 raise BadRequest(
                     f"The body's chunks are too small: expected at least {self._least_chunk} bytes on average "

@@ -163,7 +163,7 @@ class _Body:
     def __init__(self, request: web.Request, rules: UploadRules) -> None:
         # The disk takes large pieces; the limit of chunks that wait stays.
         request.content.set_read_chunk_size(READ_BYTES)
-        self._pieces = Pieces(request.content, LEAST_CHUNK_BYTES)
+        self._pieces = Pieces(request, LEAST_CHUNK_BYTES)
         self._rules = rules
         # Start of the minimum rate; waits for our own disk move it.
         self._begun = time.monotonic() + rules.grace_seconds

@@ -140,6 +140,8 @@ def settings(folder: Path, model_dir: Path, engines: list[str], redis_url: str, 
         "redis_timeout": 10.0,
         "shutdown_seconds": 1.0,
         "default_max_tokens": 64,
+        # A test is no flood.
+        "unserved_per_second": 1e6,
     }
     return Settings.load({}, **values | overrides)
 

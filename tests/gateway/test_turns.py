@@ -1,0 +1,42 @@
+"""Places in turn: each owner has so many at most, and nothing is lost when a waiting task is cancelled."""
+
+import asyncio
+import random
+import sys
+
+import pytest
+
+from gateway.turns import Turns
+
+
+@pytest.mark.parametrize(("places", "each"), [(sys.maxsize, 8), (2, 1), (5, 3)])
+async def test_no_owner_has_more_than_its_places_whoever_leaves(places: int, each: int):
+    rng, turns = random.Random(7), Turns(places, each)
+    held: dict[str, int] = {"a": 0, "b": 0, "c": 0}
+    most = dict.fromkeys(held, 0)
+
+    async def one(owner: str) -> None:
+        async with turns.turn(owner):
+            held[owner] += 1
+            most[owner] = max(most[owner], held[owner])
+            assert sum(held.values()) <= places
+            try:
+                await asyncio.sleep(rng.random() / 200)
+            finally:
+                held[owner] -= 1
+
+    tasks = [asyncio.ensure_future(one(rng.choice("abc"))) for _ in range(300)]
+    for task in rng.sample(tasks, 150):
+        await asyncio.sleep(0.0005)
+        task.cancel()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+    assert not [result for result in results if isinstance(result, Exception)]
+    assert max(most.values()) <= each
+    # Nothing was lost: as many places as before are free at once.
+    async with asyncio.timeout(5):
+        for owner in held:
+            for _ in range(min(each, places)):
+                await turns.turn(owner).__aenter__()
+            places -= min(each, places)
+            if not places:
+                break
