@@ -16,9 +16,11 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from gateway.access import PROBES
 from gateway.caller import CALLER, Caller
 from gateway.errors import Handler
 from gateway.metrics import Metrics
+from gateway.rounds import Rounds
 
 log = logging.getLogger(__name__)
 
@@ -64,16 +66,22 @@ class Connections:
     def __init__(self, limit: int, metrics: Metrics) -> None:
         self._limit = limit
         self._metrics = metrics
+        self._rounds = Rounds()
         self._uses: dict[Any, _Use] = {}
         metrics.watch_connections(lambda: len(self._uses))
 
     def middleware(self) -> Middleware:
-        """Return the middleware that notes each connection's tenant, inside of gateway/access.py's."""
+        """Return the middleware that notes each connection's tenant and lets its requests begin in turn.
+
+        It goes inside of gateway/access.py's.
+        """
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             use = self._uses[request.protocol] = _Use(caller=CALLER.get(), is_busy=True)
             try:
+                if request.path not in PROBES:
+                    await self._rounds.begin(request.headers.get("Authorization") or request.remote or "")
                 return await handler(request)
             finally:
                 use.is_busy, use.since = False, time.monotonic()

@@ -10,9 +10,7 @@ FREE_CHUNKS = 1024
 LEAST_CHUNK_BYTES = 64
 # aiohttp parses a sixteenth as many chunks before it waits for the reader: a millisecond of the event loop.
 READ_BUFFER_BYTES = 2**14
-
-
-# The cost of a body to this process, in bytes: those that were read or decompressed, at least CHUNK_COST for each chunk.
+# The cost of a body to this process, in bytes: those that were read or decompressed, at least CHUNK_COST a chunk.
 # Uploads count chunks only, because they have limits of their own.
 COST = web.RequestKey("cost", int)
 CHUNK_COST = 1024
