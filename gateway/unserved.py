@@ -60,7 +60,8 @@ class UnservedRate:
             except asyncio.CancelledError:
                 self.charge(request, caller)
                 raise
-            if response.status >= 400 or request.method in ("GET", "HEAD"):
+            # A 5xx is not the client's fault.
+            if 400 <= response.status < 500 or request.method in ("GET", "HEAD"):
                 self.charge(request, caller)
             return response
 
