@@ -74,8 +74,9 @@ class BodyShare:
 
     def close(self) -> None:
         self._give_place_back()
-        self._memory.budget_of(self.owner).change(self.owner, -self._bytes)
-        self._bytes = 0
+        if self._bytes:
+            self._memory.budget_of(self.owner).change(self.owner, -self._bytes)
+            self._bytes = 0
 
     def _give_place_back(self) -> None:
         if self._has_place:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from tests.gateway.running import Client, Gateway, until
+from tests.gateway.test_bodies import answered
 from tests.gateway.test_time_limits import connect
 from tests.gateway.test_unserved import metric
 from tests.gateway.upstream import Upstream
@@ -21,7 +22,7 @@ async def opened(gateway: Gateway, number: int, client: Client | None = None) ->
         for reader, writer in held if client is not None else ():
             assert client is not None
             writer.write(f"GET /v1/models HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {client.key}\r\n\r\n".encode())
-            assert (await reader.readline()).split()[1] == b"200"
+            assert (await answered(reader))[0] == 200
         yield held
     finally:
         for _, writer in held:
