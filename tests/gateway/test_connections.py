@@ -17,12 +17,15 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 @contextlib.asynccontextmanager
 async def opened(gateway: Gateway, number: int, client: Client | None = None) -> AsyncIterator[list[Connection]]:
     """Hold open connections, each after one answer to `client` if there is one."""
-    held = [await connect(gateway) for _ in range(number)]
+    held: list[Connection] = []
     try:
-        for reader, writer in held if client is not None else ():
-            assert client is not None
-            writer.write(f"GET /v1/models HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {client.key}\r\n\r\n".encode())
-            assert (await answered(reader))[0] == 200
+        for _ in range(number):
+            reader, writer = await connect(gateway)
+            held.append((reader, writer))
+            if client is not None:
+                key = f"Authorization: Bearer {client.key}"
+                writer.write(f"GET /v1/models HTTP/1.1\r\nHost: t\r\n{key}\r\n\r\n".encode())
+                assert (await answered(reader))[0] == 200
         yield held
     finally:
         for _, writer in held:
