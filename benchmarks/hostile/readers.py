@@ -10,10 +10,23 @@ from benchmarks.hostile.attacker import Attacker
 from benchmarks.hostile.connections import JSON, close, status_of
 
 
-@attack("cancel-storm", "streams that are left as soon as they begin")
+STREAM = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 400, "ignore_eos": True}
+
+
+@attack("whole-streams", "as cancel-storm, read to their end", shown=False)
+async def whole_streams(attacker: Attacker) -> None:
+    async def one(index: int) -> None:
+        while attacker.going:
+            body = {"model": attacker.target.base_model, **STREAM}
+            await attacker.call("POST", "/v1/chat/completions", json=body, seconds=attacker.left + 0.1)
+            await attacker.pause(0.02)
+
+    await attacker.side_by_side(8, one)
+
+
+@attack("cancel-storm", "8 streams at a time that are left as soon as they begin", honest="whole-streams")
 async def storm(attacker: Attacker) -> None:
-    body = {"model": attacker.target.base_model, "messages": [{"role": "user", "content": "Hi"}]}
-    raw = json.dumps(body | {"stream": True, "max_tokens": 400, "ignore_eos": True}).encode()
+    raw = json.dumps({"model": attacker.target.base_model} | STREAM).encode()
     request = attacker.head("POST", "/v1/chat/completions", len(raw), JSON) + raw
 
     async def one(index: int) -> None:
