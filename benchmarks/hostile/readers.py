@@ -9,7 +9,6 @@ from benchmarks.hostile.attack import attack
 from benchmarks.hostile.attacker import Attacker
 from benchmarks.hostile.connections import JSON, close, status_of
 
-
 STREAM = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 400, "ignore_eos": True}
 
 
