@@ -63,6 +63,7 @@ from gateway.records.audit import Audit
 from gateway.records.catalog import Catalog
 from gateway.records.changes import TRUST_SECONDS, Changes
 from gateway.records.database import Database
+from gateway.records.housekeeping import Housekeeping
 from gateway.records.journal import Journal, journal_folder
 from gateway.records.keys import Keys
 from gateway.records.ledger import Ledger
@@ -267,6 +268,8 @@ async def make_app(settings: Settings) -> web.Application:
         served=lambda: served(registry.engines, settings.max_lora_rank),
     )
     app.cleanup_ctx.append(intake.run)
+    chores = {"adapters, bytes collected": intake.collect}
+    app.cleanup_ctx.append(Housekeeping(redis, settings.redis_timeout, chores).running)
     own = Adapters(auth=auth, catalog=catalog, intake=intake, quota=quota)
     admin = Admin(auth=auth, tenants=tenants, catalog=catalog, intake=intake, report=report, registry=registry)
     dashboard = Dashboard(auth=auth, tenants=tenants, catalog=catalog, report=report, registry=registry)

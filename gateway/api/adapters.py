@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from aiohttp import web
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 
 # While no engine has told; also our engine's own default.
 DEFAULT_MAX_RANK = 64
-# Unreferenced content is kept for a day; its references are looked up in batches of this size.
-UNUSED_SECONDS = 24 * 3600.0
+# Removed content is kept for so long: as long as a request for it may take. References are looked up in batches.
+UNUSED_SECONDS = 3600.0
 COLLECT_AT_ONCE = 200
 
 
@@ -107,21 +108,22 @@ class AdapterIntake:
         return await self._idempotency.once(request, actor, f"{name} {checked.digest}".encode(), add_version)
 
     async def collect(self) -> tuple[int, int]:
-        """Remove stored content that no version on record refers to. Returns (adapters, bytes) removed.
+        """Remove stored content that no version has had for UNUSED_SECONDS. Returns (adapters, bytes) removed.
 
         A concurrent upload is safe: it renews the time of content that it finds in the store, and either its version is
         on record at the second check or its content is put again.
         """
+        since = datetime.now(UTC) - timedelta(seconds=UNUSED_SECONDS)
         stored = await asyncio.to_thread(lambda: list(self._store.list()))
         removed = num_bytes = 0
         for start in range(0, len(stored), COLLECT_AT_ONCE):
             some = stored[start : start + COLLECT_AT_ONCE]
-            for digest in sorted(set(some) - await self._catalog.referenced(some)):
+            for digest in sorted(set(some) - await self._catalog.referenced(some, since)):
                 aside = await asyncio.to_thread(self._store.set_aside, digest, UNUSED_SECONDS)
                 if aside is None:
                     continue
                 try:
-                    is_used = bool(await self._catalog.referenced([digest]))
+                    is_used = bool(await self._catalog.referenced([digest], since))
                 except BaseException:
                     self._store.bring_back(aside, digest)
                     raise
@@ -130,6 +132,7 @@ class AdapterIntake:
                     continue
                 num_bytes += await asyncio.to_thread(_remove, aside)
                 removed += 1
+        await self._catalog.collected(since)
         return removed, num_bytes
 
     async def run(self, _: web.Application) -> AsyncIterator[None]:

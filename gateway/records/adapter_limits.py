@@ -5,16 +5,21 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
+from gateway.records.removed_versions import uncollected
 from gateway.records.tables import adapter_versions, adapters, tenants
 
 # Versions of a name that stay on record and count; older ones are removed.
 KEPT_VERSIONS = 20
+# Removed contents stay in the store for a while. With those a tenant may have this many times its limit, so that one
+# that fills its limit can still replace all of it.
+UNCOLLECTED_FACTOR = 2
 
 
 class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
     """None is unlimited. adapter_changes_per_minute: uploads and deletes. max_adapters: names.
 
-    max_adapter_bytes: size of all versions on record, in the files' own dtypes.
+    max_adapter_bytes: size of all versions on record, in the files' own dtypes; with removed versions that are not
+    collected yet, UNCOLLECTED_FACTOR times as much.
     """
 
     adapter_changes_per_minute: int | None = 60
@@ -35,7 +40,9 @@ def write_limits(limits: AdapterLimits) -> str:
     return msgspec.json.encode(limits).decode()
 
 
-async def check_room(connection: AsyncConnection, tenant_id: str, new_bytes: int, *, new_name: bool) -> None:
+async def check_room(
+    connection: AsyncConnection, tenant_id: str, digest: str, new_bytes: int, *, new_name: bool
+) -> None:
     """Lock the tenant's row and check that another version fits. Raises AdapterLimitExceeded, RecordNotFound.
 
     On PostgreSQL the row's lock orders concurrent uploads of a tenant; on SQLite the database's own lock does.
@@ -45,26 +52,41 @@ async def check_room(connection: AsyncConnection, tenant_id: str, new_bytes: int
     if row is None:
         raise RecordNotFound("There is no tenant of this name any more.", param="tenant")
     limits = read_limits(row.adapter_limits)
-    names, used = await stored(connection, tenant_id)
+    names, _ = await _stored(connection, tenant_id)
     if new_name and limits.max_adapters is not None and names >= limits.max_adapters:
         raise AdapterLimitExceeded(
-            f"max_adapters: {names} adapters are stored and {limits.max_adapters} allowed; delete one first.",
+            f"max_adapters: this tenant has {names} of {limits.max_adapters} adapters; delete one first.",
             param="max_adapters",
         )
-    if limits.max_adapter_bytes is not None and used + new_bytes > limits.max_adapter_bytes:
-        raise no_room(used, new_bytes, limits.max_adapter_bytes)
+    if limits.max_adapter_bytes is not None:
+        await check_bytes(connection, tenant_id, new_bytes, limits.max_adapter_bytes, digest)
 
 
-def no_room(used: int, new_bytes: int, limit: int) -> AdapterLimitExceeded:
-    """Return the refusal of an upload that does not fit."""
-    return AdapterLimitExceeded(
-        f"max_adapter_bytes: {used} bytes are stored, this upload has {new_bytes}, and {limit} are allowed; delete an "
-        "adapter first.",
-        param="max_adapter_bytes",
-    )
+async def check_bytes(
+    connection: AsyncConnection, tenant_id: str, new_bytes: int, limit: int, digest: str | None = None
+) -> None:
+    """Check that an upload fits. digest: its content; None, before it is read, leaves removed versions out of account.
+
+    Raises AdapterLimitExceeded.
+    """
+    _, used = await _stored(connection, tenant_id)
+    problem = None
+    if used + new_bytes > limit:
+        problem = f"{used} bytes are stored, this upload has {new_bytes}, and {limit} are allowed; delete an adapter"
+        problem += " first."
+    elif digest is not None:
+        removed, most = await uncollected(connection, tenant_id, digest), limit * UNCOLLECTED_FACTOR
+        if used + removed + new_bytes > most:
+            problem = (
+                f"{used} bytes are stored, the store still holds {removed} of removed versions, this upload has "
+                f"{new_bytes}, and {most} are allowed together; removed versions leave the store within two hours. Try "
+                "again later."
+            )
+    if problem is not None:
+        raise AdapterLimitExceeded(f"max_adapter_bytes: {problem}", param="max_adapter_bytes")
 
 
-async def stored(connection: AsyncConnection, tenant_id: str) -> tuple[int, int]:
+async def _stored(connection: AsyncConnection, tenant_id: str) -> tuple[int, int]:
     """Return (names, bytes of all versions on record) of a tenant."""
     query = (
         select(func.count(adapters.c.id.distinct()), func.coalesce(func.sum(adapter_versions.c.num_bytes), 0))

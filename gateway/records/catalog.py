@@ -13,15 +13,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, Select, and_, delete, insert, literal, or_, select, update
+from sqlalchemy import ColumnElement, Row, Select, and_, delete, insert, literal, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
-from gateway.records.adapter_limits import KEPT_VERSIONS, check_room, no_room, stored
+from gateway.records.adapter_limits import KEPT_VERSIONS, check_bytes, check_room
 from gateway.records.audit import record_change
 from gateway.records.changes import Changes, count_change
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
+from gateway.records.removed_versions import all_versions, remove_versions, removed_since, settle_removed
 from gateway.records.tables import adapter_versions, adapters, prices
 from gateway.records.tenants import Tenant
 from gateway.turns import Turns
@@ -49,8 +50,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The model that a request names. name: the tenant's own. digest: None is the base model.
 
-    names: an adapter's name and those of the tenant's other names for the same content that have a price or limits.
-    These apply to the content, whichever name a request uses.
+    names: an adapter's name, and those of the tenant's names with a price or limits that mean or ever meant the same
+    content. These apply to the content, whichever name a request uses.
     """
 
     name: str
@@ -146,9 +147,7 @@ class Catalog:
         limit = tenant.adapter_limits.max_adapter_bytes
         if limit is not None:
             async with self._database.read() as connection:
-                _, used = await stored(connection, tenant.id)
-            if used + num_bytes > limit:
-                raise no_room(used, num_bytes, limit)
+                await check_bytes(connection, tenant.id, num_bytes, limit)
 
     async def add_version(
         self,
@@ -180,13 +179,13 @@ class Catalog:
     async def _add_version(
         self, tenant: Tenant, name: str, content: dict[str, Any], actor: str, publish: Callable[[], Awaitable[None]]
     ) -> Adapter:
-        now = datetime.now(UTC)
+        now, digest, num_bytes = datetime.now(UTC), content["digest"], content["num_bytes"]
         async with self._database.write() as connection:
             owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name)
             # FOR UPDATE orders two uploads of one name on PostgreSQL; SQLite's write lock already does.
             found = (await connection.execute(select(adapters).where(owned).with_for_update())).one_or_none()
             if found is None:
-                await check_room(connection, tenant.id, content["num_bytes"], new_name=True)
+                await check_room(connection, tenant.id, digest, num_bytes, new_name=True)
                 adapter_id, version = uuid.uuid4().hex, 1
                 await connection.execute(
                     insert(adapters).values(
@@ -195,32 +194,38 @@ class Catalog:
                 )
             else:
                 current = (await connection.execute(_current(tenant.id).where(adapters.c.name == name))).one()
-                if current.digest == content["digest"]:
+                if current.digest == digest:
                     await publish()
                     return _adapter(current)
-                await check_room(connection, tenant.id, content["num_bytes"], new_name=False)
+                await check_room(connection, tenant.id, digest, num_bytes, new_name=False)
                 adapter_id, version = found.id, found.current_version + 1
                 await connection.execute(update(adapters).where(owned).values(current_version=version))
             await connection.execute(
                 insert(adapter_versions).values(adapter_id=adapter_id, version=version, created_at=now, **content)
             )
-            await connection.execute(
-                delete(adapter_versions).where(
-                    adapter_versions.c.adapter_id == adapter_id, adapter_versions.c.version <= version - KEPT_VERSIONS
-                )
+            beyond = and_(
+                adapter_versions.c.adapter_id == adapter_id, adapter_versions.c.version <= version - KEPT_VERSIONS
             )
+            await remove_versions(connection, tenant.id, beyond, now)
             target = f"{tenant.name}/{name}"
-            detail = {"version": version, "digest": content["digest"]}
+            detail = {"version": version, "digest": digest}
             await record_change(connection, actor, "adapter.push", target, detail, tenant=tenant.name)
             await publish()
             await count_change(connection, tenant.id)
         return Adapter(name=name, version=version, created_at=now, **content)
 
-    async def referenced(self, digests: Sequence[str]) -> set[str]:
-        """Return the digests that a version of any tenant refers to. For at most a few hundred at once."""
+    async def referenced(self, digests: Sequence[str], since: datetime) -> set[str]:
+        """Return the digests that a version of any tenant has, or had until `since`. For at most a few hundred at
+        once.
+        """
         query = select(adapter_versions.c.digest).where(adapter_versions.c.digest.in_(digests)).distinct()
         async with self._database.read() as connection:
-            return set((await connection.execute(query)).scalars())
+            on_record = set((await connection.execute(query)).scalars())
+            return on_record | await removed_since(connection, digests, since)
+
+    async def collected(self, since: datetime) -> None:
+        """Settle what was removed until `since`: the store keeps none of it for the tenants that removed it."""
+        await settle_removed(self._database, since)
 
     async def by_tenant(self) -> Mapping[str, Sequence[Adapter]]:
         """Every tenant's adapters, by the tenant's id; of one that has none there is nothing."""
@@ -245,13 +250,15 @@ class Catalog:
         return _adapter(row)
 
     async def delete(self, tenant: Tenant, name: str, actor: str) -> None:
-        """Delete the name and its versions. The content stays in the store: others may refer to the same digest."""
+        """Delete the name. Its versions count as removed; the content stays in the store until it is collected."""
         _check_possible(name)
         owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name)
         async with self._database.write() as connection:
-            result = await connection.execute(delete(adapters).where(owned))
-            if result.rowcount == 0:
+            found = (await connection.execute(select(adapters.c.id).where(owned).with_for_update())).one_or_none()
+            if found is None:
                 raise RecordNotFound("There is no adapter of this name.", param="name")
+            await remove_versions(connection, tenant.id, owned, datetime.now(UTC))
+            await connection.execute(delete(adapters).where(owned))
             target = f"{tenant.name}/{name}"
             await record_change(connection, actor, "adapter.delete", target, tenant=tenant.name)
             await count_change(connection, tenant.id)
@@ -281,9 +288,10 @@ def _current(tenant_id: str) -> Select[Any]:
 
 
 def _meanings(tenant_id: str, tenant_name: str, name: str, limited: frozenset[str]) -> Select[Any]:
-    """Select (name, digest) of the name and of the names for the same content that have a price or are in `limited`.
+    """Select (name, digest) of the name, and of every name with a price or in `limited` that ever meant its content.
 
-    Only the operator adds prices and limits, so a tenant's many names for the same content do not add rows.
+    A ruled name that means something else now, or is deleted, still rules the content. Only the operator adds prices
+    and limits, so a tenant's many names for the same content do not add rows.
     """
     own, version = adapters.alias(), adapter_versions.alias()
     digest = (
@@ -292,13 +300,13 @@ def _meanings(tenant_id: str, tenant_name: str, name: str, limited: frozenset[st
         .where(own.c.tenant_id == tenant_id, own.c.name == name)
         .scalar_subquery()
     )
-    priced = select(prices.c.model).where(prices.c.model == literal(f"{tenant_name}/").concat(adapters.c.name)).exists()
-    ruled = or_(adapters.c.name == name, adapters.c.name.in_(sorted(limited)), priced)
-    return (
-        select(adapters.c.name, adapter_versions.c.digest)
-        .join_from(adapters, adapter_versions, CURRENT_VERSION)
-        .where(adapters.c.tenant_id == tenant_id, adapter_versions.c.digest == digest, ruled)
-    )
+
+    def is_ruled(named: ColumnElement[str], content: ColumnElement[str]) -> ColumnElement[bool]:
+        priced = select(prices.c.model).where(prices.c.model == literal(f"{tenant_name}/").concat(named)).exists()
+        return and_(content == digest, or_(named == name, named.in_(sorted(limited)), priced))
+
+    ever = all_versions(tenant_id, is_ruled)
+    return select(ever.c.name, ever.c.digest)
 
 
 def _adapter(row: Row[Any]) -> Adapter:

@@ -150,6 +150,18 @@ adapter_versions = Table(
     Column("created_at", UtcDateTime, nullable=False),
 )
 
+# Versions that a deletion or a newer version has removed (gateway/records/removed_versions.py). num_bytes: 0 once the
+# content is no longer the tenant's to account for.
+removed_versions = Table(
+    "removed_versions",
+    metadata,
+    Column("tenant_id", String(32), ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True),
+    Column("digest", String(64), primary_key=True, index=True),
+    Column("name", String(64), primary_key=True),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("removed_at", UtcDateTime, nullable=False),
+)
+
 # Rows outlive their tenant, key and adapter: no foreign keys, and the tenant's name is written down.
 usage = Table(
     "usage",
@@ -225,4 +237,6 @@ audit = Table(
     Column("address", String(64)),
     Column("request_id", String(64)),
     Column("detail", Text, nullable=False),
+    # Whether a tenant's own key made the change; NULL: no.
+    Column("own", Boolean, nullable=True),
 )

@@ -9,6 +9,7 @@ from sqlalchemy import ColumnElement, Select, Table, func, select, union_all
 
 from gateway.records.catalog import CURRENT_VERSION
 from gateway.records.database import Database
+from gateway.records.removed_versions import all_versions
 from gateway.records.tables import adapter_versions, adapters, api_keys, usage, usage_hourly
 from gateway.records.usage_report import TIMES, segments
 
@@ -97,15 +98,10 @@ class UsagePast:
 
 
 def _same_content(tenant_id: str, names: Sequence[str]) -> Select[Any]:
-    """Select the tenant's names that mean the same content as any of `names`."""
-    own, other = adapters.alias(), adapter_versions.alias()
-    digests = (
-        select(other.c.digest)
-        .join_from(own, other, (other.c.adapter_id == own.c.id) & (other.c.version == own.c.current_version))
-        .where(own.c.tenant_id == tenant_id, own.c.name.in_(names))
-    )
+    """Select the tenant's names whose content any of `names` means or ever meant."""
+    ever = all_versions(tenant_id, lambda name, _: name.in_(names))
     return (
         select(adapters.c.name)
         .join_from(adapters, adapter_versions, CURRENT_VERSION)
-        .where(adapters.c.tenant_id == tenant_id, adapter_versions.c.digest.in_(digests))
+        .where(adapters.c.tenant_id == tenant_id, adapter_versions.c.digest.in_(select(ever.c.digest)))
     )

@@ -53,6 +53,6 @@ def delete(name: str, tenant: str | None, gateway: Gateway) -> None:
 @adapter.command("collect", epilog=examples("loraplex adapter collect"))
 @admin_options
 def collect(gateway: Gateway) -> None:
-    """Remove content from the store that no adapter name of any tenant has referred to for a day."""
+    """Remove content from the store that no adapter of any tenant has had for an hour, as the gateways do each hour."""
     done = gateway.run(lambda client: client.collect_adapters())
     click.echo(f"removed {done['removed']} adapters, {done['bytes']} bytes")

@@ -1,7 +1,9 @@
 """A tenant's room for adapters, on SQLite and PostgreSQL: uploads at once cannot pass a limit together."""
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 
+import pytest
 from sqlalchemy import update
 
 from gateway.errors import AdapterLimitExceeded
@@ -34,7 +36,39 @@ async def test_a_name_keeps_its_newest_versions(database: Database):
     for number in range(KEPT_VERSIONS + 10):
         await add(catalog, tenant, "a", number)
     digests = [f"{number:064x}" for number in range(KEPT_VERSIONS + 10)]
-    assert await catalog.referenced(digests) == set(digests[10:])
+    assert await catalog.referenced(digests, datetime.now(UTC)) == set(digests[10:])
+
+
+async def test_removed_bytes_count_until_they_are_collected(database: Database):
+    """Twice the limit may lie in the store, so that a tenant at its limit can replace all that it has."""
+    tenants, catalog = Tenants(database), Catalog(database, "base")
+    tenant = await tenants.create("acme", {"max_adapter_bytes": 300}, "test")
+    other = await tenants.create("other", {"max_adapter_bytes": 300}, "test")
+    for number in range(6):
+        if number == 3:
+            for name in ("a0", "a1", "a2"):
+                await catalog.delete(tenant, name, "test")
+        await add(catalog, tenant, f"a{number}", number)
+    for number in (0, 3):
+        await add(catalog, other, f"a{number}", number)
+    for name in ("a3", "a4", "a5"):
+        await catalog.delete(tenant, name, "test")
+    for number in range(6, 9):
+        with pytest.raises(AdapterLimitExceeded, match="still holds 600 of removed versions"):
+            await add(catalog, tenant, f"a{number}", number)
+    # Content of its own that the store still has takes no further room.
+    await add(catalog, tenant, "again", 4)
+    await catalog.delete(tenant, "again", "test")
+    deleted = datetime.now(UTC)
+    digests = [f"{number:064x}" for number in range(6)]
+    assert await catalog.referenced(digests, deleted - timedelta(hours=1)) == set(digests)
+    assert await catalog.referenced(digests, deleted) == {digests[0], digests[3]}
+    await catalog.collected(deleted - timedelta(hours=1))
+    with pytest.raises(AdapterLimitExceeded):
+        await add(catalog, tenant, "early", 9)
+    await catalog.collected(deleted)
+    for number in range(6, 9):
+        await add(catalog, tenant, f"a{number}", number)
 
 
 async def test_a_tenant_of_the_release_before_has_the_defaults(database: Database):

@@ -1,17 +1,23 @@
 """`loraplex adapter collect`: the store forgets what no name refers to, and nothing else."""
 
+import asyncio
 import os
+import sqlite3
 import time
 from collections.abc import Sequence
+from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from adapters.spool import PREFIX
 from adapters.store import open_store
+from gateway.admission.store import connect
 from gateway.errors import Unavailable
 from gateway.records.catalog import Catalog
-from tests.gateway.running import Gateway
+from gateway.records.housekeeping import TURN, Housekeeping
+from tests.gateway.running import Gateway, until
 from tests.gateway.test_adapters import files, push
 
 COLLECT = "/admin/api/adapters/collect"
@@ -22,11 +28,14 @@ def stored(folder: Path) -> set[str]:
 
 
 def make_old(folder: Path) -> None:
+    """Let everything stored and removed so far be two hours old."""
     for path in (folder / "adapters").glob("??/*"):
-        os.utime(path, (time.time() - 2 * 86_400,) * 2)
+        os.utime(path, (time.time() - 7200,) * 2)
+    with closing(sqlite3.connect(folder / "gateway.db", timeout=10)) as connection, connection:
+        connection.execute("UPDATE removed_versions SET removed_at = datetime('now', '-2 hours')")
 
 
-async def test_only_what_no_name_refers_to_for_a_day_is_removed(gateway: Gateway, tmp_path: Path):
+async def test_only_what_no_name_refers_to_for_an_hour_is_removed(gateway: Gateway, tmp_path: Path):
     acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
     kept, shared, freed, fresh = [(await push(acme, f"a{i}", files(i))).json["digest"][7:] for i in range(4)]
     assert (await push(globex, "same", files(1))).json["digest"][7:] == shared
@@ -34,13 +43,18 @@ async def test_only_what_no_name_refers_to_for_a_day_is_removed(gateway: Gateway
         assert (await acme.call("DELETE", f"/v1/adapters/{name}")).status == 200
     assert (await gateway.admin.post(COLLECT)).json == {"object": "collection", "removed": 0, "bytes": 0}
     make_old(tmp_path)
+    # Uploaded long ago, but removed just now: a request may still be on its way to an engine with it.
+    assert (await push(acme, "late", files(4))).status == 201
+    late = (await acme.get("/v1/adapters/late")).json["digest"][7:]
+    make_old(tmp_path)
+    assert (await acme.call("DELETE", "/v1/adapters/late")).status == 200
     assert (await acme.call("DELETE", "/v1/adapters/a3")).status == 200
     assert (await push(acme, "again", files(3))).status == 201  # its time is renewed
     assert (await acme.call("DELETE", "/v1/adapters/again")).status == 200
     done = (await gateway.admin.post(COLLECT)).json
     assert done["removed"] == 1
     assert done["bytes"] > 1536
-    assert stored(tmp_path) == {kept, shared, fresh}
+    assert stored(tmp_path) == {kept, shared, fresh, late}
     assert freed not in stored(tmp_path)
     assert not list((tmp_path / "adapters").glob(f"{PREFIX}*"))
     assert (await globex.chat(model="same")).status == 200
@@ -58,7 +72,7 @@ async def test_content_that_a_name_refers_to_at_the_second_check_stays(
     make_old(tmp_path)
     check, checks = Catalog.referenced, []
 
-    async def referenced(self: Catalog, digests: Sequence[str]) -> set[str]:
+    async def referenced(self: Catalog, digests: Sequence[str], since: datetime) -> set[str]:
         checks.append(digests)
         if len(checks) == 1:
             return set()
@@ -66,7 +80,7 @@ async def test_content_that_a_name_refers_to_at_the_second_check_stays(
         open_store(tmp_path / "adapters").clean()
         if fails:
             raise Unavailable("The database does not answer.", code="database_unavailable")
-        return await check(self, digests)
+        return await check(self, digests, since)
 
     monkeypatch.setattr(Catalog, "referenced", referenced)
     assert (await gateway.admin.post(COLLECT)).status == (503 if fails else 200)
@@ -83,3 +97,34 @@ async def test_a_deleted_tenants_adapters_go(gateway: Gateway, tmp_path: Path):
     make_old(tmp_path)
     assert (await gateway.admin.post(COLLECT)).json["removed"] == 1
     assert stored(tmp_path) == set()
+
+
+async def test_one_process_of_all_does_the_chores(redis_url: str):
+    """Three processes, two turns: each chore runs once a turn, and one that fails keeps no other from it."""
+    redis = connect(redis_url, timeout=10.0)
+    await redis.delete(TURN)
+    done: list[int] = []
+
+    async def fail() -> None:
+        raise ValueError("a chore fails")
+
+    def process(number: int) -> Housekeeping:
+        async def collect() -> None:
+            done.append(number)
+
+        return Housekeeping(redis, 10.0, {"fail": fail, "collect": collect}, every_seconds=1.0, ask_seconds=0.05)
+
+    started = time.monotonic()
+    tasks = [asyncio.create_task(process(number).run()) for number in range(3)]
+
+    async def twice() -> bool:
+        return len(done) >= 2
+
+    await until(twice)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert time.monotonic() - started >= 1.0
+    assert len(done) == 2
+    await redis.delete(TURN)
+    await redis.aclose()

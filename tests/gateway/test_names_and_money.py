@@ -13,6 +13,7 @@ from gateway.admission.limits import limits_of
 from gateway.admission.quota import Quota
 from gateway.admission.store import connect
 from gateway.errors import RateLimited
+from gateway.records import removed_versions
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.prices import Price, PriceList, Prices
@@ -63,8 +64,9 @@ async def test_a_further_name_makes_nothing_cheaper(database: Database, catalog:
     assert [await price(known, catalog, acme, name) for name in ("pirate", "alias", "cheap", "json")] == [50, 50, 50, 2]
     # Another tenant's names set that tenant's price for the same bytes.
     assert await price(known, catalog, other, "pirate") == 2
+    # Content that a priced name ever meant keeps that price under every name.
     await push(catalog, acme, "pirate", "c")
-    assert [await price(known, catalog, acme, name) for name in ("pirate", "alias", "cheap")] == [50, 3, 3]
+    assert [await price(known, catalog, acme, name) for name in ("pirate", "alias", "cheap")] == [50, 50, 50]
     # The owner's rule holds for everything that has no price of its own, whatever bytes it is.
     await stored.put("acme/*", Price(output=9), "op")
     assert [await price(known, catalog, acme, name) for name in ("pirate", "json", "base")] == [50, 9, 2]
@@ -111,6 +113,63 @@ async def test_limits_of_a_model_follow_its_content(catalog: Catalog, acme: Tena
     # All adapters without limits of their own share a counter; the base model is no adapter.
     assert await fields("json") == await fields("sql") == ["model:*:r"]
     assert await fields("base") == []
+
+
+@pytest.mark.parametrize("take_away", ["push", "push many", "delete", "delete all, and collect"])
+async def test_prices_and_limits_stay_with_the_content(
+    database: Database, catalog: Catalog, acme: Tenant, take_away: str
+):
+    """However a ruled name loses its content, another name does not get it at the base model's price."""
+    stored = Prices(database)
+    known = PriceList(stored, "base")
+    await stored.put("base", Price(output=1), "op")
+    await stored.put("acme/premium", Price(output=50), "op")
+    rule = {"model_limits": {"premium": Limits(requests_per_minute=1), "*": Limits(requests_per_minute=5)}}
+    acme = await Tenants(database).update("acme", rule, "op")
+    other = await Tenants(database).create("other", {}, "op")
+    await push(catalog, acme, "premium", "a")
+    await push(catalog, acme, "cheap", "a")
+    assert await price(known, catalog, acme, "cheap") == 50
+    for digit in {"push": "b", "push many": "0123456789" * 3}.get(take_away, ""):
+        await push(catalog, acme, "premium", digit)
+    if take_away.startswith("delete"):
+        await catalog.delete(acme, "premium", "a")
+    if take_away == "delete all, and collect":
+        await catalog.delete(acme, "cheap", "a")
+        await catalog.collected(datetime.now(UTC))
+        await push(catalog, acme, "later", "a")
+    name = "later" if take_away == "delete all, and collect" else "cheap"
+    assert await price(known, catalog, acme, name) == 50
+    who = principal(tenant_id=acme.id, model_limits=acme.model_limits)
+    found = [limit.field for limit in limits_of(who, await catalog.resolve(acme, name)) if limit.owner == "model"]
+    assert found == ["model:premium:r"]
+    # The ledger, asked after a loss of Redis, counts the same names against the limit.
+    await UsageWriter(database).write([row("r", tenant_id=acme.id, model=name, cost=7)])
+    day = timedelta(days=2)
+    past = UsagePast(database, "base")
+    assert await past.cost(acme.id, NOON - day, NOON + day, Part(models=("premium",))) == 7
+    assert await past.cost(acme.id, NOON - day, NOON + day, Part(besides=("premium", "*"))) == 0
+    await push(catalog, acme, "fresh", "f")
+    await push(catalog, other, "cheap", "a")
+    assert [await price(known, catalog, *of) for of in ((acme, "fresh"), (other, "cheap"))] == [1, 1]
+
+
+async def test_the_removed_versions_remembered_are_bounded(
+    database: Database, catalog: Catalog, acme: Tenant, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(removed_versions, "REMEMBERED", 3)
+    limits = {name: Limits(requests_per_minute=1) for name in ("n0", "n1", "n5", "n6")}
+    acme = await Tenants(database).update("acme", {"model_limits": limits}, "op")
+    await push(catalog, acme, "kept", "a")
+    for i in range(6):
+        await push(catalog, acme, f"n{i}", "a")
+        await catalog.delete(acme, f"n{i}", "a")
+    young = datetime.now(UTC)
+    await push(catalog, acme, "n6", "a")
+    await catalog.delete(acme, "n6", "a")
+    await catalog.collected(young)
+    # The newest three, n4 to n6, and n6 would stay for its age alone.
+    assert (await catalog.resolve(acme, "kept")).names == ("kept", "n5", "n6")
 
 
 async def test_the_ledger_sums_what_a_limit_counts(database: Database, catalog: Catalog, acme: Tenant):

@@ -1,0 +1,73 @@
+"""Hourly chores of the installation: collecting adapters and sweeping old records, by one elected process of all."""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from redis.exceptions import RedisError
+
+from gateway.background import running
+from gateway.errors import Unavailable
+from gateway.records.sweeps import Client, is_first
+
+log = logging.getLogger(__name__)
+
+TURN = "loraplex:housekeeping"
+EVERY_SECONDS = 3600.0
+# Pause between two questions of a process for the turn.
+ASK_SECONDS = 60.0
+# A generator of its own: the shared one's state belongs to the program.
+JITTER = random.Random()
+
+Chore = Callable[[], Awaitable[object]]
+
+
+class Housekeeping:
+    """Runs the chores, by name. The first process that asks for the turn has it for `every_seconds`."""
+
+    def __init__(
+        self,
+        redis: Client,
+        redis_timeout: float,
+        chores: Mapping[str, Chore],
+        every_seconds: float = EVERY_SECONDS,
+        ask_seconds: float = ASK_SECONDS,
+    ) -> None:
+        self._redis = redis
+        self._redis_timeout = redis_timeout
+        self._chores = chores
+        self._every_seconds = every_seconds
+        self._ask_seconds = ask_seconds
+
+    async def running(self, _: object) -> AsyncIterator[None]:
+        """Run the chores beside an application."""
+        async with running(self.run()):
+            yield
+
+    async def run(self) -> None:
+        """Run the chores whenever this process is elected, without end. Run it as a task."""
+        while True:
+            # Uneven, so that no process is always the first to ask.
+            await asyncio.sleep(self._ask_seconds * JITTER.uniform(0.75, 1.25))
+            if await self._is_elected():
+                for name, chore in self._chores.items():
+                    await self._do(name, chore)
+
+    async def _is_elected(self) -> bool:
+        try:
+            async with asyncio.timeout(self._redis_timeout):
+                return await is_first(self._redis, TURN, self._every_seconds)
+        except (RedisError, OSError, TimeoutError) as error:
+            # Redis' absence is logged by the quotas.
+            log.debug("housekeeping waits for Redis: %s", error)
+            return False
+
+    async def _do(self, name: str, chore: Chore) -> None:
+        try:
+            log.info("housekeeping: %s: %s", name, await chore())
+        except Unavailable as error:
+            log.warning("housekeeping: %s is put off until the next turn: %s", name, error)
+        except Exception:
+            # The other chores and the next turn do not depend on this one.
+            log.exception("housekeeping: %s failed", name)

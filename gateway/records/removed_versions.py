@@ -1,0 +1,112 @@
+"""Versions that are no longer on record: their names keep their prices and limits, their bytes count until collected.
+
+A deletion, or a name's version beyond its newest KEPT_VERSIONS, moves versions here in its own transaction. Prices and
+limits of a name hold for every digest that the name ever meant, so neither a push nor a deletion takes them off the
+content. The newest REMEMBERED of a tenant stay, and everything younger than UNUSED_SECONDS.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, delete, func, insert, select, tuple_, union, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.records.database import Database
+from gateway.records.tables import adapter_versions, adapters, removed_versions
+
+# For a tenant's names and digests; a row takes about 300 bytes.
+REMEMBERED = 10_000
+
+
+async def remove_versions(
+    connection: AsyncConnection, tenant_id: str, which: ColumnElement[bool], now: datetime
+) -> None:
+    """Move a tenant's versions from the record to the removed ones. The caller holds the lock of their name.
+
+    which: a condition on `adapters` and `adapter_versions`.
+    """
+    removed = (
+        select(
+            adapters.c.tenant_id,
+            adapter_versions.c.digest,
+            adapters.c.name,
+            func.max(adapter_versions.c.num_bytes).label("num_bytes"),
+        )
+        .join_from(adapters, adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
+        .where(adapters.c.tenant_id == tenant_id, which)
+        .group_by(adapters.c.tenant_id, adapter_versions.c.digest, adapters.c.name)
+    )
+    rows = (await connection.execute(removed)).all()
+    if not rows:
+        return
+    table, key = removed_versions, tuple_(removed_versions.c.digest, removed_versions.c.name)
+    again = [(row.digest, row.name) for row in rows]
+    await connection.execute(delete(table).where(table.c.tenant_id == tenant_id, key.in_(again)))
+    await connection.execute(insert(table), [{**row._mapping, "removed_at": now} for row in rows])
+    versions = select(adapter_versions.c.adapter_id, adapter_versions.c.version).join_from(
+        adapters, adapter_versions, adapter_versions.c.adapter_id == adapters.c.id
+    )
+    gone = tuple_(adapter_versions.c.adapter_id, adapter_versions.c.version)
+    await connection.execute(
+        delete(adapter_versions).where(gone.in_(versions.where(adapters.c.tenant_id == tenant_id, which)))
+    )
+
+
+def all_versions(tenant_id: str, which: Callable[[ColumnElement[str], ColumnElement[str]], ColumnElement[bool]]) -> Any:
+    """Select (name, digest) of a tenant's versions, on record or removed, as a subquery.
+
+    which: builds the condition from the columns of name and digest. It stands inside of each part, where indexes help.
+    """
+    table = removed_versions
+    on_record = (
+        select(adapters.c.name, adapter_versions.c.digest)
+        .join_from(adapters, adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
+        .where(adapters.c.tenant_id == tenant_id, which(adapters.c.name, adapter_versions.c.digest))
+    )
+    removed = select(table.c.name, table.c.digest).where(
+        table.c.tenant_id == tenant_id, which(table.c.name, table.c.digest)
+    )
+    return union(on_record, removed).subquery()
+
+
+async def uncollected(connection: AsyncConnection, tenant_id: str, besides: str) -> int:
+    """Return the bytes of a tenant's removed contents that the store still keeps and no version on record has.
+
+    besides: a digest to leave out.
+    """
+    table = removed_versions
+    on_record = (
+        select(adapter_versions.c.digest)
+        .join_from(adapters, adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
+        .where(adapters.c.tenant_id == tenant_id)
+    )
+    contents = (
+        select(func.max(table.c.num_bytes).label("num_bytes"))
+        .where(table.c.tenant_id == tenant_id, table.c.num_bytes > 0, table.c.digest != besides)
+        .where(table.c.digest.not_in(on_record))
+        .group_by(table.c.digest)
+        .subquery()
+    )
+    return int((await connection.execute(select(func.coalesce(func.sum(contents.c.num_bytes), 0)))).scalar_one())
+
+
+async def removed_since(connection: AsyncConnection, digests: Sequence[str], moment: datetime) -> set[str]:
+    """Return those of the digests that a version had which was removed after the moment."""
+    table = removed_versions
+    query = select(table.c.digest).where(table.c.digest.in_(digests), table.c.removed_at > moment).distinct()
+    return set((await connection.execute(query)).scalars())
+
+
+async def settle_removed(database: Database, before: datetime) -> None:
+    """After a collection: stop counting the bytes of what was removed before the moment, and forget the oldest beyond
+    each tenant's REMEMBERED.
+    """
+    table, old = removed_versions, removed_versions.c.removed_at <= before
+    async with database.write() as connection:
+        await connection.execute(update(table).where(old, table.c.num_bytes > 0).values(num_bytes=0))
+        place = func.row_number().over(partition_by=table.c.tenant_id, order_by=table.c.removed_at.desc())
+        ranked = select(table.c.tenant_id, table.c.digest, table.c.name, place.label("place")).subquery()
+        beyond = select(ranked.c.tenant_id, ranked.c.digest, ranked.c.name).where(ranked.c.place > REMEMBERED)
+        key = tuple_(table.c.tenant_id, table.c.digest, table.c.name)
+        await connection.execute(delete(table).where(old, key.in_(beyond)))
