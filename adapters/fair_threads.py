@@ -215,7 +215,8 @@ class FairThreads:
             _lower_priority(threading.get_native_id())
         slow_down = threading.Timer(LONG_SECONDS, self._slow_down, (job, threading.get_native_id()))
         slow_down.daemon = True
-        slow_down.start()
+        if self._lowers_priority:
+            slow_down.start()
         try:
             if job.future.set_running_or_notify_cancel():
                 try:

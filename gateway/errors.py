@@ -132,6 +132,19 @@ class TooManyBodies(GatewayError):
         super().__init__(message, headers={"Retry-After": "1"})
 
 
+class TooMuchRefused(GatewayError):
+    """The tenant's requests that were refused after they were counted have cost too much CPU time recently."""
+
+    status, kind, code = 429, "invalid_request_error", "too_many_refused_requests"
+
+    def __init__(self, retry_after: int) -> None:
+        message = (
+            f"Too many of your requests were refused after their prompts had been counted. Mend what their errors name "
+            f"and try again in {retry_after} s."
+        )
+        super().__init__(message, headers={"Retry-After": str(retry_after)})
+
+
 class TooManyFailures(GatewayError):
     """More wrong keys from an address than typing errors explain."""
 

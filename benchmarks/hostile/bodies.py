@@ -169,3 +169,15 @@ async def pipeline(attacker: Attacker) -> None:
                 await close(writer)
 
     await attacker.side_by_side(8, one)
+
+
+@attack("refused-digits", "prompts of 8,000 digits with too large max_tokens, on 40 connections")
+async def send_digits(attacker: Attacker) -> None:
+    fields = {"model": attacker.target.base_model, "prompt": "1" * 8000, "max_tokens": 2**20}
+    body = json.dumps(fields).encode()
+
+    async def one(_: int) -> None:
+        while attacker.going:
+            await attacker.call("POST", "/v1/completions", data=body, headers={"Content-Type": "application/json"})
+
+    await attacker.side_by_side(40, one)

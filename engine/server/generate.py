@@ -33,6 +33,7 @@ from engine.server.token_rules import token_rules
 from engine.server.tool_calls import ToolCallParser, ToolFormat
 from engine.tokenizer import TextTooLong, Tokenizer
 from engine.tracing import NO_SPAN, SPAN
+from engine.wire import is_quick
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class GenerationRoutes:
     async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         raw = await read_body(request)
         with self._naming("prompt"):
-            body, prompts, echo = await offload(len(raw), lambda: self._read_completion(raw))
+            body, prompts, echo = await offload(_work_of(raw), lambda: self._read_completion(raw))
         request_id = uuid.uuid4().hex
         shown_ids = self._shown_ids(body)
         answer = CompletionAnswer(request_id, body, prompts, self.tokenizer, echo, shown_ids)
@@ -71,7 +72,7 @@ class GenerationRoutes:
     async def chat(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         raw = await read_body(request)
         with self._naming("messages"):
-            body, prompts = await offload(len(raw), lambda: self._read_chat(raw))
+            body, prompts = await offload(_work_of(raw), lambda: self._read_chat(raw))
         request_id = uuid.uuid4().hex
         parsers, shown_ids, spec = None, self._shown_ids(body), body.grammar_spec()
         if body.tools and body.tool_choice != "none":
@@ -214,6 +215,11 @@ class GenerationRoutes:
         if (body.min_tokens or 0) > limit:
             raise BadRequest("min_tokens", f"min_tokens must be at most {limit}, the most this answer may have")
         return limit
+
+
+def _work_of(raw: bytes) -> int:
+    """Return the size of a body for `offload`."""
+    return 0 if is_quick(raw) else OFFLOAD_BYTES
 
 
 async def offload(size: int, work: Callable[[], T]) -> T:

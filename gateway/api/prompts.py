@@ -7,6 +7,7 @@ import msgspec
 
 from engine.protocol import ChatCompletionRequest, CompletionRequest, decode, prompt_too_long
 from engine.tokenizer import TextTooLong, Tokenizer
+from engine.wire import is_quick
 from gateway.api.body_memory import BodyShare
 from gateway.api.charges import Weights, check_answer_size, weights_of
 from gateway.errors import BadRequest
@@ -14,7 +15,7 @@ from gateway.fleet.vllm_fields import check_fields
 
 # OpenAI's default for /v1/completions.
 COMPLETION_MAX_TOKENS = 16
-# Bodies beyond this are parsed and tokenized on a thread: a millisecond is as long as the event loop may be held.
+# Bodies beyond this are parsed on a thread: a millisecond is as long as the event loop may be held.
 INLINE_BYTES = 8192
 # What an engine may understand and a tenant has no say in: the scheduler's priority.
 GATEWAYS_OWN = ("priority",)
@@ -90,7 +91,7 @@ class PromptReader:
     async def parse(self, raw: bytes, endpoint: Endpoint, share: BodyShare) -> AnyRequest:
         """Return the body's fields, each checked. Our engine ignores unknown ones; before vLLM they are refused."""
         if len(raw) <= INLINE_BYTES:
-            return self._parse(raw, endpoint)
+            return share.run_here(partial(self._parse, raw, endpoint))
         if (
             raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS
             or raw.count(b",") > MAX_VALUES
@@ -108,9 +109,8 @@ class PromptReader:
 
     async def measure(self, request: AnyRequest, raw: bytes, share: BodyShare) -> InferenceRequest:
         """The tokens of a parsed body, held against the model's context."""
-        if len(raw) <= INLINE_BYTES:
-            return self._measure(request, raw)
-        return await share.run(partial(self._measure, request, raw))
+        work = partial(self._measure, request, raw)
+        return share.run_here(work) if is_quick(raw) else await share.run(work)
 
     def _measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
         is_chat = isinstance(request, ChatCompletionRequest)

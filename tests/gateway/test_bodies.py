@@ -3,16 +3,21 @@
 import asyncio
 import gzip
 import json
+import random
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from engine.tokenizer import Tokenizer
 from gateway.api import body_memory
 from gateway.api.body_memory import BodyMemory, BodyShare
 from gateway.api.pieces import FREE_CHUNKS
+from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
+from tests.engine.tiny import save_byte_level_tokenizer
 from tests.gateway.running import BASE_MODEL, Client, Gateway, until
 from tests.gateway.test_time_limits import connect
 from tests.gateway.upstream import Upstream
@@ -212,3 +217,82 @@ async def test_a_neighbours_large_prompt_waits_for_no_other_tenants(tmp_path: An
     finally:
         gone.set()
         await asyncio.gather(*greedy)
+
+
+def digits(count: int, max_tokens: int = 1) -> bytes:
+    return json.dumps({"model": BASE_MODEL, "prompt": "1" * count, "max_tokens": max_tokens}).encode()
+
+
+async def test_only_work_below_a_millisecond_is_done_on_the_event_loop(tmp_path: Any):
+    """Bodies of more work wait for their tenant's thread, which is taken here."""
+    save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    reader = PromptReader(Tokenizer.from_dir(tmp_path), max_model_len=100_000, default_max_tokens=16)
+    memory, gone = BodyMemory(2**26), threading.Event()
+    share = BodyShare(memory, "acme")
+
+    async def measure(raw: bytes, endpoint: Endpoint = COMPLETIONS) -> InferenceRequest:
+        return await reader.measure(await reader.parse(raw, endpoint, share), raw, share)
+
+    def chat(**fields: Any) -> bytes:
+        return json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}).encode()
+
+    text = json.dumps({"model": "m", "prompt": "Why is the sky blue " * 60, "max_tokens": 1}).encode()
+    dear = [
+        (digits(1000), COMPLETIONS),
+        (json.dumps({"model": "m", "prompt": "\u4e00" * 250}).encode(), COMPLETIONS),
+        (chat(chat_template_kwargs={"a": 1}), CHAT),
+        (chat(chat_template_kwargs={"a": 1}).replace(b"chat_t", b"ch\\u0061t_t"), CHAT),
+    ]
+    held = asyncio.ensure_future(share.run(lambda: gone.wait(60.0)))
+    try:
+        for quick in (digits(300), text):
+            assert await asyncio.wait_for(measure(quick), 10.0)
+        waiting = [asyncio.ensure_future(measure(*each)) for each in dear]
+        await asyncio.sleep(0.1)
+        assert not any(each.done() for each in waiting)
+    finally:
+        gone.set()
+        await held
+    assert [each.prompt_tokens > 0 for each in await asyncio.gather(*waiting)] == [True] * len(dear)
+
+
+async def test_counting_on_a_thread_leaves_the_event_loop_free(tmp_path: Any):
+    save_byte_level_tokenizer(tmp_path, "")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    text = "".join(random.Random(0).choices("abc ,.0123456789", k=1_000_000))
+    began = time.perf_counter()
+    counting = asyncio.ensure_future(asyncio.to_thread(tokenizer.encode, text))
+    longest, last = 0.0, began
+    while not counting.done():
+        await asyncio.sleep(0.001)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    took = time.perf_counter() - began
+    assert longest < 0.5 * took, f"the loop stood still for {longest:.3f} of {took:.3f} s"
+
+
+async def test_refused_requests_have_a_rate_and_admitted_ones_do_not(
+    serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(body_memory, "REFUSED_SECONDS", 0.05)
+    kind = {"Content-Type": "application/json"}
+    async with serve(max_model_len=20_000) as gateway:
+        greedy, honest = await gateway.tenant("greedy"), await gateway.tenant("honest")
+
+        async def ask(client: Client, max_tokens: int) -> Any:
+            return await client.call("POST", "/v1/completions", data=digits(8000, max_tokens), headers=kind)
+
+        for _ in range(200):
+            assert (await ask(honest, 1)).status == 200
+        refusals = []
+        while (refused := await ask(greedy, 20_000)).status == 400:
+            refusals.append(refused)
+            assert len(refusals) < 1000
+        assert (refused.status, refused.error["code"]) == (429, "too_many_refused_requests")
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert (await greedy.complete()).status == 429
+        assert (await ask(honest, 1)).status == 200
+
+        async def is_served() -> bool:
+            return bool((await greedy.complete()).status == 200)
+
+        await until(is_served)
