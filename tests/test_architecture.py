@@ -22,6 +22,7 @@ GATEWAY_MAY = {
     "engine.responses",
     "engine.tokenizer",
     "engine.tracing",
+    "engine.wire",
     "adapters.check",
     "adapters.fair_threads",
     "adapters.manifest",
