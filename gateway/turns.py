@@ -1,17 +1,25 @@
 """Places that owners take in turn, so that no owner holds all of them."""
 
 import asyncio
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+# The longest rest, so that a turn that was slow for another reason does not keep its owner waiting.
+MAX_REST_SECONDS = 5.0
+
 
 class Turns:
-    """Gives places to owners in turn. An owner has at most `each` places, however many it waits for."""
+    """Gives places to owners in turn. An owner has at most `each` places, however many it waits for.
 
-    def __init__(self, places: int, each: int = 1) -> None:
+    rest: after a turn its owner may not have that place again for so many times the turn's length.
+    """
+
+    def __init__(self, places: int, each: int = 1, rest: float = 0.0) -> None:
         self._free = places
         self._each = each
+        self._rest = rest
         self._held: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
@@ -22,10 +30,12 @@ class Turns:
             await self._wait(owner)
         else:
             self._take(owner)
+        began = time.monotonic()
         try:
             yield
         finally:
-            self._give_back(owner)
+            rest = min(MAX_REST_SECONDS, self._rest * (time.monotonic() - began))
+            self._give_back(owner, rest)
 
     async def _wait(self, owner: str) -> None:
         place = asyncio.get_running_loop().create_future()
@@ -44,8 +54,15 @@ class Turns:
         self._free -= 1
         self._held[owner] += 1
 
-    def _give_back(self, owner: str) -> None:
+    def _give_back(self, owner: str, rest: float = 0.0) -> None:
         self._free += 1
+        if rest:
+            asyncio.get_running_loop().call_later(rest, self._end_rest, owner)
+            self._grant()
+        else:
+            self._end_rest(owner)
+
+    def _end_rest(self, owner: str) -> None:
         self._held[owner] -= 1
         if not self._held[owner]:
             del self._held[owner]

@@ -136,12 +136,23 @@ class GatewayClient:
             return await self.call("POST", _adapters_path(tenant), data=form, timeout=UPLOAD_TIMEOUT)
 
     async def usage(self, **query: str) -> Any:
-        """Every tenant's, or one's. query: tenant, since, until and group_by."""
-        return await self.call("GET", "/admin/api/usage", params=query)
+        """Return every tenant's usage, or one's. query: tenant, since, until and group_by."""
+        return await self._all_usage("/admin/api/usage", query)
 
     async def own_usage(self, **query: str) -> Any:
-        """With a tenant's own key. query: since, until and group_by."""
-        return await self.call("GET", "/v1/usage", params=query)
+        """Return the usage of a tenant's own key. query: since, until and group_by."""
+        return await self._all_usage("/v1/usage", query)
+
+    async def _all_usage(self, path: str, query: dict[str, str]) -> Any:
+        """Follow a report to its last page; return it as one, with the last page's total."""
+        groups: list[Any] = []
+        while True:
+            page = await self.call("GET", path, params=query)
+            groups += page["data"]
+            following = page.pop("next", None)
+            if following is None:
+                return page | {"data": groups}
+            query = query | {"after": following}
 
     async def audit(self, **query: Any) -> Any:
         """A page of what was changed. query: tenant, actor, action, since, until, limit and after."""

@@ -189,6 +189,9 @@ def test_what_is_written_lies_in_a_volume_that_the_images_user_owns():
     mounted = [volume for name in OURS for volume in COMPOSE["services"][name].get("volumes", [])]
     written = {volume.rsplit(":", 1)[-1] for volume in mounted if not volume.endswith(":ro")}
     assert written == set(owned.split())
+    # Engines read adapters; only the gateway, which checks them, writes.
+    assert "adapters:/adapters:ro" in COMPOSE["services"]["engine"]["volumes"]
+    assert "adapters:/adapters" in COMPOSE["services"]["gateway"]["volumes"]
     assert re.findall(r"^USER (.*)$", dockerfile, re.MULTILINE) == ["10001", "10001"]
     assert "useradd --create-home --uid 10001" in dockerfile
     [cache] = re.findall(r"XDG_CACHE_HOME=(\S+)", dockerfile)

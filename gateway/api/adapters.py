@@ -141,9 +141,10 @@ class AdapterIntake:
         yield
         await Workplace.all_closed()
 
-    async def list(self, tenant: Tenant) -> web.Response:
+    async def list(self, tenant: Tenant, may_see: Callable[[str], bool] = lambda name: True) -> web.Response:
+        """Return the tenant's adapters. may_see: whether the key may know of a name."""
         adapters = await self._catalog.list(tenant)
-        return json_response({"object": "list", "data": [describe(adapter) for adapter in adapters]})
+        return json_response({"object": "list", "data": [describe(each) for each in adapters if may_see(each.name)]})
 
 
 class Adapters:
@@ -166,7 +167,7 @@ class Adapters:
 
     async def list(self, request: web.Request) -> web.Response:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
-        return await self._intake.list(principal.tenant)
+        return await self._intake.list(principal.tenant, principal.may_use)
 
     async def get(self, request: web.Request) -> web.Response:
         principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")

@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from gateway.admission.auth import Authenticator
-from gateway.api.bodies import json_response, read_period
+from gateway.api.bodies import json_response, read_limit, read_period
 from gateway.errors import BadRequest
 from gateway.records.audit import Audit
 
@@ -32,7 +32,7 @@ class AdminAudit:
             since=since,
             until=until,
             after=_read_text(request, "after"),
-            limit=_read_limit(request),
+            limit=read_limit(request, DEFAULT_ENTRIES, MAX_ENTRIES),
         )
         return json_response({"object": "list", "data": entries, "has_more": has_more})
 
@@ -42,10 +42,3 @@ def _read_text(request: web.Request, name: str) -> str | None:
     if given is not None and not (given.isprintable() and 0 < len(given) <= MAX_CHARS):
         raise BadRequest(f"{name}: expected 1 to {MAX_CHARS} printable characters.", param=name)
     return given
-
-
-def _read_limit(request: web.Request) -> int:
-    given = request.query.get("limit", str(DEFAULT_ENTRIES))
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= MAX_ENTRIES):
-        raise BadRequest(f"limit: expected a number from 1 to {MAX_ENTRIES}.", param="limit")
-    return int(given)

@@ -183,3 +183,11 @@ def _explain(message: str) -> BadRequest:
 
 def _within(place: str | None, field: str) -> str:
     return field if place is None else f"{place}.{field}"
+
+
+def read_limit(request: web.Request, default: int, most: int) -> int:
+    """Return `?limit=`, the length of a page. Raises BadRequest."""
+    given = request.query.get("limit", str(default))
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
+        raise BadRequest(f"limit: expected a number from 1 to {most}.", param="limit")
+    return int(given)

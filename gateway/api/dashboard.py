@@ -21,6 +21,8 @@ from gateway.records.tenants import Tenants
 from gateway.records.usage_report import UsageReport
 
 RECENT_ROWS = 50
+# A tenant decides how many models it uses.
+USAGE_ROWS = 500
 REFRESH_SECONDS = 15
 PERIODS = {
     "hour": timedelta(hours=1),
@@ -93,7 +95,7 @@ class Dashboard:
             "tenants": await self._tenants.list(),
             "adapters": await self._catalog.by_tenant(),
             "spent": {sums.tenant: sums.cost for sums in await self._report.sums((), since=month) if not sums.deleted},
-            "usage": await self._report.sums(since=None if length is None else now - length),
+            "usage": await self._report.page(since=None if length is None else now - length, limit=USAGE_ROWS),
             "recent": await self._report.recent(limit=RECENT_ROWS),
         }
 

@@ -5,7 +5,7 @@ from aiohttp import web
 from gateway.errors import BadRequest, Handler
 
 FORCE = ("force",)
-USAGE = ("since", "until", "group_by")
+USAGE = ("since", "until", "group_by", "limit", "after")
 # By method and path; every other route of the admin API takes none.
 PARAMETERS = {
     ("GET", "/readyz"): ("strict",),

@@ -11,12 +11,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.caller import CALLER
 from gateway.errors import BadRequest
 from gateway.records.database import Database
-from gateway.records.tables import audit
+from gateway.records.tables import api_keys, audit
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """actor: the id of the key that asked. tenant: whose things were changed, by the name it had; None: nobody's alone.
-    address, request_id: of the HTTP request; None where there was none."""
+    """A change. actor: the id of the key that asked. tenant: the owner of the changed things, by the name it had; None:
+    no single tenant. address, request_id: of the HTTP request; None where there was none. own: by the tenant's own key.
+    """
 
     id: str
     at: datetime
@@ -27,6 +28,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     address: str | None
     request_id: str | None
     detail: dict[str, Any]
+    own: bool
 
 
 async def record_change(
@@ -38,8 +40,9 @@ async def record_change(
     *,
     tenant: str | None = None,
 ) -> None:
-    """action: "tenant.create" and the like. detail: never a secret."""
+    """Add an entry. action: "tenant.create" and the like. detail: never a secret."""
     caller = CALLER.get()
+    of_tenant = select(api_keys.c.id).where(api_keys.c.id == actor, api_keys.c.tenant_id.is_not(None))
     await connection.execute(
         insert(audit).values(
             id=uuid.uuid4().hex,
@@ -51,6 +54,7 @@ async def record_change(
             address=None if caller is None else caller.address,
             request_id=None if caller is None else caller.request_id,
             detail=msgspec.json.encode(detail or {}).decode(),
+            own=of_tenant.exists(),
         )
     )
 
@@ -96,4 +100,4 @@ class Audit:
 
 
 def _entry(row: Row[Any]) -> AuditEntry:
-    return AuditEntry(**{**row._mapping, "detail": msgspec.json.decode(row.detail)})
+    return AuditEntry(**{**row._mapping, "detail": msgspec.json.decode(row.detail), "own": bool(row.own)})

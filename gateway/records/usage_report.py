@@ -1,12 +1,29 @@
 """Reads of what the ledger wrote: sums over any time, from the days' and hours' sums where whole ones lie within."""
 
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, Table, func, literal, select, union_all
+from sqlalchemy import (
+    CTE,
+    BigInteger,
+    ColumnElement,
+    FromClause,
+    Select,
+    Subquery,
+    Table,
+    cast,
+    func,
+    literal,
+    select,
+    true,
+    tuple_,
+    union_all,
+)
 
+from gateway.errors import BadRequest
 from gateway.records.database import Database
 from gateway.records.tables import UtcDateTime, api_keys, tenants, usage, usage_daily, usage_hourly
 from gateway.records.usage import UsageRow
@@ -42,24 +59,41 @@ class UsageSums(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     deleted: bool = False
 
 
+class UsagePage(msgspec.Struct, frozen=True, kw_only=True):
+    """Some groups, the sums over all groups, and the cursor of the next page; None after the last one."""
+
+    groups: list[UsageSums]
+    total: dict[str, int]
+    next: str | None
+
+
 class UsageReport:
     """Raises Unavailable when the database is away."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def sums(
+    async def sums(self, group_by: Sequence[str] = ("model",), **which: Any) -> list[UsageSums]:
+        """Return all groups at once; see `page`. A tenant decides how many groups `model` makes, so bound those."""
+        return (await self.page(group_by, **which)).groups
+
+    async def page(
         self,
         group_by: Sequence[str] = ("model",),
         *,
         tenant_id: str | None = None,
         tenant: str | None = None,
+        models: Sequence[str] | None = None,
         since: Moment = None,
         until: Moment = None,
-    ) -> list[UsageSums]:
-        """Of the requests that arrived in `[since, until)`, for each tenant and each of what `group_by` names (GROUPS).
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> UsagePage:
+        """Sum the requests that arrived in `[since, until)` for each tenant and each value that `group_by` (GROUPS)
+        names, in the order of these.
 
-        tenant: by name instead of by id, which also finds what deleted tenants of that name have used.
+        tenant: by name instead of by id, which also finds deleted tenants of that name. models: only these.
+        after: the previous page's `next`. limit: the most groups of a page. Raises BadRequest for a foreign cursor.
         """
         parts = []
         for table, start, end in segments(since, until):
@@ -68,27 +102,25 @@ class UsageReport:
                 part = part.where(table.c.tenant == tenant)
             if tenant_id is not None:
                 part = part.where(table.c.tenant_id == tenant_id)
+            if models is not None:
+                part = part.where(table.c.model.in_(models))
             parts.append(part)
         if not parts:
-            return []
+            return UsagePage(groups=[], total=dict.fromkeys(SUMMED, 0), next=None)
+        grouped, order = _grouped(union_all(*parts).subquery(), group_by)
+        found = select(grouped).order_by(*order)
+        if after is not None:
+            found = found.where(tuple_(*order) > tuple_(*_position(after, order)))
+        if limit is not None:
+            found = found.limit(limit + 1)
+        groups, total = found.subquery(), select(*(func.sum(grouped.c[name]).label(name) for name in SUMMED)).subquery()
+        totals = [total.c[name].label(f"total_{name}") for name in SUMMED]
         # One statement, so that a row that is being written is seen in the row and in the sums, or in neither.
-        every = union_all(*parts).subquery()
-        keys: list[ColumnElement[Any]] = [every.c.tenant, tenants.c.id.is_(None).label("deleted")]
-        source = every.outerjoin(tenants, tenants.c.id == every.c.tenant_id)
-        if "day" in group_by:
-            keys.append(every.c.day)
-        if "model" in group_by:
-            keys.append(every.c.model)
-        if "key" in group_by:
-            source = source.outerjoin(api_keys, api_keys.c.id == every.c.key_id)
-            keys += [every.c.key_id, api_keys.c.label.label("key")]
-        query = select(*keys, *(func.sum(every.c[name]).label(name) for name in SUMMED)).select_from(source)
-        # By tenant, then as the groups are listed; "deleted" last, for a name may have had two lives.
-        order = [keys[0], *keys[2:], keys[1]]
+        query = select(*totals, groups).join_from(total, groups, true(), isouter=True)
+        query = query.order_by(*(groups.c[column.name] for column in order))
         async with self._database.read() as connection:
-            rows = (await connection.execute(query.group_by(*keys).order_by(*order))).all()
-        # PostgreSQL sums bigints to a Decimal.
-        return [UsageSums(**{**row._mapping, **{name: int(row._mapping[name]) for name in SUMMED}}) for row in rows]
+            rows = (await connection.execute(query)).all()
+        return _page(rows, [column.name for column in grouped.c], [column.name for column in order], limit)
 
     async def knows(self, tenant: str) -> bool:
         """Whether a tenant of this name, deleted or not, has used anything."""
@@ -104,6 +136,56 @@ class UsageReport:
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
         return [UsageRow(**row._mapping) for row in rows]
+
+
+def _grouped(every: Subquery, group_by: Sequence[str]) -> tuple[CTE, list[ColumnElement[Any]]]:
+    """Return the groups and the columns that order them: a group's position is a row of these."""
+    keys: list[ColumnElement[Any]] = [every.c.tenant]
+    source: FromClause = every.outerjoin(tenants, tenants.c.id == every.c.tenant_id)
+    if "day" in group_by:
+        keys.append(every.c.day)
+    if "model" in group_by:
+        keys.append(every.c.model)
+    if "key" in group_by:
+        keys.append(every.c.key_id)
+    # The last, because a name may have had two lives.
+    keys.append(tenants.c.id.is_(None).label("deleted"))
+    names = [key.name for key in keys]
+    if "key" in group_by:
+        source = source.outerjoin(api_keys, api_keys.c.id == every.c.key_id)
+        keys.append(api_keys.c.label.label("key"))
+    # PostgreSQL sums bigints to a numeric.
+    sums = (cast(func.sum(every.c[name]), BigInteger).label(name) for name in SUMMED)
+    grouped = select(*keys, *sums).select_from(source).group_by(*keys).cte("grouped")
+    return grouped, [grouped.c[name] for name in names]
+
+
+def _page(rows: Sequence[Any], columns: Sequence[str], order: Sequence[str], limit: int | None) -> UsagePage:
+    """Read the rows of a page, each of which has the total before its group's own columns."""
+    total = {name: int(value or 0) for name, value in zip(SUMMED, rows[0], strict=False)}
+    own = len(SUMMED)
+    groups = [UsageSums(**dict(zip(columns, row[own:], strict=True))) for row in rows[:limit] if row[own] is not None]
+    last = None if limit is None or len(rows) <= limit else rows[limit - 1]
+    return UsagePage(groups=groups, total=total, next=None if last is None else _cursor(last, order))
+
+
+def _cursor(row: Any, order: Sequence[str]) -> str:
+    """Write a group's position, opaque to clients."""
+    return urlsafe_b64encode(msgspec.json.encode([row._mapping[name] for name in order])).decode().rstrip("=")
+
+
+def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnElement[Any]]:
+    """Read a cursor for these columns. Raises BadRequest."""
+    types = tuple({"day": datetime, "deleted": bool}.get(column.name, str) for column in order)
+    try:
+        data = urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+        values: Any = msgspec.json.decode(data, type=tuple.__class_getitem__(types))
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise BadRequest("after: expected the `next` of an answer with the same group_by.", param="after") from error
+    if any(isinstance(value, str) and not value.isprintable() for value in values):
+        # No database takes a NUL in a text.
+        raise BadRequest("after: expected the `next` of an answer with the same group_by.", param="after")
+    return [literal(value, column.type) for value, column in zip(values, order, strict=True)]
 
 
 def segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment, Moment]]:

@@ -12,7 +12,7 @@ from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.values import Moment, given
 
-COLUMNS = ("id", "at", "action", "target", "tenant", "actor", "address", "request_id", "detail")
+COLUMNS = ("id", "at", "action", "target", "tenant", "actor", "address", "request_id", "detail", "own")
 # Of a request's id, in the table: enough to find it in a log.
 SHORT_CHARS = 12
 
@@ -65,4 +65,6 @@ def _value(value: Any) -> str:
 def _print_csv(rows: Sequence[dict[str, Any]]) -> None:
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
-    writer.writerows({**row, "detail": json.dumps(row["detail"])} for row in rows)
+    writer.writerows(
+        {**row, "detail": json.dumps(row["detail"]), "own": json.dumps(row.get("own", False))} for row in rows
+    )

@@ -118,7 +118,8 @@ async def test_the_command(gateway: Gateway):
         assert f"{name}=" in row
     [written] = csv.DictReader((await run("--limit", "1", "--csv")).stdout.splitlines())
     assert {**written, "detail": json.loads(written["detail"])} == {n: v or "" for n, v in told.items()} | {
-        "detail": told["detail"]
+        "detail": told["detail"],
+        "own": "false",
     }
     after = first.stderr.split("--after ")[1].strip()
     [older] = json.loads((await run("--after", after, "--tenant", "acme", "--json")).stdout)["data"]
