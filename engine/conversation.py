@@ -11,6 +11,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOOLS = 128
 # What `chat_template_kwargs` cannot say, for the request says it elsewhere or not at all.
 TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+# The model's special tokens, such as `eos_token`; templates write them once a message.
+TEMPLATE_TOKENS = "_token"
+# Values that templates write as JSON: lists and objects within each other, and bytes in all.
+MAX_DEPTH, MAX_KWARGS_BYTES, MAX_TOOLS_BYTES = 64, 2**14, 2**20
 
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
 
@@ -84,7 +88,10 @@ class Message(Struct):
         if self.tool_call_id is not None and self.role != "tool":
             raise BadRequest(f"{at}.tool_call_id", f"{at}.tool_call_id: only a tool's message answers a call")
         for i, call in enumerate(self.tool_calls or ()):
-            _parsed_arguments(call.function.arguments, f"{at}.tool_calls[{i}].function.arguments")
+            where = f"{at}.tool_calls[{i}].function.arguments"
+            arguments = _parsed_arguments(call.function.arguments, where)
+            check_size(arguments, where, MAX_TOOLS_BYTES)
+            check_depth(arguments, where)
 
     def as_template_input(self) -> dict[str, Any]:
         """The message as chat templates expect it: content as one string."""
@@ -125,9 +132,7 @@ class TemplateFields(Protocol):
 
 def check_template_fields(request: TemplateFields) -> None:
     """Raises BadRequest."""
-    for key in request.chat_template_kwargs or ():
-        if key in TEMPLATE_OWN:
-            raise BadRequest("chat_template_kwargs", f"chat_template_kwargs: {key} cannot be given here")
+    check_template_kwargs(request.chat_template_kwargs or {})
     if not request.continue_final_message:
         return
     field = "continue_final_message"
@@ -135,6 +140,34 @@ def check_template_fields(request: TemplateFields) -> None:
         raise BadRequest(field, f"{field}: the last message is either continued or followed by a new one")
     if not (request.messages or [])[-1].content:
         raise BadRequest(field, f"{field}: the last message has no content")
+
+
+def check_template_kwargs(kwargs: dict[str, Any]) -> None:
+    """Raises BadRequest."""
+    field = "chat_template_kwargs"
+    for key in kwargs:
+        if key in TEMPLATE_OWN or key.startswith("_") or key.endswith(TEMPLATE_TOKENS):
+            raise BadRequest(field, f"{field}: {key[:64]} cannot be given here")
+    check_size(kwargs, field, MAX_KWARGS_BYTES)
+    check_depth(kwargs, field)
+
+
+def check_size(value: Any, at: str, max_bytes: int) -> None:
+    """Raises BadRequest."""
+    size = len(msgspec.json.encode(value))
+    if size > max_bytes:
+        raise BadRequest(at, f"{at} must have at most {max_bytes} bytes as JSON, got {size}")
+
+
+def check_depth(value: Any, at: str) -> None:
+    """Raises BadRequest for a value with more than MAX_DEPTH lists and objects within each other."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        if not level:
+            return
+    raise BadRequest(at, f"{at} must have at most {MAX_DEPTH} lists and objects within each other")
 
 
 def conversation_of(request: TemplateFields, tools: list[Tool] | None) -> Conversation:
@@ -155,6 +188,9 @@ def check_messages(messages: list[Message]) -> None:
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
+    check_size(tools, "tools", MAX_TOOLS_BYTES)
+    for i, tool in enumerate(tools):
+        check_depth(tool.function.parameters, f"tools[{i}].function.parameters")
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

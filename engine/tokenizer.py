@@ -25,6 +25,8 @@ _CONTINUED = "\ue0c0\ue0c1 "
 # and of a piece that is counted at once.
 _LONG_TOKEN = 8
 _PIECE = 16384
+# A template's variable: the most characters of its text, None for any number.
+_ROOM = "_room"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -51,6 +53,10 @@ class ChatTemplateError(ValueError):
         self.param = param
 
 
+class _NoRoom(Exception):
+    """A rendered text has more characters than any text of the tokens that are of use."""
+
+
 class Tokenizer:
     """One model's tokenizer and chat template. Thread-safe: holds no state of a request."""
 
@@ -70,6 +76,7 @@ class Tokenizer:
         self._tool_template = _compile(self.tool_template) if self.tool_template is not None else None
         self.eos_token_ids = frozenset(eos)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._longest_token = max([_LONG_TOKEN, *map(len, backend.get_vocab(with_added_tokens=True))])
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._bytes: dict[int, bytes] = {}
         decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
@@ -143,7 +150,9 @@ class Tokenizer:
         """
         if limit is not None and len(messages) > limit:
             raise TextTooLong(limit)  # each is a token at least; rendering half a million takes seconds
-        text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        text = self.render_chat(
+            messages, tools, add_generation_prompt, continue_final_message, template_kwargs, limit=limit
+        )
         return self.encode(text, add_special_tokens=False, limit=limit)
 
     def render_chat(
@@ -153,30 +162,37 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        limit: int | None = None,
     ) -> str:
-        """continue_final_message: the text ends where the last message's content does, as if the model had written it.
+        """Return the conversation as the model's template writes it.
 
-        template_kwargs: further variables of the template; none of those named here. Raises ChatTemplateError.
+        continue_final_message: the text ends where the last message's content does, as if the model had written it.
+        template_kwargs: further variables of the template; none of those named here. limit: tokens that can be of use;
+        rendering stops at a text that has more for certain. Raises ChatTemplateError, TextTooLong.
         """
         if continue_final_message:
             marked = {**messages[-1], "content": messages[-1]["content"] + _CONTINUED}
-            text = self.render_chat([*messages[:-1], marked], tools, False, False, template_kwargs)
+            text = self.render_chat([*messages[:-1], marked], tools, False, False, template_kwargs, limit=limit)
             return _cut_at_mark(text)
         template = self._tool_template if tools else self._template
         if template is None:
             what = "tools: the model's chat template takes none" if tools else "the model has no chat template"
             raise ChatTemplateError(what, "tools" if tools else "messages")
+        room = None if limit is None else limit * self._longest_token
+        variables = {
+            **(template_kwargs or {}),
+            **self._special,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            _ROOM: room,
+        }
         try:
-            return template.render(
-                {
-                    **self._special,
-                    **(template_kwargs or {}),
-                    "messages": messages,
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            return _join(template.generate(variables), room)
+        except _NoRoom:
+            raise TextTooLong(limit or 0) from None
         except RecursionError:
             raise ChatTemplateError("the model's chat template refuses the messages: nested too deeply") from None
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
@@ -273,7 +289,20 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _join(pieces: Iterable[str], room: int | None) -> str:
+    """Join pieces of at most `room` characters together. Raises _NoRoom before more are made."""
+    joined, length = [], 0
+    for piece in pieces:
+        joined.append(piece)
+        length += len(piece)
+        if room is not None and length > room:
+            raise _NoRoom
+    return "".join(joined)
+
+
+@jinja2.pass_context
 def _to_json(
+    context: jinja2.runtime.Context,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -281,7 +310,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # Indentation multiplies a deep value, so it is made in pieces.
+    return encoder.encode(value) if indent is None else _join(encoder.iterencode(value), context.get(_ROOM))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

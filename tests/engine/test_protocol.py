@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -62,9 +63,27 @@ BAD_COMPLETION = [
     ("logprobs", True), ("echo", 1), ("best_of", 2), ("suffix", "end"), ("prompt_embeds", "x"),
     ("add_special_tokens", 1),
 ]  # fmt: skip
+
+
+def nested(depth: int) -> list[Any]:
+    """Return `depth` lists within each other."""
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def tool(value: object) -> dict[str, Any]:
+    """Return a function whose schema holds a value; the schema is a level by itself."""
+    return {"type": "function", "function": {"name": "f", "parameters": {"enum": value}}}
+
+
 BAD_CHAT = [
     ("chat_template", "x"), ("documents", [{}]), ("echo", True), ("add_special_tokens", True),
     ("chat_template_kwargs", {"messages": []}), ("chat_template_kwargs", []), ("add_generation_prompt", 1),
+    ("chat_template_kwargs", {"eos_token": "x"}), ("chat_template_kwargs", {"bos_token": ""}),
+    ("chat_template_kwargs", {"_room": 1}), ("chat_template_kwargs", {"a": "x" * 2**14}),
+    ("chat_template_kwargs", {"a": nested(64)}), ("tools", [tool(nested(65))]), ("tools", [tool(["x" * 2**20])]),
     ("messages", []), ("messages", "hi"), ("max_completion_tokens", 0), ("logprobs", 3), ("top_logprobs", 21),
     ("top_logprobs", 2), ("tools", [{"type": "function"}]), ("tools", [{}] * 129),
     ("tools", [{"type": "function", "function": {"name": "a b"}}]),
@@ -74,6 +93,16 @@ BAD_CHAT = [
     ("parallel_tool_calls", 3), ("functions", [{}]), ("tool_choice", "required"),
     ("audio", {}), ("modalities", ["text", "audio"]), ("prediction", {}), ("store", True), ("reasoning_effort", "high"),
 ]  # fmt: skip
+
+
+def called(value: object) -> dict[str, Any]:
+    """Return a message of the assistant that calls a function with a value."""
+    call = {"function": {"name": "f", "arguments": json.dumps({"a": value})}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def test_values_for_templates_may_be_as_deep_as_the_limit():
+    chat(chat_template_kwargs={"a": nested(63)}, tools=[tool(nested(63))], messages=[called(nested(63))])
 
 
 @pytest.mark.parametrize(("field", "value"), BAD + BAD_COMPLETION)
@@ -107,6 +136,8 @@ def test_chat_refuses_naming_the_field(field, value):
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
         ("hi", "messages[0]"),
+        (called(nested(64)), "messages[0].tool_calls[0].function.arguments"),
+        (called(["x" * 2**20]), "messages[0].tool_calls[0].function.arguments"),
     ],
 )
 def test_bad_messages_are_named_by_their_place(message, param):

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,40 @@ def test_refusals_say_what_is_wrong(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer.from_dir(tmp_path)
+
+
+REPEATS = "{% for m in messages %}{{ padding }}{% endfor %}"
+INDENTS = "{% for m in messages %}{{ m.content | tojson(indent=4) }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "size"),
+    [
+        (REPEATS, [{"role": "user", "content": "a"}] * 1000, 16_000_000),
+        (INDENTS, [{"content": [[1] * 200_000]}], 2_000_000),
+    ],
+)
+def test_rendering_stops_at_a_text_that_is_too_long_for_certain(tmp_path, template, messages, size):
+    save_byte_level_tokenizer(tmp_path, template)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    padding = {"padding": "x" * 16_000}
+    assert len(tokenizer.render_chat(messages, template_kwargs=padding)) >= size
+    tracemalloc.start()
+    try:
+        with pytest.raises(TextTooLong) as caught:
+            tokenizer.encode_chat(messages, template_kwargs=padding, limit=1000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.at_least == 1000
+    assert peak < size / 2
+
+
+def test_template_kwargs_do_not_replace_special_tokens(tmp_path):
+    save_byte_level_tokenizer(tmp_path, "{{ eos_token }}{{ messages[0].content }}")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    messages = [{"role": "user", "content": "a"}]
+    assert tokenizer.render_chat(messages, template_kwargs={"eos_token": "b"}) == tokenizer.render_chat(messages)
 
 
 def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path):
