@@ -3,6 +3,8 @@
 import asyncio
 import random
 import sys
+import time
+from itertools import pairwise
 
 import pytest
 
@@ -40,3 +42,16 @@ async def test_no_owner_has_more_than_its_places_whoever_leaves(places: int, eac
             places -= min(each, places)
             if not places:
                 break
+
+
+async def test_an_owner_rests_after_its_turn_and_no_other_does():
+    """An owner that asks without pause has a quarter of the time; its place is another's meanwhile."""
+    turns = Turns(1, rest=3.0)
+    began: list[float] = []
+    for _ in range(3):
+        async with turns.turn("a"):
+            began.append(time.monotonic())
+            await asyncio.sleep(0.1)
+        async with asyncio.timeout(0.2), turns.turn(f"other {len(began)}"):
+            pass
+    assert all(later - earlier >= 0.4 for earlier, later in pairwise(began))

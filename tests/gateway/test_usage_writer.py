@@ -9,8 +9,9 @@ from sqlalchemy import func, select
 
 from gateway.records.database import Database
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
+from gateway.records.tenants import Tenants
 from gateway.records.usage import decode, encode
-from gateway.records.usage_report import SUMMED, UsageReport
+from gateway.records.usage_report import SUMMED, UsageReport, UsageSums
 from gateway.records.usage_writer import UsageWriter
 from tests.gateway.rows import NOON, row
 
@@ -154,3 +155,44 @@ async def test_sums_are_told_apart_by_model_key_and_day(database: Database):
     assert await report.sums(tenant="other") == []
     assert await report.sums(tenant_id="t2") == []
     assert (await report.knows("acme"), await report.knows("other")) == (True, False)
+
+
+@pytest.mark.parametrize("groups", [["model"], ["key"], ["day", "model", "key"], []])
+@pytest.mark.parametrize("from_rows", [False, True])
+async def test_pages_are_the_whole_report(groups: list[str], from_rows: bool, database: Database):
+    """Each group is on one page, in order, and every page has the total of all; a name's two lives are two groups."""
+    name = "two-lives"
+    ids = ["gone", (await Tenants(database).create(name, {}, "op")).id]
+    rows = [
+        row(
+            f"r{i}",
+            model=f"m{i % 11}",
+            key_id=f"k{i % 3}",
+            tenant=name if i % 2 else f"t{i % 5}",
+            tenant_id=ids[i // 2 % 2] if i % 2 else f"id{i % 5}",
+            created_at=NOON + timedelta(hours=7 * i),
+        )
+        for i in range(60)
+    ]
+    await UsageWriter(database).write(rows)
+    report = UsageReport(database)
+    times = {"since": NOON + timedelta(minutes=1), "until": NOON + timedelta(hours=300, minutes=1)} if from_rows else {}
+    whole = await report.page(groups, **times)
+    assert whole.next is None
+    assert [whole.total[field] for field in SUMMED] == [
+        sum(getattr(g, field) for g in whole.groups) for field in SUMMED
+    ]
+    assert {group.deleted for group in whole.groups if group.tenant == name} == {False, True}
+    for limit in (1, 7, len(whole.groups)):
+        found: list[UsageSums] = []
+        after = None
+        while True:
+            page = await report.page(groups, **times, after=after, limit=limit)
+            assert page.total == whole.total
+            assert len(page.groups) <= limit
+            found += page.groups
+            after = page.next
+            if after is None:
+                break
+        assert found == whole.groups
+    assert (await report.page(groups, models=["m1"], **times)).total["requests"] < whole.total["requests"]
