@@ -374,6 +374,17 @@ class UnloadAdapterRequest(Struct):
         pass
 
 
+class AllowanceRequest(Struct):
+    """The completion tokens that a running request may have, by the gateway's id of it."""
+
+    id: str
+    tokens: int
+
+    def check(self) -> None:
+        if self.tokens < 0:
+            raise BadRequest("tokens", f"tokens: expected 0 or more, got {self.tokens}")
+
+
 def prompt_too_long(field: str, limit: int, at_least: int) -> BadRequest:
     """limit: the model's context. In OpenAI's words, by which clients know that they must shorten the prompt."""
     return BadRequest(

@@ -32,13 +32,14 @@ class Progress(Struct):
     """Tokens so far and the receipt. The gateway bills streams that end early by them.
 
     adapter_digest: the adapter whose pages the steps read: `sha256:<digest>`, `base` or `mixed`; null before the first
-    step.
+    step. ended_by_allowance: there where the request ended at the gateway's allowance, and not by itself.
     """
 
     completion_tokens: int
     prompt_tokens: int
     cached_tokens: int
     adapter_digest: str | None = None
+    ended_by_allowance: bool | UnsetType = UNSET
 
 
 class CompletionLogprobs(Struct):
@@ -212,6 +213,37 @@ class EngineStateResponse(Struct):
     ended_requests: int
     ended_prompt_tokens: int
     ended_completion_tokens: int
+    # This engine keeps gateways' allowances of tokens and reports of whole answers.
+    keeps_allowances: bool = True
+
+
+# The gateway's bound on a request's completion tokens, and the form of a whole answer that is reported while it runs.
+ALLOWANCE_HEADER = "x-loraplex-allowance"
+REPORT_TYPE = "application/x-loraplex-report"
+# A whole answer is reported with each step, and the gateway asks its limits for more, while fewer tokens of each choice
+# are left: half a second of a fast engine.
+ASK_TOKENS = 64
+
+
+class AnswerHead(Struct):
+    """The answer after a report: its status, its headers and the bytes that follow the line."""
+
+    status: int
+    length: int
+    headers: dict[str, str]
+
+
+class ReportLine(Struct):
+    """A line of a report: the completion tokens so far, or the head of the answer, which ends the report."""
+
+    completion_tokens: int
+    answer: AnswerHead | None = None
+
+
+class AllowanceRaised(Struct):
+    """is_running: false for a request that has ended or that this engine does not have."""
+
+    is_running: bool
 
 
 class FinishedRequest(Struct):

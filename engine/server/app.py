@@ -122,6 +122,7 @@ class Server:
         app.router.add_post("/v1/unload_lora_adapter", self._route(EngineRoutes.unload_adapter))
         app.router.add_get("/state", self._route(EngineRoutes.state))
         app.router.add_get("/finished", self._route(EngineRoutes.finished_requests))
+        app.router.add_post("/allowances", self._route(EngineRoutes.raise_allowance))
         app.router.add_get("/health", self._health)
         app.router.add_get("/ping", self._health)
         app.router.add_get("/livez", self._live)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from engine.responses import ALLOWANCE_HEADER
 from engine.server.errors import ApiError
 from engine.server.finished import MAX_ID_BYTES
 
@@ -14,7 +15,8 @@ MAX_NUMBER_LENGTH = 32
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The caller of a request. internal: proved to be the gateway; without it the other fields are defaults.
-    request_id: for the count of its tokens.
+    request_id: for the count of its tokens. allowance: the completion tokens that it may have until the gateway raises
+    them; None: no bound.
     """
 
     internal: bool = False
@@ -22,6 +24,7 @@ class Caller:
     weight: float = 1.0
     priority: int = 0
     request_id: str | None = None
+    allowance: int | None = None
 
 
 def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
@@ -37,6 +40,7 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
         weight=_number(headers, "x-loraplex-weight", float, 1.0),
         priority=int(_number(headers, "x-loraplex-priority", int, 0)),
         request_id=_request_id(headers),
+        allowance=_allowance(headers),
     )
 
 
@@ -45,6 +49,15 @@ def _request_id(headers: Mapping[str, str]) -> str | None:
     if given is not None and not (given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_BYTES):
         raise ApiError(400, f"x-request-id: expected at most {MAX_ID_BYTES} ASCII characters", param="x-request-id")
     return given
+
+
+def _allowance(headers: Mapping[str, str]) -> int | None:
+    if ALLOWANCE_HEADER not in headers:
+        return None
+    tokens = int(_number(headers, ALLOWANCE_HEADER, int, 0))
+    if tokens < 0:
+        raise ApiError(400, f"{ALLOWANCE_HEADER}: expected 0 or more, got {tokens}", param=ALLOWANCE_HEADER)
+    return tokens
 
 
 def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float], default: float) -> float:

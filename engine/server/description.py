@@ -4,6 +4,7 @@ from typing import Any
 
 from engine.openapi import Route, describe
 from engine.protocol import (
+    AllowanceRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -13,6 +14,7 @@ from engine.protocol import (
 )
 from engine.responses import (
     AdapterLoaded,
+    AllowanceRaised,
     ChatCompletion,
     Completion,
     DetokenizeResponse,
@@ -38,6 +40,7 @@ ROUTES = (
     Route("POST", "/v1/unload_lora_adapter", "Forget a name.", UnloadAdapterRequest, AdapterLoaded),
     Route("GET", "/state", "What is resident, queued and free.", None, EngineStateResponse),
     Route("GET", "/finished", "What requests have cost, by the gateway's ids.", None, FinishedRequestList),
+    Route("POST", "/allowances", "Raise the tokens that a request may have.", AllowanceRequest, AllowanceRaised),
     Route("GET", "/health", "Whether requests can be served.", None, Health),
     Route("GET", "/ping", "The same.", None, Health),
     Route("GET", "/livez", "Whether the process should go on: 503 once the engine has failed.", None, Health),

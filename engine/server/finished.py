@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.responses import FinishedRequest
@@ -30,10 +31,14 @@ COUNTS_AT = MAX_ID_BYTES + 16
 KILLED = "killed"
 
 
+def _ignore(_: int) -> None:
+    pass
+
+
 class Tally:
     """One running request's slot. Counts are of the whole request so far."""
 
-    __slots__ = ("_at", "_ring", "cached_tokens", "completion_tokens", "ended", "prompt_tokens", "request_id")
+    __slots__ = ("_at", "_ring", "allow", "cached_tokens", "completion_tokens", "ended", "prompt_tokens", "request_id")
 
     def __init__(self, ring: "FinishedRequests", at: int, request_id: str) -> None:
         self._ring = ring
@@ -41,6 +46,8 @@ class Tally:
         self.request_id = request_id
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.ended = asyncio.Event()
+        # Called with the request's raised allowance.
+        self.allow: Callable[[int], None] = _ignore
 
     def count(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
         self.prompt_tokens, self.completion_tokens, self.cached_tokens = prompt_tokens, completion_tokens, cached_tokens
@@ -90,6 +97,13 @@ class FinishedRequests:
             return None
         _, reason, prompt, completion, cached = SLOT.unpack_from(self._memory, at)
         return FinishedRequest(request_id, _text(reason) or None, prompt, completion, cached)
+
+    def allow(self, request_id: str, tokens: int) -> bool:
+        """Raise a request's allowance. Return False if it does not run."""
+        tally = self._running.get(request_id)
+        if tally is not None:
+            tally.allow(tokens)
+        return tally is not None
 
     def close(self) -> None:
         """Lets another engine have the file. What is counted late is still counted."""

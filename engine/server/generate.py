@@ -28,6 +28,7 @@ from engine.server.grammars import Grammars
 from engine.server.loop import EngineLoop
 from engine.server.metrics import Metrics
 from engine.server.models import ModelRegistry
+from engine.server.report import Report
 from engine.server.run import Asked, Run
 from engine.server.token_rules import token_rules
 from engine.server.tool_calls import ToolCallParser, ToolFormat
@@ -170,11 +171,11 @@ class GenerationRoutes:
         with submitted as generation:
             run = Run(asked, generation, self.tokenizer, self.eos_token_ids, self.metrics, internal=caller.internal)
             if caller.request_id is not None:
-                run.keep_tally(self.finished.open(caller.request_id, run.prompt_tokens))
+                run.keep_tally(self.finished.open(caller.request_id, run.prompt_tokens), caller.allowance)
             try:
                 if asked.body.stream:
                     return await run.stream(request, asked.answer)
-                return await run.whole(request, asked.answer)
+                return await run.whole(request, asked.answer, Report(request, generation))
             finally:
                 run.count_left()
                 run.describe(request.get(SPAN, NO_SPAN), request.path)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.scheduling.request import RequestOutput, SamplingParams
@@ -53,6 +53,8 @@ class Generation:
 
     num_generated: of each sequence, all tokens that the engine chose, also after nobody wanted them any more.
     on_gone: called once the engine has let go of all sequences and this was left; the counts are final then.
+    allowance: the tokens that all sequences together may have; at it they end as if at their longest. None: no bound.
+    ended_by_allowance: the sequences that it ended.
     """
 
     def __init__(self, loop: Releases, ids: list[str]) -> None:
@@ -63,6 +65,10 @@ class Generation:
         self._left = False
         self.num_generated = [0] * len(ids)
         self.on_gone: Callable[[], None] = _nothing
+        self.allowance: int | None = None
+        self.ended_by_allowance: set[int] = set()
+        self.total_generated = 0
+        self._last: list[RequestOutput | None] = [None] * len(ids)
         self._news: list[tuple[int, RequestOutput]] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -85,6 +91,20 @@ class Generation:
         """Whether the engine refused a sequence, or failed."""
         return self._error is not None
 
+    @property
+    def choices(self) -> int:
+        """Return the number of sequences."""
+        return len(self._ids)
+
+    @property
+    def left(self) -> int | None:
+        """Return the tokens that are left of the allowance, None without a bound."""
+        return None if self.allowance is None else self.allowance - self.total_generated
+
+    def allow(self, tokens: int) -> None:
+        """Raise the allowance; it is never lowered."""
+        self.allowance = max(self.allowance or 0, tokens)
+
     def stop(self, index: int) -> None:
         """Ends one sequence: its request is gone from the engine before the next step."""
         request_id = self._ids[index]
@@ -104,12 +124,29 @@ class Generation:
             self.on_gone()
 
     def deliver(self, index: int, output: RequestOutput) -> None:
-        self.num_generated[index] = output.num_output_tokens
+        if not self.ended_by_allowance:
+            self.total_generated += output.num_output_tokens - self.num_generated[index]
+            self.num_generated[index] = output.num_output_tokens
         if output.request_id in self._live:
             self._news.append((index, output))
+            self._last[index] = output
             self._wake()
         if output.finish_reason is not None:
             self._loop.release(output.request_id)
+        if self._live and (left := self.left) is not None and left <= 0:
+            self._end_by_allowance()
+
+    def _end_by_allowance(self) -> None:
+        """End the sequences that run. The tokens of a step in flight are dropped, because nothing holds them."""
+        for request_id in self._live:
+            index = self._ids.index(request_id)
+            self.ended_by_allowance.add(index)
+            last = self._last[index] or RequestOutput(request_id, [], None, 0, 0, 0)
+            end = replace(last, token_ids=[], finish_reason="length", logprobs=None, prompt_logprobs=None)
+            self._news.append((index, end))
+            self._loop.abort(request_id)
+        self._live.clear()
+        self._wake()
 
     def released(self, request_id: str) -> None:
         """The engine has let go of it: nothing more is delivered."""

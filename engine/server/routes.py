@@ -13,6 +13,7 @@ from msgspec import UNSET
 from engine.engine import Engine, EngineState
 from engine.http_body import read_body
 from engine.protocol import (
+    AllowanceRequest,
     BadRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
@@ -22,6 +23,7 @@ from engine.protocol import (
 )
 from engine.responses import (
     AdapterLoaded,
+    AllowanceRaised,
     DetokenizeResponse,
     FinishedRequestList,
     ModelList,
@@ -136,6 +138,11 @@ class EngineRoutes:
         if wait:
             await self.finished.wait(ids, wait)
         return json_response(FinishedRequestList([found for id_ in ids if (found := self.finished.get(id_))]))
+
+    async def raise_allowance(self, request: web.Request) -> web.Response:
+        """Raise the tokens that a gateway's running request may have."""
+        body = decode(AllowanceRequest, await read_body(request))
+        return json_response(AllowanceRaised(self.finished.allow(body.id, body.tokens)))
 
     async def update_gauges(self) -> None:
         try:

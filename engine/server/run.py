@@ -1,7 +1,6 @@
 """A running request: the engine's outputs become deltas, and the deltas an answer or a stream."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.protocol import BadRequest, SamplingRequest
-from engine.responses import Progress, PromptTokensDetails, Usage
+from engine.responses import AnswerHead, Progress, PromptTokensDetails, Usage
 from engine.scheduling.request import MIXED_SERVED, RequestOutput
 from engine.server.answers import Answer
 from engine.server.errors import ApiError, as_api_error, error_body
 from engine.server.finished import Tally
 from engine.server.generation import Generation
 from engine.server.metrics import Metrics
+from engine.server.report import PIECE_BYTES, Report, write
 from engine.server.sequence import Delta, Sequence, SharedPrompt
 from engine.server.text import OutputText
 from engine.server.tracing import Phases, describe_generation
@@ -26,11 +26,6 @@ from engine.structured.spec import GrammarSpec
 from engine.tokenizer import Tokenizer
 from engine.tracing import Span
 
-logger = logging.getLogger(__name__)
-
-# A client that takes longer for a piece is cut off, because it holds its request's place and memory.
-WRITE_SECONDS = 30.0
-PIECE_BYTES = 64 << 10
 # An answer with log-probabilities of more tokens is encoded on a thread: 1,000 with 20 likeliest each take about 10 ms.
 INLINE_ENTRIES = 500
 
@@ -74,6 +69,7 @@ class Run:
         self._tally: Tally | None = None
         self._phases = Phases()
         self._reason = "abort"
+        self._by_allowance = False
         include_stop = bool(body.include_stop_str_in_output)
         stop_ids = frozenset(body.stop_token_ids or ())
         self._sequences = [
@@ -95,9 +91,13 @@ class Run:
             for index in range(len(prompts) * self._choices)
         ]
 
-    def keep_tally(self, tally: Tally) -> None:
-        """Update the request's counts as it runs, and record all generated tokens at the end, even without a reader."""
+    def keep_tally(self, tally: Tally, allowance: int | None) -> None:
+        """Update the request's counts as it runs, and record all generated tokens at the end, even without a reader.
+
+        allowance: see `Generation`.
+        """
         self._tally = tally
+        self._generation.allowance, tally.allow = allowance, self._generation.allow
         self._generation.on_gone = self._end_tally
 
     def count_left(self) -> None:
@@ -123,11 +123,36 @@ class Run:
         self._tally.count(prompt, completion, done.cached_tokens)
         self._tally.end(reason)
 
-    async def whole(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
+    async def whole(self, request: web.Request, answer: Answer[Any], report: Report) -> web.StreamResponse:
+        try:
+            body = await self._whole_body(answer, report)
+        except Exception as exc:
+            if not report.is_open:
+                raise
+            error = as_api_error(exc, request)
+            body, head = error_body(error), AnswerHead(error.status, 0, dict(error.headers or {}))
+        else:
+            head = AnswerHead(200, 0, self._receipt())
+        if report.is_open:
+            return await report.end(head, body)
+        if len(body) <= PIECE_BYTES:
+            return web.Response(body=body, content_type="application/json", headers=head.headers)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"} | head.headers)
+        response.content_length = len(body)
+        try:
+            await response.prepare(request)
+            await write(request, response, body)
+            await response.write_eof()
+        except ConnectionError:
+            return response
+        return response
+
+    async def _whole_body(self, answer: Answer[Any], report: Report) -> bytes:
         total = [Delta(sequence.index) for sequence in self._sequences]
         async for deltas in self._deltas():
             for delta in deltas:
                 total[delta.index].add(delta)
+            await report.tell()
         usage, progress = self._usage(), self._progress_if_internal()
 
         def encode() -> bytes:
@@ -136,18 +161,7 @@ class Run:
             return msgspec.json.encode(answer.envelope(choices, stream=False, usage=usage, progress=progress))
 
         entries = sum(len(delta.logprobs) + len(delta.prompt_logprobs or ()) for delta in total)
-        body = encode() if entries <= INLINE_ENTRIES else await asyncio.to_thread(encode)
-        if len(body) <= PIECE_BYTES:
-            return web.Response(body=body, content_type="application/json", headers=self._receipt())
-        response = web.StreamResponse(headers={"Content-Type": "application/json"} | self._receipt())
-        response.content_length = len(body)
-        try:
-            await response.prepare(request)
-            await _write(request, response, body)
-            await response.write_eof()
-        except ConnectionError:
-            return response
-        return response
+        return encode() if entries <= INLINE_ENTRIES else await asyncio.to_thread(encode)
 
     async def stream(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
         # Waits for the first output before the headers are sent, so that a refusal until then is a plain error
@@ -162,18 +176,18 @@ class Run:
             opened: set[int] = set()
             while deltas:
                 if payload := self._chunks(answer, deltas, opened):
-                    await _write(request, response, payload)
+                    await write(request, response, payload)
                 try:
                     deltas = await anext(news, [])
                 except Exception as exc:  # noqa: BLE001 - the status is sent; the error goes into the stream
                     error = _event(error_body(as_api_error(exc, request)))
-                    await _write(request, response, error + b"data: [DONE]\n\n")
+                    await write(request, response, error + b"data: [DONE]\n\n")
                     return response
             end = b"data: [DONE]\n\n"
             if self._body.include_usage:
                 usage = answer.envelope([], stream=True, usage=self._usage(), progress=self._progress_if_internal())
                 end = _event(msgspec.json.encode(usage)) + end
-            await _write(request, response, end)
+            await write(request, response, end)
             await response.write_eof()
         except ConnectionError:
             # The client left before the handler was cancelled; returning aborts the sequences.
@@ -237,6 +251,8 @@ class Run:
                 last[index] = now
                 if sequence.finished:
                     left -= 1
+                    if delta.finish_reason == "length" and index in self._generation.ended_by_allowance:
+                        self._by_allowance = True
                     self._generation.stop(index)
                 deltas.append(delta)
             if deltas:
@@ -252,7 +268,8 @@ class Run:
         for start in range(0, len(self._sequences), self._choices):
             group = self._sequences[start : start + self._choices]
             cached += min((s.num_cached_tokens for s in group if s.num_prompt_tokens), default=0)
-        return Progress(sum(s.num_tokens for s in self._sequences), self.prompt_tokens, cached, self._served())
+        completion = sum(s.num_tokens for s in self._sequences)
+        return Progress(completion, self.prompt_tokens, cached, self._served(), self._by_allowance or UNSET)
 
     def _served(self) -> str | None:
         """Return the receipt of all sequences; a sequence without a step has none."""
@@ -275,19 +292,6 @@ class Run:
             done.prompt_tokens + done.completion_tokens,
             PromptTokensDetails(done.cached_tokens),
         )
-
-
-async def _write(request: web.Request, response: web.StreamResponse, payload: bytes) -> None:
-    """Write in pieces, each within `WRITE_SECONDS`. Raises ConnectionError for a client that is too slow."""
-    for start in range(0, len(payload), PIECE_BYTES):
-        try:
-            async with asyncio.timeout(WRITE_SECONDS):
-                await response.write(payload[start : start + PIECE_BYTES])
-        except TimeoutError:
-            logger.info("a client was cut off: it read too little of its answer within %g s", WRITE_SECONDS)
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionAbortedError("the client reads too slowly") from None
 
 
 def _event(data: bytes) -> bytes:

@@ -1,6 +1,7 @@
-"""Holds that follow a stream: it holds the completion that is expected of it, and asks for more before it needs more.
+"""Holds that follow an answer: it holds the completion that is expected of it, and asks for more before it needs more.
 
-A stream for which its limits have no more room is ended. No token is delivered beyond the hold.
+An answer for which its limits have no more room is ended. Our engines keep an allowance: they generate no token beyond
+the hold. Of other engines' streams no token is delivered beyond it.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
+from engine.responses import ASK_TOKENS
 from gateway.admission.local import Grown
 from gateway.errors import RateLimited, Unavailable
 
@@ -23,8 +25,8 @@ LEAST, MOST = 64.0, 2.0**22
 KNOWN = 10_000
 # The share of its use that a stream's limit pays off while it runs is not held: so much time pays off all.
 WINDOW_SECONDS = 60.0
-# Tokens of each choice that are left when more are asked for: a quarter of a second of a fast engine.
-MARGIN = 32
+# Tokens of each choice that are left when more are asked for.
+MARGIN = ASK_TOKENS
 # The fewest tokens of each choice that are asked for; a longer stream asks for half of what it has used.
 SLICE = 128
 # Seconds until a growth that was not granted is asked for again.
@@ -110,14 +112,29 @@ class Hold:
         # Tokens that are debt.
         self.charged = 0
         self.started = time.monotonic()
+        # Tokens of the rates that a token of the completion costs.
+        self.weight = 1
+        # Tells the engine its raised allowance; None for an engine that keeps none.
+        self.raise_allowance: Callable[[int], Awaitable[None]] | None = None
         self._grow = grow
         self._refusal = refusal
+        self._denied: Grown | None = None
         self._asking: asyncio.Task[Grown] | None = None
+        self._covering: asyncio.Task[None] | None = None
+
+    @property
+    def allowance(self) -> int | None:
+        """Return the tokens of completion that may be generated for now; None if all that were asked for may."""
+        return None if self.pace.allowed >= self.pace.most else self._completion
+
+    @property
+    def _completion(self) -> int:
+        return (self.pace.allowed - self.pace.prompt) // self.weight
 
     def use(self, completion: int) -> None:
-        """Note the completion's tokens so far, in tokens of the rates, and ask for more in the background."""
+        """Note the completion's tokens so far and ask for more in the background."""
         pace = self.pace
-        pace.used = max(pace.used, pace.prompt + completion)
+        pace.used = max(pace.used, pace.prompt + self.weight * completion)
         if self._asking is None and (wanted := pace.wanted(time.monotonic())):
             self._ask(wanted)
 
@@ -129,24 +146,53 @@ class Hold:
         if self._asking is not None:
             await asyncio.wait({self._asking})
         if self.pace.is_used_up:
-            grown = await asyncio.shield(self._ask(self.pace.slice))
+            await asyncio.shield(self._ask(self.pace.slice))
             if self.pace.is_used_up:
-                raise self._refusal(grown)
+                raise self.refused()
+
+    async def cover_all(self) -> None:
+        """Hold all that was asked for, because nobody counts while it is generated. Raises RateLimited."""
+        while self._asking is not None:
+            await asyncio.wait({self._asking})
+        if self.allowance is not None:
+            await asyncio.shield(self._ask(self.pace.most - self.pace.delivered))
+            if self.allowance is not None:
+                raise self.refused()
+
+    def cover_all_behind(self, failed: Callable[[RateLimited], None]) -> None:
+        """Do `cover_all` in the background, the first time that this is called."""
+        if self._covering is None:
+            self._covering = asyncio.create_task(self._cover_all(failed))
+
+    def refused(self) -> RateLimited:
+        """Return the error for the growth that was last denied."""
+        return self._refusal(self._denied or Grown(self.pace.allowed, 0, ""))
+
+    async def _cover_all(self, failed: Callable[[RateLimited], None]) -> None:
+        try:
+            await self.cover_all()
+        except RateLimited as error:
+            failed(error)
 
     def _ask(self, wanted: int) -> "asyncio.Task[Grown]":
         self._asking = asyncio.create_task(self._ask_for(wanted))
         return self._asking
 
     async def _ask_for(self, wanted: int) -> Grown:
-        delivered = self.pace.delivered
+        delivered, before = self.pace.delivered, self.pace.allowed
         wanted += self.pace.used - delivered
         try:
-            grown = await self._grow(delivered, wanted)
-            self.charged = max(self.charged, delivered)
-        except Unavailable:
-            # While Redis is away, or has lost the lease, what runs goes on. Its use is charged later.
-            grown = Grown(min(self.pace.most, delivered + wanted), 0, "")
+            try:
+                grown = await self._grow(delivered, wanted)
+                self.charged = max(self.charged, delivered)
+            except Unavailable:
+                # While Redis is away, or has lost the lease, what runs goes on. Its use is charged later.
+                grown = Grown(min(self.pace.most, delivered + wanted), 0, "")
+            self.pace.grown(grown, time.monotonic())
+            if grown.field:
+                self._denied = grown
+            if self.raise_allowance is not None and self.pace.allowed > before:
+                await self.raise_allowance(self._completion)
         finally:
             self._asking = None
-        self.pace.grown(grown, time.monotonic())
         return grown

@@ -199,6 +199,11 @@ local function charged_of(record)
   return record.v == VERSION and (record.charged or 0) or record.tokens
 end
 
+-- Return the moment of a record's row in the ledger. Records of the release before have none.
+local function row_of(record)
+  return record.row or record.at
+end
+
 -- Add to the tokens that a record's rates hold.
 local function reserve(record, more)
   for i = 1, #record.limits, 2 do
@@ -330,9 +335,22 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
 
   local states = count > 0 and redis.call('HMGET', STATE, unpack(names)) or {}
   local unknown = {2}
+  -- The moment of the request's row in the ledger: never before a `since`, even where the clock was set back, because
+  -- what it uses is counted here.
+  local row = now
   for i = 1, count do
-    if is_recalled(kinds[i]) and not states[i] then
-      unknown[#unknown + 1], unknown[#unknown + 2] = i - 1, noted(fields[i], kinds[i])
+    if is_recalled(kinds[i]) then
+      local since = states[i] and struct.unpack('d', states[i], 17)
+      if since and since - now > MAX_STEP then
+        -- Recalled while the clock was far ahead.
+        redis.call('HDEL', STATE, fields[i])
+        since = nil
+      end
+      if since then
+        row = max(row, since)
+      else
+        unknown[#unknown + 1], unknown[#unknown + 2] = i - 1, noted(fields[i], kinds[i])
+      end
     end
   end
   if #unknown > 1 then
@@ -408,8 +426,8 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
   local due = {}
   if allowed and not again then
     local record = {
-      v = VERSION, tokens = tokens, completion = granted, cost = cost, month = month, note = note, at = now, limits = {},
-      held = at_first, charged = 0,
+      v = VERSION, tokens = tokens, completion = granted, cost = cost, month = month, note = note, at = now, row = row,
+      limits = {}, held = at_first, charged = 0,
     }
     for i = 1, count do
       local kind = kinds[i]
@@ -453,7 +471,7 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
     recount()
   end
 
-  local reply = {allowed and 1 or 0, granted, again and again.at or now}
+  local reply = {allowed and 1 or 0, granted, again and row_of(again) or row}
   for i = 1, count do
     local reset = 0
     if WINDOW[kinds[i]] then
@@ -504,7 +522,7 @@ end
 
 -- Return whether the ledger will bring what a request used of a limit: its state was lost after the admission.
 local function is_the_ledgers(record, kind, state)
-  return is_recalled(kind) and (not state or record.at < struct.unpack('d', state, 17))
+  return is_recalled(kind) and (not state or row_of(record) < struct.unpack('d', state, 17))
 end
 
 -- Correct one limit to what a request used.
@@ -693,7 +711,7 @@ local function expired(at_most)
     local record = record_of(id)
     local progress = redis.call('HGET', HELD, id .. PROGRESS) or ''
     if record then
-      found[#found + 1] = {id, record.tokens, record.note, progress, record.at, -ended[i + 1]}
+      found[#found + 1] = {id, record.tokens, record.note, progress, row_of(record), -ended[i + 1]}
     else
       redis.call('ZREM', LEASES, id)
     end

@@ -124,13 +124,13 @@ class Quota:
         choices: int = 1,
         price: Price = FREE,
         lease: Mapping[str, Any] | None = None,
-        streamed: bool = False,
+        grows: bool = False,
     ) -> Reservation:
         """Take of every limit of the tenant, the key and the model, or of none.
 
         model: as `limits_of` takes it. prompt_tokens: of all prompts together. max_tokens: for each of `choices`
-        answers. lease: the fields that another gateway needs to settle this request. streamed: the rates of tokens
-        hold what is expected of it at first; `Reservation.hold` is to be told of each token.
+        answers. lease: the fields that another gateway needs to settle this request. grows: the rates of tokens
+        hold what is expected of it at first; `Reservation.hold` is to be told of its use.
         """
         tenant, completion = principal.tenant, max_tokens * choices
         limits = limits_of(principal, model)
@@ -142,7 +142,7 @@ class Quota:
             choices=choices,
             step=choices if tenant.on_token_limit == "shorten" else max(1, completion),
             price=price,
-            expected=self._following.expected(tenant.id, model, max_tokens, choices) if streamed else None,
+            expected=self._following.expected(tenant.id, model, max_tokens, choices) if grows else None,
         )
         check_possible(limits, prompt_tokens, demand.least, price)
         return await self._take(limits, demand, msgspec.json.encode(lease or {}), model)

@@ -63,12 +63,13 @@ def refusal(limits: Sequence[Limit], states: States, tokens: int, cost: int, hea
 
 
 def cut_off(limit: Limit, wait: int) -> RateLimited:
-    """Build the error that ends a stream for which the limit has no more room. wait: ms until it has some."""
+    """Build the error that ends an answer for which the limit has no more room. wait: ms until it has some."""
+    seconds = math.ceil(wait / 1000)
     return RateLimited(
         f"Rate limit reached for this {limit.owner}: {limit.value} {UNITS[limit.kind]}. The answer ends here; what was "
-        f"generated is charged. Try again in {describe_wait(math.ceil(wait / 1000))}.",
+        f"generated is charged. Try again in {describe_wait(seconds)}.",
         limit=CLASSES[limit.kind],
-        headers={},
+        headers={"Retry-After": str(seconds), "retry-after-ms": str(wait)},
     )
 
 

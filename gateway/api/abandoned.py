@@ -119,8 +119,7 @@ class Abandoned:
             event = msgspec.json.encode({**lease.lease, "request_id": lease.reservation.request_id, "outcome": outcome})
             await self._quota.settle(lease.reservation, tokens=lease.reservation.tokens, cost=0, event=event)
             return
-        weights = msgspec.convert(lease.lease.get("weights", Weights()), Weights)
-        used = weights.tokens(row.prompt_tokens, row.completion_tokens)
+        used = row.prompt_tokens + row.completion_tokens + row.surcharge
         entry_id = await self._quota.settle(lease.reservation, tokens=used, cost=row.cost, event=encode(row))
         if entry_id is not None:
             log.warning("request %s, given up by its gateway or with it, is settled: %d tokens", row.request_id, used)
@@ -150,16 +149,19 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
     """Return the usage row of an abandoned request. lease.lease: made by `accounting.lease_note`."""
     fields = {name: value for name, value in lease.lease.items() if name != "weights"}
     price = msgspec.convert(fields.pop("price"), Price)
+    weights = msgspec.convert(lease.lease.get("weights", Weights()), Weights)
+    prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
     created_at = lease.reservation.admitted_at
     return UsageRow(
         **fields,
         request_id=lease.reservation.request_id,
         tenant_id=lease.reservation.tenant_id,
         engine=None if lease.progress is None else lease.progress.engine_url,
-        prompt_tokens=outcome.prompt_tokens,
-        completion_tokens=outcome.completion_tokens,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
         cached_tokens=outcome.cached_tokens,
-        cost=price.cost(outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens),
+        cost=price.cost(prompt, completion, outcome.cached_tokens),
+        surcharge=weights.tokens(prompt, completion) - prompt - completion,
         # Until its gateway was last heard of, a third of a lease before it died or less.
         latency_ms=max(0, round((lease.last_heard - created_at).total_seconds() * 1000)),
         ttft_ms=None,

@@ -14,7 +14,7 @@ from gateway.admission.reservation import Reservation
 from gateway.api.charges import CUT, Charge, Ending, Used, Weights, charge
 from gateway.api.delivery import ClientGone
 from gateway.api.prompts import InferenceRequest
-from gateway.errors import EngineMismatch, Forbidden, InvalidKey, Unavailable
+from gateway.errors import EngineMismatch, Forbidden, InvalidKey, RateLimited, Unavailable
 from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field
 from gateway.fleet.finished import FinishedClient
 from gateway.fleet.receipts import matches, served_digest
@@ -57,6 +57,12 @@ class Account:
         self.asked_prompt = asked.prompt_tokens
         self.weights = asked.weights
         self.hold = reservation.hold
+        if self.hold is not None:
+            self.hold.weight = asked.weights.completion
+        # Whether the engine ended the answer because its token rates had no room; whether that has been noted.
+        self.ended_by_allowance = self.was_limited = False
+        # The error for which an engine that does not know of it was stopped.
+        self.cut: RateLimited | None = None
         # Indices of the choices that have ended.
         self.ended_choices: set[int] = set()
         self.engine: str | None = None
@@ -86,8 +92,10 @@ class Account:
 
     @property
     def is_beyond_hold(self) -> bool:
-        """Whether more was generated than the stream holds of its token rates."""
-        return self.hold is not None and self.hold.pace.is_used_up
+        """Return whether the answer needs more than it holds of its token rates, and nobody has noted it."""
+        if self.hold is None or self.was_limited:
+            return False
+        return self.ended_by_allowance or self.hold.pace.is_used_up
 
     @property
     def status(self) -> str:
@@ -101,7 +109,7 @@ class Account:
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """Note that the engine has the prompt. From here on the request costs tokens, even if its client leaves."""
         self._before = self.engine, self.engine_remembers
-        self.engine, self.prompt_tokens = engine.url, prompt_tokens
+        self.engine, self.prompt_tokens, self.completion_tokens = engine.url, prompt_tokens, 0
         self.engine_remembers = engine.address.kind == "loraplex"
 
     def unsent(self) -> None:
@@ -128,6 +136,11 @@ class Account:
             if not matches(self.served_digest, self.model.digest):
                 raise EngineMismatch
 
+    def observe_report(self, completion_tokens: int) -> None:
+        """Note the completion tokens so far of a whole answer."""
+        self.completion_tokens = completion_tokens
+        self._progressed()
+
     def observe_answer(self, answer: Fields) -> None:
         """Read the counts of a whole answer. Raises UpstreamFailed, EngineMismatch."""
         self._observe(answer)
@@ -144,6 +157,7 @@ class Account:
         choices = decode_choices(event)
         if isinstance(progress, dict):
             self.observe_receipt(progress.get("adapter_digest"))
+            self.ended_by_allowance = progress.get("ended_by_allowance") is True
         if isinstance(usage, dict):
             self._count(usage, (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
         elif isinstance(progress, dict):
@@ -151,14 +165,17 @@ class Account:
         else:
             # An engine that doesn't say how far it is (vLLM): until its last event, a piece of text is one token.
             self.completion_tokens += sum(_has_text(choice) for choice in choices)
-        if self.tell is not None and self.engine is not None:
-            self.tell(self.reservation, self.engine, self.prompt_tokens, self.completion_tokens)
-        if self.hold is not None:
-            self.hold.use(self.weights.completion * self.completion_tokens)
+        self._progressed()
         for choice in choices:
             if isinstance(choice.finish_reason, str):
                 self.finish_reason = choice.finish_reason
                 self.ended_choices.add(_int(choice.index, 0))
+
+    def _progressed(self) -> None:
+        if self.tell is not None and self.engine is not None:
+            self.tell(self.reservation, self.engine, self.prompt_tokens, self.completion_tokens)
+        if self.hold is not None:
+            self.hold.use(self.completion_tokens)
 
     def charge(self, told: FinishedRequest | None) -> Charge:
         """Return the cost of the request. told: the engine's final count, if its answer was not read to the end."""
@@ -168,9 +185,9 @@ class Account:
             self.finish_reason = self.finish_reason or told.finish_reason
         return charge(self.ending, self.asked_prompt, heard, known, self.weights)
 
-    def row(self, billed: Used, ended: float) -> UsageRow:
+    def row(self, charged: Charge, ended: float) -> UsageRow:
         """Return the usage row. ended: on the clock of `arrived`."""
-        first = self.first_token_seconds
+        billed, first = charged.billed, self.first_token_seconds
         return UsageRow(
             request_id=self.reservation.request_id,
             tenant_id=self.principal.tenant.id,
@@ -190,6 +207,7 @@ class Account:
             finish_reason=self.finish_reason,
             created_at=self.reservation.admitted_at,
             served_digest=self.served_digest,
+            surcharge=charged.surcharge,
         )
 
     def _count(self, counts: dict[str, Any], cached: Any) -> None:
@@ -294,7 +312,7 @@ class Accounting:
                 break
         charged = account.charge(outcome)
         account.billed = charged.billed
-        row = account.row(charged.billed, ended)
+        row = account.row(charged, ended)
         self._metrics.finished(row)
         if not charged.is_recorded:
             await self._quota.release(account.reservation)

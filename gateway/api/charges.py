@@ -115,6 +115,11 @@ class Charge(msgspec.Struct, frozen=True):
     billed: Used
     is_recorded: bool = True
 
+    @property
+    def surcharge(self) -> int:
+        """Return the tokens of the rates beyond the billed ones."""
+        return self.rate_tokens - self.billed.prompt - self.billed.completion
+
 
 def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, weights: Weights) -> Charge:
     """Return what a request costs by how it ended.

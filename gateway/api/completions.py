@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -148,7 +149,7 @@ class Completions:
                 choices=asked.choices * weights.completion,
                 price=weights.price(price),
                 lease=lease_note(principal, endpoint.name, model, price, weights),
-                streamed=asked.stream,
+                grows=asked.stream or self._fleet.keeps_allowances,
             )
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)
@@ -171,6 +172,8 @@ class Completions:
             prompt_tokens=asked.prompt_tokens,
             span=request.get(SPAN, NO_SPAN),
             trace=_trace(request),
+            hold=account.hold,
+            heard=account.observe_report,
         )
         delivery = self._deliveries.open(request, account.principal.tenant.id)
         try:
@@ -182,6 +185,12 @@ class Completions:
                     if not asked.stream:
                         return await self._relay_answer(answering, account, delivery)
                 return await self._relay_stream(request, answering, asked, account, delivery)
+        except RateLimited as refusal:
+            # A whole answer that its token rates had no room for.
+            self._limited(account, refusal)
+            await self._accounting.close_and_wait(account, Ending.LIMITED)
+            refusal.headers = {**account.reservation.headers, **refusal.headers}
+            raise
         except EngineRefused as refusal:
             await self._accounting.close_and_wait(account, ending_of(refusal))
             refusal.error.headers = {**account.reservation.headers, **refusal.error.headers}
@@ -198,6 +207,12 @@ class Completions:
 
         answer = await read_answer(answering.response, self._max_answer_bytes, reserve)
         account.observe_answer(answer)
+        if account.is_beyond_hold:
+            assert account.hold is not None
+            refused = account.hold.refused()
+            if account.principal.tenant.on_token_limit != "shorten":
+                raise refused
+            self._limited(account, refused)
         answer.pop("loraplex", None)
         answer["model"] = _json(account.model.name)
         body = msgspec.json.encode(answer)
@@ -214,7 +229,7 @@ class Completions:
         delivery: Delivery,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={**STREAM_HEADERS, **_headers(account)})
-        delivery.on_full = answering.release
+        delivery.on_full = partial(_hold_back, account, answering)
         model = _json(account.model.name)
         try:
             await _prepare(response, request)
@@ -237,7 +252,8 @@ class Completions:
                 await _send(delivery, response, b"[DONE]")
             except ClientGone:
                 raise
-            except Exception as error:  # noqa: BLE001  (the status line is out: errors travel as an event)
+            except Exception as raised:  # noqa: BLE001  (the status line is out: errors travel as an event)
+                error = account.cut or raised
                 failure = translate(error, request[REQUEST_ID])
                 # The engine stops, and can then be asked what it did.
                 answering.response.close()
@@ -260,18 +276,27 @@ class Completions:
         """
         assert account.hold is not None
         try:
+            if account.ended_by_allowance:
+                raise account.hold.refused()
             await account.hold.cover()
         except RateLimited as refusal:
-            tenant = account.principal.tenant
-            self._metrics.refused(tenant.name, refusal.kind)
-            if tenant.on_token_limit != "shorten":
+            self._limited(account, refusal)
+            if account.principal.tenant.on_token_limit != "shorten":
                 raise
+            if account.ended_by_allowance:
+                # The engine has ended the answer as one at its longest.
+                return True
             account.finish_reason = "length"
             # The engine stops, and can then be asked what it did.
             answering.response.close()
             await self._accounting.close_and_wait(account, Ending.SHORTENED)
             return False
         return True
+
+    def _limited(self, account: Account, refusal: RateLimited) -> None:
+        """Count an answer that ended because its token rates had no room for more."""
+        account.was_limited = True
+        self._metrics.refused(account.principal.tenant.name, refusal.kind)
 
     @contextmanager
     def _distrusting(self, engine: EngineRecord) -> Iterator[None]:
@@ -326,6 +351,21 @@ class Completions:
         created = int(adapter.created_at.timestamp())
         description = {"id": adapter.name, "object": "model", "created": created, "owned_by": owner.name}
         return {**description, "root": self._base_model, "parent": self._base_model}
+
+
+def _hold_back(account: Account, answering: Answering) -> None:
+    """Free the engine's places while a client does not read. The engine goes on, so its request holds all that it may
+    use; where that fails, an engine that keeps no allowance is stopped.
+    """
+    answering.release()
+
+    def cut(refusal: RateLimited) -> None:
+        if not answering.engine.keeps_allowances:
+            account.cut = refusal
+            answering.response.close()
+
+    if account.hold is not None:
+        account.hold.cover_all_behind(cut)
 
 
 def _trace(request: web.Request) -> dict[str, str]:

@@ -1,13 +1,15 @@
 """Read an engine's answers within a limit, one level deep, so that a large answer creates no objects."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 import msgspec
-from aiohttp import ClientError, ClientResponse
+from aiohttp import ClientError, ClientResponse, StreamReader
 from msgspec import Raw
+from multidict import CIMultiDict
 
+from engine.responses import AnswerHead, ReportLine
 from gateway.errors import BadRequest, UpstreamFailed
 
 # Error responses of our engine are shorter; the rest of a longer one is not read.
@@ -22,6 +24,46 @@ Fields = dict[str, Raw]
 """An answer's or an event's fields by name, each as its JSON text."""
 
 _fields = msgspec.json.Decoder(Fields)
+
+
+class Incoming(Protocol):
+    """A response whose body is unread: aiohttp's, or a `Reported` answer."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def content_length(self) -> int | None: ...
+    @property
+    def content(self) -> StreamReader: ...
+    def close(self) -> None: ...
+
+
+class Reported:
+    """A whole answer after its report: its own head, and the rest of the response that carries both."""
+
+    def __init__(self, head: AnswerHead, carrier: ClientResponse) -> None:
+        self.status, self.content_length, self.headers = head.status, head.length, CIMultiDict(head.headers)
+        self.content, self.close = carrier.content, carrier.close
+
+
+_line = msgspec.json.Decoder(ReportLine)
+
+
+async def read_report(response: ClientResponse, heard: Callable[[int], None]) -> Reported:
+    """Read a whole answer's report up to the answer. heard: called with the completion tokens so far.
+
+    Raises EngineBroke.
+    """
+    while True:
+        try:
+            line = _line.decode(await response.content.readline())
+        except (ClientError, OSError, TimeoutError, ValueError) as error:
+            raise EngineBroke(f"The engine's report broke off ({type(error).__name__}).") from error
+        heard(line.completion_tokens)
+        if line.answer is not None:
+            return Reported(line.answer, response)
 
 
 class AnswerTooLarge(BadRequest):
@@ -48,7 +90,7 @@ _choices = msgspec.json.Decoder(list[Choice] | None)
 
 
 async def read_answer(
-    response: ClientResponse, limit: int, reserve: Callable[[int], Awaitable[None]], seconds: float = BODY_SECONDS
+    response: Incoming, limit: int, reserve: Callable[[int], Awaitable[None]], seconds: float = BODY_SECONDS
 ) -> Fields:
     """Read a whole JSON answer. reserve: awaited with its size before more than its beginning is read.
 
@@ -74,7 +116,7 @@ async def breathe(size: int) -> None:
         await asyncio.sleep(0)
 
 
-async def read_events(response: ClientResponse, limit: int) -> AsyncIterator[Fields]:
+async def read_events(response: Incoming, limit: int) -> AsyncIterator[Fields]:
     """Yield the JSON objects of a server-sent event stream up to `[DONE]`. Reads only as far as the caller iterates.
 
     Raises UpstreamFailed if the stream ends before `[DONE]`, holds anything else or an event larger than `limit`.
@@ -100,7 +142,7 @@ async def read_events(response: ClientResponse, limit: int) -> AsyncIterator[Fie
     raise UpstreamFailed("The engine's stream ended before its end.")
 
 
-async def read_error(response: ClientResponse) -> bytes:
+async def read_error(response: Incoming) -> bytes:
     """Read the first `MAX_ERROR_BYTES` of a response whose status is not 200. Raises UpstreamFailed."""
     body = bytearray()
     async for chunk in read_chunks(response):
@@ -110,7 +152,7 @@ async def read_error(response: ClientResponse) -> bytes:
     return bytes(body[:MAX_ERROR_BYTES])
 
 
-async def read_chunks(response: ClientResponse, seconds: float | None = None) -> AsyncIterator[bytes]:
+async def read_chunks(response: Incoming, seconds: float | None = None) -> AsyncIterator[bytes]:
     """Yield the body as it arrives. seconds: the longest pause, besides the session's own limit.
 
     Errors are caught around the reads only: a failure to write to a client is not the engine's.

@@ -1,7 +1,8 @@
 """Requests to an engine: open one, read its events, and cancel it at once when its client has left."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -18,20 +19,26 @@ from aiohttp import (
     TCPConnector,
 )
 
+from engine.protocol import AllowanceRequest
 from engine.protocol import BadRequest as ProtocolError
+from engine.responses import ALLOWANCE_HEADER, REPORT_TYPE
 from engine.tracing import NO_SPAN, Span
+from gateway.admission.growth import Hold
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
-from gateway.fleet.answers import read_error
+from gateway.fleet.answers import EngineBroke, Incoming, read_error, read_report
 from gateway.fleet.registry import EngineRecord
 from gateway.fleet.vllm import VllmAdapters
 from gateway.fleet.vllm_fields import vllm_request
 from gateway.records.catalog import Model
 from gateway.records.tenants import Tenant
 
+log = logging.getLogger(__name__)
+
 CONNECT_SECONDS = 5.0
 # A body with more prompt tokens is rebuilt on a thread.
 INLINE_TOKENS = 4096
 WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+RAISE_TIMEOUT = ClientTimeout(total=CONNECT_SECONDS)
 
 # Connections are kept for the next request a little less long than uvicorn (vLLM's server) keeps them: a request must
 # not meet one that is being closed.
@@ -68,10 +75,15 @@ class EngineRefused(Exception):
         return self.status >= 500 or 300 <= self.status < 400
 
 
+def _ignore(_: int) -> None:
+    pass
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A request for any engine. body: OpenAI's; its model is replaced by a name that engines know.
 
-    prompt_tokens: of all prompts. span: the parent of the engine's spans. trace: W3C's headers that carry it.
+    prompt_tokens: of all prompts. span: the parent of the engine's spans. trace: W3C's headers that carry it. hold: the
+    tokens that may be generated for now. heard: called with the completion tokens so far of a whole answer.
     """
 
     request_id: str
@@ -82,6 +94,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     span: Span = NO_SPAN
     trace: dict[str, str] = {}
+    hold: Hold | None = None
+    heard: Callable[[int], None] = _ignore
 
     @property
     def is_stream(self) -> bool:
@@ -108,12 +122,14 @@ class EngineClient:
         self._adapters = adapters
 
     @asynccontextmanager
-    async def open(self, engine: EngineRecord, call: Call) -> AsyncIterator[ClientResponse]:
-        """The engine's answer of status 200, its body unread. Leaving early closes the connection, which is how the
-        engine learns that it may stop.
+    async def open(self, engine: EngineRecord, call: Call) -> AsyncIterator[Incoming]:
+        """Yield the engine's answer of status 200, its body unread; a whole answer that is reported, after its report.
+        Leaving early closes the connection, which is how the engine learns that it may stop.
 
         Raises EngineGone or EngineRefused.
         """
+        if call.hold is not None:
+            call.hold.raise_allowance = None
         post = self._post_to_vllm if engine.address.kind == "vllm" else self._post
         try:
             response = await post(engine, call)
@@ -131,12 +147,37 @@ class EngineClient:
         except UpstreamFailed as error:
             raise EngineRefused(error) from error
         try:
-            if response.status != 200:
-                raise EngineRefused(await _refusal(response, call.model), response.status)
-            yield response
+            answer: Incoming = response
+            if response.content_type == REPORT_TYPE:
+                answer = await self._read_report(engine, call, response)
+            if answer.status != 200:
+                raise EngineRefused(await _refusal(answer, call.model), answer.status)
+            yield answer
         finally:
             # A connection whose answer was read to its end goes back to the pool; else it is closed.
             response.release()
+
+    async def _read_report(self, engine: EngineRecord, call: Call, response: ClientResponse) -> Incoming:
+        """Read a report. An engine that leaves within it has not begun to answer. Raises EngineGone."""
+        try:
+            return await read_report(response, call.heard)
+        except EngineBroke as error:
+            engine.mark_down(error.message)
+            raise EngineGone(had_it=True) from error
+
+    async def _raise_allowance(self, engine: EngineRecord, request_id: str, tokens: int) -> None:
+        """Tell the engine that a request may generate more. If that fails, the answer ends at the allowance before."""
+        body = msgspec.json.encode(AllowanceRequest(request_id, tokens))
+        headers = {"Content-Type": "application/json", "x-loraplex-internal-token": self._token}
+        try:
+            async with self._session.post(
+                f"{engine.url}/allowances", data=body, headers=headers, timeout=RAISE_TIMEOUT, allow_redirects=False
+            ) as response:
+                response.raise_for_status()
+        except (ClientError, OSError, TimeoutError) as error:
+            log.warning(
+                "request %s: its allowance at %s was not raised: %s", request_id, engine.url, type(error).__name__
+            )
 
     async def _post(self, engine: EngineRecord, call: Call) -> ClientResponse:
         headers = {
@@ -146,6 +187,10 @@ class EngineClient:
             # There a higher number goes first.
             "x-loraplex-priority": str(-call.tenant.priority),
         }
+        if call.hold is not None and engine.keeps_allowances:
+            call.hold.raise_allowance = partial(self._raise_allowance, engine, call.request_id)
+            if call.hold.allowance is not None:
+                headers[ALLOWANCE_HEADER] = str(call.hold.allowance)
         return await self._send(engine, call, call.body, headers)
 
     async def _post_to_vllm(self, engine: EngineRecord, call: Call) -> ClientResponse:
@@ -177,7 +222,7 @@ class EngineClient:
         return await self._session.post(url, data=wire, headers=headers, allow_redirects=False, timeout=timeout)
 
 
-async def _refusal(response: ClientResponse, model: Model) -> GatewayError:
+async def _refusal(response: Incoming, model: Model) -> GatewayError:
     """Return the engine's error as ours. A client's error keeps the client's own names."""
     body = await read_error(response)
     try:

@@ -9,11 +9,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
 import msgspec
-from aiohttp import ClientConnectionError, ClientResponse
+from aiohttp import ClientConnectionError
 from msgspec.structs import replace
 
 from gateway.admission.overload import Gate, Place
 from gateway.errors import NoEngine, Overloaded, Unavailable, UpstreamFailed
+from gateway.fleet.answers import Incoming
 from gateway.fleet.client import Call, EngineClient, EngineGone, EngineRefused
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.registry import Busy, EngineRecord, Registry
@@ -23,7 +24,7 @@ from gateway.tracing import upstream
 # Engines that may go away or fail with a request in hand before it is given to no other: it may be the request's fault.
 MAX_DEATHS = 2
 
-Begun = tuple[EngineRecord, ClientResponse, Busy]
+Begun = tuple[EngineRecord, Incoming, Busy]
 
 
 class Bill(Protocol):
@@ -47,7 +48,7 @@ class Answering(msgspec.Struct, frozen=True):
     """
 
     engine: EngineRecord
-    response: ClientResponse
+    response: Incoming
     release: Callable[[], None]
 
 
@@ -68,6 +69,11 @@ class Fleet:
         self._gate = gate
         self._first_byte_seconds = first_byte_seconds
         self._conversations = Conversations()
+
+    @property
+    def keeps_allowances(self) -> bool:
+        """Return whether every engine bounds requests by an allowance, so that a whole answer's hold may grow."""
+        return all(engine.keeps_allowances for engine in self._registry.healthy)
 
     def check(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
         """Raise Quarantined for a request with which engines died."""
@@ -117,6 +123,8 @@ class Fleet:
                         raise refusal or EngineRefused(NoEngine())
                     self._check_again(call)
                     tried.add(engine)
+                    if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
+                        await call.hold.cover_all()
                     bill.sent(engine, call.prompt_tokens)
                     try:
                         async with _while_it_speaks(engine):
@@ -161,7 +169,7 @@ class Fleet:
             raise EngineRefused(error) from error
 
     @asynccontextmanager
-    async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[ClientResponse, Busy]]:
+    async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[Incoming, Busy]]:
         """Ask an engine, and record the outcome in its breakers and the quarantine."""
         started = time.monotonic()
         tenant_id, digest, breaker = call.tenant.id, call.model.digest, engine.breaker

@@ -75,6 +75,11 @@ class EngineRecord:
         return self.slots if self.address.kind == "vllm" else BATCHES_IN_FLIGHT * self.slots
 
     @property
+    def keeps_allowances(self) -> bool:
+        """Return whether it generates no more than a request's allowance, and reports whole answers that need more."""
+        return self.address.kind == "loraplex" and self.state.get("keeps_allowances") is True
+
+    @property
     def available(self) -> bool:
         return self.healthy and self.breaker.allows_some
 

@@ -186,6 +186,8 @@ usage = Table(
     Column("created_at", UtcDateTime, nullable=False),
     # The engine's receipt: a digest, "base" or "mixed"; NULL if it sent none.
     Column("served_digest", String(64), nullable=True),
+    # Tokens of the rates beyond the counted ones, here and in the sums: log-probabilities cost some.
+    Column("surcharge", BigInteger, nullable=False, server_default="0"),
     Index("ix_usage_tenant_id_created_at", "tenant_id", "created_at"),
     Index("ix_usage_tenant_created_at", "tenant", "created_at"),
     Index("ix_usage_created_at", "created_at"),
@@ -207,6 +209,7 @@ def _usage_sums(name: str, period: str) -> Table:
         Column("completion_tokens", BigInteger, nullable=False),
         Column("cached_tokens", BigInteger, nullable=False),
         Column("cost", BigInteger, nullable=False),
+        Column("surcharge", BigInteger, nullable=False, server_default="0"),
         Index(f"ix_{name}_tenant_{period}", "tenant", period),
         Index(f"ix_{name}_{period}", period),
     )

@@ -13,7 +13,8 @@ Id = Annotated[str, Meta(max_length=32)]
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """status: "ok", "cancelled" (the client left), "refused" (the engine found the request bad; it cost nothing),
     "error" or "abandoned" (its gateway died). Times in ms from the request's arrival. cost: in micro-units.
-    served_digest: the engine's receipt (gateway/fleet/receipts.py); None if it sent none.
+    served_digest: the engine's receipt (gateway/fleet/receipts.py); None if it sent none. surcharge: the tokens of the
+    token rates beyond prompt and completion.
     """
 
     request_id: Annotated[str, Meta(max_length=64)]
@@ -34,6 +35,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Annotated[str, Meta(max_length=32)] | None
     created_at: Annotated[datetime, Meta(tz=True)]
     served_digest: Annotated[str, Meta(max_length=64)] | None = None
+    surcharge: Count = 0
 
 
 _encoder = msgspec.json.Encoder()

@@ -55,15 +55,16 @@ class UsagePast:
     async def tokens_by_hour(
         self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL
     ) -> list[tuple[datetime, int]]:
-        """Return the prompt and completion tokens of the requests in `[since, until)`, by the hour's start, in order.
+        """Return the tokens that the requests in `[since, until)` cost token rates, by the hour's start, in order.
 
         since: the start of an hour.
         """
         hour = until.replace(minute=0, second=0, microsecond=0)
         parts = [
-            select(at.label("hour"), (table.c.prompt_tokens + table.c.completion_tokens).label("tokens")).where(
-                *self._within(table, start, end, tenant_id, part)
-            )
+            select(
+                at.label("hour"),
+                (table.c.prompt_tokens + table.c.completion_tokens + table.c.surcharge).label("tokens"),
+            ).where(*self._within(table, start, end, tenant_id, part))
             for table, at, start, end in (
                 (usage_hourly, usage_hourly.c["hour"], since, hour),
                 (usage, usage.c.created_at, hour, until),

@@ -23,7 +23,7 @@ from gateway.records.usage import UsageRow, decode, encode
 
 log = logging.getLogger(__name__)
 
-SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
+SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost", "surcharge")
 
 
 class UsageWriter:

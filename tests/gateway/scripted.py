@@ -7,6 +7,7 @@ from typing import Any
 import redis
 
 from gateway.admission.limits import Limit
+from gateway.admission.local import WINDOW
 from gateway.admission.quota import UNKNOWN
 from gateway.records.prices import Price
 
@@ -64,3 +65,19 @@ class Script:
 
     def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:
         return self.call("settle", request_id, tokens, cost, int(counts), "{}") is not None
+
+
+class Bucket:
+    """The reference: filled by real use when it happens, emptied as time passes, whatever the clock shows.
+
+    Moments are microseconds since the test's begin.
+    """
+
+    def __init__(self, limit: Limit) -> None:
+        self.limit, self.level, self.at = limit, 0.0, 0
+
+    def use(self, amount: int, moment: int) -> None:
+        drained = (moment - self.at) * self.limit.value / WINDOW[self.limit.kind]
+        self.level, self.at = max(0.0, self.level - drained) + amount, moment
+        # A thousandth of a token is the script's slack for fractions, at each admission.
+        assert self.level <= self.limit.value + 1

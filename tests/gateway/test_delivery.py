@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from gateway.admission import growth
 from gateway.fleet.answers import read_answer
 from tests.gateway.running import BASE_MODEL, Client, Gateway, until
 from tests.gateway.test_time_limits import connect, head
@@ -125,6 +126,31 @@ async def test_a_reader_beyond_its_buffer_holds_the_engine_back_and_no_place(ser
             return upstream.cancelled == 1
 
         await until(is_cancelled)
+
+
+async def test_an_answer_that_is_not_read_holds_all_that_it_may_use(
+    serve: Any, ask: Ask, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(growth, "FIRST", 500.0)
+    upstream.keeps_allowances = True
+    async with serve(max_model_len=LONG, reader_buffer_bytes=2**17) as gateway:
+        slow = await gateway.tenant("slow", **MANY)
+        await ask(gateway, slow, stream=True, max_tokens=5000, x_engine={"tokens": 5000, "pad": 2**16})
+        await until(lambda: asyncio.sleep(0, list(upstream.allowances.values()) == [5000]))
+
+
+async def test_an_engine_that_counts_nothing_is_stopped_if_an_unread_answer_has_no_room(
+    serve: Any, ask: Ask, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(growth, "FIRST", 1.0)
+    async with serve(max_model_len=LONG, reader_buffer_bytes=2**17) as gateway:
+        slow = await gateway.tenant("slow", tokens_per_minute=5000)
+        other = asyncio.create_task(slow.complete(max_tokens=1000, x_engine={"delay": 60}))
+        await until(lambda: asyncio.sleep(0, len(upstream.requests) == 1))
+        reader = await ask(gateway, slow, stream=True, max_tokens=4800, x_engine={"tokens": 4800, "pad": 2**16})
+        await until(lambda: asyncio.sleep(0, upstream.cancelled == 1))
+        assert b"rate_limit_exceeded" in await reader.rest()
+        other.cancel()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -9,13 +9,15 @@ import msgspec
 import pytest
 import redis
 
+from engine.responses import ASK_TOKENS
+from engine.server.report import REPORT_SECONDS
 from gateway.admission import growth
 from gateway.admission.growth import MARGIN, Expectations, Pace
 from gateway.admission.limits import Limit
 from gateway.admission.local import Grown, LocalLimits
 from gateway.records.prices import FREE
 from tests.gateway.running import HI_TOKENS, Gateway, until
-from tests.gateway.scripted import SECOND, START, Script
+from tests.gateway.scripted import SECOND, START, Bucket, Script
 from tests.gateway.upstream import PROMPT_TOKENS, Upstream
 
 LIMIT = Limit("tenant:t", "tenant", "t", 60_000)
@@ -28,63 +30,105 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
         yield client
 
 
-class Clients:
-    """Clients of one tenant that ask again as soon as they may, on a clock that is moved by quarters of a second."""
+@pytest.fixture
+def upstream(upstream: Upstream) -> Upstream:
+    upstream.keeps_allowances = True
+    return upstream
 
-    def __init__(self, at_once: int, max_tokens: int, completion: Callable[[], int], seconds: Callable[[int], float]):
+
+class Answer:
+    """A running request as its engine has it. made: its tokens; told: those that its gateway knows of."""
+
+    def __init__(self, pace: Pace, completion: int, lasts: float, begun: float) -> None:
+        self.pace, self.completion, self.lasts, self.begun = pace, completion, lasts, begun
+        self.made = self.told = 0
+        self.told_at = begun
+        self.allowance = pace.allowed - PROMPT
+
+    def generate(self, seconds: float) -> int:
+        """Return the new tokens, within the allowance."""
+        due = min(self.completion, int(self.completion * (seconds - self.begun) / self.lasts))
+        before, self.made = self.made, max(self.made, min(due, self.allowance))
+        return self.made - before
+
+    def report(self, seconds: float) -> None:
+        if self.allowance - self.made < ASK_TOKENS or seconds - self.told_at >= REPORT_SECONDS:
+            self.told, self.told_at = self.made, seconds
+
+
+class Clients:
+    """Clients of one tenant that ask again as soon as they may, on a clock that is moved by quarters of a second.
+
+    What an engine reports is known a quarter later, and an allowance raised a quarter after that.
+    """
+
+    def __init__(
+        self,
+        at_once: int,
+        max_tokens: int,
+        completion: Callable[[], int],
+        seconds: Callable[[int], float],
+        *,
+        streamed: bool,
+    ) -> None:
         self.limits, self.expectations = LocalLimits(), Expectations()
         self.at_once, self.max_tokens, self.completion, self.seconds = at_once, max_tokens, completion, seconds
+        self.streamed = streamed
         self.used = self.ended = self.cut = self.calls = 0
-        # Request -> its pace, completion, seconds, when it began.
-        self.streams: dict[str, tuple[Pace, int, float, float]] = {}
+        self.running: dict[str, Answer] = {}
+        self.bucket = Bucket(LIMIT)
         self._asks_again = 0.0
 
     def run(self, minutes: int) -> None:
         for quarter in range(minutes * 240):
             seconds = quarter / 4
             now = START + int(seconds * SECOND)
-            for request_id in list(self.streams):
-                self._generate(request_id, seconds, now)
+            for request_id in list(self.running):
+                self._go_on(request_id, seconds, now)
             if quarter % 40 == 0:
                 # The leases' extension.
-                for request_id, (pace, *_) in self.streams.items():
-                    self.limits.grow("", request_id, pace.delivered, 0, now)
+                for request_id, answer in self.running.items():
+                    self.limits.grow("", request_id, answer.pace.delivered, 0, now)
             if seconds >= self._asks_again:
                 self._begin(seconds, now)
 
     def _begin(self, seconds: float, now: int) -> None:
-        while len(self.streams) < self.at_once:
+        while len(self.running) < self.at_once:
             expected = min(self.max_tokens, self.expectations.expect("", ""))
-            request_id = f"r{self.ended}.{len(self.streams)}.{seconds}"
+            request_id = f"r{self.ended}.{len(self.running)}.{seconds}"
             answer = self.limits.acquire(
                 "", request_id, [LIMIT], PROMPT, self.max_tokens, self.max_tokens, FREE, now, expected
             )
             if not answer.allowed:
                 self._asks_again = seconds + 0.5
                 return
+            self.bucket.use(PROMPT, now - START)
             pace, completion = Pace(PROMPT, expected, PROMPT + self.max_tokens, 1), self.completion()
-            self.streams[request_id] = pace, completion, self.seconds(completion), seconds
+            self.running[request_id] = Answer(pace, completion, self.seconds(completion), seconds)
 
-    def _generate(self, request_id: str, seconds: float, now: int) -> None:
-        pace, completion, lasts, begun = self.streams[request_id]
-        made = min(completion, int(completion * (seconds - begun) / lasts))
-        pace.used = PROMPT + made
-        wanted = pace.slice if pace.is_used_up else pace.wanted(seconds)
-        if wanted:
+    def _go_on(self, request_id: str, seconds: float, now: int) -> None:
+        answer = self.running[request_id]
+        pace = answer.pace
+        answer.allowance = pace.allowed - PROMPT
+        pace.used = PROMPT + (answer.made if self.streamed else answer.told)
+        if wanted := pace.wanted(seconds):
             self.calls += 1
-            beyond = pace.used - pace.delivered
-            grown = self.limits.grow("", request_id, pace.delivered, beyond + wanted, now)
+            grown = self.limits.grow("", request_id, pace.delivered, wanted, now)
             assert grown is not None
             pace.grown(grown, seconds)
-        if pace.is_used_up or made == completion:
-            self.cut += pace.is_used_up
+        self.bucket.use(answer.generate(seconds), now - START)
+        answer.report(seconds)
+        is_cut = answer.made == answer.allowance == pace.allowed - PROMPT < answer.completion
+        if is_cut or answer.made == answer.completion:
+            self.cut += is_cut
             self.ended += 1
-            self.used += pace.delivered
-            self.limits.settle("", request_id, pace.delivered, 0, counts=True, now=now)
-            self.expectations.learn("", "", pace.delivered - PROMPT, seconds - begun)
-            del self.streams[request_id]
+            self.used += PROMPT + answer.made
+            self.limits.settle("", request_id, PROMPT + answer.made, 0, counts=True, now=now)
+            self.expectations.learn("", "", answer.made, seconds - answer.begun)
+            del self.running[request_id]
 
 
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("at_once", [100, 200])
 @pytest.mark.parametrize(
     ("max_tokens", "median", "spread", "lasts"),
@@ -96,11 +140,12 @@ class Clients:
     ],
     ids=["300 of 4096", "about 300 of 4096", "1000 of 30000", "about 1000 of 30000"],
 )
-def test_honest_clients_with_a_large_max_tokens_get_their_limit(
-    at_once: int, max_tokens: int, median: int, spread: float, lasts: Callable[[int], float]
+def test_honest_clients_with_a_large_max_tokens_get_their_limit_and_no_more(
+    at_once: int, max_tokens: int, median: int, spread: float, lasts: Callable[[int], float], streamed: bool
 ):
     rng = random.Random(7)
-    clients = Clients(at_once, max_tokens, lambda: max(1, int(median * rng.lognormvariate(0, spread))), lasts)
+    completion = lambda: max(1, int(median * rng.lognormvariate(0, spread)))  # noqa: E731
+    clients = Clients(at_once, max_tokens, completion, lasts, streamed=streamed)
     clients.run(minutes=10)
     assert clients.used >= 0.9 * 10 * LIMIT.value
     assert clients.cut <= 0.01 * clients.ended
@@ -219,20 +264,23 @@ def test_a_pace_asks_before_it_needs_more_and_again_after_a_while():
     assert pace.wanted(2.0) == 0
 
 
-async def grown_until_full(gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, how: str) -> Any:
-    """A stream of up to 200 tokens that holds 33 of them at first, of a tenant whose other request holds all but 37 of
-    the window. Return its answer, the tenant and its usage row's counts."""
+async def grown_until_full(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, how: str, *, stream: bool = True
+) -> Any:
+    """An answer of up to 200 tokens that holds 65 of them at first, of a tenant whose other request holds all but 23 of
+    the window. Return it, the tenant and its engine's counts."""
     monkeypatch.setattr(growth, "FIRST", 1.0)
     tenant = await gateway.tenant("acme", tokens_per_minute=300, on_token_limit=how)
     upstream.paused = True
-    options = {"stream_options": {"include_usage": True}}
+    options = {"stream_options": {"include_usage": True}} if stream else {}
     long = {"tokens": 200, "pause": True, "delay": 0.002}
-    stream = asyncio.create_task(tenant.chat(stream=True, max_tokens=200, x_engine=long, **options))
-    await until(lambda: asyncio.sleep(0, upstream.events == 1))
-    other = asyncio.create_task(tenant.chat(max_tokens=220, x_engine={"tokens": 220, "delay": 60}))
+    answer = asyncio.create_task(tenant.chat(stream=stream, max_tokens=200, x_engine=long, **options))
+    await until(lambda: asyncio.sleep(0, any(each["completion_tokens"] for each in upstream.finished.values())))
+    monkeypatch.setattr(growth, "FIRST", 1000.0)
+    other = asyncio.create_task(tenant.chat(max_tokens=190, x_engine={"tokens": 190, "delay": 60}))
     await until(lambda: asyncio.sleep(0, len(upstream.requests) == 2))
     upstream.paused = False
-    got = await stream
+    got = await answer
     other.cancel()
 
     async def written() -> bool:
@@ -248,38 +296,45 @@ def text_of(events: list[Any]) -> str:
     return "".join(choice["delta"].get("content", "") for choice in choices)
 
 
+@pytest.mark.parametrize("keeps_allowances", [True, False], ids=["kept", "counted here"])
 async def test_a_stream_without_room_to_grow_ends_with_an_error(
-    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+    serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, keeps_allowances: bool
 ):
-    got, tenant, made = await grown_until_full(gateway, upstream, monkeypatch, "refuse")
-    *before, last = got.events
-    assert last["error"]["code"] == "rate_limit_exceeded"
-    assert last["error"]["type"] == "tokens"
-    assert "Try again in " in last["error"]["message"]
-    # The 37 were granted, and what came back since; nothing beyond the hold was delivered.
-    assert 33 < len(text_of(before)) <= 120
-    # Billed is what the engine made, which is closed.
-    assert made["finish_reason"] == "abort"
-    [used] = await tenant.usage()
-    assert len(text_of(before)) < used["completion_tokens"] == made["completion_tokens"] < 200
-    assert 'status="limited"' in (await gateway.admin.get("/metrics")).body.decode()
+    upstream.keeps_allowances = keeps_allowances
+    async with serve() as gateway:
+        got, tenant, made = await grown_until_full(gateway, upstream, monkeypatch, "refuse")
+        *before, last = got.events
+        assert last["error"]["code"] == "rate_limit_exceeded"
+        assert last["error"]["type"] == "tokens"
+        assert "Try again in " in last["error"]["message"]
+        # The 23 were granted, and what came back since; nothing beyond the hold was delivered.
+        assert 64 <= len(text_of(before)) <= 150
+        # Billed is what the engine made, which is closed.
+        assert made["finish_reason"] == ("length" if keeps_allowances else "abort")
+        [used] = await tenant.usage()
+        assert len(text_of(before)) < used["completion_tokens"] == made["completion_tokens"] < 200
+        assert 'status="limited"' in (await gateway.admin.get("/metrics")).body.decode()
 
 
+@pytest.mark.parametrize("keeps_allowances", [True, False], ids=["kept", "counted here"])
 async def test_a_stream_without_room_to_grow_is_shortened(
-    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+    serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, keeps_allowances: bool
 ):
-    got, tenant, made = await grown_until_full(gateway, upstream, monkeypatch, "shorten")
-    *before, last, usage, done = got.events
-    assert done == "[DONE]"
-    assert [choice["finish_reason"] for choice in last["choices"]] == ["length"]
-    assert 33 < len(text_of(before)) <= 120
-    [used] = await tenant.usage()
-    assert usage["usage"]["completion_tokens"] == used["completion_tokens"] == made["completion_tokens"] < 200
+    upstream.keeps_allowances = keeps_allowances
+    async with serve() as gateway:
+        got, tenant, made = await grown_until_full(gateway, upstream, monkeypatch, "shorten")
+        *before, last, usage, done = got.events
+        assert done == "[DONE]"
+        assert [choice["finish_reason"] for choice in last["choices"]] == ["length"]
+        assert 64 <= len(text_of(before)) <= 150
+        [used] = await tenant.usage()
+        assert usage["usage"]["completion_tokens"] == used["completion_tokens"] == made["completion_tokens"] < 200
 
 
 async def test_a_stream_with_room_is_never_cut_and_asks_seldom(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, client: redis.Redis
 ):
+    """At 100 tokens a second."""
     monkeypatch.setattr(growth, "FIRST", 1.0)
     tenant = await gateway.tenant("acme", tokens_per_minute=10_000)
 
@@ -288,11 +343,64 @@ async def test_a_stream_with_room_is_never_cut_and_asks_seldom(
 
     before = calls()
     for _ in range(5):
-        got = await tenant.chat(stream=True, max_tokens=240, x_engine={"tokens": 240})
+        got = await tenant.chat(stream=True, max_tokens=240, x_engine={"tokens": 240, "delay": 0.01})
         assert len(text_of(got.events)) == 240
     # Begin, two growths, end; beside these the sweep of the gateway.
     assert calls() - before <= 5 * 5
     got = await tenant.chat(max_tokens=1)
     remaining = int(got.headers["x-ratelimit-remaining-tokens"])
     # Nothing is held any more.
-    assert abs(10_000 - 5 * (240 + PROMPT_TOKENS) - (HI_TOKENS + 1) - remaining) < 600
+    assert remaining >= 10_000 - 5 * (240 + PROMPT_TOKENS) - (HI_TOKENS + 1)
+
+
+async def test_whole_answers_hold_what_they_need(gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(growth, "FIRST", 1.0)
+    tenant = await gateway.tenant("acme", tokens_per_minute=1000)
+    asked = {"max_tokens": 900, "x_engine": {"tokens": 120, "delay": 0.005}}
+    answers = await asyncio.gather(*(tenant.chat(**asked) for _ in range(4)))
+    assert [answer.status for answer in answers] == [200] * 4
+    for answer in answers:
+        assert answer.json["usage"]["completion_tokens"] == 120
+        assert answer.json["choices"][0]["finish_reason"] == "stop"
+        assert "loraplex" not in answer.json
+        assert answer.headers["x-loraplex-adapter-digest"] == "base"
+    got = await tenant.chat(max_tokens=1)
+    # Nothing is held any more.
+    assert int(got.headers["x-ratelimit-remaining-tokens"]) >= 1000 - 4 * (120 + PROMPT_TOKENS) - (HI_TOKENS + 1)
+    assert {int(headers["x-loraplex-allowance"]) for headers, body in upstream.requests[:4]} == {65}
+
+
+async def test_a_whole_answer_without_room_to_grow_is_refused_and_charged(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    got, tenant, made = await grown_until_full(gateway, upstream, monkeypatch, "refuse", stream=False)
+    assert got.status == 429
+    assert got.json["error"]["code"] == "rate_limit_exceeded"
+    assert int(got.headers["Retry-After"]) >= 1
+    [used] = await tenant.usage()
+    assert 65 <= used["completion_tokens"] == made["completion_tokens"] <= 150
+    assert 'status="limited"' in (await gateway.admin.get("/metrics")).body.decode()
+
+
+async def test_a_whole_answer_without_room_to_grow_is_shortened(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    got, tenant, made = await grown_until_full(gateway, upstream, monkeypatch, "shorten", stream=False)
+    assert got.status == 200
+    [choice] = got.json["choices"]
+    assert choice["finish_reason"] == "length"
+    [used] = await tenant.usage()
+    assert 65 <= len(choice["message"]["content"]) == used["completion_tokens"] == made["completion_tokens"] <= 150
+
+
+async def test_an_engine_that_leaves_within_a_report_has_not_begun_to_answer(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(growth, "FIRST", 1.0)
+    tenant = await gateway.tenant("acme", tokens_per_minute=10_000)
+    got = await tenant.chat(max_tokens=900, x_engine={"tokens": 120, "drop_after": 50})
+    assert got.status in (502, 503)
+    [used] = await tenant.usage()
+    assert used["completion_tokens"] == 50
+    again = await tenant.chat(max_tokens=900, x_engine={"tokens": 120})
+    assert again.status == 200

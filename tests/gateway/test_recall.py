@@ -85,6 +85,7 @@ async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
             model=f"m{i % 2}",
             tenant_id=f"t{i % 5 == 0}",
             cost=i,
+            surcharge=i % 7,
         )
         for i in range(200)
     ]
@@ -110,7 +111,8 @@ async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
         hours = await past.tokens_by_hour("tFalse", hour, until)
         there = [each for each in rows if hour <= each.created_at < until and each.tenant_id == "tFalse"]
         assert [start for start, _ in hours] == sorted({start.replace(minute=0) for start, _ in hours})
-        assert sum(tokens for _, tokens in hours) == sum(each.prompt_tokens + each.completion_tokens for each in there)
+        rated = [each.prompt_tokens + each.completion_tokens + each.surcharge for each in there]
+        assert sum(tokens for _, tokens in hours) == sum(rated)
 
 
 @given(

@@ -4,6 +4,7 @@ tokens made up. What it does is said in the request's own `x_engine` field, whic
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from engine.responses import ASK_TOKENS, REPORT_TYPE
 from tests.serving import serving
 
 TOKEN = "tests-token-8e2b6f4091cd57a3"
@@ -21,7 +23,10 @@ CACHED_TOKENS = 3
 class Upstream:
     """x_engine: tokens (2), delay (seconds between tokens), status (answer this instead), fail_after (an error event
     after so many tokens), drop_after (cut the connection after so many), per_event (tokens in one event), pad (bytes
-    that the answer and each event are larger by), mixed_after (the receipt says "mixed" in that event)."""
+    that the answer and each event are larger by), mixed_after (the receipt says "mixed" in that event).
+
+    With `keeps_allowances` it keeps allowances and reports whole answers, for tests that leave time to raise one.
+    """
 
     def __init__(self) -> None:
         self.url = ""
@@ -38,6 +43,9 @@ class Upstream:
         self.draining = False
         self.pushes = True
         self.followers = 0
+        # Request id -> the completion tokens that it may have.
+        self.keeps_allowances = False
+        self.allowances: dict[str, int] = {}
         self._generation = 0
         self._told: tuple[object, ...] = ()
         self.model = "base"
@@ -60,6 +68,7 @@ class Upstream:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/allowances", self._allow)
         app.router.add_get("/health", self._health)
         app.router.add_get("/state", self._state)
         app.router.add_get("/finished", self._finished)
@@ -99,7 +108,7 @@ class Upstream:
         return response
 
     def _state_now(self) -> dict[str, Any]:
-        told = (self.instance, self.model, tuple(self.resident), self.running, self.draining)
+        told = (self.instance, self.model, tuple(self.resident), self.running, self.draining, self.keeps_allowances)
         if told != self._told:
             self._told = told
             self._generation += 1
@@ -111,6 +120,7 @@ class Upstream:
             "running": self.running,
             "waiting": 0,
             "draining": self.draining,
+            "keeps_allowances": self.keeps_allowances,
         }
 
     async def _finished(self, request: web.Request) -> web.Response:
@@ -143,27 +153,67 @@ class Upstream:
         mine |= {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
         if self.remembers:
             self.finished[mine["id"]] = mine
+        if self.keeps_allowances and (allowance := request.headers.get("x-loraplex-allowance")) is not None:
+            self.allowances[mine["id"]] = int(allowance)
         try:
             await self._wait_out(lambda: self.holds)
             if body.get("stream"):
                 response = await self._stream(request, body, how, mine)
-                mine["finish_reason"] = "stop"
+                mine["finish_reason"] = mine["finish_reason"] or "stop"
                 return response
-            for _ in range(min(how.get("tokens", 2), body["max_tokens"])):
-                await asyncio.sleep(how.get("delay", 0))
-                mine["completion_tokens"] += 1
-            mine["finish_reason"] = "stop"
+            report = await self._generate_whole(request, body, how, mine)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             mine["finish_reason"] = mine["finish_reason"] or "abort"
-        tokens = min(how.get("tokens", 2), body["max_tokens"])
-        choice = {"index": 0, "finish_reason": "stop"}
+        tokens, ended_by_allowance = mine["completion_tokens"], mine["finish_reason"] == "length"
+        choice = {"index": 0, "finish_reason": mine["finish_reason"]}
         chat = request.path.endswith("chat/completions")
         choice |= {"message": {"role": "assistant", "content": "a" * tokens}} if chat else {"text": "a" * tokens}
         answer = {**self._envelope(body), "choices": [choice], "usage": usage(tokens)}
+        if ended_by_allowance:
+            answer["loraplex"] = {**counts(tokens), "ended_by_allowance": True}
+        if report is not None:
+            data = json.dumps(answer).encode()
+            head = {"status": 200, "length": len(data), "headers": self._receipt(body)}
+            await report.write(json.dumps({"completion_tokens": tokens, "answer": head}).encode() + b"\n" + data)
+            return report
         return web.json_response(answer, headers=self._receipt(body))
+
+    async def _allow(self, request: web.Request) -> web.Response:
+        assert request.headers["x-loraplex-internal-token"] == TOKEN
+        body = await request.json()
+        self.allowances[body["id"]] = max(self.allowances.get(body["id"], 0), body["tokens"])
+        return web.json_response({"is_running": True})
+
+    def _left(self, mine: dict[str, Any]) -> float:
+        return self.allowances.get(mine["id"], math.inf) - mine["completion_tokens"]
+
+    async def _generate_whole(
+        self, request: web.Request, body: dict[str, Any], how: dict[str, Any], mine: dict[str, Any]
+    ) -> web.StreamResponse | None:
+        """Return the report, if it needed one."""
+        report: web.StreamResponse | None = None
+        tokens = min(how.get("tokens", 2), body["max_tokens"])
+        for made in range(1, tokens + 1):
+            await asyncio.sleep(how.get("delay", 0))
+            mine["completion_tokens"] = made
+            if how.get("pause") and made == 1:
+                await self._wait_out(lambda: self.paused)
+            if self._left(mine) < ASK_TOKENS:
+                if report is None:
+                    report = web.StreamResponse(headers={"Content-Type": REPORT_TYPE})
+                    await report.prepare(request)
+                await report.write(json.dumps({"completion_tokens": made}).encode() + b"\n")
+            if how.get("drop_after") == made:
+                assert request.transport is not None
+                request.transport.abort()
+            if self._left(mine) <= 0 and made < tokens:
+                mine["finish_reason"] = "length"
+                return report
+        mine["finish_reason"] = "stop"
+        return report
 
     def _receipt(self, body: dict[str, Any]) -> dict[str, str]:
         asked = body["model"] if body["model"].startswith("sha256:") else "base"
@@ -180,20 +230,18 @@ class Upstream:
         tokens, step = min(how.get("tokens", 2), body["max_tokens"]), how.get("per_event", 1)
         for made in range(step, tokens + 1, step):
             await asyncio.sleep(how.get("delay", 0))
-            reason = "stop" if made + step > tokens else None
+            mine["completion_tokens"] = made if self.says_progress else 0
+            ended = self._left(mine) <= 0 and made + step <= tokens
+            reason = "length" if ended else "stop" if made + step > tokens else None
             choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
             choice |= {"delta": {"content": "a" * step}} if chat else {"text": "a" * step}
             event = {**self._envelope(body), "choices": [choice], "usage": None}
             if self.says_progress:
-                mine["completion_tokens"] = made
-                counts: dict[str, Any] = {
-                    "completion_tokens": made,
-                    "prompt_tokens": PROMPT_TOKENS,
-                    "cached_tokens": CACHED_TOKENS,
-                }
+                event["loraplex"] = counts(made)
                 if how.get("mixed_after") == made:
-                    counts["adapter_digest"] = "mixed"
-                event["loraplex"] = counts
+                    event["loraplex"]["adapter_digest"] = "mixed"
+                if ended:
+                    event["loraplex"]["ended_by_allowance"] = True
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             self.events += 1
             if how.get("pause") and made == step:
@@ -205,6 +253,9 @@ class Upstream:
             if how.get("fail_after") == made:
                 await response.write(b'data: {"error": {"message": "out of luck", "type": "server_error"}}\n\n')
                 return response
+            if ended:
+                tokens, mine["finish_reason"] = made, "length"
+                break
         if body["stream_options"]["include_usage"]:
             event = {**self._envelope(body), "choices": [], "usage": usage(tokens)}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -214,6 +265,10 @@ class Upstream:
     def _envelope(self, body: dict[str, Any]) -> dict[str, Any]:
         pad = {"pad": "x" * body["x_engine"]["pad"]} if "pad" in body.get("x_engine", {}) else {}
         return {"id": "cmpl-1", "object": "completion", "created": 1, "model": body["model"], **pad}
+
+
+def counts(tokens: int) -> dict[str, Any]:
+    return {"completion_tokens": tokens, "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
 
 
 def usage(tokens: int) -> dict[str, Any]:

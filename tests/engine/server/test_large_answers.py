@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.server import generate, run
+from engine.server import generate, report, run
 from tests.engine.server.running import Client, RunningServer
 
 PROMPT = list(range(3, 303))
@@ -71,7 +71,7 @@ async def test_too_many_log_probabilities_are_refused_by_name(
 
 @pytest.fixture
 def impatient(model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run, "WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(report, "WRITE_SECONDS", 0.5)
     running = RunningServer(model, config={"max_num_seqs": 2}, max_waiting=0, internal_token="secret")
     yield running
     running.close()

@@ -1,0 +1,22 @@
+"""Add the surcharge: tokens of the token rates beyond a request's prompt and completion."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0005"
+down_revision = "0004"
+branch_labels = None
+depends_on = None
+
+TABLES = ("usage", "usage_hourly", "usage_daily")
+
+
+def upgrade() -> None:
+    # Existing rows, and those that gateways of the release before add, have none.
+    for table in TABLES:
+        op.add_column(table, sa.Column("surcharge", sa.BigInteger, nullable=False, server_default="0"))
+
+
+def downgrade() -> None:
+    for table in reversed(TABLES):
+        op.drop_column(table, "surcharge")
