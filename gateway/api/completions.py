@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 from aiohttp import ClientError, web
-from msgspec import Raw
 
 from engine.tracing import NO_SPAN, SPAN
 from gateway.admission.auth import Authenticator, TenantPrincipal
@@ -21,6 +20,7 @@ from gateway.api.bodies import json_response, read_shared
 from gateway.api.body_memory import BODY_MEMORY, BodyShare
 from gateway.api.charges import Ending, ending_after, ending_of
 from gateway.api.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
+from gateway.api.events import as_json, shortened, visible_event
 from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
 from gateway.errors import (
     REQUEST_ID,
@@ -32,7 +32,7 @@ from gateway.errors import (
     translate,
 )
 from gateway.fleet import receipts
-from gateway.fleet.answers import Fields, decode_choices, read_answer, read_events
+from gateway.fleet.answers import read_answer, read_events
 from gateway.fleet.client import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.registry import EngineRecord
@@ -214,7 +214,7 @@ class Completions:
                 raise refused
             self._limited(account, refused)
         answer.pop("loraplex", None)
-        answer["model"] = _json(account.model.name)
+        answer["model"] = as_json(account.model.name)
         body = msgspec.json.encode(answer)
         await self._accounting.close_ahead(account)
         delivery.whole(len(body))
@@ -230,7 +230,7 @@ class Completions:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={**STREAM_HEADERS, **_headers(account)})
         delivery.on_full = partial(_hold_back, account, answering)
-        model = _json(account.model.name)
+        model = as_json(account.model.name)
         try:
             await _prepare(response, request)
             try:
@@ -389,40 +389,3 @@ def _headers(account: Account) -> dict[str, str]:
     if account.served_digest is None:
         return account.reservation.headers
     return {**account.reservation.headers, receipts.HEADER: receipts.as_receipt(account.served_digest)}
-
-
-def _json(value: str) -> Raw:
-    return Raw(msgspec.json.encode(value))
-
-
-def visible_event(event: Fields, model: Raw, include_usage: bool) -> Fields | None:
-    """Return a stream's event for the client; None for an event that only the gateway requested."""
-    event.pop("loraplex", None)
-    event["model"] = model
-    if not include_usage:
-        event.pop("usage", None)
-    return event if _says_something(event, "choices") or _says_something(event, "usage") else None
-
-
-def shortened(event: Fields, model: Raw, asked: InferenceRequest, account: Account) -> Iterator[dict[str, Any]]:
-    """Yield the last events of a stream that ends before `event`, which its client does not get."""
-    envelope = {name: event[name] for name in ("id", "object", "created") if name in event} | {"model": model}
-    text: dict[str, Any] = {"delta": {}} if account.endpoint == CHAT.name else {"text": ""}
-    unseen = {choice.index for choice in decode_choices(event)}
-    left = [index for index in range(asked.choices) if index not in account.ended_choices - unseen]
-    choices = [{"index": index, **text, "logprobs": None, "finish_reason": "length"} for index in left]
-    yield {**envelope, "choices": choices}
-    if asked.include_usage:
-        used = account.used
-        counts = {
-            "prompt_tokens": used.prompt,
-            "completion_tokens": used.completion,
-            "total_tokens": used.prompt + used.completion,
-            "prompt_tokens_details": {"cached_tokens": used.cached},
-        }
-        yield {**envelope, "choices": [], "usage": counts}
-
-
-def _says_something(event: Fields, name: str) -> bool:
-    raw = memoryview(event.get(name, b""))
-    return raw.nbytes > len(b"null") or bytes(raw) not in (b"", b"[]", b"null")
