@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from gateway.api.completions import visible_event
+from gateway.api.events import visible_event
 from tests.gateway.running import ADMIN_KEY, BASE_MODEL, HI_TOKENS, Client, Gateway, until
 from tests.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, TOKEN, Upstream
 
