@@ -342,9 +342,11 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
     if is_recalled(kinds[i]) then
       local since = states[i] and struct.unpack('d', states[i], 17)
       if since and since - now > MAX_STEP then
-        -- Recalled while the clock was far ahead.
-        redis.call('HDEL', STATE, fields[i])
-        since = nil
+        -- Recalled while the clock was far ahead: what is known counts as known now.
+        local _, known = struct.unpack('dd', states[i], 17)
+        states[i] = string.sub(states[i], 1, 16) .. struct.pack('ddd', now, known, now + FIRST_CHECK)
+        redis.call('HSET', STATE, fields[i], states[i])
+        since = now
       end
       if since then
         row = max(row, since)

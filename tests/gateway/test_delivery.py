@@ -148,7 +148,9 @@ async def test_an_engine_that_counts_nothing_is_stopped_if_an_unread_answer_has_
         other = asyncio.create_task(slow.complete(max_tokens=1000, x_engine={"delay": 60}))
         await until(lambda: asyncio.sleep(0, len(upstream.requests) == 1))
         reader = await ask(gateway, slow, stream=True, max_tokens=4800, x_engine={"tokens": 4800, "pad": 2**16})
-        await until(lambda: asyncio.sleep(0, upstream.cancelled == 1))
+        await until(lambda: asyncio.sleep(0, any(each["finish_reason"] for each in upstream.finished.values())))
+        [stopped] = [each for each in upstream.finished.values() if each["finish_reason"]]
+        assert (stopped["finish_reason"], stopped["completion_tokens"] < 4800) == ("abort", True)
         assert b"rate_limit_exceeded" in await reader.rest()
         other.cancel()
 
