@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from aiohttp import web
@@ -268,7 +268,11 @@ async def make_app(settings: Settings) -> web.Application:
         served=lambda: served(registry.engines, settings.max_lora_rank),
     )
     app.cleanup_ctx.append(intake.run)
-    chores = {"adapters, bytes collected": intake.collect}
+    audit = Audit(database)
+    chores = {
+        "adapters and bytes collected": intake.collect,
+        "audit entries removed": lambda: audit.sweep(timedelta(days=settings.tenant_audit_days)),
+    }
     app.cleanup_ctx.append(Housekeeping(redis, settings.redis_timeout, chores).running)
     own = Adapters(auth=auth, catalog=catalog, intake=intake, quota=quota)
     admin = Admin(auth=auth, tenants=tenants, catalog=catalog, intake=intake, report=report, registry=registry)
@@ -296,7 +300,7 @@ async def make_app(settings: Settings) -> web.Application:
             web.get("/v1/usage", Usage(auth=auth, report=report).get),
             *admin.routes(),
             *Engines(announcements, token, settings.announce_token).routes(),
-            *AdminAudit(auth=auth, audit=Audit(database)).routes(),
+            *AdminAudit(auth=auth, audit=audit).routes(),
             *AdminPrices(auth=auth, prices=prices, known=price_list, tenants=tenants, catalog=catalog).routes(),
             *AdminTenants(auth=auth, tenants=tenants, catalog=catalog).routes(),
             *AdminKeys(auth=auth, tenants=tenants, keys=keys, catalog=catalog).routes(),

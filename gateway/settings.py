@@ -83,6 +83,8 @@ class Settings:
     engine_silence: float = 5.0
     # How long a quarantine lasts, and an engine's death is remembered.
     quarantine_seconds: float = 600.0
+    # Days for which audit entries of tenants' own changes are kept; operators' entries stay.
+    tenant_audit_days: float = 90.0
     # Requests that wait here while every engine is full, and seconds that one waits at most; beyond either, 429.
     queue_length: int = 512
     queue_seconds: float = 30.0
@@ -208,6 +210,7 @@ class Settings:
             "shutdown_seconds",
             "engine_silence",
             "quarantine_seconds",
+            "tenant_audit_days",
         )
         for name in (*positive, *durations, "queue_length", "queue_seconds"):
             value = getattr(self, name)

@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from sqlalchemy import update
 
+from gateway.records import audit
 from gateway.records.audit import Audit, record_change
 from gateway.records.database import Database
+from gateway.records.keys import ApiKey, Keys
+from gateway.records.tables import audit as table
+from gateway.records.tenants import Tenants
 from loraplex.cli import main
 from tests.gateway.running import ADMIN_KEY, Client, Gateway
+
+NOW = datetime.now(UTC)
 
 
 async def entries(client: Client, **query: Any) -> list[dict[str, Any]]:
@@ -95,6 +102,37 @@ async def test_only_operators_may_read_it(gateway: Gateway):
     acme = await gateway.tenant("acme")
     assert (await acme.get("/admin/api/audit")).status == 403
     assert (await gateway.nobody.get("/admin/api/audit")).status == 401
+
+
+async def test_a_tenants_own_changes_are_bounded(database: Database, monkeypatch: pytest.MonkeyPatch):
+    """Whether by age or by number; no tenant's changes remove another's, or an operator's entry."""
+    monkeypatch.setattr(audit, "OWN_ENTRIES", 5)
+    monkeypatch.setattr(audit, "SWEPT_AT_ONCE", 2)
+    tenants, keys, log = Tenants(database), Keys(database), Audit(database)
+    own = {"busy": "b", "quiet": "q"}
+    owners = {key_id: await tenants.create(name, {}, "op") for name, key_id in own.items()}
+    key = {"label": "", "scopes": frozenset({"adapters"}), "secret_hash": "x", "created_at": NOW}
+    for key_id, tenant in (*owners.items(), ("operator", None)):
+        await keys.add(ApiKey(id=key_id, tenant=tenant, **key), "op")
+    async with database.write() as connection:
+        for i in range(12):
+            await record_change(connection, own["busy"], "adapter.push", f"busy/{i}", tenant="busy")
+            await record_change(connection, "operator", "adapter.push", f"busy/op{i}", tenant="busy")
+        for i in range(3):
+            await record_change(connection, own["quiet"], "adapter.push", f"quiet/{i}", tenant="quiet")
+        old = update(table).where(table.c.target.in_(["quiet/0", "busy/op0"]))
+        await connection.execute(old.values(at=NOW - timedelta(days=3)))
+    entries, _ = await log.list(action="adapter", limit=100)
+    assert {(entry.actor == "operator", entry.own) for entry in entries} == {(True, False), (False, True)}
+    assert await log.sweep(timedelta(days=2)) == 7 + 1
+    assert await log.sweep(timedelta(days=2)) == 0
+    left, _ = await log.list(action="adapter", limit=100)
+    assert {entry.target for entry in left} == {
+        *(f"busy/{i}" for i in range(7, 12)),
+        *(f"busy/op{i}" for i in range(12)),
+        *("quiet/1", "quiet/2"),
+    }
+    assert len((await log.list(action="key"))[0]) == 3
 
 
 async def test_the_command(gateway: Gateway):
