@@ -24,21 +24,12 @@ Chore = Callable[[], Awaitable[object]]
 
 
 class Housekeeping:
-    """Runs the chores, by name. The first process that asks for the turn has it for `every_seconds`."""
+    """Runs the chores, by name. The first process that asks for the turn has it for EVERY_SECONDS."""
 
-    def __init__(
-        self,
-        redis: Client,
-        redis_timeout: float,
-        chores: Mapping[str, Chore],
-        every_seconds: float = EVERY_SECONDS,
-        ask_seconds: float = ASK_SECONDS,
-    ) -> None:
+    def __init__(self, redis: Client, redis_timeout: float, chores: Mapping[str, Chore]) -> None:
         self._redis = redis
         self._redis_timeout = redis_timeout
         self._chores = chores
-        self._every_seconds = every_seconds
-        self._ask_seconds = ask_seconds
 
     async def running(self, _: object) -> AsyncIterator[None]:
         """Run the chores beside an application."""
@@ -49,7 +40,7 @@ class Housekeeping:
         """Run the chores whenever this process is elected, without end. Run it as a task."""
         while True:
             # Uneven, so that no process is always the first to ask.
-            await asyncio.sleep(self._ask_seconds * JITTER.uniform(0.75, 1.25))
+            await asyncio.sleep(ASK_SECONDS * JITTER.uniform(0.75, 1.25))
             if await self._is_elected():
                 for name, chore in self._chores.items():
                     await self._do(name, chore)
@@ -57,7 +48,7 @@ class Housekeeping:
     async def _is_elected(self) -> bool:
         try:
             async with asyncio.timeout(self._redis_timeout):
-                return await is_first(self._redis, TURN, self._every_seconds)
+                return await is_first(self._redis, TURN, EVERY_SECONDS)
         except (RedisError, OSError, TimeoutError) as error:
             # Redis' absence is logged by the quotas.
             log.debug("housekeeping waits for Redis: %s", error)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from adapters.spool import PREFIX
 from adapters.store import open_store
 from gateway.admission.store import connect
 from gateway.errors import Unavailable
+from gateway.records import housekeeping
 from gateway.records.catalog import Catalog
 from gateway.records.housekeeping import TURN, Housekeeping
 from tests.gateway.running import Gateway, until
@@ -99,8 +101,29 @@ async def test_a_deleted_tenants_adapters_go(gateway: Gateway, tmp_path: Path):
     assert stored(tmp_path) == set()
 
 
-async def test_one_process_of_all_does_the_chores(redis_url: str):
+async def test_a_gateway_collects_by_itself(
+    serve: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.2)
+    async with serve() as gateway:
+        acme = await gateway.tenant("acme")
+        digests = [(await push(acme, name, files(number))).json["digest"][7:] for number, name in enumerate("ab")]
+        assert (await acme.call("DELETE", "/v1/adapters/a")).status == 200
+        make_old(tmp_path)
+        redis = connect(redis_url, timeout=10.0)
+        await redis.delete(TURN)
+        await redis.aclose()
+
+        async def collected() -> bool:
+            return stored(tmp_path) == set(digests[1:])
+
+        await until(collected)
+
+
+async def test_one_process_of_all_does_the_chores(redis_url: str, monkeypatch: pytest.MonkeyPatch):
     """Three processes, two turns: each chore runs once a turn, and one that fails keeps no other from it."""
+    monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(housekeeping, "EVERY_SECONDS", 1.0)
     redis = connect(redis_url, timeout=10.0)
     await redis.delete(TURN)
     done: list[int] = []
@@ -112,7 +135,7 @@ async def test_one_process_of_all_does_the_chores(redis_url: str):
         async def collect() -> None:
             done.append(number)
 
-        return Housekeeping(redis, 10.0, {"fail": fail, "collect": collect}, every_seconds=1.0, ask_seconds=0.05)
+        return Housekeeping(redis, 10.0, {"fail": fail, "collect": collect})
 
     started = time.monotonic()
     tasks = [asyncio.create_task(process(number).run()) for number in range(3)]
