@@ -9,6 +9,8 @@ import zlib
 
 from aiohttp import web
 
+from engine.http_requests import send_continue
+
 ENCODINGS = ("gzip", "x-gzip", "deflate")
 
 
@@ -18,6 +20,7 @@ async def read_body(request: web.Request) -> bytes:
     Raises web.HTTPRequestEntityTooLarge for a body over the application's client_max_size, and web.RequestPayloadError
     for one that its Content-Encoding does not describe.
     """
+    await send_continue(request)
     raw = await request.read()
     if not is_compressed(request):
         return raw

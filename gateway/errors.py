@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from adapters.manifest import AdapterError
+from engine.http_requests import BadHead, check_head
 from engine.protocol import BadRequest as ProtocolError
 from engine.tokenizer import ChatTemplateError
 
@@ -86,6 +87,10 @@ class ModelNotFound(RecordNotFound):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The model '{name}' does not exist or you do not have access to it.", param="model")
+
+
+class ExpectationFailed(GatewayError):
+    status, kind, code = 417, "invalid_request_error", "unknown_expectation"
 
 
 class MethodNotAllowed(GatewayError):
@@ -219,6 +224,8 @@ def translate(error: Exception, request_id: str) -> GatewayError:
     """Any exception as the error the client sees. Logs, once, what only the operator may see."""
     if isinstance(error, GatewayError):
         return error
+    if isinstance(error, BadHead):
+        return ExpectationFailed(error.message) if error.status == 417 else BadRequest(error.message)
     if isinstance(error, AdapterError):
         return BadRequest(str(error), param=error.field, code="invalid_adapter")
     if isinstance(error, ProtocolError):
@@ -247,6 +254,7 @@ def to_response(error: GatewayError) -> web.Response:
 async def error_boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turns whatever a handler raises into OpenAI's error shape. Redirects pass."""
     try:
+        check_head(request)
         return await handler(request)
     except web.HTTPRedirection:
         raise

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from aiohttp import web
 
 from engine.http_log import http_logger
+from engine.http_requests import guard_requests
 from gateway.access import hide_server
 from gateway.api.health import MetricsPage
 from gateway.api.pieces import READ_BUFFER_BYTES
@@ -139,6 +140,7 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
     )
     try:
         await runner.setup()
+        guard_requests(runner)
         server = runner.server
         assert server is not None
         allow_descriptors(settings.max_connections)
@@ -148,6 +150,7 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
             await _bind(runner, "LORAPLEX_ADMIN_PORT", settings.host, settings.admin_port, shared=shared)
         if settings.metrics_port is not None:
             await metrics_runner.setup()
+            guard_requests(metrics_runner)
             await _bind(metrics_runner, "LORAPLEX_METRICS_PORT", settings.host, settings.metrics_port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         async with running(app[CONNECTIONS].watch(lambda: server.connections)):

@@ -16,6 +16,7 @@ ALLOWED_UP = {("gateway", "migrations")}
 GATEWAY_MAY = {
     "engine.http_body",
     "engine.http_log",
+    "engine.http_requests",
     "engine.model.config",
     "engine.openapi",
     "engine.protocol",

@@ -122,6 +122,25 @@ async def pour_forms(attacker: Attacker) -> None:
     await attacker.side_by_side(5, lambda i: pour(attacker, head, *kinds[i], rate=4 * 2**20))
 
 
+@attack("bad-heads", "heads that the HTTP library answers by an exception, without a key")
+async def send_bad_heads(attacker: Attacker) -> None:
+    kinds = [b"GET http://xn--a/ HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /healthz HTTP/1.1\r\nHost: x\r\nExpect: 1\r\n\r\n"]
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            reader, writer = await attacker.connect()
+            try:
+                writer.write(kinds[index % len(kinds)])
+                status = await status_of(attacker, reader, attacker.left)
+                attacker.check(status is not None or not attacker.going, "a bad head without an answer")
+            except OSError:
+                attacker.count("cut off")
+            finally:
+                await close(writer)
+
+    await attacker.side_by_side(8, one)
+
+
 @attack("idle-connections", "500 connections that say nothing, and 200 that ask once and stay")
 async def stay(attacker: Attacker) -> None:
     async def one(index: int) -> None:

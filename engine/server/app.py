@@ -21,6 +21,7 @@ from adapters.store import Store
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine, resolve_dtype
 from engine.http_log import http_logger
+from engine.http_requests import guard_requests
 from engine.model.config import parse_model_config, read_config
 from engine.model.weights import Progress, base_tensor
 from engine.responses import Health, Version
@@ -307,6 +308,7 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
         shutdown_timeout=LAST_WORDS_S,
     )
     await runner.setup()
+    guard_requests(runner)
     try:
         site = web.TCPSite(runner, host, port)
         await site.start()

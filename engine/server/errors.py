@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from engine.http_requests import BadHead, check_head
 from engine.protocol import BadRequest
 from engine.responses import ErrorDetail, ErrorResponse
 from engine.scheduling.request import RequestError
@@ -45,6 +46,8 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
     match exc:
         case ApiError():
             return exc
+        case BadHead():
+            return ApiError(exc.status, exc.message)
         case BadRequest():
             return ApiError(400, exc.message, param=exc.param, code=exc.code)
         case RequestError():
@@ -86,6 +89,7 @@ def error_body(error: ApiError) -> bytes:
 @web.middleware
 async def error_boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
+        check_head(request)
         return await handler(request)
     except ConnectionError:
         # The client went away; there is nobody to answer.

@@ -2,6 +2,7 @@
 
 from aiohttp import hdrs, web
 
+from engine.http_requests import send_continue
 from gateway.errors import BadRequest
 
 # A chunk costs some microseconds of the event loop, however small. A body may have so many of any size; with more, its
@@ -29,6 +30,7 @@ class Pieces:
     async def next(self) -> bytes:
         """Return the next piece, b"" at the end. Raises BadRequest for chunks that are too small."""
         while not self._content.at_eof():
+            await send_continue(self._request)
             piece, ends_chunk = await self._content.readchunk()
             self.num_bytes += len(piece)
             if ends_chunk:

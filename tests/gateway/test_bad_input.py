@@ -2,12 +2,14 @@
 
 import asyncio
 import io
+import json
+import logging
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.gateway.running import HI, Client, Gateway
+from tests.gateway.running import BASE_MODEL, HI, Client, Gateway
 from tests.gateway.upstream import Upstream
 
 
@@ -93,6 +95,56 @@ async def test_what_is_no_http_is_not_quoted_in_the_log(gateway: Gateway, caplog
     writer.close()
     assert "not valid HTTP" in caplog.text
     assert "secret" not in caplog.text
+
+
+async def whole_answer(gateway: Gateway, head: bytes) -> bytes:
+    """Return all that comes until the gateway closes the connection."""
+    url = urlsplit(gateway.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(head)
+    try:
+        return await asyncio.wait_for(reader.read(), 20.0)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "words"),
+    [
+        (b"GET http://xn--a/ HTTP/1.1\r\nHost: x\r\n\r\n", 400, b"no host name"),
+        (b"POST http://xn--a/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", 400, b"no host name"),
+        (b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: 1\r\n\r\n", 417, b"100-continue"),
+        (b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: \xff\r\n\r\n", 417, b"100-continue"),
+    ],
+)
+async def test_heads_that_the_http_library_does_not_answer(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, head: bytes, status: int, words: bytes
+):
+    caplog.set_level(logging.INFO)
+    answer = await whole_answer(gateway, head)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    top, _, body = answer.partition(b"\r\n\r\n")
+    assert b"x-request-id: req_" in top.lower()
+    assert words in json.loads(body)["error"]["message"].encode()
+    assert "Traceback" not in caplog.text
+    assert len([line for line in caplog.records if line.name in ("gateway.access", "gateway.http")]) <= 1
+
+
+async def test_a_body_is_asked_for_after_the_key(gateway: Gateway, acme: Client, upstream: Upstream):
+    url = urlsplit(gateway.url)
+    body = json.dumps({"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 1}).encode()
+
+    def head(key: str) -> bytes:
+        lines = ("POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", "Expect: 100-continue")
+        return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode()
+
+    assert (await whole_answer(gateway, head("lpx_wrong"))).startswith(b"HTTP/1.1 401 ")
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(head(acme.key))
+    assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20.0) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert (await asyncio.wait_for(reader.readline(), 20.0)).startswith(b"HTTP/1.1 200 ")
+    writer.close()
 
 
 async def test_a_body_over_the_limit(acme: Client):

@@ -1,7 +1,10 @@
 """Who may ask an engine: API keys, the internal token, and what only this machine may do without either."""
 
+import asyncio
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
@@ -92,3 +95,28 @@ async def test_request_ids_and_access_log(client: Client, caplog: pytest.LogCapt
     assert f" GET /v1/nowhere%0A{'x' * 186} 404 " in caplog.text
     assert " POST /v1/models 405 " in caplog.text
     assert not any(secret in caplog.text for secret in (*KEYS, TOKEN, "some-secret"))
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET http://xn--a/ HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: 1\r\n\r\n", 417),
+    ],
+)
+async def test_heads_that_the_http_library_does_not_answer(server: RunningServer, head: bytes, status: int):
+    url = urlsplit(server.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(head)
+    answer = await asyncio.wait_for(reader.read(), 20.0)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert b'"type":"invalid_request_error"' in answer
+
+
+async def test_a_body_that_waits_to_be_asked_for(server: RunningServer):
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    async with aiohttp.ClientSession() as session:
+        url = f"{server.url}/v1/completions"
+        async with session.post(url, json=PROMPT, headers=headers, expect100=True) as answer:
+            assert answer.status == 200
