@@ -141,6 +141,21 @@ async def send_bad_heads(attacker: Attacker) -> None:
     await attacker.side_by_side(8, one)
 
 
+@attack("forged-names", "form parts whose headers forge lines of the log, each another one")
+async def forge(attacker: Attacker) -> None:
+    part = "--%s\r\nContent-Disposition: form-data; name=\"name\"; filename*=nope''%d\n\x1b[2J%s\r\n\r\nx\r\n--%s--\r\n"
+
+    async def one(index: int) -> None:
+        turn = index
+        while attacker.going:
+            turn += 8
+            body = (part % (BOUNDARY.decode(), turn, "B" * 7900, BOUNDARY.decode())).encode()
+            headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY.decode()}"}
+            await attacker.call("POST", "/v1/adapters", data=body, headers=headers)
+
+    await attacker.side_by_side(8, one)
+
+
 @attack("idle-connections", "500 connections that say nothing, and 200 that ask once and stay")
 async def stay(attacker: Attacker) -> None:
     async def one(index: int) -> None:

@@ -4,13 +4,19 @@ aiohttp's reader takes a preamble line by line without ever leaving the event lo
 kinds of exceptions. Here a form has to begin with its boundary, and every fault is a FormError.
 """
 
+import re
 from collections.abc import Awaitable, Callable
+from urllib.parse import unquote
 
 import msgspec
-from aiohttp import parse_content_disposition
 
 MAX_BOUNDARY_CHARS = 70
 MAX_HEADER_BYTES = 8192
+# Control characters would forge lines of whatever prints a name.
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+# A parameter of Content-Disposition: a token, or text in quotes, where a backslash stands before a quote or another.
+_PARAMETER = re.compile(r"""\s*;\s*([\w*.-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s";\\]+))""", re.ASCII)
+_ESCAPED = re.compile(r'\\(["\\])')
 _PLAIN_ENCODINGS = ("", "binary", "8bit", "7bit")
 
 
@@ -94,13 +100,54 @@ class Form:
 def _part(lines: list[bytes]) -> Part:
     headers = {}
     for line in lines:
-        key, colon, value = line.decode("utf-8", "replace").partition(":")
+        text = line.decode("utf-8", "replace")
+        if _CONTROL.search(text):
+            raise FormError("a part's headers have a control character")
+        key, colon, value = text.partition(":")
         if not colon:
             raise FormError("a part has a header without a colon")
         headers[key.strip().lower()] = value.strip()
     if headers.get("content-transfer-encoding", "").lower() not in _PLAIN_ENCODINGS:
         raise FormError("a part has a Content-Transfer-Encoding; expected raw bytes")
-    kind, parameters = parse_content_disposition(headers.get("content-disposition"))
-    if kind != "form-data" or not parameters.get("name"):
+    parameters = _parameters(headers.get("content-disposition", ""))
+    if not parameters.get("name"):
         raise FormError("a part has no Content-Disposition: form-data with a name")
-    return Part(name=parameters["name"], filename=parameters.get("filename") or parameters.get("filename*"))
+    return Part(name=parameters["name"], filename=parameters.get("filename") or _extended(parameters.get("filename*")))
+
+
+def _parameters(disposition: str) -> dict[str, str]:
+    """Return the parameters of a form's part. Raises FormError.
+
+    aiohttp's parser warns of a malformed one by Python's warnings, which print it and keep it for ever.
+    """
+    kind, _, _ = disposition.partition(";")
+    if kind.strip().lower() != "form-data":
+        raise FormError("a part has no Content-Disposition: form-data with a name")
+    parameters: dict[str, str] = {}
+    at = len(kind)
+    while found := _PARAMETER.match(disposition, at):
+        name, quoted, token = found.groups()
+        if name.lower() in parameters:
+            raise FormError("a part's Content-Disposition has a parameter twice")
+        parameters[name.lower()] = token if quoted is None else _ESCAPED.sub(r"\1", quoted)
+        at = found.end()
+    if disposition[at:].strip(" \t;"):
+        raise FormError('a part\'s Content-Disposition is malformed: expected name=token or name="text" after each ;')
+    return parameters
+
+
+def _extended(value: str | None) -> str | None:
+    """Return a file name as RFC 5987 writes it: a charset, a language, and percent-encoded bytes. Raises FormError."""
+    if value is None:
+        return None
+    charset, _, rest = value.partition("'")
+    _, quote, encoded = rest.partition("'")
+    try:
+        if not quote or charset.lower() != "utf-8":
+            raise ValueError
+        name = unquote(encoded, errors="strict")
+    except ValueError:
+        raise FormError("a part's filename* is malformed: expected UTF-8''name, percent-encoded") from None
+    if _CONTROL.search(name):
+        raise FormError("a part's filename* has a control character")
+    return name
