@@ -210,8 +210,20 @@ class NoEngine(Unavailable):
 
     status, code = 503, "no_engine"
 
+    def __init__(self, message: str = "No engine is available to serve this request; try again shortly.") -> None:
+        super().__init__(message)
+
+
+class EngineDied(NoEngine):
+    """An engine died with the request, and no other is available."""
+
+    code = "engine_died"
+
     def __init__(self) -> None:
-        super().__init__("No engine is available to serve this request; try again shortly.")
+        super().__init__(
+            "The engine ended while it worked on this request, and no other is available; try again shortly. The "
+            "request costs no money; tokens that were computed for it count against the token rates."
+        )
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:

@@ -218,9 +218,17 @@ class Quota:
         self._leases.hold(taken, limits, note)
         return taken
 
-    def progress(self, reservation: Reservation, engine_url: str, prompt_tokens: int, completion_tokens: int) -> None:
-        """Remembers how far a request is; Redis is told with the lease's next extension."""
-        self._leases.progress(reservation, Progress(engine_url, prompt_tokens, completion_tokens))
+    def progress(
+        self,
+        reservation: Reservation,
+        engine_url: str,
+        prompt_tokens: int,
+        completion_tokens: int,
+        *,
+        is_free: bool = False,
+    ) -> None:
+        """Note a request's progress; the lease's next extension sends it to Redis."""
+        self._leases.progress(reservation, Progress(engine_url, prompt_tokens, completion_tokens, is_free))
 
     async def settle(
         self, reservation: Reservation, *, tokens: int, cost: int, event: bytes, counts: bool = True

@@ -42,11 +42,15 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """How far a request is: where it runs, and the counts so far."""
+    """The progress of a request: where it runs, and the counts so far.
+
+    is_free: whether it costs no money, because its engine died and it has no answer.
+    """
 
     engine_url: str
     prompt_tokens: int
     completion_tokens: int
+    is_free: bool = False
 
 
 class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):

@@ -151,6 +151,7 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
     price = msgspec.convert(fields.pop("price"), Price)
     weights = msgspec.convert(lease.lease.get("weights", Weights()), Weights)
     prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
+    is_free = lease.progress is not None and lease.progress.is_free
     created_at = lease.reservation.admitted_at
     return UsageRow(
         **fields,
@@ -160,7 +161,7 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
         prompt_tokens=prompt,
         completion_tokens=completion,
         cached_tokens=outcome.cached_tokens,
-        cost=price.cost(prompt, completion, outcome.cached_tokens),
+        cost=0 if is_free else price.cost(prompt, completion, outcome.cached_tokens),
         surcharge=weights.tokens(prompt, completion) - prompt - completion,
         # Until its gateway was last heard of, a third of a lease before it died or less.
         latency_ms=max(0, round((lease.last_heard - created_at).total_seconds() * 1000)),

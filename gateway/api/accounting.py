@@ -200,7 +200,7 @@ class Account:
             prompt_tokens=billed.prompt,
             completion_tokens=billed.completion,
             cached_tokens=billed.cached,
-            cost=self.price.cost(billed.prompt, billed.completion, billed.cached),
+            cost=0 if charged.is_free else self.price.cost(billed.prompt, billed.completion, billed.cached),
             latency_ms=round((ended - self.arrived) * 1000),
             ttft_ms=None if first is None else round(first * 1000),
             status=self.status,
@@ -340,7 +340,8 @@ class Accounting:
         is possible.
         """
         heard = account.used if account.ending in CUT else Used()
-        self._quota.progress(account.reservation, engine, heard.prompt, heard.completion)
+        is_free = account.ending.may_be_lost
+        self._quota.progress(account.reservation, engine, heard.prompt, heard.completion, is_free=is_free)
         try:
             return await self._quota.leave(account.reservation)
         except Unavailable as error:

@@ -106,13 +106,15 @@ class Used(msgspec.Struct, frozen=True):
 
 
 class Charge(msgspec.Struct, frozen=True):
-    """The cost of a request in request rates, in token rates, and in `billed` tokens, those of its usage row and its
-    money. is_recorded: whether there is a usage row.
+    """The cost of a request in request rates, in token rates, and in `billed` tokens, those of its usage row.
+
+    is_free: whether the billed tokens cost no money. is_recorded: whether there is a usage row.
     """
 
     requests: int
     rate_tokens: int
     billed: Used
+    is_free: bool = False
     is_recorded: bool = True
 
     @property
@@ -128,26 +130,28 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
     once an engine was asked. told: the engine's own count, where it was asked afterwards and knows the request; of an
     engine that died with the request where no engine served it.
 
-    | ending     | when                                                | request | token rates    | money, usage row |
-    |------------|-----------------------------------------------------|---------|----------------|------------------|
-    | FINISHED   | the answer came to its end                          | 1       | heard          | heard            |
-    | CANCELLED  | the client left, or read too slowly                 | 1       | told, or heard | told, or heard   |
-    | REVOKED    | its key was revoked or its tenant suspended         | 1       | told, or heard | told, or heard   |
-    | SHORTENED  | a token rate had no room for more: ended as asked   | 1       | told, or heard | told, or heard   |
-    | LIMITED    | a token rate had no room for more: ended by error   | 1       | told, or heard | told, or heard   |
-    | BROKEN     | the answer broke off, grew too large, or timed out  | 1       | told, or heard | told, or heard   |
-    | NOT_BEGUN  | engines failed before the first byte                | 1       | told, or none  | told, or none    |
-    | REFUSED    | an engine found the request or its adapter bad: 4xx | 1       | the prompt     | none             |
-    | OVERLOADED | engines or their queue were full: 429, 503          | 1       | none           | none             |
-    | UNABLE     | an engine refused the gateway: 401, 404             | 0       | none           | none             |
-    | UNSERVED   | no engine was there                                 | 0       | none           | no row           |
-    | MISMATCHED | an engine served another adapter than was asked for | 0       | none           | none             |
+    | ending     | when                                               | request | token rates    | usage row | money  |
+    |------------|----------------------------------------------------|---------|----------------|-----------|--------|
+    | FINISHED   | the answer came to its end                         | 1       | heard          | as rates  | billed |
+    | CANCELLED  | the client left, or read too slowly                | 1       | told, or heard | as rates  | billed |
+    | REVOKED    | its key was revoked or its tenant suspended        | 1       | told, or heard | as rates  | billed |
+    | SHORTENED  | a token rate had no room for more: ended as asked  | 1       | told, or heard | as rates  | billed |
+    | LIMITED    | a token rate had no room for more: ended by error  | 1       | told, or heard | as rates  | billed |
+    | BROKEN     | the answer broke off, grew too large, or timed out | 1       | told, or heard | as rates  | billed |
+    | NOT_BEGUN  | engines failed before the first byte               | 1       | told, or none  | as rates  | none   |
+    | REFUSED    | the request or its adapter is bad: 4xx             | 1       | the prompt     | no tokens | none   |
+    | OVERLOADED | engines or their queue were full: 429, 503         | 1       | none           | no tokens | none   |
+    | UNABLE     | an engine refused the gateway: 401, 404            | 0       | none           | no tokens | none   |
+    | UNSERVED   | no engine was there                                | 0       | none           | no row    | none   |
+    | MISMATCHED | an engine served another adapter                   | 0       | none           | no tokens | none   |
 
-    A request pays for the work of one engine. If that engine dies with the request before it answers and another serves
-    it, the other one's count is what it pays: the lost work is the operator's. If none serves it (REFUSED, OVERLOADED,
-    UNABLE, UNSERVED) and the dead engine knows it, it is charged as BROKEN, so each request in an engine's books has a
-    row, though maybe of no tokens; a REFUSED one costs the token rates its prompt at least. NOT_BEGUN asks the last
-    engine first. What the gateway refuses itself is refused before it is admitted, and costs nothing.
+    A client never pays money for work of which it could receive nothing because an engine failed. That work counts
+    against its token rates, so that nobody gets work for nothing by making engines fail. If an engine dies with the
+    request before it answers and another serves it, only the other one's count holds. If none serves it (REFUSED,
+    OVERLOADED, UNABLE, UNSERVED) and the dead engine knows it, request and rates count as for BROKEN, so each request
+    in an engine's books has a row, though maybe of no tokens; a REFUSED one costs the token rates its prompt at least.
+    NOT_BEGUN asks the last engine first. What the gateway refuses itself is refused before it is admitted, and costs
+    nothing.
     """
     was_lost = ending in UNANSWERED and told is not None
     if ending is Ending.FINISHED or ending in CUT:
@@ -161,7 +165,8 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
         # Before its refusal the engine may have compiled a grammar or loaded an adapter.
         rate_tokens = max(rate_tokens, weights.tokens(asked_prompt, 0))
     counts = was_lost or ending not in (Ending.UNABLE, Ending.UNSERVED, Ending.MISMATCHED)
-    return Charge(int(counts), rate_tokens, used, is_recorded=was_lost or ending is not Ending.UNSERVED)
+    is_recorded = was_lost or ending is not Ending.UNSERVED
+    return Charge(int(counts), rate_tokens, used, is_free=ending.may_be_lost, is_recorded=is_recorded)
 
 
 def ending_after(error: Exception) -> Ending:

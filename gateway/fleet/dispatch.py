@@ -13,7 +13,7 @@ from aiohttp import ClientConnectionError
 from msgspec.structs import replace
 
 from gateway.admission.overload import Gate, Place
-from gateway.errors import NoEngine, Overloaded, Unavailable, UpstreamFailed
+from gateway.errors import EngineDied, NoEngine, Overloaded, Unavailable, UpstreamFailed
 from gateway.fleet.answers import Incoming
 from gateway.fleet.client import Call, EngineClient, EngineGone, EngineRefused
 from gateway.fleet.quarantine import Quarantine, Quarantined
@@ -23,6 +23,10 @@ from gateway.tracing import upstream
 
 # Engines that may go away or fail with a request in hand before it is given to no other: it may be the request's fault.
 MAX_DEATHS = 2
+ENGINES_DIED = (
+    "The engines ended while they worked on this request. It costs no money; tokens that were computed for it count "
+    "against the token rates."
+)
 
 Begun = tuple[EngineRecord, Incoming, Busy]
 
@@ -108,7 +112,7 @@ class Fleet:
         prefix = prefix_key(tenant_id, digest, call.body)
         refusal: EngineRefused | None = None
         tried: set[EngineRecord] = set()
-        deaths = 0
+        deaths, was_lost = 0, False
         engine: EngineRecord | None = None
         try:
             async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None):
@@ -120,7 +124,7 @@ class Fleet:
                     ]
                     engine = choose(left, digest, prefix, self._conversations.engine(prefix, left))
                     if engine is None:
-                        raise refusal or EngineRefused(NoEngine())
+                        raise refusal or EngineRefused(EngineDied() if was_lost else NoEngine())
                     self._check_again(call)
                     tried.add(engine)
                     if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
@@ -133,6 +137,7 @@ class Fleet:
                         # An engine that died with the request may have done work; it is asked for its count when it is
                         # back.
                         if error.had_it:
+                            was_lost = True
                             bill.lost()
                             self._quarantine.died(engine, tenant_id, digest, call.body)
                             await self._quarantine.reported()
@@ -140,7 +145,7 @@ class Fleet:
                             bill.unsent()
                         deaths += error.had_it
                         if deaths == MAX_DEATHS:
-                            raise EngineRefused(UpstreamFailed("The engine left before it answered.")) from error
+                            raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
                     except EngineRefused as error:
                         # Another may do better: this one failed, or lacks the adapter's files, say.
                         deaths += isinstance(error.error, UpstreamFailed)

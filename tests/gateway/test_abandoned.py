@@ -81,6 +81,9 @@ def test_the_row_of_an_abandoned_request_has_its_price():
     assert (row.tenant, row.tenant_id, row.request_id, row.engine) == ("acme", "t", "r", ENGINE)
     assert (row.prompt_tokens, row.completion_tokens, row.cached_tokens) == (7, 5, 2)
     assert row.cost == (7 - 2) * 2 + 2 * 1 + 5 * 3
+    # Left by a living gateway whose engine died with the request: its client has no answer.
+    free = abandoned_row(lease(Progress(ENGINE, 7, 3, is_free=True)), record("abort", 5)["r"])
+    assert (free.completion_tokens, free.cost) == (5, 0)
     assert (row.status, row.finish_reason) == ("abandoned", "abort")
     # How long it is known to have run, not how long nobody looked.
     assert (row.created_at, row.latency_ms) == (NOON, 3000)

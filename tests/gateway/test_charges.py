@@ -13,7 +13,7 @@ from aiohttp import web
 from engine.protocol import BadRequest as ProtocolError
 from engine.protocol import ChatCompletionRequest, CompletionRequest
 from engine.responses import FinishedRequest
-from gateway.api.charges import Ending, Used, Weights, charge, check_answer_size, weights_of
+from gateway.api.charges import CUT, Ending, Used, Weights, charge, check_answer_size, weights_of
 from gateway.errors import BadRequest
 from gateway.records.prices import Price
 from tests.gateway.running import CONTEXT, HI, Gateway, running, settings, until
@@ -57,6 +57,9 @@ def test_who_pays(ending: Ending, told: Used | None, requests: int, tokens: int,
     charged = charge(ending, 9, HEARD, told, Weights())
     assert (charged.requests, charged.rate_tokens, charged.billed) == (requests, tokens, billed)
     assert charged.is_recorded == (ending is not Ending.UNSERVED or told is not None)
+    # Money is for what a client could receive.
+    has_answer = ending is Ending.FINISHED or ending in CUT
+    assert charged.is_free == (not has_answer and ending is not Ending.MISMATCHED)
 
 
 async def test_a_request_with_which_the_only_engine_died_has_a_row(gateway: Gateway, upstream: Upstream):
@@ -72,7 +75,8 @@ async def test_a_request_with_which_the_only_engine_died_has_a_row(gateway: Gate
     tenant = await gateway.tenant("acme")
     upstream.finished, upstream.refuses = Books(), None
     got = await tenant.complete()
-    assert (got.status, got.error["code"]) == (503, "no_engine")
+    assert (got.status, got.error["code"]) == (503, "engine_died")
+    assert "costs no money" in got.error["message"]
 
     async def has_row() -> bool:
         return bool(await tenant.usage())
@@ -116,7 +120,7 @@ class Pair:
         ({"tokens": 3}, "ok", (11, 3)),
     ],
 )
-async def test_work_of_an_engine_that_died_is_paid_where_no_other_serves_the_request(
+async def test_work_of_an_engine_that_died_counts_but_costs_nothing(
     answer: dict[str, int],
     status: str,
     charged: tuple[int, int],
@@ -128,7 +132,9 @@ async def test_work_of_an_engine_that_died_is_paid_where_no_other_serves_the_req
     async with AsyncExitStack() as stack:
         urls = [(await stack.enter_async_context(engine.serving())).url for engine in pair.engines]
         gateway = await stack.enter_async_context(running(settings(tmp_path, model_dir, urls, redis_url)))
-        tenant = await gateway.tenant("acme")
+        priced = await gateway.admin.call("PUT", "/admin/api/prices/base", json={"input": 10**6, "output": 10**6})
+        assert priced.status == 200
+        tenant = await gateway.tenant("acme", budget_per_month=1000)
         await tenant.complete(max_tokens=50, x_engine=answer)
 
         async def has_row() -> bool:
@@ -137,6 +143,7 @@ async def test_work_of_an_engine_that_died_is_paid_where_no_other_serves_the_req
         await until(has_row, 60)
         [row] = await tenant.usage()
         assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, *charged)
+        assert row["cost"] == (sum(charged) if status == "ok" else 0)
         with sqlite3.connect(tmp_path / "gateway.db") as connection:
             [found] = connection.execute("SELECT status, engine FROM usage").fetchall()
         assert pair.dead is not None
