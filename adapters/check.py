@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from adapters.archive import unpack
+from adapters.archives.members import ArchiveError, ArchiveTooLarge
+from adapters.archives.unpack import unpack
 from adapters.checkpoint import Checkpoint
 from adapters.manifest import AdapterError, BaseShape
-from adapters.members import ArchiveError, ArchiveTooLarge
 from adapters.store import DirectoryStore
 
 # The archive and the canonical form lie in the job's folder under these names.

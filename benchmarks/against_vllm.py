@@ -27,7 +27,7 @@ import torch
 from loraplex.bench.report import summarise
 from loraplex.bench.run import measure
 from loraplex.bench.workload import Target, Workload
-from loraplex.demo import ensure_demo_model
+from loraplex.models import ensure_demo_model
 
 NUM_ADAPTERS = 16
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

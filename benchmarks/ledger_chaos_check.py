@@ -13,8 +13,8 @@ from typing import Any
 import asyncpg
 from redis.asyncio import Redis
 
-from engine.responses import FinishedRequest
-from engine.server.finished import KILLED, FinishedRequests
+from engine.answering.usage_log import KILLED, FinishedRequests
+from wire.responses import FinishedRequest
 
 COMPARED = ("prompt_tokens", "completion_tokens", "cached_tokens")
 COSTS = "SELECT tenant_id, sum(cost) AS cost FROM usage GROUP BY tenant_id"

@@ -1,6 +1,6 @@
 """A double of an engine that remembers as ours does: the wire of ours, tokens out of nothing, real books.
 
-Its counts are in the engine's own ring (engine.server.finished), in a file, written before an event is sent.
+Its counts are in the engine's own ring (engine.answering.usage_log), in a file, written before an event is sent.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from engine.server.finished import FinishedRequests, Tally
+from engine.answering.usage_log import FinishedRequests, Tally
 from tests.gateway.upstream import TOKEN, usage
 
 PROMPT_TOKENS = 11

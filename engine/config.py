@@ -3,20 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from wire.errors import ConfigError
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 GenerationConfig = Literal["auto", "none"]
 KvCacheDType = Literal["auto", "fp8_e4m3", "int8"]
 LoraDType = Literal["auto", "fp8_e4m3", "int8"]
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be served: `field` names it, `message` says what was expected."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,22 +17,23 @@ from pathlib import Path
 
 import torch
 
-from adapters.device_pool import AdapterPool
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
-from engine.config import ConfigError, EngineConfig
+from adapters.tiers.device_pool import AdapterPool
+from adapters.tiers.host_cache import HostCache
+from engine.config import EngineConfig
+from engine.execution.graphs import default_sizes
+from engine.execution.runner import Runner, Sampling
 from engine.model.config import ModelConfig, parse_model_config, read_config
-from engine.model.graphs import default_sizes
 from engine.model.llama import load_decoder
-from engine.model.runner import Runner, Sampling
 from engine.model.weights import Progress
 from engine.scheduling.kv_cache import KVCache, prefix_keys
 from engine.scheduling.pacing import Pacer
-from engine.scheduling.request import Request, RequestError, RequestOutput, SamplingParams
+from engine.scheduling.request import Request, RequestOutput, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from kernels.backend import pick_ops
 from kernels.reference import LARGEST
 from kernels.threads import usable_cpus
+from wire.errors import ConfigError, RequestError
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from engine.config import ConfigError
+from wire.errors import ConfigError
 
 FILE_NAME = "generation_config.json"
 

@@ -27,7 +27,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from loraplex.demo import ensure_demo_model
+from loraplex.models import ensure_demo_model
 
 HERE = Path(__file__).parent
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -11,71 +11,71 @@ from aiohttp import web
 
 from adapters.manifest import BaseShape
 from adapters.store import open_store
-from engine.model.config import context_length
-from engine.tokenizer import Tokenizer, TokenizerError
-from engine.tracing import TracingError, start_tracing, trace_requests
-from gateway.access import add_request_id, hide_server, observe
-from gateway.admin_port import keep_off_public_port
-from gateway.admission.auth import Authenticator
-from gateway.admission.fallback import parse_check, parse_fallback
-from gateway.admission.overload import Gate
-from gateway.admission.quota import Quota
-from gateway.admission.store import connect
-from gateway.admission.throttle import FailedLogins
-from gateway.api.abandoned import Abandoned
-from gateway.api.accounting import Accounting
+from gateway.access.auth import Authenticator
+from gateway.access.throttle import FailedLogins
+from gateway.api.access_log import add_request_id, hide_server, observe
 from gateway.api.adapters import AdapterIntake, Adapters, served, upload_rules
-from gateway.api.admin import Admin
-from gateway.api.admin_audit import AdminAudit
-from gateway.api.admin_keys import AdminKeys
-from gateway.api.admin_prices import AdminPrices
-from gateway.api.admin_tenants import AdminTenants
-from gateway.api.bodies import BODY_TIMEOUT
-from gateway.api.body_memory import BODY_MEMORY, BodyMemory
+from gateway.api.admin.audit import AdminAudit
+from gateway.api.admin.keys import AdminKeys
+from gateway.api.admin.prices import AdminPrices
+from gateway.api.admin.routes import Admin
+from gateway.api.admin.tenants import AdminTenants
 from gateway.api.completions import Completions
 from gateway.api.dashboard import Dashboard
 from gateway.api.delivery import Deliveries
 from gateway.api.engines import Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.idempotency import Idempotency
-from gateway.api.parameters import known_parameters
-from gateway.api.pieces import close_unread
-from gateway.api.prompts import PromptReader
+from gateway.api.requests.fields import BODY_TIMEOUT
+from gateway.api.requests.memory import BODY_MEMORY, BodyMemory
+from gateway.api.requests.pieces import close_unread
+from gateway.api.requests.prompts import PromptReader
+from gateway.api.requests.query import known_parameters
 from gateway.api.usage import Usage
-from gateway.background import running
-from gateway.connections import Connections
-from gateway.drain import Drain
+from gateway.billing.account import Accounting
+from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.journal import Journal, journal_folder
+from gateway.billing.ledger import Ledger
+from gateway.billing.past import UsagePast
+from gateway.billing.recovery import Abandoned
+from gateway.billing.stream import UsageStream
+from gateway.billing.writer import UsageWriter
 from gateway.errors import error_boundary
 from gateway.fleet.addresses import ANNOUNCED
 from gateway.fleet.client import EngineClient, new_session
 from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
-from gateway.fleet.finished import FinishedClient
 from gateway.fleet.probe import Probe
 from gateway.fleet.quarantine import Quarantine
-from gateway.fleet.recent_uses import RecentUses
+from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 from gateway.fleet.shared_deaths import SharedDeaths
-from gateway.fleet.vllm import VllmAdapters
-from gateway.loop_lag import LoopLag
+from gateway.fleet.vllm.adapters import VllmAdapters
+from gateway.fleet.vllm.recent_uses import RecentUses
 from gateway.metrics import Metrics
+from gateway.process.admin_port import keep_off_public_port
+from gateway.process.background import running
+from gateway.process.connections import Connections
+from gateway.process.drain import Drain
+from gateway.process.loop_lag import LoopLag
+from gateway.quota.fallback import parse_check, parse_fallback
+from gateway.quota.quota import Quota
 from gateway.records.audit import Audit
 from gateway.records.catalog import Catalog
 from gateway.records.changes import TRUST_SECONDS, Changes
 from gateway.records.database import Database
 from gateway.records.housekeeping import Housekeeping
-from gateway.records.journal import Journal, journal_folder
 from gateway.records.keys import Keys
-from gateway.records.ledger import Ledger
 from gateway.records.prices import PriceList, Prices
 from gateway.records.tenants import Tenants
-from gateway.records.usage_past import UsagePast
 from gateway.records.usage_report import UsageReport
-from gateway.records.usage_stream import UsageStream
-from gateway.records.usage_writer import UsageWriter
+from gateway.redis.client import connect
 from gateway.settings import OFF, Settings, SettingsError
-from gateway.tracing import UNTRACED
-from gateway.unserved import UnservedRate
+from gateway.sharing.unserved import UnservedRate
+from gateway.spans import UNTRACED
+from wire.model_config import context_length
+from wire.telemetry.spans import TracingError, start_tracing, trace_requests
+from wire.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from adapters.manifest import AdapterError
 from engine.http_requests import BadHead, check_head
-from engine.protocol import BadRequest as ProtocolError
-from engine.tokenizer import ChatTemplateError
+from wire.errors import BadRequest as ProtocolError
+from wire.text.tokenizer import ChatTemplateError
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from gateway.admission.overload import Gate
+from gateway.billing.ledger import Ledger
+from gateway.billing.usage_row import UsageRow
+from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
-from gateway.loop_lag import LoopLag
-from gateway.records.ledger import Ledger
-from gateway.records.usage import UsageRow
+from gateway.process.loop_lag import LoopLag
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

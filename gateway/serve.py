@@ -12,17 +12,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 
-from engine.http_log import http_logger
 from engine.http_requests import guard_requests
-from gateway.access import hide_server
+from gateway.api.access_log import hide_server
 from gateway.api.health import MetricsPage
-from gateway.api.pieces import READ_BUFFER_BYTES
+from gateway.api.requests.pieces import READ_BUFFER_BYTES
 from gateway.app import CONNECTIONS, DRAIN, METRICS, make_app
-from gateway.background import running
-from gateway.connections import allow_descriptors
 from gateway.metrics import Metrics
+from gateway.process.background import running
+from gateway.process.connections import allow_descriptors
+from gateway.process.workers import Supervisor
 from gateway.settings import Settings, SettingsError
-from gateway.workers import Supervisor
+from wire.telemetry.http_log import http_logger
 
 log = logging.getLogger(__name__)
 

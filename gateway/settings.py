@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
-from gateway.admission.fallback import parse_check, parse_fallback
-from gateway.admission.sentinel import check_sentinel_url
-from gateway.credentials import MIN_BITS, guess_bits
+from gateway.access.credentials import MIN_BITS, guess_bits
 from gateway.fleet.addresses import ANNOUNCED, Address, parse_address
+from gateway.quota.fallback import parse_check, parse_fallback
+from gateway.redis.sentinel import check_sentinel_url
 
 Network = IPv4Network | IPv6Network
 

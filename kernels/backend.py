@@ -167,12 +167,12 @@ def pick_ops(
     plain torch serves them.
     """
     if device.type == "cuda":
-        from kernels.triton_ops import TritonOps
+        from kernels.gpu.ops import TritonOps
 
         return TritonOps()
-    from kernels.cpu import TorchOps
-    from kernels.native import NativeOps
-    from kernels.native_build import load
+    from kernels.cpu.native import NativeOps
+    from kernels.cpu.native_build import load
+    from kernels.cpu.plain import TorchOps
 
     native = NativeOps.serves(dtype, head_dim, block_size) and not {kv_dtype, lora_dtype} & LARGEST.keys()
     library = load() if native else None

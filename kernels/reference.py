@@ -1,6 +1,6 @@
 """The truth of every op: plain torch, any device, no thought for speed.
 
-Every fast path (CPU twins in `kernels.cpu`, Triton kernels in their own files) is tested against this file.
+Every fast path (CPU twins in `kernels.cpu.plain`, Triton kernels in their own files) is tested against this file.
 
 Shapes used throughout (T = tokens of all requests laid flat, B = requests in the batch):
 

@@ -21,12 +21,12 @@ import asyncpg
 import pytest
 import yaml
 
-from engine.server.app import LAST_WORDS_S
+from engine.http.app import LAST_WORDS_S
 from gateway.app import FLUSH_SECONDS
 from gateway.settings import Settings
 from loraplex.cli import main
-from loraplex.demo import ensure_demo_model
-from loraplex.local import valkey_binary
+from loraplex.models import ensure_demo_model
+from loraplex.up.local import valkey_binary
 from tests.e2e.stack import CACHE, ROOT, Tenant, http
 from tests.ports import free_port
 

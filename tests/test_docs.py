@@ -11,15 +11,15 @@ import click
 import pytest
 from prometheus_client import CollectorRegistry
 
-import engine.server.metrics
+import engine.http.metrics
 import gateway.metrics
 from benchmarks.hostile.catalogue import ATTACKS
 from engine.config import EngineConfig
 from gateway.settings import Settings, env_name
 from loraplex.cli import main
 from loraplex.commands.vllm_flags import INSTEAD
-from loraplex.demo_tenants import DemoTenant
-from loraplex.display import Display
+from loraplex.up.demo_tenants import DemoTenant
+from loraplex.up.display import Display
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
@@ -94,7 +94,7 @@ def spelt(node: ast.expr, names: dict[str, str]) -> str:
 def routes() -> set[tuple[str, str]]:
     """(METHOD, path) of every `web.get(path, ...)` and `....router.add_get(path, ...)` in the two servers' source."""
     found = set()
-    for path in sources("gateway", "engine/server"):
+    for path in sources("gateway", "engine/http"):
         tree = list(ast.walk(ast.parse(path.read_text())))
         assigned = [n for n in tree if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
         names = {t.id: n.value.value for n in assigned for t in n.targets if isinstance(t, ast.Name)}
@@ -148,7 +148,7 @@ def metric_names(registry: CollectorRegistry) -> set[str]:
     return {metric.name + suffix.get(metric.type, "") for metric in registry.collect()}
 
 
-METRICS = metric_names(gateway.metrics.Metrics().registry) | metric_names(engine.server.metrics.Metrics()._registry)
+METRICS = metric_names(gateway.metrics.Metrics().registry) | metric_names(engine.http.metrics.Metrics()._registry)
 
 
 def test_every_metric_and_no_other():
@@ -164,7 +164,7 @@ class Errors:
     """
 
     def __init__(self) -> None:
-        trees = [ast.parse(path.read_text()) for path in sources("gateway", "engine")]
+        trees = [ast.parse(path.read_text()) for path in sources("gateway", "engine", "wire")]
         nodes = [node for tree in trees for node in ast.walk(tree)]
         self.classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         self.pairs = {pair for name, node in self.classes.items() for pair in self.of_class(name, node)}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.server.app import LAST_WORDS_S
-from engine.server.description import ROUTES as ENGINE_ROUTES
+from engine.http.app import LAST_WORDS_S
+from engine.http.description import ROUTES as ENGINE_ROUTES
 from gateway.api.description import ROUTES as GATEWAY_ROUTES
 from gateway.app import FLUSH_SECONDS
 from gateway.metrics import Metrics

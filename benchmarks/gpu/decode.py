@@ -12,8 +12,8 @@ from engine.model.config import ModelConfig, parse_model_config
 from engine.model.llama import Decoder
 from kernels.backend import EmbeddingLora, HeadLora, KvCache
 from kernels.batch import Batch
+from kernels.gpu.ops import TritonOps
 from kernels.reference import LARGEST, LoraGroup
-from kernels.triton_ops import TritonOps
 
 BLOCK_SIZE, PAGE_RANK = 16, 8
 MIXED_RANKS = (8, 16, 32, 64, 128)

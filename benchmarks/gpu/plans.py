@@ -1,5 +1,5 @@
-"""Tile sizes tried beside each other. `kernels.segments.PLANS`, `kernels.attention_plan.DECODE` and `PREFILL` should
-be the fastest; the first line of each table is what they are now.
+"""Tile sizes tried beside each other. The first line of each table is the one in use
+(`kernels.gpu.segments.PLANS`, `kernels.gpu.attention_tiles.DECODE` and `PREFILL`) and should be the fastest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,13 @@ from benchmarks.gpu.decode import PAGE_RANK, groups_of
 from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.bench_paged_attention import make
 from engine.model.config import parse_model_config
-from kernels import attention_plan, segments
-from kernels.attention_plan import build_attention_metadata
-from kernels.paged_attention import paged_attention
+from kernels.gpu import attention_tiles as attention_plan
+from kernels.gpu import segments
+from kernels.gpu.attention_tiles import build_attention_metadata
+from kernels.gpu.paged_attention import paged_attention
+from kernels.gpu.segmented_lora import segmented_lora
+from kernels.gpu.segments import build_segments
 from kernels.reference import LoraGroup, LoraRouting
-from kernels.segmented_lora import segmented_lora
-from kernels.segments import build_segments
 
 LORA_DECODE: tuple[dict[str, int], ...] = (
     {},

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
 from benchmarks.gpu.files import write_adapter, write_model
 from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.measure import asked

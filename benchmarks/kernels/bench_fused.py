@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.kernels.measure import Work, copies_past_l2
-from kernels import fused, reference
+from kernels import reference
+from kernels.gpu import fused
 
 TITLE = "Fused element-wise"
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 16

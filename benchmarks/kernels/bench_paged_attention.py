@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.kernels.measure import Work, copies_past_l2
 from kernels import reference
-from kernels.attention_plan import build_attention_metadata
-from kernels.paged_attention import paged_attention
+from kernels.gpu.attention_tiles import build_attention_metadata
+from kernels.gpu.paged_attention import paged_attention
 
 TITLE = "Paged attention"
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16

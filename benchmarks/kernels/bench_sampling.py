@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.kernels.measure import Work, copies_past_l2
 from kernels import reference
-from kernels.sampling import sample
+from kernels.gpu.sampling import sample
 
 TITLE = "Sampling"
 VOCAB = 128256

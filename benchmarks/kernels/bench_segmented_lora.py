@@ -7,9 +7,9 @@ from torch.nn.functional import linear
 
 from benchmarks.kernels.measure import Work, copies_past_l2
 from kernels import reference
+from kernels.gpu.segmented_lora import segmented_lora
+from kernels.gpu.segments import build_segments
 from kernels.reference import LoraGroup, LoraRouting
-from kernels.segmented_lora import segmented_lora
-from kernels.segments import build_segments
 
 TITLE = "Segmented LoRA"
 PAGE_RANK = 8

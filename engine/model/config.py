@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.config import ConfigError
-
-# Of any dimension: ten times the longest context that is published.
-LARGEST_SIZE = 100_000_000
+from wire.errors import ConfigError
+from wire.model_config import context_length, positive, positive_number
 
 # Families the decoder serves, with what each fixes without saying so in config.json.
 FAMILIES: dict[str, dict[str, bool]] = {
@@ -80,7 +78,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError("model", f"{path} is a file: expected a Hugging Face model folder or a .gguf file")
-        from engine.model import gguf_model  # a heavy import that a folder does without
+        from engine.model.gguf import model as gguf_model
 
         return gguf_model.read_config(path)
     if not path.is_dir():
@@ -120,17 +118,17 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         value = raw.get(name)
         if value is None:
             raise ConfigError(name, "missing from config.json")
-        return _positive(name, value)
+        return positive(name, value)
 
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError("hidden_act", f"expected silu, got {raw['hidden_act']!r}")
     if raw.get("quantization_config"):
         raise ConfigError("quantization_config", "quantised weights are not served; give the dense checkpoint")
     num_heads, num_layers = need("num_attention_heads"), need("num_hidden_layers")
-    num_kv_heads = _positive("num_key_value_heads", raw.get("num_key_value_heads") or num_heads)
+    num_kv_heads = positive("num_key_value_heads", raw.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError("num_key_value_heads", f"expected a divisor of num_attention_heads ({num_heads})")
-    head_dim = _positive("head_dim", raw.get("head_dim") or need("hidden_size") // num_heads)
+    head_dim = positive("head_dim", raw.get("head_dim") or need("hidden_size") // num_heads)
     if head_dim % 2:
         raise ConfigError("head_dim", f"expected an even number, got {head_dim}")
     rope = _rope(raw)
@@ -147,7 +145,7 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_positive_number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=positive_number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=context_length(raw),
         rope=rope,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
@@ -161,18 +159,6 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
-        raise ConfigError(name, f"expected a whole number from 1 to {LARGEST_SIZE}, got {value!r}")
-    return value
-
-
-def _positive_number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise ConfigError(name, f"expected a number above 0, got {value!r}")
-    return float(value)
-
-
 def _rope(raw: dict[str, Any]) -> RopeConfig:
     # transformers 5 writes rope_parameters; before it, rope_theta stood alone and rope_scaling beside it.
     given = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
@@ -180,13 +166,13 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
     if not isinstance(parameters, dict):
         raise ConfigError(given, f"expected an object, got {parameters!r}")
     parameters = dict(parameters)
-    theta = _positive_number("rope_theta", parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    theta = positive_number("rope_theta", parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise ConfigError(given, f"rope type {kind!r} is not served; these are: default, linear, llama3, yarn")
     for name in ROPE_TYPES[kind]:
-        _positive_number(f"{given}.{name}", parameters.get(name))
+        positive_number(f"{given}.{name}", parameters.get(name))
     _check_optional_rope(kind, given, parameters)
     if any(fields.get("partial_rotary_factor") not in (None, 1.0) for fields in (raw, parameters)):
         raise ConfigError("partial_rotary_factor", "only full rotary embedding is served")
@@ -199,7 +185,7 @@ def _check_optional_rope(kind: str, given: str, parameters: dict[str, Any]) -> N
     """Check optional rope fields, which would otherwise fail with a TypeError during start. Raises ConfigError."""
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale"):
         if parameters.get(name) is not None:
-            _positive_number(f"{given}.{name}", parameters[name])
+            positive_number(f"{given}.{name}", parameters[name])
     if kind == "llama3" and not parameters["low_freq_factor"] < parameters["high_freq_factor"]:
         raise ConfigError(f"{given}.high_freq_factor", f"expected more than low_freq_factor, got {parameters}")
     if kind == "factors":
@@ -207,22 +193,7 @@ def _check_optional_rope(kind: str, given: str, parameters: dict[str, Any]) -> N
         if not isinstance(factors, list) or not factors:
             raise ConfigError(f"{given}.factors", f"expected a list of numbers, got {factors!r}")
         for factor in factors:
-            _positive_number(f"{given}.factors", factor)
-
-
-def context_length(raw: dict[str, Any]) -> int:
-    """Return the tokens that a model can attend to. With yarn, Qwen's config.json has the length before its
-    extension.
-    """
-    stated = _positive("max_position_embeddings", raw.get("max_position_embeddings", 2048))
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if (scaling.get("rope_type") or scaling.get("type")) != "yarn":
-        return stated
-    original = scaling.get("original_max_position_embeddings") or stated
-    factor = scaling.get("factor") or 1
-    for name, value in (("original_max_position_embeddings", original), ("factor", factor)):
-        _positive_number(f"rope_scaling.{name}", value)
-    return max(stated, int(original * factor))
+            positive_number(f"{given}.factors", factor)
 
 
 def _sliding_windows(raw: dict[str, Any], family: dict[str, bool], num_layers: int) -> tuple[int, ...]:

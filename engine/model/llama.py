@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.model import outside_lora
+from engine.execution import outside_lora
 from engine.model.config import ModelConfig, rope_frequencies
 from engine.model.weights import Checkpoint, Progress, open_weights
 from kernels.backend import DecoderWeights, FusedForward, KvCache, LayerWeights, LoraTables, Ops, PackedLinear

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.config import ConfigError
 from engine.model.config import ModelConfig
-from engine.model.weights_file import SafetensorsFile, WeightsFile
+from engine.model.tensor_files import SafetensorsFile, WeightsFile
+from wire.errors import ConfigError
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many bytes are done, how many there are."""
@@ -90,7 +90,7 @@ def base_tensor(path: Path, config: ModelConfig, dtype: torch.dtype, name: str) 
 def _open_file(path: Path) -> WeightsFile:
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
-    from engine.model.gguf_model import GgufWeights  # a heavy import that a folder of safetensors does without
+    from engine.model.gguf.model import GgufWeights  # a heavy import that a folder of safetensors does without
 
     return GgufWeights(path)
 

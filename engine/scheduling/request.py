@@ -7,9 +7,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from engine.model.logit_edits import LogitEdits
+    from engine.execution.logit_edits import LogitEdits
+    from engine.execution.token_rules import AllowedTokens, BannedWords
     from engine.structured.compiler import Grammar, Matcher
-    from engine.structured.tokens import AllowedTokens, BannedWords
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -19,15 +19,6 @@ MIXED_SERVED = "mixed"
 
 NOT_FINITE = -1
 """Stands in for a sampled token where the model gave NaN or infinity."""
-
-
-class RequestError(ValueError):
-    """A request that cannot be served: `field` names the parameter, `message` says what was expected."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ a request turns out to have ended, its results of the planned step are dropped.
 import sys
 from collections import Counter
 
-from adapters.device_pool import AdapterPool, Residency
 from adapters.manifest import AdapterError
+from adapters.tiers.device_pool import AdapterPool, Residency
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer

@@ -17,9 +17,9 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.scheduling.request import RequestError
 from engine.structured.cost import check_lark, check_regex, check_schemas
-from engine.structured.spec import GrammarSpec
+from wire.errors import RequestError
+from wire.structured import GrammarSpec
 
 logger = logging.getLogger(__name__)
 

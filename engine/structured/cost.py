@@ -14,8 +14,8 @@ from functools import reduce
 from typing import Any
 from urllib.parse import unquote
 
-from engine.scheduling.request import RequestError
-from engine.structured.spec import MAX_REGEX_BYTES
+from wire.errors import RequestError
+from wire.structured import MAX_REGEX_BYTES
 
 # Each limit is where the dearest compilation that was found takes 0.1 to 0.3 s; docs/lab-notes.md has the figures.
 MAX_MULTIPLES = 10_000

@@ -11,14 +11,14 @@ from aiohttp import web
 from adapters.manifest import BaseShape
 from adapters.spool import Spool
 from adapters.store import Store
-from gateway.admission.auth import Authenticator
-from gateway.admission.quota import Quota
-from gateway.api.bodies import json_response
-from gateway.api.checking import Checked, Checker, Served
+from gateway.access.auth import Authenticator
 from gateway.api.idempotency import Idempotency
-from gateway.api.upload import UploadRules, Workplace, receive, refuse_too_large
+from gateway.api.requests.fields import json_response
+from gateway.api.uploads.checking import Checked, Checker, Served
+from gateway.api.uploads.receiving import UploadRules, Workplace, receive, refuse_too_large
 from gateway.errors import REQUEST_ID, TooSlow, Unavailable
 from gateway.fleet.registry import EngineRecord
+from gateway.quota.quota import Quota
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.tenants import Tenant
 from gateway.settings import Settings

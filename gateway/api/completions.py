@@ -12,16 +12,14 @@ from typing import Any
 import msgspec
 from aiohttp import ClientError, web
 
-from engine.tracing import NO_SPAN, SPAN
-from gateway.admission.auth import Authenticator, TenantPrincipal
-from gateway.admission.quota import Quota
-from gateway.api.accounting import Account, Accounting, lease_note
-from gateway.api.bodies import json_response, read_shared
-from gateway.api.body_memory import BODY_MEMORY, BodyShare
-from gateway.api.charges import Ending, ending_after, ending_of
+from gateway.access.auth import Authenticator, TenantPrincipal
 from gateway.api.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
 from gateway.api.events import as_json, shortened, visible_event
-from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
+from gateway.api.requests.fields import json_response, read_shared
+from gateway.api.requests.memory import BODY_MEMORY, BodyShare
+from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
+from gateway.billing.account import Account, Accounting, lease_note
+from gateway.billing.charges import Ending, ending_after, ending_of
 from gateway.errors import (
     REQUEST_ID,
     EngineMismatch,
@@ -37,11 +35,13 @@ from gateway.fleet.client import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
+from gateway.quota.quota import Quota
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.prices import PriceList
 from gateway.records.tenants import Tenant
-from gateway.tracing import describe_request
-from gateway.turns import Turns
+from gateway.sharing.turns import Turns
+from gateway.spans import describe_request
+from wire.telemetry.spans import NO_SPAN, SPAN
 
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

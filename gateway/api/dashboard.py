@@ -11,8 +11,8 @@ from typing import Any
 import jinja2
 from aiohttp import web
 
-from gateway.admission.auth import Authenticator
-from gateway.credentials import basic_password
+from gateway.access.auth import Authenticator
+from gateway.access.credentials import basic_password
 from gateway.errors import BadRequest, Forbidden, InvalidKey, Unavailable
 from gateway.fleet.registry import Registry
 from gateway.records.catalog import Catalog

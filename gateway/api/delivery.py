@@ -13,8 +13,8 @@ from typing import cast
 
 from aiohttp import ClientError, web
 
-from gateway.budget import Budget
 from gateway.metrics import Metrics
+from gateway.sharing.budget import Budget
 
 log = logging.getLogger(__name__)
 

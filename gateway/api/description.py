@@ -6,13 +6,13 @@ import re
 from functools import cache
 from typing import Any
 
-from engine.openapi import Route, describe
-from engine.protocol import ChatCompletionRequest, CompletionRequest
-from engine.responses import ChatCompletion, Completion, Model, ModelList
-from gateway.api.admin_keys import NewAdminKey, NewKey, Rotation
-from gateway.api.admin_prices import NewPrice
-from gateway.api.admin_tenants import NewTenant, TenantChanges
+from gateway.api.admin.keys import NewAdminKey, NewKey, Rotation
+from gateway.api.admin.prices import NewPrice
+from gateway.api.admin.tenants import NewTenant, TenantChanges
 from gateway.api.engines import Announcement
+from wire.openapi import Route, describe
+from wire.requests import ChatCompletionRequest, CompletionRequest
+from wire.responses import ChatCompletion, Completion, Model, ModelList
 
 UPLOADS = ("/v1/adapters", "/admin/api/tenants/{tenant}/adapters")
 OPEN = ("/healthz", "/readyz", "/openapi.json", "/admin/static/style.css")

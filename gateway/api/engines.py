@@ -7,8 +7,8 @@ import msgspec
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from gateway.api.bodies import read_body
-from gateway.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN
+from gateway.access.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN
+from gateway.api.requests.fields import read_body
 from gateway.errors import BadRequest, InvalidKey, RecordNotFound, Unavailable, WrongKey
 from gateway.fleet.addresses import ANNOUNCED, parse_address
 from gateway.fleet.discovery import Announcements

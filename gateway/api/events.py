@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from gateway.api.accounting import Account
-from gateway.api.prompts import CHAT, InferenceRequest
+from gateway.api.requests.prompts import CHAT, InferenceRequest
+from gateway.billing.account import Account
 from gateway.fleet.answers import Fields, decode_choices
 
 

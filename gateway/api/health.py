@@ -7,17 +7,17 @@ from datetime import UTC, datetime
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.admission.auth import Authenticator
-from gateway.admission.quota import Quota
-from gateway.api.bodies import json_response, read_flag
+from gateway.access.auth import Authenticator
 from gateway.api.description import gateway_description
-from gateway.background import running
-from gateway.drain import Drain
+from gateway.api.requests.fields import json_response, read_flag
+from gateway.billing.ledger import Ledger
 from gateway.errors import GatewayError
 from gateway.fleet.registry import Registry
 from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.process.background import running
+from gateway.process.drain import Drain
+from gateway.quota.quota import Quota
 from gateway.records.database import Database
-from gateway.records.ledger import Ledger
 from gateway.records.lookups import Lookups
 
 # A probe waits no longer than this for any part.

@@ -16,10 +16,10 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from redis.exceptions import RedisError
 
-from gateway.admission.auth import Authenticator
-from gateway.api.bodies import read_raw
+from gateway.access.auth import Authenticator
+from gateway.api.requests.fields import read_raw
 from gateway.errors import BadRequest, GatewayError, Handler, Unavailable
-from gateway.loop_lag import deadline
+from gateway.process.loop_lag import deadline
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.admission.auth import Authenticator
-from gateway.api.bodies import json_response, read_limit, read_period
+from gateway.access.auth import Authenticator
+from gateway.api.requests.fields import json_response, read_limit, read_period
 from gateway.errors import BadRequest
 from gateway.records.usage_report import GROUPS, UsageReport
-from gateway.turns import Turns
+from gateway.sharing.turns import Turns
 
 # Concurrent reports, at most one for each tenant, so that database connections stay free for other work. After a report
 # its tenant waits three times as long as that took, so that a tenant takes a quarter of a core at most.

@@ -9,8 +9,8 @@ from aiohttp import ClientError, ClientResponse, StreamReader
 from msgspec import Raw
 from multidict import CIMultiDict
 
-from engine.responses import AnswerHead, ReportLine
 from gateway.errors import BadRequest, UpstreamFailed
+from wire.responses import AnswerHead, ReportLine
 
 # Error responses of our engine are shorter; the rest of a longer one is not read.
 MAX_ERROR_BYTES = 2**16

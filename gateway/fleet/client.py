@@ -19,18 +19,18 @@ from aiohttp import (
     TCPConnector,
 )
 
-from engine.protocol import AllowanceRequest
-from engine.protocol import BadRequest as ProtocolError
-from engine.responses import ALLOWANCE_HEADER, REPORT_TYPE
-from engine.tracing import NO_SPAN, Span
-from gateway.admission.growth import Hold
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
 from gateway.fleet.answers import EngineBroke, Incoming, read_error, read_report
 from gateway.fleet.registry import EngineRecord
-from gateway.fleet.vllm import VllmAdapters
-from gateway.fleet.vllm_fields import vllm_request
+from gateway.fleet.vllm.adapters import VllmAdapters
+from gateway.fleet.vllm.fields import vllm_request
+from gateway.quota.growth import Hold
 from gateway.records.catalog import Model
 from gateway.records.tenants import Tenant
+from wire.errors import BadRequest as ProtocolError
+from wire.requests import AllowanceRequest
+from wire.responses import ALLOWANCE_HEADER, REPORT_TYPE
+from wire.telemetry.spans import NO_SPAN, Span
 
 log = logging.getLogger(__name__)
 

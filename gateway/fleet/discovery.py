@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from redis.exceptions import RedisError
 
 from gateway.fleet.addresses import Address, parse_address
-from gateway.loop_lag import deadline
-from gateway.outage import Outage
+from gateway.process.loop_lag import deadline
+from gateway.process.outage import Outage
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ import msgspec
 from aiohttp import ClientConnectionError
 from msgspec.structs import replace
 
-from gateway.admission.overload import Gate, Place
 from gateway.errors import EngineDied, NoEngine, Overloaded, Unavailable, UpstreamFailed
 from gateway.fleet.answers import Incoming
 from gateway.fleet.client import Call, EngineClient, EngineGone, EngineRefused
 from gateway.fleet.quarantine import Quarantine, Quarantined
+from gateway.fleet.queue import Gate, Place
 from gateway.fleet.registry import Busy, EngineRecord, Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
-from gateway.tracing import upstream
+from gateway.spans import upstream
 
 # Engines that may go away or fail with a request in hand before it is given to no other: it may be the request's fault.
 MAX_DEATHS = 2
@@ -32,7 +32,7 @@ Begun = tuple[EngineRecord, Incoming, Busy]
 
 
 class Bill(Protocol):
-    """Records which engine has the request; `gateway/api/charges.py` decides who pays."""
+    """Records which engine has the request; `gateway/billing/charges.py` decides who pays."""
 
     completion_tokens: int
 

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import ClientError, ClientPayloadError, ClientResponseError, ClientSession, ClientTimeout
 
 from gateway.fleet.registry import EngineRecord
-from gateway.fleet.vllm_version import UnsafeVersion, check_version
+from gateway.fleet.vllm.version import UnsafeVersion, check_version
 
 log = logging.getLogger(__name__)
 

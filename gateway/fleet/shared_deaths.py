@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from redis.exceptions import RedisError
 
-from gateway.outage import Outage
+from gateway.process.outage import Outage
 
 log = logging.getLogger(__name__)
 

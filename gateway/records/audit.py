@@ -8,7 +8,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.caller import CALLER
+from gateway.access.caller import CALLER
 from gateway.errors import BadRequest
 from gateway.records.database import Database
 from gateway.records.tables import api_keys, audit

@@ -25,7 +25,7 @@ from gateway.records.lookups import Lookups
 from gateway.records.removed_versions import all_versions, remove_versions, removed_since, settle_removed
 from gateway.records.tables import adapter_versions, adapters, prices
 from gateway.records.tenants import Tenant
-from gateway.turns import Turns
+from gateway.sharing.turns import Turns
 
 ADAPTER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 CACHE_ENTRIES = 50_000

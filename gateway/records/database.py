@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 import migrations
 from gateway.errors import Unavailable
-from gateway.outage import Outage
+from gateway.process.outage import Outage
 from gateway.settings import SettingsError
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from redis.exceptions import RedisError
 
-from gateway.background import running
+from gateway.billing.sweeps import Client, is_first
 from gateway.errors import Unavailable
-from gateway.records.sweeps import Client, is_first
+from gateway.process.background import running
 
 log = logging.getLogger(__name__)
 

@@ -82,7 +82,7 @@ api_keys = Table(
     # Shared by a key and its successors by rotation; limits are counted by it. NULL means the key's own id.
     Column("family_id", String(32), nullable=True, index=True),
     Column("label", String(100), nullable=False),
-    # Comma separated; see gateway.admission.auth.
+    # Comma separated; see gateway.access.auth.
     Column("scopes", String(100), nullable=False),
     Column("secret_hash", String(64), nullable=False),
     # JSON: a list of names; NULL is "all of them".

@@ -23,10 +23,10 @@ from sqlalchemy import (
     union_all,
 )
 
+from gateway.billing.usage_row import UsageRow
 from gateway.errors import BadRequest
 from gateway.records.database import Database
 from gateway.records.tables import UtcDateTime, api_keys, tenants, usage, usage_daily, usage_hourly
-from gateway.records.usage import UsageRow
 
 SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
 # Rows are of one tenant in any case.

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from loraplex.datadir import DataDirError, read_json
+from loraplex.up.datadir import DataDirError, read_json
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient

@@ -142,10 +142,11 @@ def engine(**flags: Any) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from adapters.manifest import AdapterError
     from adapters.store import open_store
-    from engine.config import ConfigError, EngineConfig
-    from loraplex.demo import ModelError, ensure_model
-    from loraplex.display import loading_bar
-    from loraplex.local import UpError, check_port
+    from engine.config import EngineConfig
+    from loraplex.models import ModelError, ensure_model
+    from loraplex.up.display import loading_bar
+    from loraplex.up.local import UpError, check_port
+    from wire.errors import ConfigError
 
     host, port = flags.pop("host"), flags.pop("port")
     store, modules = flags.pop("adapter_store"), _by_name(flags.pop("lora_modules"))
@@ -172,7 +173,7 @@ def engine(**flags: Any) -> None:
         given = {flag: value for flag, value in flags.items() if value is not None}
         config = EngineConfig(**given | {"served_model_name": name})
         with _needs_extra("engine"):  # torch takes seconds to load: after everything that can be refused without it
-            from engine.server.program import run
+            from engine.program import run
         with loading_bar() as progress:
             code = run(
                 config,
@@ -215,7 +216,7 @@ def gateway(**flags: Any) -> None:
     """
     from gateway.serve import run
     from gateway.settings import Settings, SettingsError
-    from loraplex.local import UpError, check_port
+    from loraplex.up.local import UpError, check_port
 
     with one_line(SettingsError, UpError, OSError):
         settings = Settings.load(**flags)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from loraplex.commands.common import DATA_DIR, check_url, examples, is_gateway_of, one_line, whose
-from loraplex.datadir import DataDirError, read_json
+from loraplex.up.datadir import DataDirError, read_json
 
 
 @click.command(

@@ -52,11 +52,11 @@ def up(
     LORAPLEX_DATABASE_URL to `loraplex gateway`, run by itself.
     """
     from loraplex.client import GatewayError
-    from loraplex.datadir import DataDir, DataDirError
-    from loraplex.demo import ModelError, ensure_demo_model, ensure_gguf_folder, ensure_model
-    from loraplex.display import Display
-    from loraplex.local import UpError, UpOptions, check_port, check_redis, run
-    from loraplex.processes import ChildError
+    from loraplex.models import ModelError, ensure_demo_model, ensure_gguf_folder, ensure_model
+    from loraplex.up.datadir import DataDir, DataDirError
+    from loraplex.up.display import Display
+    from loraplex.up.local import UpError, UpOptions, check_port, check_redis, run
+    from loraplex.up.processes import ChildError
 
     if not demo and model is None:
         raise click.UsageError("say which model to serve with --model, or --demo for the demo model")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.device_pool import GROUPS, PAGE_RANK, AdapterPool, Residency
-from adapters.host_cache import HostCache
 from adapters.manifest import AdapterError
-from adapters.page_writer import NUM_BUFFERS
+from adapters.tiers.device_pool import GROUPS, PAGE_RANK, AdapterPool, Residency
+from adapters.tiers.host_cache import HostCache
+from adapters.tiers.page_writer import NUM_BUFFERS
 from kernels.reference import take
 from tests.adapters.files import BASE, CONFIG, tensors, write
 

@@ -7,12 +7,12 @@ from concurrent.futures import Future, wait
 import pytest
 import torch
 
-from adapters import host_cache
 from adapters.checkpoint import open_checkpoint
 from adapters.fair_threads import TooManyPending
-from adapters.host_cache import HostAdapter, HostCache
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.store import DirectoryStore
+from adapters.tiers import host_cache
+from adapters.tiers.host_cache import HostAdapter, HostCache
 from tests.adapters.files import BASE, key, tensors, write
 
 SIZE = sum(len(data) for _, _, data in tensors().values())  # of one adapter in float32

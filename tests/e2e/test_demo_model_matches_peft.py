@@ -8,14 +8,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
-from engine.tokenizer import Tokenizer
-from loraplex.demo import ensure_demo_model
+from loraplex.models import ensure_demo_model
 from tests.e2e.stack import CACHE
+from wire.text.tokenizer import Tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
 NEW_TOKENS = 20

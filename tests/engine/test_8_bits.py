@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
-from engine.config import ConfigError, EngineConfig
+from adapters.tiers.host_cache import HostCache
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
-from kernels.triton_ops import TritonOps
+from kernels.gpu.ops import TritonOps
 from tests.engine.tiny import save_adapter, save_model
+from wire.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import RequestError, RequestOutput, SamplingParams
+from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.scheduling.request import RequestOutput, SamplingParams
 from engine.structured.compiler import GrammarCompiler
-from engine.structured.spec import GrammarSpec
-from engine.structured.tokens import AllowedTokens, BannedWords
-from engine.tokenizer import Tokenizer
 from tests.engine.tiny import save_adapter, save_model
+from wire.errors import RequestError
+from wire.structured import GrammarSpec
+from wire.text.tokenizer import Tokenizer
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
 

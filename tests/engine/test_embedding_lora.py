@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from adapters.checkpoint import open_checkpoint
-from adapters.host_cache import HostCache
 from adapters.manifest import AdapterError, BaseShape
+from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.config import read_model_config
 from engine.model.weights import base_tensor
 from engine.scheduling.request import SamplingParams
-from kernels.cpu import TorchOps
+from kernels.cpu.plain import TorchOps
 
 # peft says that tied weights complicate merging, and that it saves copies of the base's embedding: both meant here.
 pytestmark = [

@@ -10,13 +10,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
 from kernels import backend
-from kernels.cpu import TorchOps
+from kernels.cpu.plain import TorchOps
 
 SIZES: dict[str, Any] = {
     "vocab_size": 160,

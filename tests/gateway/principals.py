@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from gateway.admission.auth import TenantPrincipal
+from gateway.access.auth import TenantPrincipal
 from gateway.records.tenants import Limits, Tenant
 
 

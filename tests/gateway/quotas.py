@@ -3,9 +3,9 @@
 import uuid
 from typing import Any
 
-from gateway.admission.quota import Quota
-from gateway.admission.reservation import Reservation
-from gateway.admission.store import Client
+from gateway.quota.quota import Quota
+from gateway.quota.reservation import Reservation
+from gateway.redis.client import Client
 
 
 async def take(quota: Quota, who: Any, tokens: int = 1, **options: Any) -> Reservation:

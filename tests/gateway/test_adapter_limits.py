@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from gateway.admission.fallback import parse_fallback
-from gateway.admission.quota import Quota
-from gateway.admission.store import Client, connect
 from gateway.errors import RateLimited, Unavailable
+from gateway.quota.fallback import parse_fallback
+from gateway.quota.quota import Quota
+from gateway.redis.client import Client, connect
 from tests.gateway.principals import principal
 from tests.gateway.quotas import dump, take
 from tests.gateway.running import until

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.admission.auth import Authenticator
+from gateway.access.auth import Authenticator
 from gateway.errors import Forbidden
 from gateway.records.changes import Changes
 from gateway.records.database import Database
@@ -361,7 +361,7 @@ async def test_no_secret_is_kept_or_logged(gateway: Gateway, tmp_path: Path, cap
     assert "acme" in dumped
     new_key = next(answer.json["key"] for answer in answers if b'"key"' in answer.body)
     secrets = [key.split("_")[2] for key in (tenant.key or "", wrong.key or "", new_key)]
-    assert "gateway.access" in {record.name for record in caplog.records}
+    assert "gateway.api.access_log" in {record.name for record in caplog.records}
     for hidden in (*secrets, ADMIN_KEY, PEPPER, TOKEN, "a secret prompt", "a" * 30):
         assert hidden not in caplog.text
         assert hidden not in dumped

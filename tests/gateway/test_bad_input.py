@@ -127,7 +127,7 @@ async def test_heads_that_the_http_library_does_not_answer(
     assert b"x-request-id: req_" in top.lower()
     assert words in json.loads(body)["error"]["message"].encode()
     assert "Traceback" not in caplog.text
-    assert len([line for line in caplog.records if line.name in ("gateway.access", "gateway.http")]) <= 1
+    assert len([line for line in caplog.records if line.name in ("gateway.api.access_log", "gateway.http")]) <= 1
 
 
 async def test_a_body_is_asked_for_after_the_key(gateway: Gateway, acme: Client, upstream: Upstream):

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from engine.tokenizer import Tokenizer
-from gateway.api import body_memory
-from gateway.api.body_memory import BodyMemory, BodyShare
-from gateway.api.pieces import FREE_CHUNKS
-from gateway.api.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
+from gateway.api.requests import memory as body_memory
+from gateway.api.requests.memory import BodyMemory, BodyShare
+from gateway.api.requests.pieces import FREE_CHUNKS
+from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
 from tests.engine.tiny import save_byte_level_tokenizer
 from tests.gateway.running import BASE_MODEL, Client, Gateway, until
 from tests.gateway.test_time_limits import connect
 from tests.gateway.upstream import Upstream
+from wire.text.tokenizer import Tokenizer
 
 CRUMB = b"1;a=b\r\n \r\n"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.budget import Budget
+from gateway.sharing.budget import Budget
 
 
 def fill(budget: Budget, owner: str, step: int = 1) -> int:

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 from sqlalchemy import event, text
 
-from gateway.admission.auth import Authenticator
+from gateway.access.auth import Authenticator
 from gateway.errors import Forbidden, InvalidKey, Unavailable
 from gateway.records.catalog import Catalog
 from gateway.records.changes import OPERATORS, PRICES, Changes, count_change

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from engine.protocol import BadRequest as ProtocolError
-from engine.protocol import ChatCompletionRequest, CompletionRequest
-from engine.responses import FinishedRequest
-from gateway.api.charges import CUT, Ending, Used, Weights, charge, check_answer_size, weights_of
+from gateway.billing.charges import CUT, Ending, Used, Weights, charge, check_answer_size, weights_of
 from gateway.errors import BadRequest
 from gateway.records.prices import Price
 from tests.gateway.running import CONTEXT, HI, Gateway, running, settings, until
 from tests.gateway.upstream import Upstream
+from wire.errors import BadRequest as ProtocolError
+from wire.requests import ChatCompletionRequest, CompletionRequest
+from wire.responses import FinishedRequest
 
 HEARD, TOLD = Used(10, 4, 2), Used(10, 7, 2)
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
-from gateway.admission.quota import Quota
-from gateway.admission.store import Client, connect
+from gateway.billing import ledger as ledger_module
+from gateway.billing.journal import Journal
+from gateway.billing.ledger import Ledger
+from gateway.billing.stream import UsageStream, stream_key
+from gateway.billing.sweeps import register
+from gateway.billing.usage_row import encode
+from gateway.billing.writer import UsageWriter
 from gateway.errors import Unavailable
-from gateway.records import ledger as ledger_module
+from gateway.quota.quota import Quota
 from gateway.records.database import Database
-from gateway.records.journal import Journal
-from gateway.records.ledger import Ledger
-from gateway.records.sweeps import register
 from gateway.records.tables import usage
-from gateway.records.usage import encode
-from gateway.records.usage_stream import UsageStream, stream_key
-from gateway.records.usage_writer import UsageWriter
+from gateway.redis.client import Client, connect
 from tests.gateway.cluster import Cluster, valkey_cluster
 from tests.gateway.principals import principal
 from tests.gateway.rows import row

@@ -14,11 +14,11 @@ import pytest
 
 from adapters.spool import PREFIX
 from adapters.store import open_store
-from gateway.admission.store import connect
 from gateway.errors import Unavailable
 from gateway.records import housekeeping
 from gateway.records.catalog import Catalog
 from gateway.records.housekeeping import TURN, Housekeeping
+from gateway.redis.client import connect
 from tests.gateway.running import Gateway, until
 from tests.gateway.test_adapters import files, push
 

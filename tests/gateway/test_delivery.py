@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from gateway.admission import growth
 from gateway.fleet.answers import read_answer
+from gateway.quota import growth
 from tests.gateway.running import BASE_MODEL, Client, Gateway, until
 from tests.gateway.test_time_limits import connect, head
 from tests.gateway.upstream import Upstream

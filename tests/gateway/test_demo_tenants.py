@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from loraplex import demo_tenants
 from loraplex.client import GatewayClient
-from loraplex.datadir import DataDir
-from loraplex.demo_tenants import DemoTenant
+from loraplex.up import demo_tenants
+from loraplex.up.datadir import DataDir
+from loraplex.up.demo_tenants import DemoTenant
 from tests.adapters.files import tensors, write
 from tests.gateway.running import ADMIN_KEY, BASE_MODEL, Gateway
 

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp.multipart
 import pytest
 
-from gateway.api.form import Form, FormError, Part
+from gateway.api.uploads.form import Form, FormError, Part
 from tests.gateway.running import Gateway
 
 
@@ -38,7 +38,7 @@ async def test_parts_as_clients_write_them(disposition: bytes, filename: str | N
 
 
 MALFORMED = [
-    b"form-data; name=\"file\"; filename*=nope''\n2026-11-22 INFO gateway.access forged",
+    b"form-data; name=\"file\"; filename*=nope''\n2026-11-22 INFO gateway.api.access_log forged",
     b"form-data; name=\"file\"; filename*=nope''a",
     b"form-data; name=\"file\"; filename*=utf-8''%0aforged",
     b"form-data; name=\"file\"; filename*=utf-8''%ff",

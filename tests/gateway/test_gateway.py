@@ -173,11 +173,11 @@ async def test_answers_do_not_name_the_software(tmp_path: Path, model_dir: Path,
 
 
 async def test_probes_are_not_in_the_access_log(gateway: Gateway, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level("INFO", logger="gateway.access"):
+    with caplog.at_level("INFO", logger="gateway.api.access_log"):
         await gateway.nobody.get("/healthz")
         await gateway.nobody.get("/readyz")
         await gateway.nobody.get("/v1/models")
-    lines = [record.getMessage() for record in caplog.records if record.name == "gateway.access"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "gateway.api.access_log"]
     assert [line.split()[2] for line in lines] == ["/v1/models"]
 
 

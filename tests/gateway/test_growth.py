@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import redis
 
-from gateway.admission import growth
-from gateway.admission.growth import MARGIN, Expectations, Pace
-from gateway.admission.limits import Limit
-from gateway.admission.local import Grown, LocalLimits
+from gateway.quota import growth
+from gateway.quota.growth import MARGIN, Expectations, Pace
+from gateway.quota.limits import Limit
+from gateway.quota.local import Grown, LocalLimits
 from gateway.records.prices import FREE
 from tests.gateway.honest import LIMIT, Clients
 from tests.gateway.running import HI_TOKENS, Gateway, until

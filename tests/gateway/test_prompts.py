@@ -6,12 +6,12 @@ import json
 import pytest
 import transformers
 
-from engine.protocol import BadRequest
-from engine.tokenizer import ChatTemplateError, Tokenizer
-from gateway.api.body_memory import BodyMemory, BodyShare
-from gateway.api.prompts import CHAT, PromptReader
+from gateway.api.requests.memory import BodyMemory, BodyShare
+from gateway.api.requests.prompts import CHAT, PromptReader
 from tests.engine.server.tools import HISTORY, TEMPLATES, TOOLS
 from tests.engine.tiny import save_byte_level_tokenizer
+from wire.errors import BadRequest
+from wire.text.tokenizer import ChatTemplateError, Tokenizer
 
 
 async def count(tokenizer: Tokenizer, **fields: object) -> int:

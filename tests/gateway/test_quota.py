@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.quota import Quota
-from gateway.admission.refusals import describe_wait, format_duration
-from gateway.admission.reservation import Reservation
-from gateway.admission.store import Client, Store, connect
+from gateway.billing.sweeps import TENANTS
 from gateway.errors import BadRequest, RateLimited, Unavailable
+from gateway.quota.quota import Quota
+from gateway.quota.refusals import describe_wait, format_duration
+from gateway.quota.reservation import Reservation
 from gateway.records.prices import Price
-from gateway.records.sweeps import TENANTS
+from gateway.redis.client import Client, Store, connect
 from tests.gateway.principals import principal
 from tests.gateway.quotas import dump, settle, take
 from tests.gateway.running import until

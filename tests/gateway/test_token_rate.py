@@ -12,8 +12,8 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.admission.limits import Limit
-from gateway.admission.local import LocalLimits
+from gateway.quota.limits import Limit
+from gateway.quota.local import LocalLimits
 from gateway.records.prices import FREE
 from tests.gateway.scripted import DAY, SECOND, START, Bucket, Script
 

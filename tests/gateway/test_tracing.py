@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.tracing import TracingError, start_tracing
 from gateway.settings import SettingsError
 from tests.collector import Collector
 from tests.gateway.running import Gateway, running, settings, until
 from tests.gateway.upstream import Upstream
+from wire.telemetry.spans import TracingError, start_tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 # Of W3C's flags.
@@ -35,7 +35,7 @@ async def traced(
 
 
 async def test_what_failed_says_so_and_where(traced: Gateway, collector: Collector, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO, "gateway.access")
+    caplog.set_level(logging.INFO, "gateway.api.access_log")
     acme = await traced.tenant("acme", requests_per_minute=2)
     asked = [await acme.chat(x_engine={"status": 500})]
     torn_off = await acme.chat(stream=True, x_engine={"tokens": 3, "fail_after": 1})

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.turns import Turns
+from gateway.sharing.turns import Turns
 
 
 @pytest.mark.parametrize(("places", "each"), [(sys.maxsize, 8), (2, 1), (5, 3)])

@@ -27,8 +27,8 @@ def many_tensors() -> dict[str, bytes]:
 
 
 async def test_too_much_cpu_time(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gateway.api.checking.CPU_SECONDS", 1)
-    monkeypatch.setattr("gateway.api.checking.CLOCK_FACTOR", 120)
+    monkeypatch.setattr("gateway.api.uploads.checking.CPU_SECONDS", 1)
+    monkeypatch.setattr("gateway.api.uploads.checking.CLOCK_FACTOR", 120)
     acme = await gateway.tenant("acme")
     got = await push(acme, "dear", dear())
     assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
@@ -38,7 +38,7 @@ async def test_too_much_cpu_time(gateway: Gateway, tmp_path: Path, monkeypatch: 
 
 
 async def test_too_much_time_by_the_clock(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gateway.api.checking.CLOCK_FACTOR", 0.001)
+    monkeypatch.setattr("gateway.api.uploads.checking.CLOCK_FACTOR", 0.001)
     acme = await gateway.tenant("acme")
     got = await push(acme, "late", files())
     assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
@@ -47,7 +47,7 @@ async def test_too_much_time_by_the_clock(gateway: Gateway, tmp_path: Path, monk
 
 
 async def test_too_much_memory(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gateway.api.checking.MEMORY_BYTES", 64 << 20)
+    monkeypatch.setattr("gateway.api.uploads.checking.MEMORY_BYTES", 64 << 20)
     acme = await gateway.tenant("acme")
     got = await push(acme, "large", many_tensors())
     assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
@@ -78,7 +78,7 @@ async def priority_of_check(upload: asyncio.Task) -> tuple[int, int]:
 async def test_a_tenant_whose_checks_took_long_has_them_on_idle_cores_one_at_a_time(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.api.checking.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("gateway.api.uploads.checking.BUSY_SECONDS", 0.1)
     tenants = [await gateway.tenant(name) for name in ("acme", "other")]
     for tenant in tenants:
         upload = asyncio.create_task(push(tenant, "dear", dear()))

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from gateway.api import usage
+from gateway.billing.writer import UsageWriter
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.tenants import Tenants
-from gateway.records.usage_writer import UsageWriter
 from loraplex.cli import main
 from tests.gateway.rows import row
 from tests.gateway.running import Gateway, until

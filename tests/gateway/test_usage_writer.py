@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
+from gateway.billing.usage_row import decode, encode
+from gateway.billing.writer import UsageWriter
 from gateway.records.database import Database
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
 from gateway.records.tenants import Tenants
-from gateway.records.usage import decode, encode
 from gateway.records.usage_report import SUMMED, UsageReport, UsageSums
-from gateway.records.usage_writer import UsageWriter
 from tests.gateway.rows import NOON, row
 
 

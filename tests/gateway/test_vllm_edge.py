@@ -12,14 +12,14 @@ from aiohttp import ClientSession, web
 from redis.asyncio import Redis
 
 from adapters.store import open_store
-from engine.server.announcing import _tell
+from engine.http.announcing import _tell
+from gateway.billing.engine_counts import FinishedClient
 from gateway.fleet.addresses import Address, parse_address
-from gateway.fleet.finished import FinishedClient
 from gateway.fleet.probe import Probe
-from gateway.fleet.recent_uses import RecentUses
 from gateway.fleet.registry import EngineRecord
-from gateway.fleet.vllm import VllmAdapters
-from gateway.fleet.vllm_version import UnsafeVersion, check_version
+from gateway.fleet.vllm.adapters import VllmAdapters
+from gateway.fleet.vllm.recent_uses import RecentUses
+from gateway.fleet.vllm.version import UnsafeVersion, check_version
 from tests.gateway.running import BASE_MODEL, Gateway, running, settings, until
 from tests.gateway.test_fleet_vllm import key_file, served
 from tests.gateway.upstream import TOKEN

@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.protocol import BadRequest, ChatCompletionRequest, CompletionRequest, decode
-from gateway.fleet.vllm_fields import CHAT_PATH, DROPPED, RENDERERS_OWN, cache_salt, check_fields, vllm_request
+from gateway.fleet.vllm.fields import CHAT_PATH, DROPPED, RENDERERS_OWN, cache_salt, check_fields, vllm_request
 from tests.gateway.running import HI, Gateway, running, settings, until
 from tests.gateway.test_fleet_vllm import adapters, served
 from tests.gateway.upstream import TOKEN
 from tests.gateway.vllm_double import VllmDouble
+from wire.decoding import decode
+from wire.errors import BadRequest
+from wire.requests import ChatCompletionRequest, CompletionRequest
 
 # Fields that vLLM 0.32 takes and a tenant must not send. Some are known to our engine, which does not serve them.
 OPERATORS_OWN: dict[str, Any] = {

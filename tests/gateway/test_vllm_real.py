@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.demo_tenants import adapters_folder
+from loraplex.up.demo_tenants import adapters_folder
 from tests.e2e.stack import CACHE
 from tests.gateway.running import BASE_MODEL, Answer, Client, running, settings, until
 from tests.gateway.test_adapters import push

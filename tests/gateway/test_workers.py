@@ -13,8 +13,8 @@ import aiohttp
 import psutil
 import pytest
 
+from gateway.process.workers import reserve_port
 from gateway.settings import Settings, SettingsError
-from gateway.workers import reserve_port
 from tests.gateway.running import Gateway, settings, until
 from tests.gateway.upstream import TOKEN, Upstream
 from tests.ports import free_ports

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from engine.responses import ASK_TOKENS, REPORT_TYPE
 from tests.serving import serving
+from wire.responses import ASK_TOKENS, REPORT_TYPE
 
 TOKEN = "tests-token-8e2b6f4091cd57a3"
 PROMPT_TOKENS = 11

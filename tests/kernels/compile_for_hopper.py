@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels import attention_plan, fused, paged_attention, sampling, segmented_lora, segments
+from kernels.gpu import attention_tiles as attention_plan
+from kernels.gpu import fused, paged_attention, sampling, segmented_lora, segments
 from kernels.reference import LoraGroup, LoraRouting
 
 # Triton compiles anew for 1 and for multiples of 16; beside these, lengths around powers of two and any others.

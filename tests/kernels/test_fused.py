@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels import fused, reference
+from kernels import reference
+from kernels.gpu import fused
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

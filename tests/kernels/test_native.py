@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import native, native_build, reference
+from kernels import reference
 from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
-from kernels.cpu import TorchOps
+from kernels.cpu import native, native_build
+from kernels.cpu.plain import TorchOps
 from kernels.memory import HugePages
 from kernels.reference import LoraGroup, LoraRouting
 

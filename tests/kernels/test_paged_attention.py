@@ -5,10 +5,10 @@ from itertools import accumulate
 import pytest
 import torch
 
-from kernels import paged_attention as module
 from kernels import reference
-from kernels.attention_plan import build_attention_metadata
-from kernels.paged_attention import paged_attention
+from kernels.gpu import paged_attention as module
+from kernels.gpu.attention_tiles import build_attention_metadata
+from kernels.gpu.paged_attention import paged_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 KV_DTYPES = (torch.float8_e4m3fn, torch.int8)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import native, native_build, reference
+from kernels import reference
 from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
-from kernels.cpu import TorchOps
+from kernels.cpu import native, native_build
+from kernels.cpu.plain import TorchOps
+from kernels.gpu.ops import TritonOps
 from kernels.reference import LARGEST, LoraGroup
-from kernels.triton_ops import TritonOps
 from tests.kernels.test_native import make_batch
 
 POISON = [torch.nan, torch.inf, -torch.inf, 1.7e38]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.sampling import sample
+from kernels.gpu.sampling import sample
 
 # temperature, top_k, top_p, min_p
 ROWS = {

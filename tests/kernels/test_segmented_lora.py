@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.gpu.segmented_lora import segmented_lora
+from kernels.gpu.segments import DECODE, PREFILL, Plan, build_segments
 from kernels.reference import LoraGroup, LoraRouting
-from kernels.segmented_lora import segmented_lora
-from kernels.segments import DECODE, PREFILL, Plan, build_segments
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 RANKS = (1, 8, 256, 5, 64, 16, 32, 2)
@@ -267,7 +267,7 @@ def test_one_launch_builds_the_tables_that_sorting_does(num_tokens, plan, popula
     ranks = torch.tensor(RANKS, dtype=torch.int32, device=device)
     routing = LoraRouting(index, torch.zeros(len(RANKS), 32, dtype=torch.int32, device=device), ranks)
     routed = build_segments(routing, 8, plan=plan)
-    monkeypatch.setattr("kernels.segments.MAX_ROUTED", 0)
+    monkeypatch.setattr("kernels.gpu.segments.MAX_ROUTED", 0)
     expected = build_segments(routing, 8, plan=plan)
     num_chunks, num_tiles = expected.counts.tolist()
     assert torch.equal(routed.counts, expected.counts)

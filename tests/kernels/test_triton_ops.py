@@ -8,9 +8,9 @@ import torch
 
 from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
-from kernels.cpu import TorchOps
+from kernels.cpu.plain import TorchOps
+from kernels.gpu.ops import TritonOps
 from kernels.reference import LoraGroup
-from kernels.triton_ops import TritonOps
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, PAGE_RANK = 96, 160, 6, 2, 16, 16, 8
 QKV = (NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM)

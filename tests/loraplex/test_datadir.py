@@ -3,7 +3,7 @@ import stat
 
 import pytest
 
-from loraplex.datadir import DataDir, DataDirError, read_json, write_private_json
+from loraplex.up.datadir import DataDir, DataDirError, read_json, write_private_json
 
 
 def mode(path) -> int:

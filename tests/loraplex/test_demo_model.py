@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from loraplex import demo
-from loraplex.demo import DEMO_MODEL, GGUF_MEMBER, ModelError, ensure_demo_model, ensure_gguf_folder, ensure_model
+from loraplex import models as demo
+from loraplex.models import DEMO_MODEL, GGUF_MEMBER, ModelError, ensure_demo_model, ensure_gguf_folder, ensure_model
 from tests.e2e.stack import CACHE
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
@@ -87,7 +87,7 @@ class TestTheRealModel:
 
     def test_torch_stays_out_of_the_process(self, folder):
         script = (
-            "import sys\nfrom loraplex.demo import ensure_demo_model\nensure_demo_model(sys.argv[1])\n"
+            "import sys\nfrom loraplex.models import ensure_demo_model\nensure_demo_model(sys.argv[1])\n"
             "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         )
         subprocess.run([sys.executable, "-c", script, folder.parent], check=True)
@@ -221,7 +221,7 @@ def test_what_is_neither_a_folder_nor_a_hub_id(tmp_path, name, monkeypatch):
 def test_a_hub_that_cannot_be_reached(tmp_path):
     """In a process of its own: the hub's address is read on import."""
     script = (
-        "import sys\nfrom loraplex.demo import ModelError, ensure_model\n"
+        "import sys\nfrom loraplex.models import ModelError, ensure_model\n"
         "try:\n    ensure_model('owner/name', sys.argv[1])\nexcept ModelError as error:\n    print(error)\n"
     )
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_ETAG_TIMEOUT": "2"}

@@ -8,9 +8,9 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
-from loraplex.datadir import DataDir
-from loraplex.display import Display
-from loraplex.local import LocalService, UpError, UpOptions, check_port, check_redis, free_port
+from loraplex.up.datadir import DataDir
+from loraplex.up.display import Display
+from loraplex.up.local import LocalService, UpError, UpOptions, check_port, check_redis, free_port
 
 
 def command_line(pid: int) -> str:

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from loraplex import processes
-from loraplex.processes import ChildError, ProcessGroup
+from loraplex.up import processes
+from loraplex.up.processes import ChildError, ProcessGroup
 
 SLEEPER = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)")
 
@@ -97,7 +97,7 @@ def test_children_die_when_the_parent_is_killed(tmp_path):
     script = textwrap.dedent(f"""
         import asyncio, os
         from pathlib import Path
-        from loraplex.processes import ProcessGroup
+        from loraplex.up.processes import ProcessGroup
         async def main():
             group = ProcessGroup(Path({str(tmp_path)!r}))
             child = await group.start("orphan", {SLEEPER!r}, os.environ)

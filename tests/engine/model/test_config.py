@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from engine.config import ConfigError
 from engine.model.config import parse_model_config
+from wire.errors import ConfigError
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,

@@ -11,14 +11,14 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.config import ConfigError
 from engine.model.config import parse_model_config, read_config, read_model_config, rope_frequencies
-from engine.model.gguf_folder import write_folder
-from engine.model.gguf_tokenizer import read_tokenizer
+from engine.model.gguf.folder import write_folder
+from engine.model.gguf.tokenizer import read_tokenizer
 from engine.model.weights import open_weights
-from engine.tokenizer import Tokenizer, TokenizerError
 from tests.engine import tiny
 from tests.engine.model import gguf_files
+from wire.errors import ConfigError
+from wire.text.tokenizer import Tokenizer, TokenizerError
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
-from engine.config import ConfigError, EngineConfig
+from adapters.tiers.host_cache import HostCache
+from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model.graphs import DecodeGraphs, default_sizes
+from engine.execution.graphs import DecodeGraphs, default_sizes
 from engine.scheduling.request import SamplingParams
 from kernels.backend import Ops
-from kernels.cpu import TorchOps
-from kernels.triton_ops import TritonOps
+from kernels.cpu.plain import TorchOps
+from kernels.gpu.ops import TritonOps
 from tests.engine.tiny import save_adapter, save_model
+from wire.errors import ConfigError
 
 SIZES = (1, 2, 4)
 

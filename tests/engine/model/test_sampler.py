@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.logit_edits import TokenCounts
-from engine.model.sampler import sample as sample_on_device
-from engine.model.sampler import token_logprobs
+from engine.execution.logit_edits import TokenCounts
+from engine.execution.sampler import sample as sample_on_device
+from engine.execution.sampler import token_logprobs
+from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import Request, SamplingParams
-from engine.structured.tokens import AllowedTokens, BannedWords
-from kernels import cpu_sampling, reference
+from kernels import reference
+from kernels.cpu import sampling as cpu_sampling
 
 
 def request(seed: int = 0, prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> Request:

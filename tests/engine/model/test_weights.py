@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.config import ConfigError
-from engine.model import weights_file
+from engine.model import tensor_files as weights_file
 from engine.model.weights import open_weights
+from wire.errors import ConfigError
 
 CPU = torch.device("cpu")
 TENSORS = {"a": torch.randn(5, 8), "b": torch.randn(3, 8).bfloat16(), "bias": torch.randn(5).half()}

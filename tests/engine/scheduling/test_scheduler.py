@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from adapters.device_pool import Residency
 from adapters.manifest import AdapterError
+from adapters.tiers.device_pool import Residency
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import Request, SamplingParams, Status

@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from engine.protocol import NotServed
-from engine.server.description import engine_description
+from engine.http.description import engine_description
+from wire.requests import NotServed
 
 NOT_SERVED = get_args(NotServed)[1].description
 DESCRIPTION = engine_description()

@@ -12,7 +12,7 @@ import aiohttp
 
 from adapters.store import DirectoryStore
 from engine.config import EngineConfig
-from engine.server.app import Server, listening
+from engine.http.app import Server, listening
 
 
 class RunningServer:

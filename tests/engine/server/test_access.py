@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from engine.server.access import Access, is_loopback
-from engine.server.errors import ApiError
+from engine.http.access import Access, is_loopback
+from engine.http.errors import ApiError
 from tests.engine.server.running import Client, RunningServer
 
 TOKEN, KEYS = "of-the-gateways", ("first-key", "second-key")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from adapters.device_pool import Residency
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
+from adapters.tiers.device_pool import Residency
+from adapters.tiers.host_cache import HostCache
 from tests.engine.server.running import Client, RunningServer
 from tests.engine.tiny import save_adapter
 

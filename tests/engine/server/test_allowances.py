@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine.answering import report
+from engine.answering.running import Run
+from engine.answering.ticket import Generation
 from engine.scheduling.request import RequestOutput
-from engine.server import report
-from engine.server.generation import Generation
-from engine.server.run import Run
 from tests.engine.server.running import Client, RunningServer
 
 TOKEN = "internal"

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.protocol import BadRequest, ChatCompletionRequest, CompletionRequest, decode
-from engine.server.app import Server
-from engine.server.description import ROUTES, engine_description
+from engine.http.app import Server
+from engine.http.description import ROUTES, engine_description
+from wire.decoding import decode
+from wire.errors import BadRequest
+from wire.requests import ChatCompletionRequest, CompletionRequest
 
 BODIES = {
     "CompletionRequest": (CompletionRequest, {"model": "m", "prompt": "x"}),

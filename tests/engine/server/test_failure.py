@@ -12,11 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.server.finished import FinishedRequests
-from engine.server.generation import EngineUnavailable
-from engine.server.program import FAILED
+from engine.answering.ticket import EngineUnavailable
+from engine.answering.usage_log import FinishedRequests
+from engine.execution.token_rules import BannedWords
+from engine.program import FAILED
 from engine.structured.compiler import Matcher
-from engine.structured.tokens import BannedWords
 from tests.engine.server.running import Client, RunningServer
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0}
@@ -27,7 +27,7 @@ import sys, time
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.server import program
-from engine.model.runner import Runner
+from engine.execution.runner import Runner
 from pathlib import Path
 
 class Panic(BaseException):
@@ -185,7 +185,7 @@ async def test_a_fault_in_ones_sampling_ends_that_request_only(client: Client, m
         return after(self, token_ids, num_output_tokens)
 
     monkeypatch.setattr(BannedWords, "after", fail)
-    monkeypatch.setattr("engine.server.token_rules._read", lambda allowed, words, tokenizer: (None, rules[words[0]]))
+    monkeypatch.setattr("engine.answering.token_rules._read", lambda allowed, words, tokenizer: (None, rules[words[0]]))
     rules = {"bad": BannedWords([[7]]), "good": BannedWords([[8]])}
     asked = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "frequency_penalty": 0.5, "seed": 3}
     alone = await client.complete(**asked, bad_words=["good"])

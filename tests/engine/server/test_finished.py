@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.server.finished import KILLED, FinishedRequests
+from engine.answering.usage_log import KILLED, FinishedRequests
 from tests.engine.server.running import Client, RunningServer
 
 TOKEN = "internal"
@@ -142,7 +142,7 @@ async def test_the_ring_forgets_the_oldest(tmp_path: Path):
 DYING = """
 import sys
 from pathlib import Path
-from engine.server.finished import FinishedRequests
+from engine.answering.usage_log import FinishedRequests
 
 ring = FinishedRequests(Path(sys.argv[1]))
 ring.open("ended", 3).end("stop")

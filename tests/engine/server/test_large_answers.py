@@ -10,7 +10,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.server import generate, report, run
+from engine.answering import completions as generate
+from engine.answering import report
+from engine.answering import running as run
 from tests.engine.server.running import Client, RunningServer
 
 PROMPT = list(range(3, 303))

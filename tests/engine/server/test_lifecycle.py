@@ -14,9 +14,9 @@ import time
 import aiohttp
 import pytest
 
-from engine.config import ConfigError
-from engine.server.app import Server
+from engine.http.app import Server
 from tests.engine.server.running import Client, RunningServer
+from wire.errors import ConfigError
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0}
 
@@ -216,7 +216,7 @@ async def test_stopping_lets_requests_end_and_aborts_the_rest(session, model):
 PROGRAM = """
 import sys
 from engine.config import EngineConfig
-from engine.server.program import run
+from engine.program import run
 config = EngineConfig(model=sys.argv[1], device="cpu", kv_cache_memory=8 << 20, adapter_memory=4 << 20,
                       max_lora_rank=16, max_num_seqs=8)
 sys.exit(run(config, port=int(sys.argv[2]), drain_s=float(sys.argv[3]),
@@ -309,7 +309,7 @@ async def test_what_nobody_foresaw_is_a_plain_500_and_logged_with_the_request_id
     def fail(*_: object) -> None:
         raise RuntimeError("private words")
 
-    monkeypatch.setattr("engine.server.routes.decode", fail)
+    monkeypatch.setattr("engine.http.routes.decode", fail)
     status, answer = await client.post("/tokenize", {"prompt": "x"}, headers={"x-request-id": "req-7"})
     assert (status, answer["error"]["type"]) == (500, "server_error")
     assert "private" not in answer["error"]["message"]

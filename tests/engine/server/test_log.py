@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.answering import work_log
+from engine.answering.work_log import work_line
 from engine.engine import EngineState
-from engine.server import work_log
-from engine.server.work_log import work_line
 from tests.engine.server.running import Client, RunningServer
 
 IDLE = EngineState(

@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
-from engine.model.sampler import token_logprobs
-from engine.tokenizer import Tokenizer
+from engine.execution.sampler import token_logprobs
 from tests.engine.server.running import Client, RunningServer
 from tests.engine.server.test_generation import text_of
 from tests.engine.tiny import save_model
+from wire.text.tokenizer import Tokenizer
 
 PROMPT = "Grüße 🎉 from the fox"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -172,7 +172,7 @@ async def test_the_choices_of_a_prompt_share_its_logprobs(client, monkeypatch, p
         rows.append(len(token_ids))
         return token_logprobs(logits, token_ids, most)
 
-    monkeypatch.setattr("engine.model.runner.token_logprobs", counted)
+    monkeypatch.setattr("engine.execution.runner.token_logprobs", counted)
     fields = {"max_tokens": 3, "ignore_eos": True, "seed": 5, "temperature": 1.0}
     alone = [await client.complete(prompt=prompt, prompt_logprobs=2, **fields) for prompt in prompts]
     of_one_choice, rows[:] = sum(rows), []

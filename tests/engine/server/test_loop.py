@@ -4,9 +4,9 @@ import asyncio
 import itertools
 import time
 
+from engine.answering.engine_thread import EngineLoop
+from engine.answering.ticket import Submission
 from engine.scheduling.request import SamplingParams
-from engine.server.generation import Submission
-from engine.server.loop import EngineLoop
 from tests.engine.server.running import Client, RunningServer
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0}

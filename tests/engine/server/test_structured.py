@@ -13,17 +13,17 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from benchmarks.hostile.engine_work import dear_schema
-from engine.scheduling.request import RequestError
-from engine.server import grammars
-from engine.server.errors import as_api_error
-from engine.server.generation import QueueFull
-from engine.server.grammars import Grammars
+from engine.answering import grammars
+from engine.answering.grammars import Grammars
+from engine.answering.ticket import QueueFull
+from engine.http.errors import as_api_error
 from engine.structured.compiler import Grammar, GrammarCompiler, Matcher
-from engine.structured.spec import GrammarSpec
-from engine.tokenizer import Tokenizer
 from tests.engine.server.running import Client
 from tests.engine.structured.schemas import fits
 from tests.engine.tiny import save_byte_level_tokenizer
+from wire.errors import RequestError
+from wire.structured import GrammarSpec
+from wire.text.tokenizer import Tokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

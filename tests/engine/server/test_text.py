@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.server.text import OutputText
-from engine.tokenizer import Tokenizer
+from engine.answering.text import OutputText
+from wire.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

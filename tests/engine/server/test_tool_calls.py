@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from engine.conversation import FunctionDefinition, Tool
-from engine.protocol import BadRequest
-from engine.server.tool_calls import FORMATS, HERMES, LLAMA3_JSON, ToolCallParser, ToolFormat, format_of
+from engine.answering.tool_calls import FORMATS, HERMES, LLAMA3_JSON, ToolCallParser, ToolFormat, format_of
 from tests.engine.server.tools import TEMPLATES
+from wire.chat import FunctionDefinition, Tool
+from wire.errors import BadRequest
 
 NAMES = ("f", "g")
 CASES = [

@@ -175,7 +175,7 @@ async def test_tokens_and_text_lead_back_to_each_other(client):
 
 @pytest.mark.parametrize("field", ["prompt", "messages"])
 async def test_a_text_of_far_more_tokens_than_any_context_is_not_told_as_tokens(client, field, monkeypatch):
-    monkeypatch.setattr("engine.server.routes.MAX_TOKENIZED", 4096)
+    monkeypatch.setattr("engine.http.routes.MAX_TOKENIZED", 4096)
     text = "x " * 50_000
     status, answer = await client.post(
         "/tokenize", {field: text if field == "prompt" else [MESSAGES[0] | {"content": text}]}

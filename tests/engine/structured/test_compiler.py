@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.scheduling.request import RequestError
 from engine.structured.compiler import GrammarCompiler
-from engine.structured.spec import GrammarSpec
-from engine.tokenizer import Tokenizer
 from tests.engine.tiny import save_byte_level_tokenizer
+from wire.errors import RequestError
+from wire.structured import GrammarSpec
+from wire.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling.request import RequestError
 from engine.structured.cost import check_lark, check_regex, check_schemas
+from wire.errors import RequestError
 
 MULTIPLE = {"type": "integer", "multipleOf": 1_000_003}
 

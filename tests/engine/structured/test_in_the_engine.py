@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters.host_cache import HostCache
 from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
 from engine.structured.compiler import GrammarCompiler
-from engine.structured.spec import GrammarSpec
-from engine.tokenizer import Tokenizer
 from tests.engine.structured.schemas import fits
 from tests.engine.tiny import save_model
+from wire.structured import GrammarSpec
+from wire.text.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 12, "maxItems": 12

@@ -11,15 +11,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.model.sampler import sample
+from engine.execution import masks
+from engine.execution.sampler import sample
 from engine.scheduling.request import Request, SamplingParams, Status
-from engine.structured import masks
 from engine.structured.compiler import LIMITS, GrammarCompiler
-from engine.structured.spec import GrammarSpec
-from engine.tokenizer import Tokenizer
-from kernels.cpu_sampling import sample as draw
+from kernels.cpu.sampling import sample as draw
 from tests.engine.structured.schemas import SCHEMAS, fits
 from tests.engine.tiny import save_byte_fallback_tokenizer, save_byte_level_tokenizer
+from wire.structured import GrammarSpec
+from wire.text.tokenizer import Tokenizer
 
 
 class Vocabulary:

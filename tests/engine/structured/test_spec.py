@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import BadRequest, ChatCompletionRequest, CompletionRequest, decode
-from engine.structured.spec import (
+from wire.decoding import decode
+from wire.errors import BadRequest
+from wire.requests import ChatCompletionRequest, CompletionRequest
+from wire.structured import (
     ANY_OBJECT,
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
@@ -125,5 +127,5 @@ def test_who_asked_under_which_name_makes_no_other_grammar() -> None:
 
 
 def test_the_gateway_reads_constraints_without_the_library() -> None:
-    code = "import sys, engine.protocol; assert not {'llguidance', 'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, wire.requests; assert not {'llguidance', 'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

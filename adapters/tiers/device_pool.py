@@ -1,0 +1,387 @@
+"""The device tier: adapters' rank pages beside the model's weights, pinned while used, evicted when not.
+
+A page holds `page_rank` rank rows of A and of B-transposed for every projection of every layer, so an adapter takes as
+many pages as its own rank needs and one page table serves all layers. Pages are handed out by the engine thread; the
+bytes are copied by a thread of the pool's own into pages that nobody reads yet, so a load never stands in a step.
+The few adapters of embed_tokens or lm_head bring tensors of their own for these, within a bound of their own.
+Layout of the pages: `kernels.reference.LoraGroup`.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, AdapterError, BaseShape
+from adapters.tiers.host_cache import HostAdapter, HostCache
+from adapters.tiers.page_writer import Fence, Lane, PageWriter, lane_for
+from kernels.backend import EmbeddingLora, HeadLora, PackedLinear, dense_linear
+from kernels.memory import lazy_zeros
+from kernels.reference import LARGEST, LoraGroup
+
+PAGE_RANK = 8
+
+# Projections that read the same input are one group: one shrink, one expand.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+
+
+class Residency(Enum):
+    READY = "ready"
+    LOADING = "loading"
+    NO_ROOM = "no room"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Resident:
+    """An adapter that owns pages. `loading` is its copy, None once it is readable."""
+
+    slot: int
+    pages: list[int]
+    outside_bytes: int = 0
+    pins: int = 0
+    loading: "Future[None] | None" = None
+
+
+@dataclass(slots=True)
+class _Held:
+    """Sum of what some adapters hold or need. Kept up to date, because each waiting request asks in each step."""
+
+    slots: int = 0
+    pages: int = 0
+    outside_bytes: int = 0
+
+    def add(self, resident: Resident, times: int = 1) -> None:
+        self.slots += times
+        self.pages += times * len(resident.pages)
+        self.outside_bytes += times * resident.outside_bytes
+
+    def remove(self, resident: Resident) -> None:
+        self.add(resident, -1)
+
+
+@dataclass(slots=True)
+class _Reservation:
+    """draining_held: held by those adapters in `draining` that a request still uses."""
+
+    digest: str
+    size: _Held
+    draining: set[str] = field(default_factory=set)
+    draining_held: _Held = field(default_factory=_Held)
+
+
+class AdapterPool:
+    """Rank pages for one base model on one device.
+
+    memory: bytes for pages; LoRA on embed_tokens and lm_head may take a quarter as much beside them. max_rank: the
+    largest rank that is taken. dtype: of the pages; the model's, or one of 8 bits. pack: the backend's `pack_linear`.
+    lane: the order of copies, the device's own if None. Raises ValueError if not one adapter of that rank would fit.
+    """
+
+    def __init__(
+        self,
+        base: BaseShape,
+        host_cache: HostCache,
+        *,
+        memory: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pack: Callable[[Tensor], PackedLinear] = dense_linear,
+        max_slots: int = 4096,
+        lane: Lane | None = None,
+    ) -> None:
+        self._pack = pack
+        self._max_outside_bytes = memory // 4
+        self.embeddings: dict[int, EmbeddingLora] = {}
+        self.heads: dict[int, HeadLora] = {}
+        self._base, self._host, self._device, self._max_rank = base, host_cache, device, max_rank
+        self.max_pages = -(-max_rank // PAGE_RANK)
+        offsets = {name: _column_bounds(base, name) for name in GROUPS}
+        row_elements = sum(_in_features(base, g) * len(GROUPS[g]) + offsets[g][-1] for g in GROUPS)
+        has_scales = dtype in LARGEST
+        row_bytes = row_elements * dtype.itemsize + (4 * len(base.projections) if has_scales else 0)
+        self.page_bytes = row_bytes * PAGE_RANK * base.num_layers
+        self.num_pages = memory // self.page_bytes
+        if self.num_pages < self.max_pages:
+            raise ValueError(
+                f"adapter_memory: {memory} bytes hold {self.num_pages} rank pages, "
+                f"an adapter of rank {max_rank} needs {self.max_pages} ({self.max_pages * self.page_bytes} bytes)"
+            )
+        self.num_slots = min(max_slots, self.num_pages)
+        self.groups = [
+            {
+                name: LoraGroup(
+                    _pages((self.num_pages, len(GROUPS[name]), PAGE_RANK, _in_features(base, name)), dtype, device),
+                    _pages((self.num_pages, PAGE_RANK, offsets[name][-1]), dtype, device),
+                    torch.zeros(self.num_slots, len(GROUPS[name]), dtype=torch.float32, device=device),
+                    offsets[name],
+                    torch.zeros(self.num_pages, len(GROUPS[name]), PAGE_RANK, device=device) if has_scales else None,
+                )
+                for name in GROUPS
+            }
+            for _ in range(base.num_layers)
+        ]
+        self.page_table = torch.full((self.num_slots, self.max_pages), -1, dtype=torch.int32, device=device)
+        self.ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
+        self.page_rank = PAGE_RANK
+        # The digest of the weights that were last written to each slot, "" while there are none: the copy thread sets
+        # it from the adapter that it wrote, so it is a witness independent of `_residents`.
+        self.slot_digests = [""] * self.num_slots
+        self.generation = 0
+        self.num_loads = 0
+        self.num_evictions = 0
+        self._free_pages = list(range(self.num_pages - 1, -1, -1))
+        self._free_slots = list(range(self.num_slots - 1, -1, -1))
+        self._residents: dict[str, Resident] = {}
+        # Each resident is in one of three states. idle: in order of use, the least recently used first.
+        self._idle: OrderedDict[str, Resident] = OrderedDict()
+        self._copying: dict[str, Resident] = {}
+        self._pinned_held, self._copying_held, self._all_held = _Held(), _Held(), _Held()
+        self._fetching: dict[str, Future[HostAdapter]] = {}
+        self._fetched: deque[tuple[str, Future[HostAdapter]]] = deque()  # appended to by the loading threads
+        self._errors: dict[str, Exception] = {}
+        # Digests that a request waits for, each with its size once it is known: to count its modules takes 20 us.
+        self._wanted: dict[str, _Held | None] = {}
+        self._reservation: _Reservation | None = None
+        host_cache.refuse_beyond(max_rank=max_rank, max_outside_bytes=self._max_outside_bytes)
+        self._lane = lane or lane_for(device)
+        self._writer = PageWriter(self.groups, GROUPS, self.page_table, self.ranks, self._lane)
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
+
+    @property
+    def resident(self) -> list[str]:
+        """Digests whose pages can be read now."""
+        return [digest for digest, r in self._residents.items() if r.loading is None]
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free_pages)
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._fetching or self._copying)
+
+    def is_resident(self, digest: str) -> bool:
+        """Whether the adapter's pages can be read now."""
+        return digest in self._residents and digest not in self._copying
+
+    def ensure(self, digest: str) -> Residency:
+        """Return whether the adapter is usable in this step; if not, start to bring it. Never blocks."""
+        self._wanted.setdefault(digest, None)
+        if digest in self._errors:
+            return Residency.FAILED
+        reserved = self._reservation
+        if reserved is not None and digest in reserved.draining:
+            return Residency.LOADING  # its pages are promised to a tenant that is further behind
+        resident = self._residents.get(digest)
+        if resident is not None:
+            is_idle = resident.pins == 0
+            if reserved is not None and is_idle and not self._fits_beside_kept(reserved, resident):
+                return Residency.LOADING
+            return Residency.READY if resident.loading is None else Residency.LOADING
+        adapter = self._host.get(digest)
+        if adapter is None:
+            if digest not in self._fetching:
+                fetch = self._fetching[digest] = self._host.fetch(digest)
+                fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
+            return Residency.LOADING
+        if adapter.rank > self._max_rank:
+            reason = f"rank {adapter.rank} is over this engine's --max-lora-rank {self._max_rank}"
+            self._errors[digest] = AdapterError("adapter", reason)
+            return Residency.FAILED
+        size = self._size(digest, adapter)
+        if size.outside_bytes > self._max_outside_bytes:
+            self._errors[digest] = AdapterError(
+                "adapter",
+                f"its LoRA on embed_tokens and lm_head takes {size.outside_bytes} bytes, "
+                f"a quarter of this engine's --adapter-memory is {self._max_outside_bytes}",
+            )
+            return Residency.FAILED
+        if reserved is not None and reserved.digest != digest:
+            return Residency.LOADING  # free pages are being gathered for another
+        return self._place(digest, adapter, size)
+
+    def pin(self, digest: str) -> int:
+        """Holds a READY adapter in place; returns its slot."""
+        resident = self._residents[digest]
+        if not resident.pins:
+            del self._idle[digest]
+            self._pinned_held.add(resident)
+        resident.pins += 1
+        return resident.slot
+
+    def unpin(self, digest: str) -> None:
+        resident = self._residents[digest]
+        resident.pins -= 1
+        if not resident.pins:
+            self._idle[digest] = resident
+            self._pinned_held.remove(resident)
+            if self._reservation is not None and digest in self._reservation.draining:
+                self._reservation.draining_held.remove(resident)
+
+    def error(self, digest: str) -> Exception:
+        """Return the reason of `ensure`'s FAILED, once: the next request tries again. An AdapterError is the adapter's
+        fault.
+        """
+        return self._errors.pop(digest)
+
+    def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:
+        """Promises `digest` the pages of adapters in `furthest_ahead` order; they take no new request until then.
+
+        Nor does an adapter that nobody uses now, if the promised one would not fit beside it.
+        """
+        if self._reservation is not None:
+            return
+        adapter = self._host.get(digest)
+        if adapter is None:
+            return
+        self._reservation = reservation = _Reservation(digest, self._size(digest, adapter))
+        for victim in dict.fromkeys(furthest_ahead):
+            if self._fits_beside_kept(reservation):
+                break
+            reservation.draining.add(victim)
+            resident = self._residents.get(victim)
+            if resident is not None and resident.pins:
+                reservation.draining_held.add(resident)
+
+    def no_longer_wanted(self, digest: str) -> None:
+        """Drop the adapter's promise and error after its last waiting request has left."""
+        self._fetching.pop(digest, None)
+        self._wanted.pop(digest, None)
+        self._errors.pop(digest, None)
+        if self._reservation is not None and self._reservation.digest == digest:
+            self._reservation = None
+
+    def evict(self, digest: str) -> bool:
+        """Free the adapter's pages. Returns False while a request uses them."""
+        resident = self._residents.get(digest)
+        if resident is None:
+            return True
+        if resident.pins or resident.loading is not None:
+            return False
+        del self._residents[digest]
+        del self._idle[digest]
+        self._all_held.remove(resident)
+        self._free_pages.extend(reversed(resident.pages))
+        self._free_slots.append(resident.slot)
+        self.slot_digests[resident.slot] = ""
+        self.embeddings.pop(resident.slot, None)
+        self.heads.pop(resident.slot, None)
+        self.num_evictions += 1
+        self.generation += 1
+        return True
+
+    def poll(self) -> None:
+        """Process fetches and copies that have ended. Called by the engine thread before it schedules."""
+        while self._fetched:
+            digest, fetched = self._fetched.popleft()
+            if self._fetching.get(digest) is not fetched:
+                continue  # its last request has left
+            del self._fetching[digest]
+            error = fetched.exception()
+            if error is not None:
+                self._errors[digest] = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        for digest, resident in list(self._copying.items()):
+            if resident.loading is not None and resident.loading.done():
+                error = resident.loading.exception()
+                resident.loading = None
+                del self._copying[digest]
+                self._copying_held.remove(resident)
+                self._idle[digest] = resident
+                if error is not None:
+                    if digest in self._wanted:  # else a later request would get an error that is not its own
+                        self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
+                    self.evict(digest)
+                self.num_loads += 1
+                self.generation += 1
+
+    def close(self) -> None:
+        self._copier.shutdown(wait=True, cancel_futures=True)
+
+    def _size(self, digest: str, adapter: HostAdapter) -> _Held:
+        size = self._wanted.get(digest)
+        if size is None:
+            size = _Held(1, -(-adapter.rank_in_layers // PAGE_RANK), _outside_bytes(adapter))
+            if digest in self._wanted:
+                self._wanted[digest] = size
+        return size
+
+    def _fits_beside_kept(self, reservation: _Reservation, idle: Resident | None = None) -> bool:
+        """Return whether the promised adapter has room beside those that stay in use meanwhile, and beside `idle`."""
+        kept, draining = self._pinned_held, reservation.draining_held
+        held = _Held(
+            kept.slots - draining.slots, kept.pages - draining.pages, kept.outside_bytes - draining.outside_bytes
+        )
+        if idle is not None:
+            held.add(idle)
+        return self._fits(reservation.size, held)
+
+    def _fits(self, *held: _Held) -> bool:
+        """Return whether the pool has room for all of these together."""
+        return (
+            sum(h.slots for h in held) <= self.num_slots
+            and sum(h.pages for h in held) <= self.num_pages
+            and sum(h.outside_bytes for h in held) <= self._max_outside_bytes
+        )
+
+    def _place(self, digest: str, adapter: HostAdapter, size: _Held) -> Residency:
+        if not self._fits(size, self._pinned_held, self._copying_held):
+            return Residency.NO_ROOM
+        while not self._fits(size, self._all_held):
+            self.evict(next(iter(self._idle)))  # the least recently used
+        pages = [self._free_pages.pop() for _ in range(size.pages)]
+        slot = self._free_slots.pop()
+        # Steps in flight may still read what was evicted; a step launched from now on does not.
+        copying = self._copier.submit(self._copy, adapter, slot, pages, self._lane.launched())
+        resident = Resident(slot, pages, size.outside_bytes, loading=copying)
+        self._residents[digest] = self._copying[digest] = resident
+        self._copying_held.add(resident)
+        self._all_held.add(resident)
+        if self._reservation is not None and self._reservation.digest == digest:
+            self._reservation = None
+        return Residency.LOADING
+
+    def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: Fence) -> None:
+        """Copy an adapter, on the copy thread. Its pages and slot belong to it alone until the copy is done."""
+        self._writer.write(adapter, slot, pages, behind)
+        self._copy_outside(adapter, slot)
+        self.slot_digests[slot] = adapter.digest
+
+    def _copy_outside(self, adapter: HostAdapter, slot: int) -> None:
+        embedding, head = adapter.modules.get((OUTSIDE, EMBEDDING)), adapter.modules.get((OUTSIDE, LM_HEAD))
+        if embedding is not None:
+            table = self._lane.upload(embedding.a.T.contiguous())
+            self.embeddings[slot] = EmbeddingLora(table, self._pack(self._lane.upload(embedding.b)), embedding.scale)
+        if head is not None:
+            a, b = self._lane.upload(head.a), self._lane.upload(head.b)
+            self.heads[slot] = HeadLora(self._pack(a), self._pack(b), head.scale)
+
+
+def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # As bytes, which every backend can fill with zeros.
+    return lazy_zeros((*shape[:-1], shape[-1] * dtype.itemsize), torch.uint8, device).view(dtype)
+
+
+def _outside_bytes(adapter: HostAdapter) -> int:
+    return sum(m.a.nbytes + m.b.nbytes for (layer, _), m in adapter.modules.items() if layer == OUTSIDE)
+
+
+def _in_features(base: BaseShape, group: str) -> int:
+    return base.projections[GROUPS[group][0]][1]
+
+
+def _column_bounds(base: BaseShape, group: str) -> tuple[int, ...]:
+    bounds = [0]
+    for projection in GROUPS[group]:
+        bounds.append(bounds[-1] + base.projections[projection][0])
+    return tuple(bounds)

@@ -1,0 +1,201 @@
+"""Brings adapters into their pages while steps run: behind the steps that may still read there, and never in their way.
+
+On a GPU copies have a stream of their own, which waits for what was launched before the pages were given away, and
+nobody is told that an adapter is there before its last byte is. They leave pinned memory through a few buffers in turn,
+so that little is under way at any time: a step's own upload, which shares the bus, waits for no more than that.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from adapters.tiers.host_cache import HostAdapter, LoraModule
+from kernels.reference import LARGEST, LoraGroup, quantize_rows
+
+NUM_BUFFERS = 4
+
+
+class Fence(Protocol):
+    """A point in the order of a device's work."""
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread until everything before it is done."""
+        ...
+
+
+class Lane(Protocol):
+    """An order of copies of its own, beside the steps'. in_place: its memory is the host's, where no copy is needed."""
+
+    in_place: bool
+
+    def launched(self) -> Fence:
+        """All work that the calling thread has launched on its own stream until now."""
+        ...
+
+    def wait(self, fence: Fence) -> None:
+        """Copies from now on run behind the fence. Blocks nobody."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor) -> Fence:
+        """Starts a copy from the host, of one dtype and shape. source stays as it is until the fence."""
+        ...
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device, behind the last fence waited for. Returns when it can be read."""
+        ...
+
+
+class _Done:
+    def synchronize(self) -> None:
+        pass
+
+
+class HostLane:
+    """Where the device is the host, no step runs on after its call."""
+
+    in_place = True
+
+    def launched(self) -> Fence:
+        return _Done()
+
+    def wait(self, fence: Fence) -> None:
+        pass
+
+    def copy(self, target: Tensor, source: Tensor) -> Fence:
+        return _Done()  # the source is the target
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class CudaLane:
+    """A stream of the lowest priority, which is that of every stream that asks for none."""
+
+    in_place = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def launched(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, fence: Any) -> None:
+        self._stream.wait_event(fence)
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        done = torch.cuda.Event(blocking=True)  # who waits sleeps: the step loop needs the cores
+        done.record(self._stream)
+        return done
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            return tensor.to(self._device)
+
+
+def lane_for(device: torch.device) -> Lane:
+    return CudaLane(device) if device.type == "cuda" else HostLane()
+
+
+class PageWriter:
+    """groups: each layer's pages. page_table, ranks: as in `kernels.reference.LoraRouting`. For one thread.
+
+    projections: those of each group, in the order of its slices.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, LoraGroup]],
+        projections: dict[str, tuple[str, ...]],
+        page_table: Tensor,
+        ranks: Tensor,
+        lane: Lane,
+    ) -> None:
+        self._groups, self._projections, self._lane = groups, projections, lane
+        self._page_table, self._ranks = page_table, ranks
+        parts = [part for group in groups[0].values() for part in (group.a_pages[0], group.b_pages[0])]
+        largest = max(part.nbytes for part in (*parts, page_table[0]))
+        pinned = page_table.device.type == "cuda"
+        self._buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=pinned) for _ in range(NUM_BUFFERS)]
+        self._fences: list[Fence | None] = [None] * NUM_BUFFERS
+        self._turn = 0
+
+    def write(self, adapter: HostAdapter, slot: int, pages: Sequence[int], behind: Fence) -> None:
+        """Returns when the adapter can be read. behind: the last work that may read what pages and slot held before."""
+        self._lane.wait(behind)
+        for layer, groups in enumerate(self._groups):
+            for name, group in groups.items():
+                modules = [adapter.modules.get((layer, projection)) for projection in self._projections[name]]
+                self._send(group.scales[slot], torch.tensor([module.scale if module else 0.0 for module in modules]))
+                if any(modules):
+                    self._write_group(group, modules, pages)
+        table = torch.full((self._page_table.shape[1],), -1, dtype=torch.int32)
+        table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self._send(self._page_table[slot], table)
+        self._send(self._ranks[slot : slot + 1], torch.tensor([adapter.rank_in_layers], dtype=torch.int32))
+        for fence in self._fences:
+            if fence is not None:
+                fence.synchronize()
+
+    def _write_group(self, group: LoraGroup, modules: Sequence[LoraModule | None], pages: Sequence[int]) -> None:
+        page_rank = group.a_pages.shape[2]
+        slices = [(s, rows_of(module, group.a_pages.dtype)) for s, module in enumerate(modules) if module is not None]
+        for j, page in enumerate(pages):
+            rows = slice(j * page_rank, (j + 1) * page_rank)
+            a = self._zeros(group.a_pages[page])
+            for s, module_rows in slices:
+                part = module_rows.a[rows]
+                a[s, : len(part)] = part
+            self._start(group.a_pages[page], a)
+            b = self._zeros(group.b_pages[page])
+            for s, module_rows in slices:
+                part = module_rows.b[rows]
+                b[: len(part), group.offsets[s] : group.offsets[s + 1]] = part
+            self._start(group.b_pages[page], b)
+            if group.row_scales is not None:
+                scales = self._zeros(group.row_scales[page])
+                for s, module_rows in slices:
+                    part = module_rows.scales[rows]
+                    scales[s, : len(part)] = part
+                self._start(group.row_scales[page], scales)
+
+    def _send(self, target: Tensor, values: Tensor) -> None:
+        self._start(target, self._zeros(target).copy_(values))
+
+    def _zeros(self, target: Tensor) -> Tensor:
+        """The next buffer, in the target's shape and dtype, when the copy that was made from it before has ended; the
+        target itself where that is as good."""
+        if self._lane.in_place:
+            return target.zero_()
+        fence = self._fences[self._turn]
+        if fence is not None:
+            fence.synchronize()
+        buffer = self._buffers[self._turn][: target.nbytes].zero_()
+        return buffer.view(target.dtype).view(target.shape)
+
+    def _start(self, target: Tensor, staged: Tensor) -> None:
+        self._fences[self._turn] = self._lane.copy(target, staged)
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+
+
+class Rows(NamedTuple):
+    """A module by rows of its rank: a `[r, in]`, b `[r, out]`; scales `[r]` fp32, of rows of 8 bits."""
+
+    a: Tensor
+    b: Tensor
+    scales: Tensor
+
+
+def rows_of(module: LoraModule, dtype: torch.dtype) -> Rows:
+    """In the dtype of the pages: its own, or 8 bits, A's and B's scales of a row in one as they meet in its sum."""
+    if dtype not in LARGEST:
+        return Rows(module.a, module.b.T, torch.ones(len(module.a)))
+    a, a_scales = quantize_rows(module.a, dtype)
+    b, b_scales = quantize_rows(module.b.T, dtype)
+    return Rows(a, b, a_scales * b_scales)

@@ -1,0 +1,223 @@
+"""/v1/completions and /v1/chat/completions: prompt to tokens, tokens to the engine, deltas to the client."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from aiohttp import web
+
+from engine.answering.answers import ChatAnswer, CompletionAnswer
+from engine.answering.engine_thread import EngineLoop
+from engine.answering.grammars import Grammars
+from engine.answering.model_names import ModelRegistry
+from engine.answering.report import Report
+from engine.answering.running import Asked, Run
+from engine.answering.sampling import sampling_params
+from engine.answering.ticket import Generation, Submission
+from engine.answering.token_rules import token_rules
+from engine.answering.tool_calls import ToolCallParser, ToolFormat
+from engine.answering.usage_log import FinishedRequests
+from engine.http.metrics import Metrics
+from engine.http.trusted_headers import Caller
+from engine.sampling_defaults import SamplingDefaults
+from wire.decoding import decode, is_quick
+from wire.errors import BadRequest
+from wire.http_body import read_body
+from wire.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest, prompt_too_long
+from wire.telemetry.spans import NO_SPAN, SPAN
+from wire.text.tokenizer import TextTooLong, Tokenizer
+
+T = TypeVar("T")
+
+# A longer body is read and tokenized in a thread; a shorter one takes less time than the way there and back.
+OFFLOAD_BYTES = 8192
+# Limit of an answer. Each takes about 60 bytes of JSON and as many again while it is encoded: 128 MiB in all.
+MAX_LOGPROB_ENTRIES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRoutes:
+    """The generating routes. Both read, queue, then send a whole answer or a stream of chunks."""
+
+    tokenizer: Tokenizer
+    loop: EngineLoop
+    models: ModelRegistry
+    grammars: Grammars
+    metrics: Metrics
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    tool_format: ToolFormat | None
+    finished: FinishedRequests
+    defaults: SamplingDefaults
+    prefix_keys: Callable[..., list[bytes]]
+
+    async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
+        raw = await read_body(request)
+        with self._naming("prompt"):
+            body, prompts, echo = await offload(_work_of(raw), lambda: self._read_completion(raw))
+        request_id = uuid.uuid4().hex
+        shown_ids = self._shown_ids(body)
+        answer = CompletionAnswer(request_id, body, prompts, self.tokenizer, echo, shown_ids)
+        asked = Asked(request_id, body, prompts, "prompt", 16, answer, body.grammar_spec(), shown_ids)
+        return await self._answer(request, caller, asked)
+
+    async def chat(self, request: web.Request, caller: Caller) -> web.StreamResponse:
+        raw = await read_body(request)
+        with self._naming("messages"):
+            body, prompts = await offload(_work_of(raw), lambda: self._read_chat(raw))
+        request_id = uuid.uuid4().hex
+        parsers, shown_ids, spec = None, self._shown_ids(body), body.grammar_spec()
+        if body.tools and body.tool_choice != "none":
+            form = self.tool_format
+            if form is None:
+                raise BadRequest("tools", "tools: how this model writes its calls is not known; see --tool-call-parser")
+            parallel = body.parallel_tool_calls is not False
+            names = [tool.function.name for tool in body.tools]
+            parsers = [ToolCallParser(form, names, parallel) for _ in range(body.n or 1)]
+            shown_ids |= self.tokenizer.special_ids & {self.tokenizer.token_id(marker) for marker in form.markers}
+            if body.must_call:
+                spec = await offload(len(raw), lambda: form.grammar(body.tools or [], body.tool_choice, parallel))
+        answer = ChatAnswer(request_id, body, prompts, self.tokenizer, parsers)
+        asked = Asked(request_id, body, prompts, "messages", None, answer, spec, shown_ids)
+        return await self._answer(request, caller, asked)
+
+    def _read_completion(self, raw: bytes) -> tuple[CompletionRequest, list[list[int]], list[tuple[str, list[int]]]]:
+        """The body, its prompts' ids, and what `echo` puts before each choice."""
+        body = decode(CompletionRequest, raw)
+        given = body.prompts()
+        encode = partial(
+            self.tokenizer.encode, add_special_tokens=body.add_special_tokens is not False, limit=self.max_model_len
+        )
+        prompts = [encode(p) if isinstance(p, str) else p for p in given]
+        if not body.echo:
+            return body, prompts, []
+        hidden = body.skip_special_tokens is not False
+        texts = [p if isinstance(p, str) else self.tokenizer.decode(p, skip_special_tokens=hidden) for p in given]
+        return body, prompts, [pair for pair in zip(texts, prompts, strict=True) for _ in range(body.n or 1)]
+
+    def _read_chat(self, raw: bytes) -> tuple[ChatCompletionRequest, list[list[int]]]:
+        body = decode(ChatCompletionRequest, raw)
+        return body, [self.tokenizer.encode_chat(*body.template_input(), limit=self.max_model_len)]
+
+    @contextmanager
+    def _naming(self, prompt_field: str) -> Iterator[None]:
+        try:
+            yield
+        except TextTooLong as exc:
+            raise prompt_too_long(prompt_field, self.max_model_len, exc.at_least) from None
+
+    def _shown_ids(self, body: SamplingRequest) -> frozenset[int]:
+        """Special tokens that are written."""
+        return self.tokenizer.special_ids if body.skip_special_tokens is False else frozenset()
+
+    async def _answer(self, request: web.Request, caller: Caller, asked: Asked) -> web.StreamResponse:
+        body, prompts, prompt_field = asked.body, asked.prompts, asked.prompt_field
+        limits = [self._max_tokens(body, len(prompt), asked.default_max_tokens, prompt_field) for prompt in prompts]
+        sequences = (body.n or 1) * len(prompts)
+        self._check_logprobs(body, prompts)
+        most = self.loop.max_requests(caller.tenant)
+        if sequences > most:
+            flags = f"{'half of ' if caller.tenant else ''}--max-num-seqs and --max-waiting together"
+            raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {most} sequences, {flags}")
+        # A request holds its place in the queue while it waits for an adapter or a grammar, and while its answer is not
+        # read.
+        with self.loop.place(sequences, caller.tenant):
+            async with self.models.using(body.model, caller.tenant) as adapter:
+                submissions = await self._submissions(caller, asked, limits, adapter)
+                generation = self.loop.submit(asked.request_id, submissions)
+                return await self._generate(request, caller, asked, generation)
+
+    async def _submissions(
+        self, caller: Caller, asked: Asked, limits: list[int], adapter: str | None
+    ) -> list[Submission]:
+        body = asked.body
+        grammar = None if asked.spec is None else await self.grammars.get(asked.spec, caller.tenant)
+        allowed, bad_words = await token_rules(body, self.tokenizer)
+        salt = body.cache_salt or ""
+
+        def hash_prompts() -> list[list[bytes]]:
+            hashed = partial(self.prefix_keys, adapter=adapter, tenant=caller.tenant, cache_salt=salt)
+            return [hashed(prompt) for prompt in asked.prompts]
+
+        keys = await offload(sum(map(len, asked.prompts)), hash_prompts)
+        return [
+            Submission(
+                # A request for the prompt alone generates a token, with which the prompt's log-probabilities come.
+                prompt,
+                sampling_params(body, max(limit, 1), i, grammar, self.defaults, allowed, bad_words),
+                adapter,
+                caller.tenant,
+                caller.weight,
+                caller.priority,
+                salt,
+                prompt_keys,
+            )
+            for prompt, limit, prompt_keys in zip(asked.prompts, limits, keys, strict=True)
+            for i in range(body.n or 1)
+        ]
+
+    async def _generate(
+        self, request: web.Request, caller: Caller, asked: Asked, submitted: Generation
+    ) -> web.StreamResponse:
+        with submitted as generation:
+            run = Run(asked, generation, self.tokenizer, self.eos_token_ids, self.metrics, internal=caller.internal)
+            if caller.request_id is not None:
+                run.keep_tally(self.finished.open(caller.request_id, run.prompt_tokens), caller.allowance)
+            try:
+                if asked.body.stream:
+                    return await run.stream(request, asked.answer)
+                return await run.whole(request, asked.answer, Report(request, generation))
+            finally:
+                run.count_left()
+                run.describe(request.get(SPAN, NO_SPAN), request.path)
+
+    def _check_logprobs(self, body: SamplingRequest, prompts: list[list[int]]) -> None:
+        """Bound the memory of an answer. Each token of each choice has its own log-probability and those of the
+        likeliest ones.
+        """
+        of_prompt, of_answer = body.num_prompt_logprobs, body.num_logprobs
+        choices, prompt_tokens = body.n or 1, sum(map(len, prompts))
+        entries = 0 if of_prompt is None else choices * prompt_tokens * (of_prompt + 1)
+        if of_answer is not None:
+            entries += choices * len(prompts) * (body.max_new_tokens or 0) * (of_answer + 1)
+        if entries > MAX_LOGPROB_ENTRIES:
+            field = "logprobs" if of_prompt is None else "prompt_logprobs"
+            raise BadRequest(
+                field,
+                f"{field}: expected at most {MAX_LOGPROB_ENTRIES} log-probabilities in one answer, which are tokens "
+                f"times choices times the likeliest of each; got {entries}",
+            )
+
+    def _max_tokens(self, body: SamplingRequest, prompt: int, default: int | None, prompt_field: str) -> int:
+        room = self.max_model_len - prompt
+        if not prompt:
+            raise BadRequest(prompt_field, f"{prompt_field} must not be empty")
+        asked = body.max_new_tokens
+        if room < (asked or 1):
+            # OpenAI's words, by which clients know that they must shorten the prompt.
+            needed = prompt + (asked or 1)
+            raise BadRequest(
+                prompt_field if room < 1 else body.max_new_tokens_field,
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {needed} "
+                f"tokens ({prompt} in the {prompt_field}, {asked or 1} in the completion). Please reduce the length of "
+                f"the {prompt_field} or of the completion.",
+                "context_length_exceeded",
+            )
+        limit = min(default or room, room) if asked is None else asked
+        if (body.min_tokens or 0) > limit:
+            raise BadRequest("min_tokens", f"min_tokens must be at most {limit}, the most this answer may have")
+        return limit
+
+
+def _work_of(raw: bytes) -> int:
+    """Return the size of a body for `offload`."""
+    return 0 if is_quick(raw) else OFFLOAD_BYTES
+
+
+async def offload(size: int, work: Callable[[], T]) -> T:
+    """Run the work here if its input is small, else in a thread. size: bytes of a body or tokens."""
+    return work() if size < OFFLOAD_BYTES else await asyncio.to_thread(work)

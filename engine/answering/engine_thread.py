@@ -1,0 +1,296 @@
+"""The engine's thread, and the messages between it and the event loop.
+
+In: commands, through one queue, run between two steps for a bounded time. Out: a step's outputs, all in one call to the
+event loop. The thread is the only one that touches the engine. It sleeps when there is nothing to do.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, TypeVar
+
+from engine.answering.ticket import EngineUnavailable, Generation, QueueFull, Submission
+from engine.scheduling.request import RequestOutput, SamplingParams
+from wire.errors import RequestError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# How soon the thread looks again when all there is to do waits for an adapter on its way to memory.
+ADAPTER_POLL_S = 0.002
+# Time for commands between two steps; a command that has begun is finished. A request of 128k tokens takes 3 ms to add.
+COMMANDS_S = 0.01
+
+
+class StepEngine(Protocol):
+    """What the thread needs of engine.engine.Engine."""
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
+        cache_salt: str = "",
+        prefix_keys: Sequence[bytes] = (),
+    ) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def has_work(self) -> bool: ...
+    @property
+    def is_waiting_for_adapters(self) -> bool: ...
+    def step(self) -> list[RequestOutput]: ...
+
+
+class EngineLoop:
+    """Owns the engine's thread. Every method but the thread's own is called on the event loop."""
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        *,
+        max_requests: int,
+        on_step: Callable[[float, list[RequestOutput]], None] | None = None,
+    ) -> None:
+        """`max_requests`: sequences in flight, running and waiting; `on_step(seconds, outputs)` runs in the thread."""
+        self._engine = engine
+        self._max_requests = max_requests
+        self._on_step = on_step
+        self._event_loop = asyncio.get_running_loop()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._work = threading.Condition()
+        self._stopping = False
+        self._accepting = True
+        self._calls: set[Future[Any]] = set()
+        self._routes: dict[str, tuple[Generation, int]] = {}
+        # Sequences whose request handler runs: they wait for an adapter or a grammar, generate, or send their answer.
+        self._placed: Counter[str] = Counter()  # by tenant
+        # Nothing is in flight, or nobody waits for it any longer.
+        self._drained = asyncio.Event()
+        self._drained.set()
+        # Set by the thread before it ends, so that no work is accepted that would never run.
+        self.failure: str | None = None
+        self.failed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._routes)
+
+    def max_requests(self, tenant: str) -> int:
+        """Return the most sequences a tenant may have here: half of all, so that others find a place. Callers without a
+        tenant come from no gateway and may have all.
+        """
+        return max(1, self._max_requests // 2) if tenant else self._max_requests
+
+    @contextmanager
+    def place(self, count: int, tenant: str = "") -> Iterator[None]:
+        """Reserve places for a request's sequences, from before they enter the engine until the client has taken the
+        answer.
+
+        Raises EngineUnavailable as `submit` does.
+        """
+        self._check_room(count, tenant)
+        self._placed[tenant] += count
+        try:
+            yield
+        finally:
+            self._placed[tenant] -= count
+            if not self._placed[tenant]:
+                del self._placed[tenant]
+
+    def submit(self, request_id: str, submissions: list[Submission]) -> Generation:
+        """Queue the sequences, whose places are reserved. Raises EngineUnavailable after a failure or while closing."""
+        self._check_room(0, "")
+        ids = [f"{request_id}-{i}" for i in range(len(submissions))]
+        generation = Generation(self, ids)
+        for i, (sequence_id, submission) in enumerate(zip(ids, submissions, strict=True)):
+            self._routes[sequence_id] = (generation, i)
+            self._push(self._adding(sequence_id, submission))
+        self._drained.clear()
+        return generation
+
+    def _check_room(self, count: int, tenant: str) -> None:
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
+        if not self._accepting:
+            raise EngineUnavailable("the engine is shutting down", retry_after=1)
+        placed = self._placed.total()
+        if placed + count > self._max_requests:
+            raise QueueFull(f"{placed} requests are in flight, the most allowed", retry_after=1)
+        if self._placed[tenant] + count > self.max_requests(tenant):
+            raise QueueFull(f"{self._placed[tenant]} of your requests are in flight here already", retry_after=1)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request before the next step. Until it is released it may still get a step's outputs."""
+        if self.failure is not None:
+            self.release(request_id)
+            return
+
+        def abort() -> None:
+            self._engine.abort(request_id)
+            self._to_event_loop(self.release, request_id)
+
+        self._push(abort)
+
+    def release(self, request_id: str) -> None:
+        """The engine has nothing of this request any more."""
+        route = self._routes.pop(request_id, None)
+        if not self._routes:
+            self._drained.set()
+        if route is not None:
+            route[0].released(request_id)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread, between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as exc:  # noqa: BLE001 - handed to the caller
+                future.set_exception(exc if isinstance(exc, Exception) else RuntimeError(repr(exc)))
+
+        if self.failure is not None or not self._thread.is_alive():
+            raise EngineUnavailable(self.failure or "the engine is shut down")
+        self._calls.add(future)
+        self._push(run)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
+
+    async def close(self, drain_s: float) -> None:
+        """Takes no more requests, lets those in flight end for `drain_s` seconds, aborts the rest, ends the thread."""
+        self._accepting = False
+        if self._routes and self.failure is None:
+            started = time.monotonic()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(drain_s):
+                    await self._drained.wait()
+            if self._routes:
+                seconds = time.monotonic() - started
+                logger.warning("aborting %d requests still in flight after %.1f s", len(self._routes), seconds)
+        for request_id, (generation, _) in list(self._routes.items()):
+            self.abort(request_id)
+            generation.fail(EngineUnavailable("the engine is shutting down", retry_after=1))
+        with self._work:
+            self._stopping = True
+            self._work.notify()
+        await asyncio.to_thread(self._thread.join)
+        self._fail_calls("the engine is shut down")
+
+    def stop_waiting(self) -> None:
+        """`close`, which must have begun, aborts what is in flight at once."""
+        self._drained.set()
+
+    def _push(self, command: Callable[[], None]) -> None:
+        with self._work:
+            self._commands.append(command)
+            self._work.notify()
+
+    def _adding(self, request_id: str, s: Submission) -> Callable[[], None]:
+        def add() -> None:
+            try:
+                self._engine.add_request(
+                    request_id,
+                    s.prompt_token_ids,
+                    s.params,
+                    adapter=s.adapter,
+                    tenant=s.tenant,
+                    weight=s.weight,
+                    priority=s.priority,
+                    cache_salt=s.cache_salt,
+                    prefix_keys=s.prefix_keys,
+                )
+            except RequestError as exc:
+                self._to_event_loop(self._refuse, request_id, exc)
+            except BaseException as exc:
+                logger.exception("a request could not be added")
+                error = exc if isinstance(exc, Exception) else RuntimeError(repr(exc))
+                self._to_event_loop(self._refuse, request_id, error)
+
+        return add
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._run_commands()
+                if self._engine.has_work():
+                    self._step()
+            while self._commands:
+                self._run_commands()
+        except BaseException as exc:  # Rust's panics are not Exceptions; without this the thread would end unnoticed
+            self.failure = f"the engine failed: {type(exc).__name__}: {exc}"
+            logger.exception("the engine failed; it answers nothing until it is started again")
+            self._to_event_loop(self._fail)
+
+    def _wait_for_work(self) -> bool:
+        """False when the thread should end."""
+        with self._work:
+            while not (self._commands or self._stopping or self._engine.has_work()):
+                self._work.wait()
+            return not self._stopping
+
+    def _run_commands(self) -> None:
+        """Run commands in their order for `COMMANDS_S`; the rest waits for the next step to end."""
+        end = time.perf_counter() + COMMANDS_S
+        while self._commands and time.perf_counter() < end:
+            self._commands.popleft()()
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        outputs = self._engine.step()
+        seconds = time.perf_counter() - start
+        if outputs:
+            self._to_event_loop(self._deliver, outputs)
+        if self._on_step is not None:
+            self._on_step(seconds, outputs)
+        if self._engine.is_waiting_for_adapters:
+            with self._work:
+                if not self._commands and not self._stopping:
+                    self._work.wait(ADAPTER_POLL_S)
+
+    def _to_event_loop(self, callback: Callable[..., object], *args: Any) -> None:
+        self._event_loop.call_soon_threadsafe(callback, *args)
+
+    # What follows is called by the thread, on the event loop.
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            route = self._routes.get(output.request_id)
+            if route is not None:
+                route[0].deliver(route[1], output)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        route = self._routes.get(request_id)
+        if route is not None:
+            route[0].fail(error)
+            self.release(request_id)
+
+    def _fail(self) -> None:
+        reason = self.failure or ""
+        self.failed.set()
+        for generation in {id(g): g for g, _ in self._routes.values()}.values():
+            generation.fail(EngineUnavailable(reason))
+        for request_id in list(self._routes):
+            self.release(request_id)
+        self._fail_calls(reason)
+
+    def _fail_calls(self, reason: str) -> None:
+        for future in self._calls:
+            if not future.done():
+                future.set_exception(EngineUnavailable(reason))

@@ -1,0 +1,177 @@
+"""Compiled grammars by tenant: compiled on threads that tenants share fairly, and cached.
+
+Each tenant has a cache of its own: no other tenant can evict its grammars, or learn from compile times which grammars
+it uses.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from adapters.fair_threads import FairThreads, TooManyPending
+from engine.answering.ticket import EngineUnavailable, QueueFull
+from engine.structured.compiler import Grammar, GrammarCompiler
+from wire.errors import RequestError
+from wire.structured import GrammarSpec
+
+logger = logging.getLogger(__name__)
+
+# An ordinary grammar takes kilobytes; with all the lexer states that `LIMITS` allows, it takes 10 MB.
+MAX_CACHED, MAX_CACHED_PER_TENANT = 64, 16
+# Compiling cannot be interrupted. A tenant holds one of the threads at most, so that one is free for the others.
+COMPILE_THREADS = 2
+COMPILE_SECONDS = 5.0
+QUEUE_SECONDS = 5.0
+# CPU time that a tenant's new grammars and their dear masks may have used recently, with a half-life of 30 s: 200
+# ordinary grammars of 5 ms at once and 5 a second for good, or two of the dearest and one in 30 s. For good it is at
+# most 2.3 % of a core.
+TENANT_CPU_SECONDS = 1.0
+MAX_PENDING, MAX_PENDING_PER_TENANT = 256, 16
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A grammar that is queued or being compiled. waiting: requests that need it. started: None until a thread takes
+    it.
+
+    is_slow: the thread runs at low priority, because its tenant has compiled much recently.
+    """
+
+    waiting: int = 0
+    started: float | None = None
+    is_slow: bool = False
+    job: "Future[Grammar]" = field(init=False)
+    compiled: "asyncio.Future[Grammar]" = field(init=False)
+
+
+class Grammars:
+    """The grammar cache and its compile queue, for use on the event loop only. Bounds the grammars of each tenant
+    and of all.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._threads = FairThreads(
+            COMPILE_THREADS,
+            "grammar",
+            max_pending=MAX_PENDING,
+            max_pending_per_tenant=MAX_PENDING_PER_TENANT,
+            max_cpu_seconds=TENANT_CPU_SECONDS,
+        )
+        # Tenants and each one's grammars, least recently used first.
+        self._compiled: OrderedDict[str, OrderedDict[GrammarSpec, Grammar]] = OrderedDict()
+        self._pending: dict[tuple[str, GrammarSpec], _Pending] = {}
+
+    async def get(self, spec: GrammarSpec, tenant: str = "") -> Grammar:
+        """Return the tenant's compiled grammar.
+
+        Raises RequestError for a grammar that does not compile (in time); QueueFull when too many of the tenant's wait,
+        when its turn does not come in time, or when the tenant's compilations have used up their CPU time.
+        """
+        self._charge_masks(tenant)
+        grammar = self._cached(tenant, spec)
+        if grammar is None:
+            pending = self._pending.get((tenant, spec)) or self._start(tenant, spec)
+            pending.waiting += 1
+            try:
+                await self._wait(pending, spec)
+            finally:
+                self._leave(pending, tenant, spec)
+            grammar = self._result(pending, spec)
+        return grammar.blaming(spec.param)
+
+    def close(self) -> None:
+        """Drop the grammars that wait; a running compilation ends by itself."""
+        self._threads.close(wait=False)
+
+    def _cached(self, tenant: str, spec: GrammarSpec) -> Grammar | None:
+        own = self._compiled.get(tenant)
+        if own is None or spec not in own:
+            return None
+        self._compiled.move_to_end(tenant)
+        own.move_to_end(spec)
+        return own[spec]
+
+    def _charge_masks(self, tenant: str) -> None:
+        """Count the dear masks of the tenant's grammars, which the engine's thread computed, as its CPU time."""
+        for grammar in self._compiled.get(tenant, {}).values():
+            mask_time = grammar.mask_time
+            if (seconds := mask_time.seconds - mask_time.charged) > 0:
+                mask_time.charged += seconds
+                self._threads.charge(tenant, seconds)
+
+    def _start(self, tenant: str, spec: GrammarSpec) -> _Pending:
+        pending = _Pending()
+        try:
+            pending.job = self._threads.submit(tenant, partial(self._compile, pending, tenant, spec))
+        except TooManyPending as exc:
+            raise _full(exc) from None
+        pending.compiled = asyncio.wrap_future(pending.job)
+        pending.compiled.add_done_callback(lambda done: self._keep(pending, tenant, spec, done))
+        self._pending[tenant, spec] = pending
+        return pending
+
+    def _compile(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> Grammar:
+        pending.is_slow = self._threads.is_heavy(tenant)
+        pending.started = time.monotonic()
+        return self._compiler.compile(spec)
+
+    async def _wait(self, pending: _Pending, spec: GrammarSpec) -> None:
+        queued_until = time.monotonic() + QUEUE_SECONDS
+        while not pending.compiled.done():
+            until = queued_until if pending.started is None else pending.started + COMPILE_SECONDS
+            left = until - time.monotonic()
+            if left > 0:
+                await asyncio.wait([pending.compiled], timeout=left)
+            elif pending.started is None or pending.is_slow:
+                raise QueueFull("other grammars are still being compiled", retry_after=1)
+            else:
+                raise RequestError(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")
+
+    def _leave(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
+        """Stop waiting for a grammar. The last request to leave takes it out of the queue."""
+        pending.waiting -= 1
+        if not pending.waiting and pending.job.cancel():
+            self._forget(pending, tenant, spec)
+
+    def _result(self, pending: _Pending, spec: GrammarSpec) -> Grammar:
+        if pending.compiled.cancelled():
+            raise EngineUnavailable("the engine is shutting down", retry_after=1)
+        error = pending.compiled.exception()
+        if error is None:
+            return pending.compiled.result()
+        if isinstance(error, RequestError):
+            raise RequestError(spec.param, error.message) from None
+        if isinstance(error, TooManyPending):
+            raise _full(error) from None
+        # A panic in the library is no Exception, and must not end the server.
+        logger.error("a grammar of kind %s broke the compiler: %s", spec.kind, type(error).__name__)
+        raise RequestError(spec.param, "it cannot be compiled: the compiler failed on it") from None
+
+    def _keep(self, pending: _Pending, tenant: str, spec: GrammarSpec, done: "asyncio.Future[Grammar]") -> None:
+        self._forget(pending, tenant, spec)
+        if done.cancelled() or done.exception() is not None:
+            return
+        own = self._compiled.setdefault(tenant, OrderedDict())
+        own[spec] = done.result()
+        self._compiled.move_to_end(tenant)
+        if len(own) > MAX_CACHED_PER_TENANT:
+            own.popitem(last=False)
+        if sum(map(len, self._compiled.values())) > MAX_CACHED:
+            # Evict from the tenant that holds most; among equals, from the least recently used tenant.
+            largest = max(self._compiled, key=lambda tenant: len(self._compiled[tenant]))
+            self._compiled[largest].popitem(last=False)
+            if not self._compiled[largest]:
+                del self._compiled[largest]
+
+    def _forget(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
+        if self._pending.get((tenant, spec)) is pending:
+            del self._pending[tenant, spec]
+
+
+def _full(error: TooManyPending) -> QueueFull:
+    return QueueFull(f"grammars to compile: {error}", retry_after=error.retry_after)

@@ -1,0 +1,225 @@
+"""Names that `model` accepts: the base model, a name given to /v1/load_lora_adapter, or `sha256:<digest>` from the
+store.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+from adapters.fair_threads import TooManyPending
+from adapters.manifest import AdapterError, AdapterNotFound
+from adapters.tiers.device_pool import PAGE_RANK
+from adapters.tiers.host_cache import HostAdapter, HostCache
+from engine.answering.engine_thread import EngineLoop
+from engine.answering.ticket import EngineUnavailable, QueueFull
+from engine.engine import Engine
+from engine.http.errors import ApiError, ModelNotFound
+from wire.responses import Model
+
+logger = logging.getLogger(__name__)
+
+# How much the newest load says of the next.
+LOAD_SHARE = 0.3
+DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+
+
+class ModelRegistry:
+    """Adapter names of this engine. Loads adapters into host memory before their requests are queued."""
+
+    def __init__(
+        self, base_name: str, engine: Engine, loop: EngineLoop, host_cache: HostCache, refused: Callable[[], object]
+    ) -> None:
+        """refused: called for each load that fails before or after the host cache, which counts its own failures."""
+        self._refused = refused
+        self.base_name = base_name
+        self._engine = engine
+        self._loop = loop
+        self._host_cache = host_cache
+        self._names: dict[str, str] = {}
+        # When each of them was loaded.
+        self._named_at: dict[str, int] = {}
+        # Requests from their arrival to their end, by digest: what they use is not freed under them.
+        self._users: Counter[str] = Counter()
+        # Digests to free once nobody uses them, unless they have a name by then.
+        self._unloaded: set[str] = set()
+        # Held while a folder is made known, and while one is forgotten, so that neither undoes the other.
+        self._folders = asyncio.Lock()
+        self._created = int(time.time())
+        # What bringing an adapter took lately.
+        self.load_seconds = 0.0
+
+    def digest(self, model: str) -> str | None:
+        """The adapter that `model` names, None for the base. Raises ModelNotFound."""
+        if model == self.base_name:
+            return None
+        if (digest := self._names.get(model)) is not None:
+            return digest
+        if match := DIGEST.fullmatch(model):
+            return match[1]
+        raise ModelNotFound(model)
+
+    @asynccontextmanager
+    async def using(self, model: str, tenant: str = "") -> AsyncIterator[str | None]:
+        """Load the adapter that `model` names and yield its digest; the adapter stays registered until the exit.
+
+        Raises ApiError if it does not exist or cannot be served, QueueFull if it cannot be read now or too many of the
+        tenant's adapters wait to be read.
+        """
+        digest = self.digest(model)
+        if digest is None:
+            yield None
+            return
+        async with self._kept(digest):
+            await self._bring(digest, model, tenant)
+            yield digest
+
+    async def _bring(self, digest: str, model: str, tenant: str) -> None:
+        if self._host_cache.get(digest) is not None:
+            return
+        if await self._loop.call(lambda: self._engine.adapter_ready(digest)):
+            return
+        started = time.monotonic()
+        try:
+            adapter = await self._fetch(digest, tenant)
+            self.load_seconds += LOAD_SHARE * (time.monotonic() - started - self.load_seconds)
+        except AdapterNotFound:
+            raise ModelNotFound(model) from None
+        except AdapterError as exc:
+            _log_failure(model, exc)
+            raise ApiError(400, f"the adapter cannot be served: {exc}", param="model", code="adapter_refused") from None
+        except OSError as exc:
+            # The store's fault, not the adapter's: another engine may read it.
+            _log_failure(model, exc)
+            raise QueueFull(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
+        _log_load(model, adapter, started)
+
+    async def _fetch(self, digest: str, tenant: str) -> HostAdapter:
+        """Wait for a load. A load that has not begun is dropped when the last request that waits for it ends."""
+        try:
+            load = self._host_cache.fetch(digest, tenant)
+        except TooManyPending as exc:
+            raise QueueFull(f"adapters to load: {exc}", retry_after=1) from None
+        try:
+            # Shielded, because other requests may wait for the same load.
+            return await asyncio.shield(asyncio.wrap_future(load))
+        finally:
+            self._host_cache.leave(digest, load)
+
+    async def load(self, name: str, path: str, replace: bool = False) -> str:
+        """Makes an adapter folder known under a name and returns its digest. The same again changes nothing.
+
+        replace: the name may be another adapter's so far. Requests in flight end with the one they began with.
+        """
+        if name == self.base_name or DIGEST.fullmatch(name):
+            raise ApiError(400, f"the name {name!r} is taken", param="lora_name")
+        started = time.monotonic()
+        try:
+            async with AsyncExitStack() as stack:
+                async with self._folders:
+                    digest = await asyncio.to_thread(self._add_path, path)
+                    await stack.enter_async_context(self._kept(digest))
+                self._unloaded.add(digest)  # unless it gets the name
+                adapter = await self._fetch(digest, "")
+                before = self._names.get(name, digest)
+                if before != digest and not replace:
+                    raise ApiError(
+                        400,
+                        f"the name {name!r} is taken by another adapter; unload it first, or send load_inplace",
+                        param="lora_name",
+                    )
+                if self._names.get(name) != digest:
+                    self._named_at[name] = int(time.time())
+                self._names[name] = digest
+        except AdapterNotFound as exc:
+            _log_failure(name, exc)
+            raise ApiError(404, _as_given(exc, path), param="lora_path", code="adapter_not_found") from None
+        except AdapterError as exc:
+            _log_failure(name, exc)
+            raise ApiError(400, _as_given(exc, path), param="lora_path", code="adapter_refused") from None
+        except OSError as exc:
+            _log_failure(name, exc)
+            raise ApiError(400, f"lora_path cannot be read: {exc.strerror}", param="lora_path") from None
+        _log_load(name, adapter, started)
+        if before != digest:
+            await self._forget(before)
+        return digest
+
+    async def unload(self, name: str) -> str:
+        """Forgets a name, and its adapter's memory with the last name. Requests in flight end as they began."""
+        digest = self._names.pop(name, None)
+        self._named_at.pop(name, None)
+        if digest is None:
+            raise ApiError(404, f"no adapter is loaded as {name[:200]!r}", param="lora_name", code="adapter_not_found")
+        logger.info("adapter %s unloaded: sha256:%s", name, digest)
+        await self._forget(digest)
+        return digest
+
+    @asynccontextmanager
+    async def _kept(self, digest: str) -> AsyncIterator[None]:
+        """What is forgotten meanwhile is freed when the last one leaves."""
+        self._users[digest] += 1
+        try:
+            yield
+        finally:
+            self._users[digest] -= 1
+            if not self._users[digest]:
+                del self._users[digest]
+                if digest in self._unloaded:
+                    await self._forget(digest)
+
+    async def _forget(self, digest: str) -> None:
+        """Frees what no name stands for: now, or when the last request that uses it ends."""
+        async with self._folders:
+            self._unloaded.discard(digest)
+            if digest in self._names.values():
+                return
+            if digest in self._users:
+                self._unloaded.add(digest)
+                return
+            self._host_cache.drop(digest)
+        # An engine that failed has nothing to free.
+        with suppress(EngineUnavailable):
+            await self._loop.call(lambda: self._engine.unload_adapter(digest))
+
+    def list(self, max_model_len: int) -> list[Model]:
+        base = Model(self.base_name, self._created, max_model_len, root=self.base_name)
+        named = [
+            Model(name, self._named_at[name], max_model_len, root=f"sha256:{digest}", parent=self.base_name)
+            for name, digest in self._names.items()
+        ]
+        return [base, *named]
+
+    def one(self, name: str, max_model_len: int) -> Model:
+        """Raises ModelNotFound for what is not in the list."""
+        for model in self.list(max_model_len):
+            if model.id == name:
+                return model
+        raise ModelNotFound(name)
+
+    def _add_path(self, path: str) -> str:
+        try:
+            return self._host_cache.add_path(path)
+        except (AdapterError, OSError):
+            self._refused()
+            raise
+
+
+def _log_load(name: str, adapter: HostAdapter, started: float) -> None:
+    pages = -(-adapter.rank_in_layers // PAGE_RANK)
+    milliseconds = (time.monotonic() - started) * 1000
+    line = (name, adapter.digest, adapter.rank, pages, milliseconds)
+    logger.info("adapter %s loaded: sha256:%s, rank %d, %d pages, %.0f ms", *line)
+
+
+def _log_failure(name: str, error: Exception) -> None:
+    logger.warning("adapter %s not loaded: %s", name, " ".join(str(error).split()))
+
+
+def _as_given(error: Exception, path: str) -> str:
+    """The message, with the path as the client wrote it: where the server stands is not its business."""
+    return str(error).replace(str(Path(path).absolute()), path)

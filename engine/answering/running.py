@@ -1,0 +1,299 @@
+"""A running request: the engine's outputs become deltas, and the deltas an answer or a stream."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from engine.answering.answers import Answer
+from engine.answering.report import PIECE_BYTES, Report, write
+from engine.answering.sequence import Delta, Sequence, SharedPrompt
+from engine.answering.text import OutputText
+from engine.answering.ticket import Generation
+from engine.answering.usage_log import Tally
+from engine.http.errors import ApiError, as_api_error, error_body
+from engine.http.metrics import Metrics
+from engine.http.request_span import Phases, describe_generation
+from engine.scheduling.request import MIXED_SERVED, RequestOutput
+from wire.errors import BadRequest
+from wire.requests import SamplingRequest
+from wire.responses import AnswerHead, Progress, PromptTokensDetails, Usage
+from wire.structured import GrammarSpec
+from wire.telemetry.spans import Span
+from wire.text.tokenizer import Tokenizer
+
+# An answer with log-probabilities of more tokens is encoded on a thread: 1,000 with 20 likeliest each take about 10 ms.
+INLINE_ENTRIES = 500
+
+RECEIPT_HEADER = "x-loraplex-adapter-digest"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A parsed request. shown_ids: special tokens to write, because the answer's parser needs them."""
+
+    request_id: str
+    body: SamplingRequest
+    prompts: list[list[int]]
+    prompt_field: str
+    default_max_tokens: int | None
+    answer: Answer[Any]
+    spec: GrammarSpec | None
+    shown_ids: frozenset[int] = frozenset()
+
+
+class Run:
+    """A running request: the engine's outputs become deltas, and the deltas an answer."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        end_ids: frozenset[int],
+        metrics: Metrics,
+        *,
+        internal: bool,
+    ) -> None:
+        body, prompts = asked.body, asked.prompts
+        self._generation = generation
+        self._metrics = metrics
+        self._body = body
+        self._internal = internal
+        self._choices = body.n or 1
+        self.prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self._tally: Tally | None = None
+        self._phases = Phases()
+        self._reason = "abort"
+        self._by_allowance = False
+        include_stop = bool(body.include_stop_str_in_output)
+        stop_ids = frozenset(body.stop_token_ids or ())
+        self._sequences = [
+            Sequence(
+                index,
+                OutputText(
+                    tokenizer,
+                    body.stop_strings,
+                    include_stop=include_stop,
+                    min_tokens=body.min_tokens or 0,
+                    shown_ids=asked.shown_ids,
+                    after=prompts[index // self._choices],
+                ),
+                include_stop=include_stop,
+                end_ids=end_ids,
+                stop_ids=stop_ids,
+                is_empty=body.max_new_tokens == 0,
+            )
+            for index in range(len(prompts) * self._choices)
+        ]
+
+    def keep_tally(self, tally: Tally, allowance: int | None) -> None:
+        """Update the request's counts as it runs, and record all generated tokens at the end, even without a reader.
+
+        allowance: see `Generation`.
+        """
+        self._tally = tally
+        self._generation.allowance, tally.allow = allowance, self._generation.allow
+        self._generation.on_gone = self._end_tally
+
+    def count_left(self) -> None:
+        """Count the sequences that were cancelled before their end, mostly because the client left."""
+        if not self._generation.failed and (left := sum(not sequence.finished for sequence in self._sequences)):
+            self._metrics.finished.labels("abort").inc(left)
+
+    def describe(self, span: Span, path: str) -> None:
+        """Add the request's outcome to its trace."""
+        if span.is_recording:
+            describe_generation(span, path, self._body.model, self._phases, self._progress(), self._reason)
+
+    def _end_tally(self) -> None:
+        assert self._tally is not None
+        done = self._progress()
+        generated = self._generation.num_generated
+        completion = sum(s.num_tokens if s.finished else generated[s.index] for s in self._sequences)
+        reason = "error" if self._generation.failed else "abort"
+        if self._reason == "error" or all(sequence.finished for sequence in self._sequences):
+            reason = self._reason
+        # A request that is refused before its first token has cost nothing.
+        prompt = 0 if reason == "error" and not completion else done.prompt_tokens
+        self._tally.count(prompt, completion, done.cached_tokens)
+        self._tally.end(reason)
+
+    async def whole(self, request: web.Request, answer: Answer[Any], report: Report) -> web.StreamResponse:
+        try:
+            body = await self._whole_body(answer, report)
+        except Exception as exc:
+            if not report.is_open:
+                raise
+            error = as_api_error(exc, request)
+            body, head = error_body(error), AnswerHead(error.status, 0, dict(error.headers or {}))
+        else:
+            head = AnswerHead(200, 0, self._receipt())
+        if report.is_open:
+            return await report.end(head, body)
+        if len(body) <= PIECE_BYTES:
+            return web.Response(body=body, content_type="application/json", headers=head.headers)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"} | head.headers)
+        response.content_length = len(body)
+        try:
+            await response.prepare(request)
+            await write(request, response, body)
+            await response.write_eof()
+        except ConnectionError:
+            return response
+        return response
+
+    async def _whole_body(self, answer: Answer[Any], report: Report) -> bytes:
+        total = [Delta(sequence.index) for sequence in self._sequences]
+        async for deltas in self._deltas():
+            for delta in deltas:
+                total[delta.index].add(delta)
+            await report.tell()
+        usage, progress = self._usage(), self._progress_if_internal()
+
+        def encode() -> bytes:
+            # Encodes choice by choice, so that the objects of a choice are freed before the next one's are made.
+            choices = [msgspec.Raw(msgspec.json.encode(answer.whole(total.pop(0)))) for _ in self._sequences]
+            return msgspec.json.encode(answer.envelope(choices, stream=False, usage=usage, progress=progress))
+
+        entries = sum(len(delta.logprobs) + len(delta.prompt_logprobs or ()) for delta in total)
+        return encode() if entries <= INLINE_ENTRIES else await asyncio.to_thread(encode)
+
+    async def stream(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
+        # Waits for the first output before the headers are sent, so that a refusal until then is a plain error
+        # response.
+        news = self._deltas()
+        deltas = await anext(news)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"} | self._receipt()
+        )
+        try:
+            await response.prepare(request)
+            opened: set[int] = set()
+            while deltas:
+                if payload := self._chunks(answer, deltas, opened):
+                    await write(request, response, payload)
+                try:
+                    deltas = await anext(news, [])
+                except Exception as exc:  # noqa: BLE001 - the status is sent; the error goes into the stream
+                    error = _event(error_body(as_api_error(exc, request)))
+                    await write(request, response, error + b"data: [DONE]\n\n")
+                    return response
+            end = b"data: [DONE]\n\n"
+            if self._body.include_usage:
+                usage = answer.envelope([], stream=True, usage=self._usage(), progress=self._progress_if_internal())
+                end = _event(msgspec.json.encode(usage)) + end
+            await write(request, response, end)
+            await response.write_eof()
+        except ConnectionError:
+            # The client left before the handler was cancelled; returning aborts the sequences.
+            return response
+        finally:
+            await news.aclose()
+        return response
+
+    def _chunks(self, answer: Answer[Any], deltas: list[Delta], opened: set[int]) -> bytes:
+        usage = self._usage() if self._body.continuous_usage else None if self._body.include_usage else UNSET
+        wants_tokens = bool(self._body.return_token_ids)
+        progress = self._progress_if_internal()
+        payload = []
+        for delta in deltas:
+            choices = []
+            if delta.index not in opened:
+                opened.add(delta.index)
+                if (opening := answer.opening(delta.index)) is not None:
+                    choices.append(opening)
+            told = delta.text or delta.logprobs or delta.prompt_logprobs or (wants_tokens and delta.token_ids)
+            if (told or delta.finish_reason) and not answer.is_silent(chunk := answer.chunk(delta)):
+                choices.append(chunk)
+            for choice in choices:
+                event = answer.envelope([choice], stream=True, usage=usage, progress=progress)
+                payload.append(_event(msgspec.json.encode(event)))
+        if self._internal and not payload:
+            # The gateway counts every token, including those whose text is held back.
+            payload.append(_event(msgspec.json.encode(answer.envelope([], stream=True, progress=progress))))
+        return b"".join(payload)
+
+    async def _deltas(self) -> AsyncGenerator[list[Delta], None]:
+        """Yield the sequences' deltas, a list for all outputs that have arrived; ends when all sequences have ended."""
+        arrived = time.perf_counter()
+        last: dict[int, float] = {}
+        shared = SharedPrompt(self._choices) if self._body.num_prompt_logprobs is not None else None
+        left = len(self._sequences)
+        while left:
+            outputs: dict[int, list[RequestOutput]] = {}
+            for index, output in await self._generation.news():
+                outputs.setdefault(index, []).append(output)
+            now = time.perf_counter()
+            deltas = []
+            for index, news in outputs.items():
+                sequence = self._sequences[index]
+                if sequence.finished:
+                    continue
+                delta = sequence.take(news)
+                self._reason = delta.finish_reason or self._reason
+                if delta.finish_reason is not None:
+                    self._metrics.finished.labels(delta.finish_reason).inc()
+                if delta.error_param is not None:
+                    code = "adapter_refused" if delta.error_param == "model" else None
+                    raise BadRequest(delta.error_param, delta.error or "", code)
+                if delta.error is not None:
+                    raise ApiError(500, delta.error, kind="server_error", code="generation_failed")
+                if index in last:
+                    self._metrics.inter_token_latency.observe(now - last[index])
+                else:
+                    self._metrics.time_to_first_token.observe(now - arrived)
+                    self._phases.first_token(news[0].started_at)
+                last[index] = now
+                if sequence.finished:
+                    left -= 1
+                    if delta.finish_reason == "length" and index in self._generation.ended_by_allowance:
+                        self._by_allowance = True
+                    self._generation.stop(index)
+                deltas.append(delta)
+            if deltas:
+                if self._tally is not None:
+                    done = self._progress()
+                    self._tally.count(done.prompt_tokens, done.completion_tokens, done.cached_tokens)
+                if ready := deltas if shared is None else shared.share(deltas):
+                    yield ready
+
+    def _progress(self) -> Progress:
+        # A prompt counts once for all of its choices, because the others find it in the cache.
+        cached = 0
+        for start in range(0, len(self._sequences), self._choices):
+            group = self._sequences[start : start + self._choices]
+            cached += min((s.num_cached_tokens for s in group if s.num_prompt_tokens), default=0)
+        completion = sum(s.num_tokens for s in self._sequences)
+        return Progress(completion, self.prompt_tokens, cached, self._served(), self._by_allowance or UNSET)
+
+    def _served(self) -> str | None:
+        """Return the receipt of all sequences; a sequence without a step has none."""
+        served = {s.served_digest for s in self._sequences if s.served_digest is not None}
+        return MIXED_SERVED if len(served) > 1 else next(iter(served), None)
+
+    def _receipt(self) -> dict[str, str]:
+        """Return the header with the receipt of the steps so far; for a stream, of its first steps."""
+        served = self._served()
+        return {} if served is None else {RECEIPT_HEADER: served}
+
+    def _progress_if_internal(self) -> Progress | msgspec.UnsetType:
+        return self._progress() if self._internal else UNSET
+
+    def _usage(self) -> Usage:
+        done = self._progress()
+        return Usage(
+            done.prompt_tokens,
+            done.completion_tokens,
+            done.prompt_tokens + done.completion_tokens,
+            PromptTokensDetails(done.cached_tokens),
+        )
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

@@ -1,0 +1,50 @@
+"""Sampling parameters of a request, with the model's defaults for the fields that it leaves out."""
+
+from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.sampling_defaults import OPENAIS, SamplingDefaults
+from engine.scheduling.request import SamplingParams
+from engine.structured.compiler import Grammar
+from wire.requests import SamplingRequest
+
+# A draw colder or narrower than these is the likeliest token, and its numbers would no longer be finite in fp32.
+MIN_TEMPERATURE = 1e-5
+MIN_TOP_P = 1e-6
+
+
+def sampling_params(
+    request: SamplingRequest,
+    max_tokens: int,
+    index: int,
+    grammar: Grammar | None = None,
+    defaults: SamplingDefaults = OPENAIS,
+    allowed: AllowedTokens | None = None,
+    bad_words: BannedWords | None = None,
+) -> SamplingParams:
+    """Return the parameters of the choice `index`. Each choice of a seeded request has a seed of its own. The
+    prompt's log-probabilities are computed with the first choice only.
+    """
+    temperature = _or(request.temperature, defaults.temperature)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
+        top_p=max(_or(request.top_p, defaults.top_p), MIN_TOP_P),
+        top_k=max(0, defaults.top_k if request.top_k is None else request.top_k),
+        min_p=_or(request.min_p, defaults.min_p),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
+        logit_bias={int(key): bias for key, bias in (request.logit_bias or {}).items()},
+        seed=None if request.seed is None else (request.seed + index) % 2**63,
+        min_tokens=request.min_tokens or 0,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs if index == 0 else None,
+        grammar=grammar,
+        allowed=allowed,
+        bad_words=bad_words,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,132 @@
+"""One choice of an answer while it is generated: its text, log-probabilities and counts."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from engine.answering.text import OutputText
+from engine.scheduling.request import RequestOutput, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a choice gained since the last one. `logprobs` has one entry a token, empty if none were asked for.
+
+    stop_reason: the stop string or the stop token's id that ended it; None for any other end.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    error_param: str | None = None
+
+    def add(self, other: "Delta") -> None:
+        """Appends a later delta of the same choice."""
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+
+
+class SharedPrompt:
+    """Gives all choices of a prompt the log-probabilities that its first choice computed. Holds the other choices'
+    deltas until then, because a choice's first delta carries its prompt.
+    """
+
+    def __init__(self, num_choices: int) -> None:
+        self._num_choices = num_choices
+        self._found: dict[int, list[TokenLogprobs | None] | None] = {}
+        self._held: dict[int, list[Delta]] = {}
+        self._begun: set[int] = set()
+
+    def share(self, deltas: list[Delta]) -> list[Delta]:
+        """Return the deltas that can be written now, among them those held so far, in their order."""
+        ready = []
+        for delta in deltas:
+            prompt, choice = divmod(delta.index, self._num_choices)
+            if choice and prompt not in self._found:
+                self._held.setdefault(prompt, []).append(delta)
+                continue
+            if not choice:
+                self._found.setdefault(prompt, delta.prompt_logprobs)
+            for released in (delta, *self._held.pop(prompt, ())):
+                if released.index not in self._begun:
+                    self._begun.add(released.index)
+                    released.prompt_logprobs = self._found[prompt]
+                ready.append(released)
+        return ready
+
+
+class Sequence:
+    """Feeds a choice's outputs through its detokenizer and stop strings."""
+
+    def __init__(
+        self,
+        index: int,
+        text: OutputText,
+        *,
+        include_stop: bool,
+        end_ids: Collection[int],
+        stop_ids: Collection[int],
+        is_empty: bool = False,
+    ) -> None:
+        """end_ids, stop_ids: the model's own and the request's tokens that end the sequence; they are not part of its
+        text, unless `include_stop`. is_empty: only the prompt was asked for, and what is generated is nobody's.
+        """
+        self.index = index
+        self._text = text
+        self._include_stop = include_stop
+        self._end_ids = end_ids
+        self._stop_ids = stop_ids
+        self._is_empty = is_empty
+        self.num_prompt_tokens = 0
+        self.served_digest: str | None = None
+        self.num_cached_tokens = 0
+        self.finished = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self._text.num_tokens
+
+    def take(self, outputs: Iterable[RequestOutput]) -> Delta:
+        """The sum of some outputs, in their order."""
+        delta = Delta(self.index)
+        for output in outputs:
+            if not self.finished:
+                self._take(output, delta)
+        return delta
+
+    def _take(self, output: RequestOutput, delta: Delta) -> None:
+        self.num_prompt_tokens = output.num_prompt_tokens
+        self.served_digest = output.served_digest or self.served_digest
+        self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            delta.prompt_logprobs = output.prompt_logprobs
+        if self._is_empty and output.error is None:
+            delta.finish_reason, self.finished = "length", True
+            return
+        ids = output.token_ids
+        last = ids[-1] if ids and output.finish_reason == "stop" else None
+        unseen = not self._include_stop and (last in self._end_ids or last in self._stop_ids)
+        before = self._text.num_tokens
+        delta.text += self._text.push(ids[:-1] if unseen else ids)
+        finish_reason: str | None = output.finish_reason
+        if finish_reason is not None and not self._text.stopped:
+            delta.text += self._text.finish()
+            if unseen and not self._text.stopped:
+                self._text.count_unseen()
+        if self._text.stopped:
+            finish_reason, delta.stop_reason = "stop", self._text.stop
+        elif last in self._stop_ids and last not in self._end_ids:
+            delta.stop_reason = last
+        taken = self._text.num_tokens - before
+        delta.token_ids += ids[:taken]
+        if output.logprobs is not None:
+            delta.logprobs += output.logprobs[:taken]
+        delta.finish_reason, delta.error, delta.error_param = finish_reason, output.error, output.error_param
+        self.finished = finish_reason is not None

@@ -1,0 +1,197 @@
+"""What the gateways' last requests have cost, running ones too: whoever settles an account can ask what was generated.
+
+A ring of fixed slots in shared memory of a file, if one is given: it then outlives the process, however that ends, for
+what is written to such memory is the kernel's to keep. Counts are written before the tokens they count are sent.
+"""
+
+import asyncio
+import fcntl
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from wire.responses import FinishedRequest
+
+logger = logging.getLogger(__name__)
+
+NUM_SLOTS = 100_000
+MAX_ID_BYTES = 64
+# Magic and form, slots, the next slot, and the sums over all requests that ended: how many, their tokens.
+HEADER = struct.Struct("<16sQQqqq")
+MAGIC = b"loraplex ended 1"
+# Id, how it ended (empty: it runs), tokens of prompt, completion, and of the prompt from the cache.
+SLOT = struct.Struct(f"<{MAX_ID_BYTES}s16sqqq")
+COUNTS = struct.Struct("<qqq")
+REASON_AT = MAX_ID_BYTES
+COUNTS_AT = MAX_ID_BYTES + 16
+# How a request ended whose engine was killed: its counts are those of its last tokens.
+KILLED = "killed"
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+class Tally:
+    """One running request's slot. Counts are of the whole request so far."""
+
+    __slots__ = ("_at", "_ring", "allow", "cached_tokens", "completion_tokens", "ended", "prompt_tokens", "request_id")
+
+    def __init__(self, ring: "FinishedRequests", at: int, request_id: str) -> None:
+        self._ring = ring
+        self._at = at
+        self.request_id = request_id
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self.ended = asyncio.Event()
+        # Called with the request's raised allowance.
+        self.allow: Callable[[int], None] = _ignore
+
+    def count(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
+        self.prompt_tokens, self.completion_tokens, self.cached_tokens = prompt_tokens, completion_tokens, cached_tokens
+        self._ring.write_counts(self._at, self)
+
+    def end(self, reason: str) -> None:
+        """Once; the counts stand from here on."""
+        self._ring.end(self._at, self, reason)
+        self.ended.set()
+
+
+class FinishedRequests:
+    """Used on the event loop only. path None: kept in memory. Raises OSError or ValueError for a file of no use."""
+
+    def __init__(self, path: Path | None = None, num_slots: int = NUM_SLOTS) -> None:
+        self._memory, self._lock = _map(path, HEADER.size + num_slots * SLOT.size)
+        self._num_slots = num_slots
+        self._slots: dict[str, int] = {}
+        self._running: dict[str, Tally] = {}
+        self._next = self.num_ended = self.prompt_tokens = self.completion_tokens = 0
+        magic, slots, *rest = HEADER.unpack_from(self._memory)
+        if magic == bytes(16):
+            self._write_header()
+        elif (magic, slots) != (MAGIC, num_slots):
+            raise ValueError(f"{path}: expected a file of {num_slots} finished requests, found something else")
+        else:
+            self._next, self.num_ended, self.prompt_tokens, self.completion_tokens = rest
+            self._recover()
+
+    def open(self, request_id: str, prompt_tokens: int) -> Tally:
+        """Takes the oldest slot. request_id: at most MAX_ID_BYTES ASCII characters."""
+        at = HEADER.size + self._next * SLOT.size
+        self._next = (self._next + 1) % self._num_slots
+        overwritten = self._id(at)
+        if self._slots.get(overwritten) == at:
+            del self._slots[overwritten]
+        SLOT.pack_into(self._memory, at, request_id.encode("ascii"), b"", prompt_tokens, 0, 0)
+        self._write_header()
+        self._slots[request_id] = at
+        tally = self._running[request_id] = Tally(self, at, request_id)
+        tally.prompt_tokens = prompt_tokens
+        return tally
+
+    def get(self, request_id: str) -> FinishedRequest | None:
+        at = self._slots.get(request_id)
+        if at is None:
+            return None
+        _, reason, prompt, completion, cached = SLOT.unpack_from(self._memory, at)
+        return FinishedRequest(request_id, _text(reason) or None, prompt, completion, cached)
+
+    def allow(self, request_id: str, tokens: int) -> bool:
+        """Raise a request's allowance. Return False if it does not run."""
+        tally = self._running.get(request_id)
+        if tally is not None:
+            tally.allow(tokens)
+        return tally is not None
+
+    def close(self) -> None:
+        """Lets another engine have the file. What is counted late is still counted."""
+        if self._lock is not None:
+            # The mapping holds the file open, and with it the lock.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            self._lock = None
+
+    def ids(self) -> list[str]:
+        """Of all that are known."""
+        return list(self._slots)
+
+    async def wait(self, request_ids: list[str], seconds: float) -> None:
+        """Until none of them runs, at most so long."""
+        ends = [asyncio.ensure_future(self._running[id_].ended.wait()) for id_ in request_ids if id_ in self._running]
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=seconds)
+            for end in late:
+                end.cancel()
+
+    def write_counts(self, at: int, tally: Tally) -> None:
+        if self._slots.get(tally.request_id) == at:
+            counts = (tally.prompt_tokens, tally.completion_tokens, tally.cached_tokens)
+            COUNTS.pack_into(self._memory, at + COUNTS_AT, *counts)
+
+    def end(self, at: int, tally: Tally, reason: str) -> None:
+        if self._running.get(tally.request_id) is tally:
+            del self._running[tally.request_id]
+        self._add(tally.prompt_tokens, tally.completion_tokens)
+        if self._slots.get(tally.request_id) == at:
+            struct.pack_into("<16s", self._memory, at + REASON_AT, reason.encode("ascii"))
+
+    def _add(self, prompt_tokens: int, completion_tokens: int) -> None:
+        self.num_ended += 1
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+        self._write_header()
+
+    def _write_header(self) -> None:
+        sums = (self.num_ended, self.prompt_tokens, self.completion_tokens)
+        HEADER.pack_into(self._memory, 0, MAGIC, self._num_slots, self._next, *sums)
+
+    def _recover(self) -> None:
+        """What the last process left: ended requests, and running ones that ended with it."""
+        killed = 0
+        # From the oldest, so that of an id that came twice the last is found.
+        for i in range(self._num_slots):
+            at = HEADER.size + (self._next + i) % self._num_slots * SLOT.size
+            request_id = self._id(at)
+            if not request_id:
+                continue
+            self._slots[request_id] = at
+            _, reason, prompt, completion, cached = SLOT.unpack_from(self._memory, at)
+            if not _text(reason):
+                killed += 1
+                # What failed before its first token has cost nothing.
+                prompt = prompt if completion else 0
+                SLOT.pack_into(
+                    self._memory, at, request_id.encode("ascii"), KILLED.encode(), prompt, completion, cached
+                )
+                self._add(prompt, completion)
+        if killed:
+            logger.warning("%d requests were running when the last engine here ended", killed)
+
+    def _id(self, at: int) -> str:
+        return _text(self._memory[at : at + MAX_ID_BYTES])
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode("ascii", "replace")
+
+
+def _map(path: Path | None, size: int) -> tuple[mmap.mmap, int | None]:
+    """The memory, and the descriptor whose lock keeps other engines away until this process is gone."""
+    if path is None:
+        return mmap.mmap(-1, size), None
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_size not in (0, size):
+            raise ValueError(f"{path}: expected a file of {size} bytes, or none")
+        os.posix_fallocate(descriptor, 0, size)  # a full disk is an error now, not a SIGBUS later
+        return mmap.mmap(descriptor, size), descriptor
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(f"{path}: is another engine's") from error
+    except (OSError, ValueError):
+        os.close(descriptor)
+        raise

@@ -1,0 +1,132 @@
+"""Decode steps as CUDA graphs, one per number of rows and for steps with and without LoRA.
+
+Everything that changes from step to step lies in static buffers, which one copy refills; a graph reads them and replays
+with any requests, contexts and mix of adapters. Rows beyond the step's own are padding: a negative slot stores no key,
+a context of 0 reads none, adapter -1 is the base model. Where there is no GPU a replay is the same step called again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.layout import Layout
+from engine.execution.transfer import upload
+from kernels.backend import LoraTables
+from kernels.batch import ANY_ADAPTERS, Batch
+
+Forward = Callable[[Batch], Tensor]
+Replay = Callable[[], Tensor]
+
+# The rows of `Graphs._fields`.
+_TOKEN_IDS, _SEATS, _POSITIONS, _SLOTS, _CONTEXT_LENS, _ADAPTERS = range(6)
+
+
+def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, then every 8 rows up to 64, every 16 beyond: a step computes few rows for nothing."""
+    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16), max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+class DecodeGraphs:
+    """forward: `[L, vocab]` fp32 logits of a batch, launching nothing but device work that a graph can hold.
+
+    sizes: numbers of rows to capture. last_tokens: the newest token of each seat. max_model_len: tokens of the longest
+    context, in blocks of block_size. Captures when made, the largest first, into one memory pool that all share: the
+    logits of a replay are good until the next one. progress: called with how many graphs are captured, of how many.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        sizes: Sequence[int],
+        lora: LoraTables,
+        last_tokens: Tensor,
+        *,
+        max_model_len: int,
+        block_size: int,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._forward, self._lora, self._last_tokens = forward, lora, last_tokens
+        self._sizes = sorted(sizes)
+        self._max_model_len = max_model_len
+        self._device = last_tokens.device
+        self._pool: Any = None  # torch names no type for it
+        most = self._sizes[-1]
+        self._tables = torch.zeros(most, -(-max_model_len // block_size), dtype=torch.int32, device=self._device)
+        self._row_starts = torch.arange(most + 1, dtype=torch.int32, device=self._device)
+        self._rows = torch.arange(most, device=self._device)
+        self._fields = {size: self._padding(size) for size in self._sizes}
+        self._replays: dict[tuple[int, bool], Replay] = {}
+        for size in reversed(self._sizes):
+            for with_lora in (True, False):
+                self._replays[size, with_lora] = self._capture(size, with_lora)
+                progress(len(self._replays), 2 * len(self._sizes))
+
+    def run(self, layout: Layout) -> Tensor | None:
+        """The logits of the layout's `logits_rows`; None for a step that no graph serves: a prompt's, one larger than
+        the largest, or one with an adapter of embed_tokens or lm_head."""
+        num_rows, lora = len(layout.seats), self._lora
+        if len(layout.token_ids) != num_rows or num_rows > self._sizes[-1]:
+            return None
+        adapters = layout.adapter_slots
+        if any(slot in lora.embeddings or slot in lora.heads for slot in adapters):
+            return None
+        size = next(size for size in self._sizes if size >= num_rows)
+        fields = np.zeros((6, size), np.int64)
+        fields[_SLOTS] = fields[_ADAPTERS] = -1
+        fields[:, :num_rows] = (
+            layout.token_ids, layout.seats, layout.positions, layout.slots, layout.context_lens, layout.adapters
+        )  # fmt: skip
+        new_fields, new_tables, logits_rows = upload(self._device, (fields, layout.block_tables, layout.logits_rows))
+        self._fields[size].copy_(new_fields)
+        self._tables[:num_rows, : new_tables.shape[1]].copy_(new_tables)
+        logits = self._replays[size, bool(adapters)]()
+        return logits[:num_rows] if len(logits_rows) == num_rows else logits[logits_rows]
+
+    def _padding(self, size: int) -> Tensor:
+        fields = torch.zeros(6, size, dtype=torch.int64, device=self._device)
+        fields[_SLOTS] = fields[_ADAPTERS] = -1
+        return fields
+
+    def _capture(self, size: int, with_lora: bool) -> Replay:
+        def step() -> Tensor:
+            return self._forward(self._batch(size, with_lora))
+
+        if self._device.type != "cuda":
+            return step
+        # Outside of the graph first: kernels are compiled and libraries make their workspaces.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = step()
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+    def _batch(self, size: int, with_lora: bool) -> Batch:
+        fields = self._fields[size]
+        newest = self._last_tokens[fields[_SEATS]]
+        return Batch(
+            token_ids=torch.where(fields[_TOKEN_IDS] < 0, newest, fields[_TOKEN_IDS]),
+            positions=fields[_POSITIONS],
+            slot_mapping=fields[_SLOTS],
+            query_start=self._row_starts[: size + 1],
+            context_lens=fields[_CONTEXT_LENS].to(torch.int32),
+            block_tables=self._tables[:size],
+            adapter_index=fields[_ADAPTERS].to(torch.int32),
+            logits_rows=self._rows[:size],
+            max_query_len=1,
+            max_context_len=self._max_model_len,
+            adapter_slots=ANY_ADAPTERS if with_lora else (),
+        )

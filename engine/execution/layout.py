@@ -1,0 +1,169 @@
+"""One step's plan as flat arrays on the host, and these as the tensors of `kernels.batch.Batch`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from engine.execution.transfer import upload
+from engine.scheduling.request import BASE_SERVED, MIXED_SERVED, Request
+from kernels.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """The logits rows `row:row + num_tokens` of a request that wants prompt_logprobs, from position `first` on."""
+
+    request: Request
+    first: int
+    num_tokens: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A step on the host, T tokens of B requests; dtypes and shapes as in `Batch`.
+
+    token_ids: -1 for a token that only the device knows. seats, adapters, counts: of each request, `[B]`.
+    sampled: the requests that get a token, and `sampled_rows` their rows of the logits.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    query_start: np.ndarray
+    context_lens: np.ndarray
+    block_tables: np.ndarray
+    logits_rows: np.ndarray
+    seats: np.ndarray
+    adapters: np.ndarray
+    counts: np.ndarray
+    sampled: list[Request]
+    sampled_rows: list[int]
+    prompt_rows: list[PromptRows]
+
+    @property
+    def adapter_slots(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self.adapters.tolist()) - {-1}))
+
+
+class Planner:
+    """Lay plans flat. Each seat's block table stays, and only blocks that are new to it are written.
+
+    slot_digests: the digest of the adapter in each slot of the device pool, "" where there is none.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, slot_digests: Sequence[str] = ()) -> None:
+        self.block_size = block_size
+        self._slot_digests = slot_digests
+        self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._held: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._written = [0] * max_num_seqs
+
+    def lay_out(self, plan: Mapping[Request, int]) -> Layout:
+        """Lay out the plan's requests in its order. Rows of the logits are every position of a prompt whose request
+        wants prompt_logprobs, else the last token of each request that this step brings to its end.
+        """
+        token_ids: list[int] = []
+        seats: list[int] = []
+        firsts: list[int] = []
+        adapters: list[int] = []
+        rows: list[int] = []
+        sampled_rows: list[int] = []
+        sampled: list[Request] = []
+        prompt_rows: list[PromptRows] = []
+        num_blocks = 1
+        for request, n in plan.items():
+            first, known, blocks = request.num_computed, request.token_ids, request.blocks
+            self._write(request.seat, blocks)
+            num_blocks = max(num_blocks, len(blocks))
+            if n == 1:
+                token_ids.append(known[first] if first < len(known) else -1)
+            else:
+                token_ids += known[first : first + n]
+            seats.append(request.seat)
+            firsts.append(first)
+            adapters.append(request.adapter_slot)
+            request.record_served(self._served(request.adapter_slot))
+            end = len(token_ids)
+            if request.wants_prompt_logprobs:
+                prompt_rows.append(PromptRows(request, first, n, len(rows)))
+                rows += range(end - n, end)
+            elif first + n == request.num_tokens:
+                rows.append(end - 1)
+            if first + n == request.num_tokens:
+                sampled.append(request)
+                sampled_rows.append(len(rows) - 1)
+        counts = np.fromiter(plan.values(), np.int64, len(plan))
+        starts = np.zeros(len(plan) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        first_at = np.array(firsts, np.int64)
+        seat_of = np.array(seats, np.int64)
+        if len(token_ids) == len(plan):
+            positions, owners = first_at, seat_of
+        else:
+            positions = np.arange(len(token_ids)) - np.repeat(starts[:-1] - first_at, counts)
+            owners = np.repeat(seat_of, counts)
+        size = self.block_size
+        return Layout(
+            token_ids=np.array(token_ids, np.int64),
+            positions=positions,
+            slots=self._tables[owners, positions // size].astype(np.int64) * size + positions % size,
+            query_start=starts,
+            context_lens=(first_at + counts).astype(np.int32),
+            block_tables=np.take(self._tables[:, :num_blocks], seat_of, axis=0),
+            logits_rows=np.array(rows, np.int64),
+            seats=seat_of,
+            adapters=np.array(adapters, np.int32),
+            counts=counts,
+            sampled=sampled,
+            sampled_rows=sampled_rows,
+            prompt_rows=prompt_rows,
+        )
+
+    def _served(self, slot: int) -> str:
+        """Return the receipt of a slot; pages of an unknown adapter count as mixed, because no request asked for
+        them.
+        """
+        if slot < 0:
+            return BASE_SERVED
+        digest = self._slot_digests[slot]
+        return f"sha256:{digest}" if digest else MIXED_SERVED
+
+    def _write(self, seat: int, blocks: list[int]) -> None:
+        if self._held[seat] is not blocks:  # another request's, or the same one's after it was preempted
+            self._held[seat] = blocks
+            self._written[seat] = 0
+        written = self._written[seat]
+        if written < len(blocks):
+            self._tables[seat, written : len(blocks)] = blocks[written:]
+            self._written[seat] = len(blocks)
+
+
+def make_batch(layout: Layout, last_tokens: Tensor) -> Batch:
+    """The layout on the device of `last_tokens`, the newest token of each seat, which -1 stands for."""
+    unknown = np.flatnonzero(layout.token_ids < 0)
+    owners = np.searchsorted(layout.query_start, unknown, side="right") - 1
+    arrays = (
+        layout.token_ids, layout.positions, layout.slots, layout.query_start, layout.context_lens, layout.block_tables,
+        np.repeat(layout.adapters, layout.counts), layout.logits_rows, unknown, layout.seats[owners],
+    )  # fmt: skip
+    *tensors, rows, seats = upload(last_tokens.device, arrays)
+    token_ids, positions, slots, query_start, context_lens, block_tables, adapter_index, logits_rows = tensors
+    if len(unknown):
+        token_ids.index_copy_(0, rows, last_tokens[seats])
+    return Batch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slots,
+        query_start=query_start,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        adapter_index=adapter_index,
+        logits_rows=logits_rows,
+        max_query_len=int(layout.counts.max()),
+        max_context_len=int(layout.context_lens.max()),
+        adapter_slots=layout.adapter_slots,
+        has_base_rows=bool((layout.adapters < 0).any()),
+    )

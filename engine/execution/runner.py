@@ -1,0 +1,164 @@
+"""Run plans: batch, forward pass, next tokens. Owns the KV cache's tensors; knows no queues.
+
+`forward` and `sample` launch and do not wait, so that on a GPU the host can plan and publish while the device computes:
+each seat's newest token stays in a table on the device, where the next forward pass finds it.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adapters.tiers.device_pool import AdapterPool
+from engine.execution.graphs import DecodeGraphs
+from engine.execution.layout import Layout, Planner, PromptRows, make_batch
+from engine.execution.sampler import RowLogprobs, mark_not_finite, sample, token_logprobs
+from engine.execution.transfer import Download, upload
+from engine.model.llama import Decoder
+from engine.scheduling.request import Request, Status
+from kernels.backend import KvCache
+from kernels.memory import lazy_zeros
+from kernels.reference import LARGEST
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A forward pass on its way. logits: `[L, vocab]` fp32, a row for each of the layout's `logits_rows`."""
+
+    layout: Layout
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A step's tokens while they are copied to the host."""
+
+    requests: list[Request]
+    tokens: Download | None
+    logprobs: list[tuple[list[Request | PromptRows], list[int], Download]]
+
+    def wait(self) -> dict[Request, int]:
+        """Return the next token of each request whose tokens were all computed, and hand out logprobs.
+
+        The token is `NOT_FINITE` where a request's logits are NaN or infinite.
+        """
+        for owners, top, download in self.logprobs:
+            for owner, entry in zip(owners, RowLogprobs(*download.wait()).entries(top), strict=True):
+                if isinstance(owner, Request):
+                    owner.logprobs.append(entry)
+                else:
+                    owner.request.prompt_logprobs.append(entry)
+        if self.tokens is None:
+            return {}
+        return dict(zip(self.requests, self.tokens.wait()[0].tolist(), strict=True))
+
+
+class Runner:
+    """num_blocks blocks of block_size tokens in every layer, in the decoder's dtype and on its device.
+
+    A request may hold as many of them as max_model_len tokens need; max_num_seqs requests run at once. kv_dtype: the
+    cache's own, if it is another than the model's. graph_sizes: see `engine.execution.graphs`; empty: no graphs.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        adapters: AdapterPool,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        kv_dtype: torch.dtype | None = None,
+        graph_sizes: tuple[int, ...] = (),
+        progress: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
+        c = decoder.config
+        self.decoder, self.device = decoder, device
+        shape = (num_blocks, c.num_kv_heads, block_size, c.head_dim)
+        kv = [make_kv_cache(shape, kv_dtype or dtype, device) for _ in range(c.num_layers)]
+        decoder.attach(kv, adapters)
+        self._planner = Planner(max_num_seqs, -(-max_model_len // block_size), block_size, adapters.slot_digests)
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.graphs: DecodeGraphs | None = None
+        if graph_sizes:
+            with torch.inference_mode():
+                self.graphs = DecodeGraphs(
+                    decoder.forward,
+                    graph_sizes,
+                    adapters,
+                    self._last_tokens,
+                    max_model_len=max_model_len,
+                    block_size=block_size,
+                    progress=progress,
+                )
+
+    @torch.inference_mode()
+    def forward(self, plan: Mapping[Request, int]) -> Launched:
+        """Starts the computation of the plan's tokens."""
+        layout = self._planner.lay_out(plan)
+        logits = self.graphs.run(layout) if self.graphs is not None else None
+        if logits is None:
+            logits = self.decoder.forward(make_batch(layout, self._last_tokens))
+        return Launched(layout, logits)
+
+    @torch.inference_mode()
+    def sample(self, launched: Launched) -> Sampling:
+        """Launch the sampling of the next tokens. Every earlier token of the requests must be known by now; requests
+        that have ended are left out.
+        """
+        layout, logits = launched.layout, launched.logits
+        logprobs = [self._prompt_logprobs(rows, logits) for rows in layout.prompt_rows]
+        live = [i for i, request in enumerate(layout.sampled) if request.status is Status.RUNNING]
+        requests = [layout.sampled[i] for i in live]
+        if not requests:
+            return Sampling([], None, [entry for entry in logprobs if entry is not None])
+        rows = [layout.sampled_rows[i] for i in live]
+        if len(rows) != len(logits):
+            [index] = upload(self.device, [np.array(rows)])
+            logits = logits[index]
+        wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
+        if wanted:
+            [index] = upload(self.device, [np.array(wanted)])
+            raw = logits[index]  # as the model gave them, before penalties
+        tokens = sample(logits, requests, self.decoder.ops.sample)
+        if wanted:
+            top = [requests[i].params.logprobs or 0 for i in wanted]
+            found = token_logprobs(raw, tokens[index], max(top))
+            logprobs.append(([requests[i] for i in wanted], top, Download(found.tensors)))
+        [seats] = upload(self.device, [np.array([request.seat for request in requests])])
+        self._last_tokens.index_copy_(0, seats, tokens)
+        chosen = mark_not_finite(tokens, logits)
+        return Sampling(requests, Download([chosen]), [entry for entry in logprobs if entry is not None])
+
+    def _prompt_logprobs(
+        self, rows: PromptRows, logits: Tensor
+    ) -> tuple[list[Request | PromptRows], list[int], Download] | None:
+        request, first = rows.request, rows.first
+        if first == 0:
+            request.prompt_logprobs = [None]  # nothing predicts the first token
+        following = request.token_ids[first + 1 : min(first + rows.num_tokens + 1, request.num_prompt_tokens)]
+        if not following:
+            return None
+        [token_ids] = upload(self.device, [np.array(following)])
+        top = request.params.prompt_logprobs or 0
+        found = token_logprobs(logits[rows.row : rows.row + len(following)], token_ids, top)
+        return [rows] * len(following), [top] * len(following), Download(found.tensors)
+
+
+def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KvCache:
+    """One layer's cache `[num_blocks, num_kv_heads, block_size, head_dim]`, with scales where it has 8 bits."""
+    zeros = functools.partial(lazy_zeros, device=device, huge_pages=True)
+    if dtype not in LARGEST:
+        return KvCache(zeros(shape, dtype), zeros(shape, dtype))
+    return KvCache(
+        zeros(shape, torch.uint8).view(dtype),
+        zeros(shape, torch.uint8).view(dtype),
+        zeros(shape[:3], torch.float32),
+        zeros(shape[:3], torch.float32),
+    )

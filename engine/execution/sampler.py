@@ -1,0 +1,185 @@
+"""Next tokens from logits, vectorised over the batch, without waiting for the device. Rows are independent: a request's
+draw depends on its own seed and position only, never on what else is in the batch."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.logit_edits import edits_of
+from engine.execution.masks import constrain
+from engine.execution.transfer import upload
+from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+# Rows of the vocabulary whose log-probabilities are computed together.
+LOGPROB_ROWS = 64
+_LARGEST_U64 = 2**64 - 1
+
+
+def sample(logits: Tensor, requests: Sequence[Request], draw: Callable[..., Tensor]) -> Tensor:
+    """logits `[n, vocab]` fp32, edited in place; row i chooses `requests[i]`'s next token. Returns `[n]` int64.
+
+    draw: the backend's `sample`; a draw's position is that of its token in the output, from 1.
+    """
+    constrain(logits, [request.mask for request in requests])
+    if any(request.params.edits_logits for request in requests):
+        edit_logits(logits, requests)
+    params = [request.params for request in requests]
+    if all(p.temperature == 0 for p in params):
+        return likeliest(logits)
+    columns = (
+        np.array([p.temperature for p in params], np.float32),
+        np.array([p.top_k for p in params], np.int32),
+        np.array([p.top_p for p in params], np.float32),
+        np.array([p.min_p for p in params], np.float32),
+        np.array([request.seed & _LARGEST_U64 for request in requests], np.uint64).view(np.int64),
+        np.array([request.num_output_tokens + 1 for request in requests], np.int64),
+    )
+    return draw(logits, *upload(logits.device, columns))
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The index of each row's largest logit, the first of equals. `[n]` int64."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    # Not torch's: 16 rows of 49k take it 0.4 ms and more where its threads must wake, numpy 0.1 ms (docs/lab-notes.md).
+    return torch.tensor([int(row.argmax()) for row in logits.numpy()])
+
+
+def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Return tokens `[n]` with `NOT_FINITE` where the chosen logit is NaN or infinite.
+
+    Products with an adapter's finite weights can overflow. A finite choice is kept, whatever the rest of its row is.
+    """
+    chosen = logits.gather(1, tokens[:, None])[:, 0]
+    return torch.where(chosen < torch.inf, tokens, NOT_FINITE)
+
+
+def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
+    """Apply penalties, bias and bans in place: one gather and scatter for all rows of each kind.
+
+    A request whose edits fail ends by itself; no other row depends on it.
+    """
+    scaled, lowered, biased, banned = _Edits(), _Edits(), _Edits(), _Edits()
+    banned_where_masked: list[tuple[int, np.ndarray]] = []
+    for row, request in enumerate(requests):
+        try:
+            _add_penalties(row, request, scaled, lowered)
+            p = request.params
+            if p.logit_bias:
+                biased.add(row, edits_of(request).bias_ids, edits_of(request).bias)
+            for found in _bans(request):
+                if request.mask is None:
+                    banned.add(row, found, 0.0)
+                else:
+                    banned_where_masked.append((row, found))
+        except Exception as exc:
+            log.exception("a request's sampling parameters could not be applied")
+            request.error = f"its sampling parameters could not be applied: {type(exc).__name__}"
+    device = logits.device
+    if scaled:
+        rows, ids, penalty = scaled.upload(device)
+        values = logits[rows, ids]
+        logits[rows, ids] = torch.where(values > 0, values / penalty, values * penalty)
+    if lowered:
+        rows, ids, penalty = lowered.upload(device)
+        logits[rows, ids] = logits[rows, ids] - penalty
+    if biased:
+        rows, ids, bias = biased.upload(device)
+        logits[rows, ids] = logits[rows, ids] + bias
+    if banned:
+        rows, ids, _ = banned.upload(device)
+        logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
+    for row, found in banned_where_masked:
+        # A grammar may leave nothing but its end, or but a banned word: then that comes all the same.
+        [ids] = upload(device, [found])
+        rest = logits[row].index_fill(0, ids, -torch.inf)
+        logits[row] = torch.where(rest.amax() > -torch.inf, rest, logits[row])
+
+
+def _add_penalties(row: int, request: Request, scaled: "_Edits", lowered: "_Edits") -> None:
+    p = request.params
+    if p.repetition_penalty != 1.0:
+        seen, _ = edits_of(request).all.update(request.token_ids)
+        scaled.add(row, seen, p.repetition_penalty)
+    if (p.presence_penalty or p.frequency_penalty) and request.num_output_tokens:
+        used, counts = edits_of(request).output.update(request.token_ids)
+        lowered.add(row, used, p.presence_penalty + p.frequency_penalty * counts)
+
+
+def _bans(request: Request) -> Iterator[np.ndarray]:
+    """Tokens that may not come next, the banned words' before the ends that would come too early. None is empty."""
+    p = request.params
+    if p.bad_words is not None:
+        ids = p.bad_words.after(request.token_ids, request.num_output_tokens)
+        if len(ids):
+            yield ids
+    if request.num_output_tokens < p.min_tokens and request.stop_ids:
+        yield edits_of(request).ends
+
+
+class _Edits:
+    """(row, token, value) triples of many rows. No (row, token) comes twice with two values."""
+
+    def __init__(self) -> None:
+        self._rows: list[np.ndarray] = []
+        self._ids: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, row: int, ids: np.ndarray, values: np.ndarray | float) -> None:
+        self._ids.append(ids)
+        self._rows.append(np.full(len(ids), row))
+        self._values.append(np.broadcast_to(np.asarray(values, np.float32), len(ids)))
+
+    def upload(self, device: torch.device) -> list[Tensor]:
+        return upload(device, [np.concatenate(part) for part in (self._rows, self._ids, self._values)])
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """`[n]` of each row's own token, and the likeliest `[n, most]`; on the device, then on the host."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+
+    def entries(self, top: Sequence[int]) -> list[TokenLogprobs]:
+        """Row i with its `top[i]` likeliest. Reads the tensors' values."""
+        rows = zip(*(t.tolist() for t in self.tensors), top, strict=True)
+        return [TokenLogprobs(t, lp, rank, ids[:n], values[:n]) for t, lp, rank, ids, values, n in rows]
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> RowLogprobs:
+    """Return log-probabilities of each row's token and its `most` likeliest. logits `[n, vocab]` fp32, token_ids
+    `[n]`.
+
+    Works on a few rows at a time; all rows of a long prompt would take twice the memory of its logits.
+    """
+    blocks = [
+        _token_logprobs(logits[at : at + LOGPROB_ROWS], token_ids[at : at + LOGPROB_ROWS], most)
+        for at in range(0, len(logits), LOGPROB_ROWS)
+    ]
+    if len(blocks) == 1:
+        return blocks[0]
+    return RowLogprobs(*(torch.cat(parts) for parts in zip(*(block.tensors for block in blocks), strict=True)))
+
+
+def _token_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> RowLogprobs:
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids[:, None])
+    values, ids = logprobs.topk(max(1, most))
+    return RowLogprobs(token_ids, chosen[:, 0], (logprobs > chosen).sum(-1) + 1, ids, values)

@@ -1,0 +1,133 @@
+"""Access rules of the routes, and the log line of each request. Secrets are compared in constant time, never logged."""
+
+import hmac
+import ipaddress
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from engine.answering.usage_log import MAX_ID_BYTES
+from engine.http.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+OPEN_ROUTES = ("/health", "/livez", "/metrics", "/ping")
+KEYED_ROUTES = ("/tokenize", "/detokenize")
+LOAD_ROUTE = "/v1/load_lora_adapter"
+# Set for a request that showed the internal token.
+IS_INTERNAL = web.RequestKey("is_internal", bool)
+REQUEST_ID = web.RequestKey("request_id", str)
+# nginx's status of a client that did not wait.
+CLIENT_LEFT = 499
+# Characters of an unknown path in the log.
+MAX_PATH = 200
+
+
+class Access:
+    """internal_token: the gateways'. api_keys: the clients' own, any of which opens the API. Neither: all is open."""
+
+    def __init__(self, internal_token: str | None, api_keys: Sequence[str]) -> None:
+        self._internal_token = internal_token
+        self._api_keys = tuple(api_keys)
+
+    @property
+    def is_open(self) -> bool:
+        return self._internal_token is None and not self._api_keys
+
+    @web.middleware
+    async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Raises ApiError 401 or 403."""
+        request[IS_INTERNAL] = internal = self._shows_token(request)
+        if request.path in OPEN_ROUTES or internal:
+            return await handler(request)
+        if self.is_open and request.path == LOAD_ROUTE and not is_loopback(request.remote):
+            raise ApiError(
+                403,
+                "adapters are loaded by path from this machine only, unless the engine has a token or --api-key",
+                kind="permission_error",
+                code="insufficient_permissions",
+            )
+        is_api = request.path.startswith("/v1/") or request.path in KEYED_ROUTES
+        if self._api_keys and is_api:
+            if not self._shows_key(request):
+                raise ApiError(
+                    401,
+                    "Authorization: expected Bearer and one of the engine's API keys",
+                    kind="authentication_error",
+                    code="invalid_api_key",
+                )
+        elif self._internal_token is not None:
+            raise ApiError(
+                401,
+                "x-loraplex-internal-token is missing or wrong",
+                kind="authentication_error",
+                code="invalid_internal_token",
+            )
+        return await handler(request)
+
+    def _shows_token(self, request: web.Request) -> bool:
+        if self._internal_token is None:
+            return False
+        return _equal(request.headers.get("x-loraplex-internal-token", ""), self._internal_token)
+
+    def _shows_key(self, request: web.Request) -> bool:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # All are compared, so that the time does not tell which one was nearly right.
+        return scheme.lower() == "bearer" and sum([_equal(given.strip(), key) for key in self._api_keys]) > 0
+
+
+def _equal(given: str, secret: str) -> bool:
+    # aiohttp hands over bytes that are no UTF-8 as surrogates.
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode())
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether an address or host name is this machine's own; an unknown one is not."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def request_lines(*, access_log: bool) -> Middleware:
+    """Gives each request an id, the client's own where it is fit, and with access_log a line once it has ended."""
+
+    @web.middleware
+    async def logged(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("x-request-id", "")
+        fits = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_BYTES
+        request[REQUEST_ID] = given if fits else uuid.uuid4().hex
+        started, status = time.perf_counter(), CLIENT_LEFT
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        finally:
+            if access_log:
+                milliseconds = (time.perf_counter() - started) * 1000
+                line = (request[REQUEST_ID], request.method, _route(request), status, milliseconds)
+                logger.info("%s %s %s %d %.1f ms", *line)
+
+    return logged
+
+
+async def say_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """For `on_response_prepare`, which streams have too."""
+    if isinstance(request, web.Request) and REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
+
+
+def _route(request: web.Request) -> str:
+    """The route as it was declared; where there is none, the path as it was sent, which may hold anything."""
+    resource = request.match_info.route.resource
+    if resource is not None:
+        return resource.canonical
+    return request.rel_url.raw_path[:MAX_PATH].encode("unicode_escape").decode("ascii")

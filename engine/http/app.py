@@ -1,0 +1,325 @@
+"""The engine's HTTP server: resources in the order they are made, the routes, and the life from bind to drain.
+
+The port is bound first; until the model is loaded every route but /health and /metrics answers 503.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from adapters.manifest import BaseShape
+from adapters.store import Store
+from adapters.tiers.host_cache import HostCache
+from engine.answering.completions import GenerationRoutes
+from engine.answering.engine_thread import EngineLoop
+from engine.answering.grammars import Grammars
+from engine.answering.model_names import ModelRegistry
+from engine.answering.ticket import EngineUnavailable
+from engine.answering.tool_calls import FORMATS, ToolFormat, format_of
+from engine.answering.usage_log import FinishedRequests
+from engine.answering.work_log import log_work
+from engine.config import EngineConfig
+from engine.engine import Engine, resolve_dtype
+from engine.http.access import IS_INTERNAL, Access, request_lines, say_request_id
+from engine.http.description import engine_description
+from engine.http.errors import ApiError, error_boundary
+from engine.http.metrics import Metrics
+from engine.http.routes import EngineRoutes, json_response
+from engine.http.state_feed import StateFeed
+from engine.http.trusted_headers import Caller, read_caller
+from engine.http_requests import guard_requests
+from engine.model.config import parse_model_config, read_config
+from engine.model.weights import Progress, base_tensor
+from engine.sampling_defaults import OPENAIS, read_sampling_defaults
+from engine.scheduling.request import RequestOutput
+from engine.structured.compiler import GrammarCompiler
+from wire.errors import ConfigError
+from wire.responses import Health, Version
+from wire.telemetry.http_log import http_logger
+from wire.telemetry.spans import Tracing, trace_requests
+from wire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 << 20
+GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions")
+# What clients get to take the end of their answers once all requests have ended.
+LAST_WORDS_S = 5.0
+
+
+class Server:
+    """One engine behind HTTP. `start` loads it, `stop` drains and ends it; the app may be served before and after."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        adapter_store: Store | None = None,
+        internal_token: str | None = None,
+        lora_modules: Mapping[str, str] | None = None,
+        max_waiting: int = 1024,
+        drain_s: float = 30.0,
+        tool_call_parser: str | None = None,
+        finished_file: Path | None = None,
+        tracing: Tracing | None = None,
+        api_keys: Sequence[str] = (),
+        access_log: bool = False,
+    ) -> None:
+        """max_waiting: requests beyond the batch that may wait; more get 503.
+
+        lora_modules: adapter folders by the name to serve them under. drain_s: time that `stop` gives requests to end.
+        tool_call_parser: how the model writes tool calls, "hermes" or "llama3_json"; None: as its template says.
+        finished_file: keeps what requests have cost over a restart, however the process ended. api_keys: clients must
+        show one of them. access_log: a line for each request. Raises ConfigError.
+        """
+        self._config = config
+        self._store = adapter_store
+        self.access = Access(internal_token, api_keys)
+        self._access_log = access_log
+        self._work_log: asyncio.Task[None] | None = None
+        self._lora_modules = dict(lora_modules or {})
+        self._max_waiting = max_waiting
+        self._drain_s = drain_s
+        self._tool_format = None if tool_call_parser is None else tool_format(tool_call_parser)
+        self._metrics = Metrics()
+        self._engine: Engine | None = None
+        self._host_cache: HostCache | None = None
+        self._loop: EngineLoop | None = None
+        self._grammars: Grammars | None = None
+        self._routes: EngineRoutes | None = None
+        self._generation: GenerationRoutes | None = None
+        self._finished_file = finished_file
+        self._finished: FinishedRequests | None = None
+        self._states: StateFeed | None = None
+        self._tracing = tracing
+        self._draining = False
+
+    def make_app(self) -> web.Application:
+        traced = [] if self._tracing is None else [trace_requests(self._tracing, GENERATING_ROUTES.__contains__)]
+        app = web.Application(
+            middlewares=[
+                *traced,
+                request_lines(access_log=self._access_log),
+                error_boundary,
+                self.access.authenticate,
+            ],
+            client_max_size=MAX_BODY_BYTES,
+        )
+        app.on_response_prepare.append(say_request_id)
+        app.router.add_post("/v1/completions", self._generating(GenerationRoutes.completions))
+        app.router.add_post("/v1/chat/completions", self._generating(GenerationRoutes.chat))
+        app.router.add_get("/v1/models", self._route(EngineRoutes.list_models))
+        app.router.add_get("/v1/models/{name:.+}", self._route(EngineRoutes.one_model))
+        app.router.add_post("/tokenize", self._route(EngineRoutes.tokenize))
+        app.router.add_post("/detokenize", self._route(EngineRoutes.detokenize))
+        app.router.add_post("/v1/load_lora_adapter", self._route(EngineRoutes.load_adapter))
+        app.router.add_post("/v1/unload_lora_adapter", self._route(EngineRoutes.unload_adapter))
+        app.router.add_get("/state", self._route(EngineRoutes.state))
+        app.router.add_get("/finished", self._route(EngineRoutes.finished_requests))
+        app.router.add_post("/allowances", self._route(EngineRoutes.raise_allowance))
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ping", self._health)
+        app.router.add_get("/livez", self._live)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._render_metrics)
+        app.router.add_get("/openapi.json", self._describe)
+        return app
+
+    async def start(self, progress: Progress | None = None) -> None:
+        """Loads tokenizer, model and named adapters. Raises ConfigError, TokenizerError or OSError."""
+        try:
+            self._finished = FinishedRequests(self._finished_file)
+        except (ValueError, OSError) as error:
+            raise ConfigError("finished_file", str(error)) from error
+        from_model = self._config.generation_config == "auto"
+        defaults = read_sampling_defaults(Path(self._config.model)) if from_model else OPENAIS
+        tokenizer, engine = await asyncio.to_thread(self._load, progress)
+        self._loop = EngineLoop(
+            engine,
+            max_requests=self._config.max_num_seqs + self._max_waiting,
+            on_step=self._stepped,
+        )
+        assert self._host_cache is not None
+        name = self._config.served_model_name or Path(self._config.model).name.removesuffix(".gguf")
+        models = ModelRegistry(name, engine, self._loop, self._host_cache, self._metrics.adapter_load_failures.inc)
+        for lora_name, path in self._lora_modules.items():
+            try:
+                await models.load(lora_name, path)
+            except ApiError as exc:
+                raise ConfigError("lora_modules", f"{lora_name}: {exc}") from exc
+        vocab_size = engine.model_config.vocab_size
+        self._grammars = Grammars(GrammarCompiler(tokenizer.to_json, vocab_size, engine.eos_token_ids))
+        self._generation = GenerationRoutes(
+            tokenizer,
+            self._loop,
+            models,
+            self._grammars,
+            self._metrics,
+            engine.max_model_len,
+            engine.eos_token_ids,
+            self._tool_format or format_of(tokenizer.tool_template),
+            self._finished,
+            defaults,
+            engine.prefix_keys,
+        )
+        self._states = StateFeed(engine, self._loop, models, self._finished)
+        self._work_log = asyncio.create_task(log_work(engine, self._loop))
+        self._routes = EngineRoutes(tokenizer, engine, self._loop, models, self._metrics, self._finished, self._states)
+
+    async def stop(self) -> None:
+        """Refuses new requests, lets those in flight end, then frees everything."""
+        self._draining = True
+        if self._states is not None:
+            self._states.drain()
+        if self._loop is not None:
+            await self._loop.close(self._drain_s)
+        if self._work_log is not None:
+            self._work_log.cancel()
+            await asyncio.wait([self._work_log])
+        if self._states is not None:
+            await self._states.close()
+        if self._grammars is not None:
+            self._grammars.close()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+        if self._host_cache is not None:
+            await asyncio.to_thread(self._host_cache.close)
+        if self._finished is not None:
+            self._finished.close()
+
+    def say_draining(self) -> None:
+        num_requests = 0 if self._loop is None else self._loop.num_in_flight
+        logger.info("draining %d requests, up to %g s", num_requests, self._drain_s)
+
+    def stop_waiting(self) -> None:
+        """`stop`, begun or to come, aborts the requests in flight at once."""
+        self._drain_s = 0.0
+        if self._draining and self._loop is not None:
+            self._loop.stop_waiting()
+
+    def _load(self, progress: Progress | None) -> tuple[Tokenizer, Engine]:
+        path = Path(self._config.model)
+        raw_config = read_config(path)
+        model_config = parse_model_config(raw_config)
+        dtype = resolve_dtype(self._config, model_config)
+        if self._config.tokenizer is not None or path.is_dir():
+            tokenizer = Tokenizer.from_dir(self._config.tokenizer or path)
+        else:
+            from engine.model.gguf.tokenizer import read_tokenizer  # a heavy import that a folder does without
+
+            tokenizer = read_tokenizer(path)
+        try:
+            shape = BaseShape.from_config(raw_config)
+        except ValueError as error:
+            raise ConfigError("model", str(error)) from error
+        self._host_cache = HostCache(
+            self._store,
+            shape,
+            self._config.host_adapter_memory,
+            dtype,
+            base_tensor=partial(base_tensor, path, model_config, dtype),
+            failed=self._metrics.adapter_load_failures.inc,
+        )
+        self._engine = Engine(self._config, self._host_cache, progress)
+        return tokenizer, self._engine
+
+    def _stepped(self, seconds: float, outputs: list[RequestOutput]) -> None:
+        """Runs in the engine's thread."""
+        self._metrics.observe_step(seconds, outputs)
+        if self._states is not None:
+            self._states.stepped()
+
+    def _route(self, handler: Callable[[EngineRoutes, web.Request], Awaitable[web.StreamResponse]]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if self._routes is None:
+                raise EngineUnavailable("the model is loading")
+            return await handler(self._routes, request)
+
+        return handle
+
+    def _generating(
+        self, handler: Callable[[GenerationRoutes, web.Request, Caller], Awaitable[web.StreamResponse]]
+    ) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if self._generation is None or self._states is None:
+                raise EngineUnavailable("the model is loading")
+            try:
+                caller = read_caller(request.headers, internal=request[IS_INTERNAL])
+                return await handler(self._generation, request, caller)
+            finally:
+                # What was aborted leaves without a step.
+                self._states.moved()
+
+        return handle
+
+    async def _health(self, _: web.Request) -> web.Response:
+        if self._loop is not None and self._loop.failure is not None:
+            return json_response(Health("unhealthy", self._loop.failure), 503)
+        if self._draining:
+            return json_response(Health("draining"), 503, {"Retry-After": "1"})
+        if self._routes is None:
+            return json_response(Health("loading"), 503)
+        return json_response(Health("ok"))
+
+    async def _live(self, _: web.Request) -> web.Response:
+        """Answer whether a restart would help: 503 once the engine has failed."""
+        if self._loop is not None and self._loop.failure is not None:
+            return json_response(Health("unhealthy", self._loop.failure), 503)
+        return json_response(Health("ok"))
+
+    async def failed(self) -> None:
+        """Return once the engine has failed; `start` must have ended."""
+        assert self._loop is not None
+        await self._loop.failed.wait()
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return json_response(Version(version("loraplex")))
+
+    async def _describe(self, _: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(engine_description()), content_type="application/json")
+
+    async def _render_metrics(self, _: web.Request) -> web.Response:
+        if self._routes is not None:
+            await self._routes.update_gauges()
+        return web.Response(
+            body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+
+@asynccontextmanager
+async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
+    """Serves the app and yields the port (which one, if 0 was asked for). Raises OSError if it can't be bound.
+
+    A handler is cancelled when its client goes away: that is how its requests leave the engine.
+    """
+    runner = web.AppRunner(
+        server.make_app(),
+        handler_cancellation=True,
+        access_log=None,
+        logger=http_logger("engine.http"),
+        auto_decompress=False,
+        shutdown_timeout=LAST_WORDS_S,
+    )
+    await runner.setup()
+    guard_requests(runner)
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+def tool_format(name: str) -> ToolFormat:
+    """Raises ConfigError for a name that is none of a parser."""
+    if name not in FORMATS:
+        raise ConfigError("tool_call_parser", f"expected {' or '.join(FORMATS)}, got {name!r}")
+    return FORMATS[name]

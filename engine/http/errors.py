@@ -1,0 +1,100 @@
+"""The one place that turns an exception into an HTTP answer of OpenAI's shape."""
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from engine.answering.ticket import EngineUnavailable, QueueFull
+from engine.http_requests import BadHead, check_head
+from wire.errors import BadRequest, RequestError
+from wire.responses import ErrorDetail, ErrorResponse
+from wire.text.tokenizer import ChatTemplateError
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """An answer other than success. `kind` is OpenAI's error type."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(message, kind, param, code)
+        self.headers = headers
+
+
+class ModelNotFound(ApiError):
+    def __init__(self, model: str) -> None:
+        super().__init__(404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found")
+
+
+def as_api_error(exc: Exception, request: web.Request) -> ApiError:
+    """The answer to any exception; one that nobody foresaw is logged and tells the client nothing of itself."""
+    match exc:
+        case ApiError():
+            return exc
+        case BadHead():
+            return ApiError(exc.status, exc.message)
+        case BadRequest():
+            return ApiError(400, exc.message, param=exc.param, code=exc.code)
+        case RequestError():
+            return ApiError(400, f"{exc.field}: {exc.message}", param=exc.field)
+        case ChatTemplateError():
+            return ApiError(400, str(exc), param=exc.param)
+        case EngineUnavailable():
+            headers = {} if exc.retry_after is None else {"Retry-After": str(exc.retry_after)}
+            code = "engine_overloaded" if isinstance(exc, QueueFull) else "engine_unavailable"
+            return ApiError(503, str(exc), kind="server_error", code=code, headers=headers)
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, "the body is too large", code="request_too_large")
+        case web.RequestPayloadError():
+            return ApiError(400, "the body cannot be read: it is not what its headers say")
+        case web.HTTPNotFound():
+            return ApiError(404, exc.reason, code="unknown_url")
+        case web.HTTPMethodNotAllowed():
+            return ApiError(405, exc.reason, code="method_not_allowed", headers={"Allow": exc.headers["Allow"]})
+        case web.HTTPException():
+            kind = "invalid_request_error" if exc.status < 500 else "server_error"
+            return ApiError(exc.status, exc.reason, kind=kind)
+        case _:
+            # repr: the header is the client's own and may hold anything.
+            logger.error("unexpected error in %s, request %r", request.path, _request_id(request), exc_info=exc)
+            return ApiError(
+                500, "the engine could not answer: internal error", kind="server_error", code="internal_error"
+            )
+
+
+def _request_id(request: web.Request) -> str | None:
+    given = request.headers.get("x-request-id")
+    return None if given is None else given[:128]
+
+
+def error_body(error: ApiError) -> bytes:
+    return msgspec.json.encode(ErrorResponse(error.detail))
+
+
+@web.middleware
+async def error_boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        check_head(request)
+        return await handler(request)
+    except ConnectionError:
+        # The client went away; there is nobody to answer.
+        raise
+    except Exception as exc:  # noqa: BLE001 - translated here, once
+        error = as_api_error(exc, request)
+        return web.Response(
+            status=error.status, body=error_body(error), content_type="application/json", headers=error.headers
+        )

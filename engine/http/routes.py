@@ -1,0 +1,154 @@
+"""The routes beside generation: models and adapters, tokens, and what the engine says of itself."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from engine.answering.completions import offload
+from engine.answering.engine_thread import EngineLoop
+from engine.answering.model_names import ModelRegistry
+from engine.answering.ticket import EngineUnavailable
+from engine.answering.usage_log import FinishedRequests
+from engine.engine import Engine, EngineState
+from engine.http.metrics import Metrics
+from engine.http.state_feed import StateFeed
+from wire.decoding import decode
+from wire.errors import BadRequest
+from wire.http_body import read_body
+from wire.requests import AllowanceRequest, DetokenizeRequest, LoadAdapterRequest, TokenizeRequest, UnloadAdapterRequest
+from wire.responses import (
+    AdapterLoaded,
+    AllowanceRaised,
+    DetokenizeResponse,
+    FinishedRequestList,
+    ModelList,
+    TokenizeResponse,
+)
+from wire.text.tokenizer import TextTooLong, Tokenizer
+
+# A scrape does not wait for a long step; the gauges then keep their last reading.
+SCRAPE_WAIT_S = 1.0
+# Of one text: a million tokens take seconds and hundreds of megabytes.
+MAX_TOKENIZED = 1 << 17
+# Of one question after finished requests.
+MAX_IDS, MAX_WAIT_S = 1000, 10.0
+
+
+def json_response(body: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json", headers=headers)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRoutes:
+    """Handlers over one running engine."""
+
+    tokenizer: Tokenizer
+    engine: Engine
+    loop: EngineLoop
+    models: ModelRegistry
+    metrics: Metrics
+    finished: FinishedRequests
+    states: StateFeed
+
+    async def list_models(self, _: web.Request) -> web.Response:
+        return json_response(ModelList(self.models.list(self.engine.max_model_len)))
+
+    async def one_model(self, request: web.Request) -> web.Response:
+        return json_response(self.models.one(request.match_info["name"], self.engine.max_model_len))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        raw = await read_body(request)
+        body = decode(TokenizeRequest, raw)
+        if body.model is not None:
+            self.models.digest(body.model)
+        tokens = await offload(len(raw), lambda: self._tokenize(body))
+        names = [self.tokenizer.token(i) for i in tokens] if body.return_token_strs else UNSET
+        return json_response(TokenizeResponse(tokens, len(tokens), self.engine.max_model_len, names))
+
+    def _tokenize(self, body: TokenizeRequest) -> list[int]:
+        limit = max(MAX_TOKENIZED, self.engine.max_model_len)
+        try:
+            if body.messages is None:
+                special = body.add_special_tokens is not False
+                return self.tokenizer.encode(body.prompt or "", add_special_tokens=special, limit=limit)
+            return self.tokenizer.encode_chat(*body.template_input(), limit=limit)
+        except TextTooLong:
+            field = "prompt" if body.messages is None else "messages"
+            message = f"{field}: expected some {limit} tokens at most"
+            raise BadRequest(field, message, "context_length_exceeded") from None
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        raw = await read_body(request)
+        body = decode(DetokenizeRequest, raw)
+        if body.model is not None:
+            self.models.digest(body.model)
+        # Special tokens too: the text that `tokenize` makes the same tokens of.
+        decode_all = partial(self.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return json_response(DetokenizeResponse(await offload(len(raw), decode_all)))
+
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        body = decode(LoadAdapterRequest, await read_body(request))
+        digest = await self.models.load(body.lora_name, body.lora_path, bool(body.load_inplace))
+        return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        body = decode(UnloadAdapterRequest, await read_body(request))
+        digest = await self.models.unload(body.lora_name)
+        self.states.moved()
+        return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))
+
+    async def state(self, request: web.Request) -> web.StreamResponse:
+        """Once, or with `?watch=true` line by line for as long as the client stays."""
+        watch = request.query.get("watch", "false")
+        if watch not in ("true", "false"):
+            raise BadRequest("watch", f"watch: expected true or false, got {watch[:40]!r}")
+        if watch == "false":
+            return json_response(await self.states.read())
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        async with aclosing(self.states.follow()) as lines:
+            async for line in lines:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(line)
+        return response
+
+    async def finished_requests(self, request: web.Request) -> web.Response:
+        """Those of `?ids=` that are known, once they have ended or `?wait=` seconds are over."""
+        ids = [id_ for id_ in request.query.get("ids", "").split(",") if id_]
+        if not 0 < len(ids) <= MAX_IDS:
+            raise BadRequest("ids", f"ids: expected 1 to {MAX_IDS} request ids, comma separated, got {len(ids)}")
+        try:
+            wait = float(request.query.get("wait", "0"))
+        except ValueError:
+            wait = -1.0
+        if not 0 <= wait <= MAX_WAIT_S:
+            raise BadRequest("wait", f"wait: expected a number of seconds from 0 to {MAX_WAIT_S:g}")
+        if wait:
+            await self.finished.wait(ids, wait)
+        return json_response(FinishedRequestList([found for id_ in ids if (found := self.finished.get(id_))]))
+
+    async def raise_allowance(self, request: web.Request) -> web.Response:
+        """Raise the tokens that a gateway's running request may have."""
+        body = decode(AllowanceRequest, await read_body(request))
+        return json_response(AllowanceRaised(self.finished.allow(body.id, body.tokens)))
+
+    async def update_gauges(self) -> None:
+        try:
+            async with asyncio.timeout(SCRAPE_WAIT_S):
+                state: EngineState = await self.loop.call(self.engine.state)
+        except (TimeoutError, EngineUnavailable):
+            return
+        self.metrics.running.set(state.num_running)
+        self.metrics.waiting.set(state.num_waiting)
+        self.metrics.kv_total.set(state.num_blocks)
+        self.metrics.kv_used.set(state.num_blocks - state.num_free_blocks)
+        self.metrics.adapters.set(len(state.resident_adapters))
+        self.metrics.count(self.metrics.preemptions, state.num_preemptions)
+        self.metrics.count(self.metrics.adapter_loads, state.num_adapter_loads)
+        self.metrics.count(self.metrics.adapter_evictions, state.num_adapter_evictions)

@@ -1,0 +1,160 @@
+"""The engine's state: returned on request, or pushed to followers.
+
+A follower gets a line at once, after each change of residency, load or draining, and every second without changes; a
+longer silence means a fault.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+import msgspec
+
+from engine.answering.engine_thread import EngineLoop
+from engine.answering.model_names import ModelRegistry
+from engine.answering.ticket import EngineUnavailable
+from engine.answering.usage_log import FinishedRequests
+from engine.engine import Engine, EngineState
+from wire.responses import EngineStateResponse
+
+# Changes are told at most this often, and something is said at least this often. A reading waits for a step to end, and
+# a long one is not waited for: what was read last is said again.
+SPACING_S = 0.05
+HEARTBEAT_S = 1.0
+
+
+class StateFeed:
+    """Readings of one engine. Every method but `stepped` is called on the event loop."""
+
+    def __init__(self, engine: Engine, loop: EngineLoop, models: ModelRegistry, finished: FinishedRequests) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._models = models
+        self._finished = finished
+        self._event_loop = asyncio.get_running_loop()
+        self._instance = uuid.uuid4().hex
+        self._generation = 0
+        # The device pool's own count of changes.
+        self._residency = 0
+        self._told: tuple[object, ...] = ()
+        self._last: EngineStateResponse | None = None
+        self._line = b""
+        # Set for the pump when there may be something new, and for the followers when there is.
+        self._moved = asyncio.Event()
+        self._news = asyncio.Event()
+        self._followers = 0
+        self._draining = False
+        self._closed = False
+        self._pump = asyncio.create_task(self._push())
+
+    async def read(self) -> EngineStateResponse:
+        """Between two steps. Raises EngineUnavailable."""
+        state = await self._loop.call(self._engine.state)
+        return self._take(self._response(state))
+
+    async def follow(self) -> AsyncGenerator[bytes, None]:
+        """Lines of JSON, each an EngineStateResponse, until the engine stops. One that takes its time misses those
+        that were overtaken. Raises EngineUnavailable."""
+        await self.read()
+        self._followers += 1
+        try:
+            closed = False
+            while not closed:
+                news, closed = self._news, self._closed
+                yield self._line
+                if not closed:
+                    await news.wait()
+        finally:
+            self._followers -= 1
+
+    def stepped(self) -> None:
+        """The engine's thread has run a step."""
+        if self._followers and not self._moved.is_set():
+            self._event_loop.call_soon_threadsafe(self._moved.set)
+
+    def moved(self) -> None:
+        """Something has changed without a step."""
+        self._moved.set()
+
+    def drain(self) -> None:
+        """No more requests are taken: said without waiting for a step."""
+        self._draining = True
+        if self._last is not None:
+            self._take(msgspec.structs.replace(self._last, draining=True))
+            self._announce()
+
+    async def close(self) -> None:
+        """Lets the followers go."""
+        self._closed = True
+        self._moved.set()
+        await self._pump
+
+    async def _push(self) -> None:
+        told_at, generation = 0.0, 0
+        while not self._closed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._moved.wait()
+            self._moved.clear()
+            if not self._followers:
+                continue
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await self.read()
+            except EngineUnavailable:
+                # It has failed or been closed: /health says so to those who ask why this ended.
+                self._closed = True
+            if generation != self._generation or time.monotonic() - told_at >= HEARTBEAT_S:
+                told_at, generation = time.monotonic(), self._generation
+                self._announce()
+            await asyncio.sleep(SPACING_S)
+        self._announce()
+
+    def _announce(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _take(self, state: EngineStateResponse) -> EngineStateResponse:
+        """Numbers a reading."""
+        told = (self._residency, state.running, state.waiting, state.draining)
+        if told != self._told:
+            self._told = told
+            self._generation += 1
+        state.generation = self._generation
+        self._last, self._line = state, msgspec.json.encode(state) + b"\n"
+        return state
+
+    def _response(self, state: EngineState) -> EngineStateResponse:
+        self._residency = state.generation
+        return EngineStateResponse(
+            instance=self._instance,
+            draining=self._draining,
+            generation=self._generation,
+            model=self._models.base_name,
+            max_model_len=self._engine.max_model_len,
+            max_num_seqs=self._engine.config.max_num_seqs,
+            max_lora_rank=self._engine.config.max_lora_rank,
+            max_adapter_bytes=self._engine.config.host_adapter_memory,
+            running=state.num_running,
+            waiting=state.num_waiting,
+            kv_blocks_total=state.num_blocks,
+            kv_blocks_free=state.num_free_blocks,
+            adapters_resident=list(state.resident_adapters),
+            adapter_pages_total=state.num_adapter_pages,
+            adapter_pages_free=state.num_free_adapter_pages,
+            adapter_loads=state.num_adapter_loads,
+            adapter_load_seconds=self._models.load_seconds,
+            adapter_evictions=state.num_adapter_evictions,
+            preemptions=state.num_preemptions,
+            steps=state.num_steps,
+            prompt_tokens=state.num_prompt_tokens,
+            generated_tokens=state.num_generated_tokens,
+            prefix_hit_tokens=state.prefix_hit_tokens,
+            prefix_query_tokens=state.prefix_query_tokens,
+            ended_requests=self._finished.num_ended,
+            ended_prompt_tokens=self._finished.prompt_tokens,
+            ended_completion_tokens=self._finished.completion_tokens,
+        )

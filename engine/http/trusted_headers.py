@@ -1,0 +1,73 @@
+"""The caller of a request, from the gateway's headers. They are trusted only with the internal token."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from engine.answering.usage_log import MAX_ID_BYTES
+from engine.http.errors import ApiError
+from wire.responses import ALLOWANCE_HEADER
+
+# Digits of a header's number; a longer integer would overflow a float.
+MAX_NUMBER_LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The caller of a request. internal: proved to be the gateway; without it the other fields are defaults.
+    request_id: for the count of its tokens. allowance: the completion tokens that it may have until the gateway raises
+    them; None: no bound.
+    """
+
+    internal: bool = False
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    request_id: str | None = None
+    allowance: int | None = None
+
+
+def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
+    """internal: the request came with the internal token; without it nobody's word counts. Raises ApiError."""
+    if not internal:
+        return Caller()
+    tenant = headers.get("x-loraplex-tenant", "")
+    if not (tenant.isascii() and tenant.isprintable() and len(tenant) <= 256):
+        raise ApiError(400, "x-loraplex-tenant: expected at most 256 ASCII characters", param="x-loraplex-tenant")
+    return Caller(
+        internal=True,
+        tenant=tenant,
+        weight=_number(headers, "x-loraplex-weight", float, 1.0),
+        priority=int(_number(headers, "x-loraplex-priority", int, 0)),
+        request_id=_request_id(headers),
+        allowance=_allowance(headers),
+    )
+
+
+def _request_id(headers: Mapping[str, str]) -> str | None:
+    given = headers.get("x-request-id")
+    if given is not None and not (given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_BYTES):
+        raise ApiError(400, f"x-request-id: expected at most {MAX_ID_BYTES} ASCII characters", param="x-request-id")
+    return given
+
+
+def _allowance(headers: Mapping[str, str]) -> int | None:
+    if ALLOWANCE_HEADER not in headers:
+        return None
+    tokens = int(_number(headers, ALLOWANCE_HEADER, int, 0))
+    if tokens < 0:
+        raise ApiError(400, f"{ALLOWANCE_HEADER}: expected 0 or more, got {tokens}", param=ALLOWANCE_HEADER)
+    return tokens
+
+
+def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float], default: float) -> float:
+    text = headers.get(name)
+    if text is None:
+        return default
+    try:
+        value = kind(text) if len(text) <= MAX_NUMBER_LENGTH else math.nan
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ApiError(400, f"{name}: expected a number, got {text[:40]!r}", param=name)
+    return value

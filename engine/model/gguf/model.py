@@ -1,0 +1,204 @@
+"""A GGUF model as the decoder wants it: config.json's fields from the metadata, tensors under Hugging Face's names.
+
+llama.cpp's converter orders the rows of q and k of the llama architecture for its own rotary embedding; that is undone.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from engine.model.gguf.file import GgufFile, end_ids
+from engine.model.tensor_files import Entry
+from wire.errors import ConfigError
+
+# general.architecture -> the family that serves it. Mistral's files say "llama".
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
+# Rotary frequencies' divisors (Llama 3.1's scaling): config, not weights.
+_ROPE_FACTORS = "rope_freqs.weight"
+_MAX_SIZE = 1 << 24  # of any length in the metadata: what is larger is damage, and would be taken of memory
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The fields of config.json that the engine reads. Raises ConfigError naming the metadata key."""
+    gguf = GgufFile.open(path)
+    try:
+        return _config(gguf, path)
+    finally:
+        gguf.file.close()
+
+
+def _config(gguf: GgufFile, path: Path) -> dict[str, Any]:
+    tensors = gguf.tensors
+    kind = gguf.get("general.architecture", str)
+    if kind not in ARCHITECTURES:
+        raise ConfigError(
+            "model", f"{path}: architecture {kind!r} is not served; these are: {', '.join(ARCHITECTURES)}"
+        )
+    if (parts := gguf.get("split.count", int) or 1) > 1:
+        raise ConfigError("model", f"{path} is one of {parts} parts: join them with llama-gguf-split")
+
+    def size(name: str, default: int | None = None) -> int:
+        value = gguf.get(f"{kind}.{name}", int)
+        value = default if value is None else value
+        if value is None or not 1 <= value <= _MAX_SIZE:
+            raise ConfigError(
+                "model", f"{path}: {kind}.{name}: expected an integer from 1 to {_MAX_SIZE}, got {value!r}"
+            )
+        return value
+
+    if gguf.get(f"{kind}.expert_count", int):
+        raise ConfigError("model", f"{path}: {kind}.expert_count: mixtures of experts are not served")
+    heads, hidden, layers = size("attention.head_count"), size("embedding_length"), size("block_count")
+    head_dim = size("attention.key_length", hidden // heads)
+    if size("attention.value_length", head_dim) != head_dim or size("rope.dimension_count", head_dim) != head_dim:
+        raise ConfigError("model", f"{path}: expected values and rotary embedding as wide as keys ({head_dim})")
+    for name in ("token_embd.weight", f"blk.{layers - 1}.attn_q.weight"):
+        if name not in tensors:
+            raise ConfigError("model", f"{path} has no tensor {name}")
+    window = size("attention.sliding_window") if gguf.get(f"{kind}.attention.sliding_window", int) else None
+    vocab_size = tensors["token_embd.weight"].shape[0]
+    matrices = [entry.dtype for entry in tensors.values() if len(entry.shape) > 1]
+    return {
+        "architectures": ["MistralForCausalLM" if kind == "llama" and window else ARCHITECTURES[kind]],
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": size("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": gguf.get(f"{kind}.attention.layer_norm_rms_epsilon", float) or 1e-6,
+        "max_position_embeddings": size("context_length"),
+        "rope_parameters": _rope(gguf, kind, head_dim),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": kind == "llama" and "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": 0,
+        # Not float16 for a file of it: bfloat16 holds its range and is what the CPU's fast path reads.
+        "dtype": "float32" if set(matrices) == {"F32"} else "bfloat16",
+        "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": end_ids(gguf, vocab_size) or None,
+    }
+
+
+def _rope(gguf: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
+    """As transformers 5 writes it, and rope type `factors`: divisors of the frequencies, from a tensor of the file."""
+
+    def number(name: str) -> float | None:
+        value = gguf.get(f"{architecture}.rope.{name}", float) or None
+        if value is not None and not 1e-3 <= value <= 1e12:
+            raise ConfigError("model", f"{gguf.file.path}: {architecture}.rope.{name}: {value:g} is out of range")
+        return value
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("freq_base") or 10000.0}
+    kind = gguf.get(f"{architecture}.rope.scaling.type", str) or "none"
+    linear = number("scaling.factor") or number("scale_linear")
+    if kind == "none" and linear not in (None, 1.0):
+        kind = "linear"  # as files before rope.scaling.type said it
+    if _ROPE_FACTORS in gguf.tensors:
+        entry = gguf.tensors[_ROPE_FACTORS]
+        factors = torch.empty(entry.shape)
+        _copy(gguf, _ROPE_FACTORS, entry, factors, None)
+        if entry.shape != (head_dim // 2,) or not (factors > 0).all():
+            raise ConfigError("model", f"{gguf.file.path}: tensor {_ROPE_FACTORS}: expected {head_dim // 2} divisors")
+        rope |= {"rope_type": "factors", "factors": factors.tolist()}
+    elif kind in ("linear", "yarn"):
+        if linear is None:
+            raise ConfigError("model", f"{gguf.file.path}: {architecture}.rope.scaling.factor is missing")
+        rope |= {"rope_type": kind, "factor": linear}
+        if kind == "yarn":
+            original = number("scaling.original_context_length") or gguf.get(f"{architecture}.context_length", int)
+            rope["original_max_position_embeddings"] = original
+            for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+                if (beta := number(f"scaling.{key}")) is not None:
+                    rope[name] = beta
+            if (factor := number("scaling.attn_factor")) is not None:
+                rope["attention_factor"] = factor
+    elif kind != "none":
+        raise ConfigError("model", f"rope.scaling.type {kind!r} is not served; these are: none, linear, yarn")
+    return rope
+
+
+class GgufWeights:
+    """A `weights_file.WeightsFile`. Raises ConfigError for a tensor that the architecture doesn't have."""
+
+    def __init__(self, path: Path) -> None:
+        self._gguf = GgufFile.open(path)
+        self._names = {_hf_name(name, path): name for name in self._gguf.tensors if name != _ROPE_FACTORS}
+        self.entries = {name: self._gguf.tensors[ggml] for name, ggml in self._names.items()}
+        heads = self._gguf.get("llama.attention.head_count", int)
+        kv_heads = self._gguf.get("llama.attention.head_count_kv", int) or heads
+        self._permuted_heads = {"q_proj": heads, "k_proj": kv_heads} if heads else {}
+
+    def read(self, name: str, out: Tensor) -> None:
+        heads = self._permuted_heads.get(name.split(".")[-2])
+        if heads is not None and (heads < 1 or out.shape[0] % (2 * heads)):
+            raise ConfigError("model", f"tensor {name} has {out.shape[0]} rows, no pairs of which are {heads} heads'")
+        order = None if heads is None else _rotary_order(out.shape[0], heads)
+        _copy(self._gguf, self._names[name], self.entries[name], out, order)
+
+    def close(self) -> None:
+        self._gguf.file.close()
+
+
+def _hf_name(name: str, path: Path) -> str:
+    match = _NAME.fullmatch(name)
+    if match is not None and match["layer"] is None and match["module"] in _TOP:
+        return f"{_TOP[match['module']]}.{match['kind']}"
+    if match is not None and match["layer"] is not None and match["module"] in _IN_LAYER:
+        return f"model.layers.{match['layer']}.{_IN_LAYER[match['module']]}.{match['kind']}"
+    raise ConfigError("model", f"{path}: tensor {name} is not one of a decoder that we serve")
+
+
+def _rotary_order(rows: int, heads: int) -> Tensor:
+    """Where each of the file's rows goes. In the file a head's dimensions i and i + D/2 lie side by side."""
+    dim = rows // heads
+    return torch.arange(rows).view(heads, 2, dim // 2).transpose(1, 2).flatten()
+
+
+def _copy(gguf: GgufFile, name: str, entry: Entry, out: Tensor, order: Tensor | None) -> None:
+    if len(entry.shape) == 1 and entry.dtype not in _PLAIN:
+        raise ConfigError("model", f"tensor {name} is a vector quantised as {entry.dtype}, which can't be read")
+    out = out.view(entry.shape[0], -1)
+    for first, last, data in gguf.file.rows(entry):
+        values = data.view(_PLAIN[entry.dtype]) if entry.dtype in _PLAIN else _dequantized(name, entry.dtype, data)
+        if not torch.isfinite(values).all():
+            raise ConfigError("model", f"{gguf.file.path}: tensor {name} holds NaN or infinite values; is it damaged?")
+        if order is None:
+            out[first:last].copy_(values)
+        else:
+            out[order[first:last].to(out.device)] = values.to(out.device, out.dtype)
+
+
+def _dequantized(name: str, kind: str, data: Tensor) -> Tensor:
+    """uint8 `[rows, bytes]` -> fp32 `[rows, columns]`."""
+    try:
+        values = dequantize(data.numpy(), GGMLQuantizationType[kind])
+    except NotImplementedError:
+        raise ConfigError("model", f"tensor {name} is quantised as {kind}, which can't be read") from None
+    return torch.from_numpy(np.ascontiguousarray(values, np.float32))

@@ -1,0 +1,150 @@
+"""Tensor files in mapped memory: what is copied out of one is given back to the system at once.
+
+A reader of a format checks the file's header against its size, then says where each tensor lies. So a model is never in
+memory twice: not as file pages beside tensors, and not as a whole in another dtype.
+"""
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wire.errors import ConfigError
+
+CHUNK_BYTES = 32 << 20
+_MAX_HEADER_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor as its file holds it. start, num_bytes: place in the file, in bytes; dtype: the format's own name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    num_bytes: int
+
+
+class WeightsFile(Protocol):
+    """A file of tensors under the names of a Hugging Face checkpoint."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
+
+    def read(self, name: str, out: Tensor) -> None:
+        """Copies a tensor into `out`, of its shape and any dtype and device. Raises ConfigError for damaged data."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError("model", f"{path} is damaged or cut off: {what}")
+
+
+def check_ends(path: Path, size: int, entries: Mapping[str, Entry]) -> None:
+    """Raises ConfigError for a file of `size` bytes in which a tensor ends later than that."""
+    ends = {name: entry.start + entry.num_bytes for name, entry in entries.items()}
+    for name, end in ends.items():
+        if end > size:
+            raise damaged(path, f"tensor {name} ends behind the end of the file: {size} bytes of {max(ends.values())}")
+
+
+class MappedFile:
+    """The bytes of a file. Raises ConfigError for one that can't be opened or is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise damaged(path, "it is empty")
+                # Copy-on-write, because torch wants writable memory; nothing writes.
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise ConfigError("model", f"{path} can't be read: {error.strerror}") from None
+        if self.data[:20] == b"version https://git-":
+            raise ConfigError("model", f"{path} is a Git LFS pointer and not the file itself: run git lfs pull")
+
+    def rows(self, entry: Entry) -> Iterator[tuple[int, int, Tensor]]:
+        """A tensor's bytes some rows at a time: first row, last row, uint8 `[rows, bytes of a row]`.
+
+        What was handed out is given back to the system when the next rows are asked for.
+        """
+        num_rows = entry.shape[0] if entry.shape else 1
+        row_bytes = entry.num_bytes // num_rows
+        step = max(1, CHUNK_BYTES // row_bytes)
+        for first in range(0, num_rows, step):
+            last = min(first + step, num_rows)
+            start, size = entry.start + first * row_bytes, (last - first) * row_bytes
+            data = torch.frombuffer(self.data, dtype=torch.uint8, count=size, offset=start)
+            yield first, last, data.view(-1, row_bytes)
+            self._release(start, start + size)
+
+    def _release(self, start: int, end: int) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start -= start % mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def close(self) -> None:
+        with suppress(BufferError):  # an error's traceback still holds a view: the map goes when that goes
+            self.data.close()
+
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class SafetensorsFile:
+    """One `.safetensors` file. Raises ConfigError for one that is cut off, damaged or of a dtype we don't serve."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = MappedFile(path)
+        self.entries = self._read_header()
+
+    def read(self, name: str, out: Tensor) -> None:
+        entry = self.entries[name]
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise ConfigError("model", f"tensor {name} is {entry.dtype}; served are {', '.join(_DTYPES)}")
+        out = out.view(entry.shape[0], -1)
+        for first, last, data in self._file.rows(entry):
+            out[first:last].copy_(data.view(dtype))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read_header(self) -> dict[str, Entry]:
+        data, path = self._file.data, self._file.path
+        length = int.from_bytes(data[:8], "little")
+        # The header is a JSON object: whatever begins otherwise is no such file, or one whose beginning is gone.
+        if len(data) >= 9 and (length > _MAX_HEADER_BYTES or data[8:9] != b"{"):
+            raise damaged(path, "it does not begin as a safetensors file does")
+        if len(data) < 9 or length > len(data) - 8:
+            raise damaged(path, f"it ends inside of its header, after {len(data)} bytes")
+        try:
+            header: Any = json.loads(data[8 : 8 + length])
+            header.pop("__metadata__", None)
+            entries = {name: self._entry(name, value, 8 + length) for name, value in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise damaged(path, f"its header cannot be read: {error}") from None
+        check_ends(path, len(data), entries)
+        return entries
+
+    @staticmethod
+    def _entry(name: str, value: Any, begin: int) -> Entry:
+        start, end = value["data_offsets"]
+        shape = tuple(value["shape"])
+        if not all(type(number) is int and number >= 0 for number in (start, end, *shape)) or start > end:
+            raise ValueError(f"tensor {name} has offsets {start!r}, {end!r} and shape {shape}")
+        dtype = _DTYPES.get(value["dtype"])
+        if dtype is not None and math.prod(shape) * dtype.itemsize != end - start:
+            raise ValueError(f"tensor {name} has {end - start} bytes for shape {shape} in {value['dtype']}")
+        return Entry(shape, value["dtype"], begin + start, end - start)

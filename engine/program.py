@@ -1,0 +1,158 @@
+"""The engine's process: flags, signals and exit code."""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from adapters.store import Store
+from engine.config import EngineConfig
+from engine.http.access import is_loopback
+from engine.http.announcing import announcing
+from engine.http.app import Server, listening
+from engine.model.weights import Progress
+from wire.errors import ConfigError
+from wire.telemetry.spans import TracingError, start_tracing
+from wire.text.tokenizer import TokenizerError
+
+logger = logging.getLogger(__name__)
+
+# Exit code of an engine that failed while it served, so that its supervisor restarts it.
+FAILED = 70
+# Time for running requests to receive their error.
+FAILED_EXIT_S = 15.0
+
+
+async def serve(
+    server: Server,
+    host: str,
+    port: int,
+    ready: Callable[[int], None],
+    progress: Progress | None,
+    announce: Callable[[int], AbstractAsyncContextManager[None]],
+) -> int:
+    """Serve until SIGTERM, SIGINT or the engine's failure, and return the exit code.
+
+    A second signal ends the drain. `ready` gets the port once the model is loaded, and `announce(port)` is entered; it
+    is left before the drain begins. After a failure the process ends within `FAILED_EXIT_S`, whatever hangs, so that
+    its supervisor starts another.
+    """
+    stop = asyncio.Event()
+    event_loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        if stop.is_set():
+            server.stop_waiting()
+        else:
+            stop.set()
+            server.say_draining()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        event_loop.add_signal_handler(signum, end)
+    failed = False
+    try:
+        async with listening(server, host, port) as bound_port:
+            try:
+                await server.start(progress)
+                if not stop.is_set():
+                    ready(bound_port)
+                async with announce(bound_port):
+                    await _first(stop.wait(), server.failed())
+                if not stop.is_set():
+                    failed = True
+                    _exit_within(FAILED_EXIT_S)
+            finally:
+                await server.stop()
+    except (ConfigError, TokenizerError, OSError) as exc:
+        print(f"loraplex engine: {exc}", file=sys.stderr)
+        return 1
+    return FAILED if failed else 0
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Return when the first awaitable returns, and cancel the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+def _exit_within(seconds: float) -> None:
+    """End the process after this time even if a thread, a device or a client blocks the exit."""
+    timer = threading.Timer(seconds, os._exit, [FAILED])
+    timer.daemon = True
+    timer.start()
+
+
+def run(
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    adapter_store: Store | None = None,
+    internal_token: str | None = None,
+    lora_modules: Mapping[str, str] | None = None,
+    max_waiting: int = 1024,
+    drain_s: float = 30.0,
+    tool_call_parser: str | None = None,
+    finished_file: Path | None = None,
+    api_keys: Sequence[str] = (),
+    access_log: bool = False,
+    gateways: Sequence[str] = (),
+    advertise_url: str | None = None,
+    announce_token: str | None = None,
+    ready: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Run `loraplex engine` and return its exit code.
+
+    0 after a clean stop, 1 with one line on stderr for a configuration that cannot be served, `FAILED` once the engine
+    has failed.
+
+    gateways: URLs to announce the engine to. advertise_url: the URL announced, by default the listening address.
+    announce_token: secret for announcements, by default the internal token.
+    """
+    try:
+        tracing = start_tracing("loraplex-engine")
+    except TracingError as error:
+        raise ConfigError(error.field, error.message) from error
+    server = Server(
+        config,
+        adapter_store=adapter_store,
+        internal_token=internal_token,
+        lora_modules=lora_modules,
+        max_waiting=max_waiting,
+        drain_s=drain_s,
+        tool_call_parser=tool_call_parser,
+        finished_file=finished_file,
+        tracing=tracing,
+        api_keys=api_keys,
+        access_log=access_log,
+    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if server.access.is_open and not is_loopback(host):
+        logger.warning("anyone who reaches %s may use this engine: set --api-key or LORAPLEX_INTERNAL_TOKEN", host)
+
+    def announce(bound_port: int) -> AbstractAsyncContextManager[None]:
+        own = advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
+        return announcing(gateways, own, internal_token, announce_token)
+
+    def settled(bound_port: int) -> None:
+        # No full collection walks over what stays for good: a tenth of a second in which no stream moves.
+        gc.collect()
+        gc.freeze()
+        if ready is not None:
+            ready(bound_port)
+
+    try:
+        return asyncio.run(serve(server, host, port, settled, progress, announce))
+    finally:
+        if tracing is not None:
+            tracing.close()

@@ -1,0 +1,309 @@
+"""API keys: their form, their verification, and the caller that they identify.
+
+A key is `lpx_<id>_<secret>`: a secret of 160 random bits and a check of 32 bits that only the deployment can compute,
+so that a key that was never issued is refused without a database query. The database holds the id and HMAC-SHA256 of
+the secret under the deployment's pepper; a stolen table opens nothing.
+
+Keys are kept in memory while the database says that nothing has changed: see `Authenticator`.
+"""
+
+import asyncio
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from gateway.access.caller import note_key
+from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
+from gateway.records.changes import ASK_SECONDS, Changes
+from gateway.records.keys import ApiKey, Keys
+from gateway.records.lookups import Lookups
+from gateway.records.tenants import Limits, Tenant
+
+log = logging.getLogger(__name__)
+
+TENANT_SCOPES = frozenset({"inference", "adapters", "usage"})
+ADMIN_SCOPE = "admin"
+BOOTSTRAP_KEY_ID = "bootstrap"
+
+KEY_ID_BYTES = 8
+SECRET_BYTES = 20
+CHECK_HEX = 8
+
+CACHE_ENTRIES = 10_000
+# Scope of cached answers about keys that do not exist: they are dropped only when the database is replaced.
+NOBODY = "nobody"
+# `last_used_at` is at most this much behind, and written no oftener.
+NOTE_USE_AFTER = timedelta(minutes=1)
+WRITE_USE_SECONDS = 2.0
+
+_KEY = re.compile(r"lpx_([0-9a-f]{16})_([0-9a-f]{40})([0-9a-f]{8})")
+
+
+class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's verified key, which has the required scope.
+
+    key_family: the id under which the key's limits are counted; a rotated key keeps its predecessor's.
+    """
+
+    key_id: str
+    tenant: Tenant
+    key_family: str = ""
+    allowed_models: tuple[str, ...] | None = None
+    key_limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if not self.key_family:
+            msgspec.structs.force_setattr(self, "key_family", self.key_id)
+
+    def may_use(self, model: str) -> bool:
+        return self.allowed_models is None or model in self.allowed_models
+
+    def check_model(self, model: str) -> None:
+        """Raises Forbidden, alike for names that exist and that don't."""
+        if not self.may_use(model):
+            names = ", ".join(self.allowed_models or ())
+            message = f"This API key may not use the model '{model}', only: {names}."
+            raise Forbidden(message, param="model", code="model_not_allowed")
+
+
+class _Known(msgspec.Struct):
+    """The database's answer for a key id. mark: `Changes.mark` before the query. used_at: the last noted use."""
+
+    key: ApiKey | None
+    mark: int
+    used_at: datetime | None = None
+
+    @property
+    def scope(self) -> str:
+        return NOBODY if self.key is None else self.key.scope
+
+
+class Authenticator:
+    """Issues and verifies keys. Raises InvalidKey (401), Forbidden (403), Unavailable without a database.
+
+    Every change of a key or a tenant increments the tenant's counter in the database, in the same transaction. While
+    `watch`, which reads the counters continuously, finds a tenant's counter unchanged, its cached keys are valid, and
+    no request waits for the database. After a change the tenant's keys are looked up again, and running requests of
+    invalid keys are ended. Without a reading, cached keys are trusted no longer than `Changes` allows.
+    """
+
+    def __init__(self, keys: Keys, pepper: str, admin_key: str | None, changes: Changes) -> None:
+        """admin_key: the bootstrap key, None where it is switched off."""
+        self._keys = keys
+        self._changes = changes
+        self._pepper = pepper.encode()
+        self._admin_hash = None if admin_key is None else self._hash(BOOTSTRAP_KEY_ID, admin_key)
+        self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, the one looked up longest ago first
+        self._lookups = Lookups(self._look_up)
+        self._running: dict[asyncio.Timeout, str] = {}
+        self._used: dict[str, datetime] = {}
+
+    def issue(self, tenant: Tenant | None, scopes: frozenset[str], label: str, **fields: Any) -> tuple[ApiKey, str]:
+        """A new key and its one and only clear text; fields: further ones of ApiKey. Not stored: that is `Keys.add`."""
+        key_id, random = secrets.token_hex(KEY_ID_BYTES), secrets.token_hex(SECRET_BYTES)
+        secret = random + self._check(key_id, random)
+        key = ApiKey(
+            id=key_id,
+            tenant=tenant,
+            label=label,
+            scopes=scopes,
+            secret_hash=self._hash(key_id, secret),
+            created_at=datetime.now(UTC),
+            **fields,
+        )
+        return key, f"lpx_{key_id}_{secret}"
+
+    async def tenant(self, authorization: str | None, scope: str) -> TenantPrincipal:
+        """Return the tenant of an Authorization header, if its key has `scope`."""
+        key = await self._recognise(_bearer(authorization))
+        if key.tenant is None:
+            raise Forbidden("This is an admin key; tenants' routes need a tenant's key.")
+        if scope not in key.scopes:
+            raise Forbidden(f"This API key does not have the '{scope}' scope.")
+        return TenantPrincipal(
+            key_id=key.id,
+            tenant=key.tenant,
+            key_family=key.family_id,
+            allowed_models=key.allowed_models,
+            key_limits=key.limits,
+        )
+
+    async def admin(self, authorization: str | None) -> str:
+        """The id of the admin key in an Authorization header."""
+        return await self.admin_key(_bearer(authorization))
+
+    async def admin_key(self, presented: str) -> str:
+        """Return the id of an admin key given in the clear."""
+        if self._is_bootstrap(presented):
+            note_key(BOOTSTRAP_KEY_ID, None)
+            return BOOTSTRAP_KEY_ID
+        key = await self._recognise(presented)
+        if ADMIN_SCOPE not in key.scopes:
+            raise Forbidden("This route needs an admin key.")
+        return key.id
+
+    @asynccontextmanager
+    async def while_valid(self, principal: TenantPrincipal) -> AsyncIterator[None]:
+        """Ends the block, as a timeout would, once the key is revoked or expired or its tenant suspended or deleted.
+
+        Raises InvalidKey or Forbidden then.
+        """
+        try:
+            async with asyncio.timeout(None) as deadline:
+                self._running[deadline] = principal.key_id
+                try:
+                    yield
+                finally:
+                    del self._running[deadline]
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            problem = _problem((await self._find(principal.key_id)).key)
+            raise problem or InvalidKey("This API key is not valid any more.") from error
+
+    async def watch(self) -> None:
+        """Keep cached keys valid, without end. Run it as a task."""
+        last_written = time.monotonic()
+        while True:
+            begun = time.monotonic()
+            try:
+                await self.refresh()
+                if self._used and time.monotonic() - last_written > WRITE_USE_SECONDS:
+                    last_written = time.monotonic()
+                    await self._write_uses()
+            except Unavailable:
+                # `Database` logs it. Cached keys expire soon; requests then query the database and get the 503. Known
+                # revocations and expiries stay in force.
+                self._end_known_invalid()
+            await asyncio.sleep(max(0.0, begun + ASK_SECONDS - time.monotonic()))
+
+    async def catch_up(self) -> None:
+        """Apply a change that this process has just made."""
+        await self._changes.catch_up()
+
+    async def refresh(self) -> None:
+        """Read changes now, and end running requests of keys that became invalid."""
+        await self._changes.read()
+        missing = [key_id for key_id in set(self._running.values()) if self._current(key_id) is None]
+        if missing:
+            mark = self._changes.mark
+            found = await self._keys.find_all(missing)
+            for key_id in missing:
+                self._learn(key_id, found.get(key_id), mark)
+        self._end_known_invalid()
+
+    def _end_known_invalid(self) -> None:
+        invalid = set()
+        for key_id in set(self._running.values()):
+            known = self._known.get(key_id)
+            if known is not None and _problem(known.key) is not None:
+                invalid.add(key_id)
+        if invalid:
+            now = asyncio.get_running_loop().time()
+            for deadline, key_id in list(self._running.items()):
+                if key_id in invalid and not deadline.expired():
+                    deadline.reschedule(now)
+
+    async def _recognise(self, presented: str) -> ApiKey:
+        match = _KEY.fullmatch(presented)
+        if match is None:
+            if self._is_bootstrap(presented):
+                raise Forbidden("This is an admin key; tenants' routes need a tenant's key.")
+            raise WrongKey
+        key_id, random, check = match.groups()
+        known = self._current(key_id)
+        if known is None:
+            if not hmac.compare_digest(check, self._check(key_id, random)):
+                raise WrongKey
+            known = await self._find(key_id)
+        key = known.key
+        if key is None or not hmac.compare_digest(self._hash(key_id, random + check), key.secret_hash):
+            raise WrongKey
+        note_key(key.id, key.tenant.name if key.tenant is not None else None)
+        if problem := _problem(key):
+            raise problem
+        self._note_use(known, key.id)
+        return key
+
+    def is_issued(self, presented: str) -> bool:
+        """Return whether a key's check digits are right. Only this deployment can compute them, so such a key is no
+        guess.
+
+        The key may be revoked, expired or deleted; the database is not queried.
+        """
+        match = _KEY.fullmatch(presented)
+        return match is not None and hmac.compare_digest(match[3], self._check(match[1], match[2]))
+
+    def _is_bootstrap(self, presented: str) -> bool:
+        known = self._admin_hash
+        return known is not None and hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), known)
+
+    def _current(self, key_id: str) -> _Known | None:
+        """Return the cached answer for a key, if it is valid without a query."""
+        known = self._known.get(key_id)
+        return known if known is not None and self._changes.holds(known.mark, known.scope) else None
+
+    async def _find(self, key_id: str) -> _Known:
+        known = self._known.get(key_id)
+        if known is not None and await self._changes.confirm(known.mark, known.scope):
+            return known
+        return await self._lookups.get(key_id)
+
+    async def _look_up(self, key_id: str) -> _Known:
+        # Taken before the query, so that a change during the query invalidates its answer.
+        mark = self._changes.mark
+        return self._learn(key_id, await self._keys.find(key_id), mark)
+
+    def _learn(self, key_id: str, key: ApiKey | None, mark: int) -> _Known:
+        used_at = self._used.get(key_id, key.last_used_at if key else None)
+        known = self._known[key_id] = _Known(key, mark, used_at)
+        self._known.move_to_end(key_id)
+        while len(self._known) > CACHE_ENTRIES:
+            self._known.popitem(last=False)
+        return known
+
+    def _note_use(self, known: _Known, key_id: str) -> None:
+        now = datetime.now(UTC)
+        if known.used_at is None or now - known.used_at > NOTE_USE_AFTER:
+            known.used_at = self._used[key_id] = now
+
+    async def _write_uses(self) -> None:
+        used = dict(self._used)
+        await self._keys.touch(used)
+        for key_id in used:
+            del self._used[key_id]
+
+    def _check(self, key_id: str, random: str) -> str:
+        return self._hash(f"check.{key_id}", random)[:CHECK_HEX]
+
+    def _hash(self, key_id: str, secret: str) -> str:
+        return hmac.digest(self._pepper, f"{key_id}.{secret}".encode("utf-8", "surrogateescape"), "sha256").hex()
+
+
+def _problem(key: ApiKey | None) -> GatewayError | None:
+    """Why a key whose secret is right does not open anything. None: it does."""
+    if key is None:
+        return InvalidKey("This API key does not exist any more: its tenant has been deleted.")
+    if key.revoked_at is not None:
+        return InvalidKey("This API key has been revoked.")
+    if not key.valid(datetime.now(UTC)):
+        return InvalidKey("This API key has expired.")
+    if key.tenant is not None and key.tenant.suspended:
+        return Forbidden("This tenant is suspended; ask the operator.", code="tenant_suspended")
+    return None
+
+
+def _bearer(authorization: str | None) -> str:
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise InvalidKey("You didn't provide an API key. Send it in the header: Authorization: Bearer <key>.")
+    return key.strip()

@@ -1,0 +1,74 @@
+"""The outermost layer of a request: its id, its line in the access log, its place in the metrics."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from gateway.access.caller import CALLER, Caller, find_address
+from gateway.errors import REQUEST_ID, Handler
+from gateway.metrics import Metrics
+from gateway.settings import Network
+from gateway.spans import describe_caller
+from wire.telemetry.spans import NO_SPAN, SPAN
+
+log = logging.getLogger(__name__)
+
+# nginx's word for a client that left before its answer.
+CLIENT_CLOSED = 499
+# Asked every second or so by whoever watches over us; in the log they would bury what clients do.
+PROBES = ("/healthz", "/readyz")
+
+
+def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
+    """The middleware. The id is ours alone: a client's own x-request-id could repeat, and ids are the ledger's keys."""
+    trusted = tuple(trusted_proxies)
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request_id = request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
+        forwarded = request.headers.getall("X-Forwarded-For", ()) if trusted else ()
+        caller = Caller(find_address(request.remote, forwarded, trusted), request_id)
+        CALLER.set(caller)
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unmatched"
+        started = time.monotonic()
+        metrics.arrived()
+        status = 500
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        except asyncio.CancelledError:
+            status = CLIENT_CLOSED
+            raise
+        finally:
+            seconds = time.monotonic() - started
+            metrics.answered(request.method, route, status, seconds)
+            level = logging.DEBUG if route in PROBES else logging.INFO
+            span = request.get(SPAN, NO_SPAN)
+            if span.is_recording:
+                describe_caller(span, caller)
+            log.log(
+                level,
+                "%s %s %s %d %.1f ms client=%s tenant=%s key=%s%s",
+                *(request_id, request.method, route, status, seconds * 1000),
+                *(caller.address, caller.tenant or "-", caller.key_id or "-"),
+                f" trace={span.trace_id}" if span.trace_id else "",
+            )
+
+    return middleware
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """On every answer, streams and errors too. For `app.on_response_prepare`."""
+    response.headers["x-request-id"] = request[REQUEST_ID]
+
+
+async def hide_server(_: web.Request, response: web.StreamResponse) -> None:
+    """aiohttp names itself, its version and Python's, which helps only who looks for a hole."""
+    response.headers.popall("Server", None)

@@ -1,0 +1,44 @@
+"""`/admin/api/audit`: who changed what, when and from where."""
+
+from aiohttp import web
+
+from gateway.access.auth import Authenticator
+from gateway.api.requests.fields import json_response, read_limit, read_period
+from gateway.errors import BadRequest
+from gateway.records.audit import Audit
+
+DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1000
+# No database takes a NUL in a text, nor is any of these as long.
+MAX_CHARS = 256
+
+
+class AdminAudit:
+    """The newest first, a page at a time."""
+
+    def __init__(self, *, auth: Authenticator, audit: Audit) -> None:
+        self._auth = auth
+        self._audit = audit
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/admin/api/audit", self.list)]
+
+    async def list(self, request: web.Request) -> web.Response:
+        await self._auth.admin(request.headers.get("Authorization"))
+        since, until = read_period(request)
+        entries, has_more = await self._audit.list(
+            tenant=_read_text(request, "tenant"),
+            actor=_read_text(request, "actor"),
+            action=_read_text(request, "action"),
+            since=since,
+            until=until,
+            after=_read_text(request, "after"),
+            limit=read_limit(request, DEFAULT_ENTRIES, MAX_ENTRIES),
+        )
+        return json_response({"object": "list", "data": entries, "has_more": has_more})
+
+
+def _read_text(request: web.Request, name: str) -> str | None:
+    given = request.query.get(name)
+    if given is not None and not (given.isprintable() and 0 < len(given) <= MAX_CHARS):
+        raise BadRequest(f"{name}: expected 1 to {MAX_CHARS} printable characters.", param=name)
+    return given

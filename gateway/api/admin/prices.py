@@ -1,0 +1,101 @@
+"""`/admin/api/prices`: prices of tokens, by model."""
+
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from gateway.access.auth import Authenticator
+from gateway.api.requests.fields import check_text, json_response, read_body, read_flag
+from gateway.api.requests.named_models import FORCE, check_models
+from gateway.errors import BadRequest, RecordNotFound
+from gateway.records.catalog import Catalog
+from gateway.records.prices import EVERYTHING, Price, PricedModel, PriceList, Prices
+from gateway.records.tenants import Tenants
+
+# A thousand currency units per million tokens; the quota's script reckons exactly up to here.
+MicroUnits = Annotated[int, Meta(ge=0, le=10**9)]
+
+
+class NewPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Micro-units per million tokens. cached: as `input` if not given."""
+
+    input: MicroUnits
+    output: MicroUnits
+    cached: MicroUnits | None = None
+
+
+class AdminPrices:
+    """Routes for prices. A change takes effect here at once and on every other gateway within a second."""
+
+    def __init__(
+        self, *, auth: Authenticator, prices: Prices, known: PriceList, tenants: Tenants, catalog: Catalog
+    ) -> None:
+        self._auth = auth
+        self._prices = prices
+        self._known = known
+        self._tenants = tenants
+        self._catalog = catalog
+
+    def routes(self) -> list[web.RouteDef]:
+        model = "/admin/api/prices/{model:.+}"
+        return [
+            web.get("/admin/api/prices", self.list),
+            web.put(model, self.put),
+            web.delete(model, self.delete),
+        ]
+
+    async def list(self, request: web.Request) -> web.Response:
+        await self._auth.admin(request.headers.get("Authorization"))
+        entries = await self._prices.list()
+        return json_response({"object": "list", "data": [_describe(entry) for entry in entries]})
+
+    async def put(self, request: web.Request) -> web.Response:
+        actor = await self._auth.admin(request.headers.get("Authorization"))
+        given = await read_body(request, NewPrice)
+        cached = given.input if given.cached is None else given.cached
+        price = Price(input=given.input, cached=cached, output=given.output)
+        model = request.match_info["model"]
+        check_text(model, "model")
+        if model not in (EVERYTHING, self._catalog.base_model):
+            await self._check_adapter(request, model)
+        entry = await self._prices.put(model, price, actor)
+        await self._known.refresh()
+        await self._auth.catch_up()
+        return json_response(_describe(entry))
+
+    async def delete(self, request: web.Request) -> web.Response:
+        actor = await self._auth.admin(request.headers.get("Authorization"))
+        model = request.match_info["model"]
+        await self._prices.delete(model, actor)
+        await self._known.refresh()
+        await self._auth.catch_up()
+        return json_response({"object": "price", "model": model, "deleted": True})
+
+    async def _check_adapter(self, request: web.Request, model: str) -> None:
+        """Check that the adapter, or the tenant of `tenant/*`, exists, unless `?force=true` is given. Raises
+        BadRequest.
+        """
+        owner, _, adapter = model.partition("/")
+        try:
+            tenant = await self._tenants.get(owner)
+        except RecordNotFound as error:
+            if read_flag(request, "force"):
+                return
+            raise BadRequest(
+                f"model: '{model}' is neither the base model ('{self._catalog.base_model}') nor '*' nor an adapter as "
+                f"tenant/name or tenant/*. If it is to come later, {FORCE}.",
+                param="model",
+                code="unknown_model",
+            ) from error
+        await check_models(request, self._catalog, tenant, [adapter], "model", any_adapter=True)
+
+
+def _describe(entry: PricedModel) -> dict[str, Any]:
+    return {
+        "object": "price",
+        "model": entry.model,
+        **msgspec.structs.asdict(entry.price),
+        "updated_at": entry.updated_at,
+    }

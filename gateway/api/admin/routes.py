@@ -1,0 +1,107 @@
+"""`/admin/api/...`: adapters on a tenant's behalf, usage and engines; tenants and keys have files of their own."""
+
+from typing import Any
+
+from aiohttp import web
+
+from gateway.access.auth import Authenticator
+from gateway.api.adapters import AdapterIntake
+from gateway.api.requests.fields import json_response
+from gateway.api.uploads.checking import OPERATOR
+from gateway.api.usage import usage_answer
+from gateway.errors import RecordNotFound
+from gateway.fleet.registry import EngineRecord, Registry
+from gateway.records.catalog import Catalog
+from gateway.records.tenants import TENANT_NAME, Tenant, Tenants
+from gateway.records.usage_report import UsageReport
+
+
+class Admin:
+    """The operator's routes."""
+
+    def __init__(
+        self,
+        *,
+        auth: Authenticator,
+        tenants: Tenants,
+        catalog: Catalog,
+        intake: AdapterIntake,
+        report: UsageReport,
+        registry: Registry,
+    ) -> None:
+        self._auth = auth
+        self._tenants = tenants
+        self._catalog = catalog
+        self._intake = intake
+        self._report = report
+        self._registry = registry
+
+    def routes(self) -> list[web.RouteDef]:
+        tenant = "/admin/api/tenants/{tenant}"
+        return [
+            web.post(f"{tenant}/adapters", self.push_adapter),
+            web.get(f"{tenant}/adapters", self.list_adapters),
+            web.delete(f"{tenant}/adapters/{{name}}", self.delete_adapter),
+            web.post("/admin/api/adapters/collect", self.collect),
+            web.get("/admin/api/usage", self.usage),
+            web.get("/admin/api/engines", self.engines),
+        ]
+
+    async def push_adapter(self, request: web.Request) -> web.Response:
+        actor = await self._actor(request)
+        return await self._intake.push(request, await self._tenant(request), actor, OPERATOR)
+
+    async def list_adapters(self, request: web.Request) -> web.Response:
+        await self._actor(request)
+        return await self._intake.list(await self._tenant(request))
+
+    async def delete_adapter(self, request: web.Request) -> web.Response:
+        actor = await self._actor(request)
+        name = request.match_info["name"]
+        await self._catalog.delete(await self._tenant(request), name, actor)
+        return json_response({"object": "adapter", "name": name, "deleted": True})
+
+    async def collect(self, request: web.Request) -> web.Response:
+        """Remove stored content of deleted names and tenants."""
+        await self._actor(request)
+        removed, num_bytes = await self._intake.collect()
+        return json_response({"object": "collection", "removed": removed, "bytes": num_bytes})
+
+    async def usage(self, request: web.Request) -> web.Response:
+        """Of one tenant (`?tenant=`, deleted ones too), or of all."""
+        await self._actor(request)
+        name = request.query.get("tenant")
+        if name is not None:
+            try:
+                await self._tenants.get(name)
+            except RecordNotFound:
+                if not (TENANT_NAME.fullmatch(name) and await self._report.knows(name)):
+                    raise
+        return await usage_answer(request, self._report, tenant=name)
+
+    async def engines(self, request: web.Request) -> web.Response:
+        await self._actor(request)
+        return json_response({"object": "list", "data": [describe_engine(e) for e in self._registry.engines]})
+
+    async def _actor(self, request: web.Request) -> str:
+        return await self._auth.admin(request.headers.get("Authorization"))
+
+    async def _tenant(self, request: web.Request) -> Tenant:
+        return await self._tenants.get(request.match_info["tenant"])
+
+
+def describe_engine(engine: EngineRecord) -> dict[str, Any]:
+    return {
+        "object": "engine",
+        "url": engine.url,
+        "kind": engine.address.kind,
+        "healthy": engine.healthy,
+        "available": engine.available,
+        "draining": engine.draining,
+        "problem": engine.problem,
+        "in_flight": engine.in_flight,
+        "load": engine.load,
+        "limit": engine.limit,
+        "resident": sorted(engine.resident),
+        "state": engine.state,
+    }

@@ -1,0 +1,193 @@
+"""JSON bodies and query parameters of our own routes, checked field by field."""
+
+import asyncio
+import re
+import unicodedata
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.requests.memory import BODY_MEMORY, FREE_BYTES, OPERATOR, BodyShare
+from gateway.api.requests.pieces import COST, Pieces
+from gateway.errors import BadRequest, TooSlow
+from wire import http_body
+
+T = TypeVar("T")
+
+# Deflate's largest ratio.
+MAX_DEFLATE_RATIO = 1032
+STEP_BYTES = 2**16
+
+# Seconds in which a body must have come.
+BODY_TIMEOUT = web.AppKey("body_timeout", float)
+_BODY = web.RequestKey("body", bytes)
+
+# Of moments: beyond, there is nothing to ask for, and days cannot be reckoned with at the ends of the calendar.
+YEARS = range(1970, 9000)
+
+# Unicode's categories of what no text of a body has: control characters (a NUL fits no database, others forge lines of
+# logs and tables), lone surrogates, and separators of lines and paragraphs.
+UNFIT = {"Cc", "Cs", "Zl", "Zp"}
+
+# msgspec speaks of Python's types; a client knows JSON's.
+WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+LIMITS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+UNITS = {"str": "characters", "array": "entries", "object": "entries"}
+
+
+async def read_raw(request: web.Request) -> bytes:
+    """Return the whole body of an operator's request, as `read_shared`. It may be asked for again."""
+    if (raw := request.get(_BODY)) is None:
+        with request.config_dict[BODY_MEMORY].share(OPERATOR) as share:
+            raw = request[_BODY] = await read_shared(request, share)
+    return raw
+
+
+async def read_shared(request: web.Request, share: BodyShare) -> bytes:
+    """Return the whole body, of at most the application's client_max_size; the share holds its memory.
+
+    Raises TooManyBodies before anything is read, TooSlow, BadRequest, TooLarge, web.HTTPRequestEntityTooLarge.
+    """
+    limit = request.client_max_size
+    # Without a length a body is taken for a small one at first.
+    length = FREE_BYTES if request.content_length is None else request.content_length
+    if request.content_length is not None and length > limit:
+        raise web.HTTPRequestEntityTooLarge(limit, length)
+    share.take(length)
+    try:
+        async with asyncio.timeout(request.config_dict[BODY_TIMEOUT]):
+            is_compressed = http_body.is_compressed(request)
+            raw, pieces = bytearray(), Pieces(request)
+            while piece := await pieces.next():
+                raw += piece
+                request[COST] = max(request.get(COST, 0), len(raw))
+                if len(raw) > limit:
+                    raise web.HTTPRequestEntityTooLarge(limit, len(raw))
+                if len(raw) > length:
+                    length = len(raw) + STEP_BYTES
+                    share.take(length)
+            if is_compressed:
+                share.take(len(raw) + min(limit, len(raw) * MAX_DEFLATE_RATIO))
+                whole = await share.run(partial(http_body.decompress, raw, limit))
+                share.take(len(whole))
+                request[COST] += len(whole)
+                return whole
+            return bytes(raw)
+    except TimeoutError as error:
+        raise TooSlow("The request's body did not come in time.") from error
+    except web.RequestPayloadError as error:
+        raise BadRequest("The request's body is not what its headers say.") from error
+
+
+async def read_body(request: web.Request, kind: type[T]) -> T:
+    """The body as `kind` (a struct that forbids unknown fields), all its texts of one line. An empty body is `{}`.
+
+    Raises BadRequest.
+    """
+    raw = await read_raw(request) or b"{}"
+    try:
+        body = msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest("The body is not valid JSON.") from error
+    _check_texts(msgspec.to_builtins(body), "")
+    return body
+
+
+def check_text(text: str, name: str) -> None:
+    """Raises BadRequest for a text that is not of one line, or that a database cannot hold."""
+    if any(unicodedata.category(character) in UNFIT for character in text):
+        raise BadRequest(f"{name}: expected a text without control characters.", param=name)
+
+
+def _check_texts(value: Any, place: str) -> None:
+    if isinstance(value, str):
+        check_text(value, place)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_texts(item, f"{place}[{i}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_text(key, place)
+            _check_texts(item, _within(place or None, key))
+
+
+def read_moment(request: web.Request, name: str) -> datetime | None:
+    """A query parameter as a moment, UTC: ISO 8601 or Unix seconds; without a zone it is UTC."""
+    given = request.query.get(name)
+    if given is None:
+        return None
+    try:
+        if re.fullmatch(r"\d{1,11}(\.\d+)?", given):
+            moment = datetime.fromtimestamp(float(given), UTC)
+        else:
+            # An unescaped + of a query is a space.
+            moment = datetime.fromisoformat(given.replace(" ", "+"))
+        moment = moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+    except (ValueError, OverflowError) as error:
+        raise BadRequest(f"Expected '{name}' as ISO 8601 or Unix seconds.", param=name) from error
+    if moment.year not in YEARS:
+        raise BadRequest(f"Expected '{name}' between the years {YEARS[0]} and {YEARS[-1]}.", param=name)
+    return moment
+
+
+def read_period(request: web.Request) -> tuple[datetime | None, datetime | None]:
+    """`?since=` and `?until=`. Raises BadRequest where the one is after the other."""
+    since, until = read_moment(request, "since"), read_moment(request, "until")
+    if since is not None and until is not None and since > until:
+        raise BadRequest("since: expected a moment that is not after 'until'.", param="since")
+    return since, until
+
+
+def read_flag(request: web.Request, name: str) -> bool:
+    """A query parameter that is `true`, `false` or not there."""
+    given = request.query.get(name, "false")
+    if given not in ("true", "false"):
+        raise BadRequest(f"{name}: expected true or false.", param=name)
+    return given == "true"
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def _explain(message: str) -> BadRequest:
+    """msgspec's "Expected `int`, got `str` - at `$.weight`" in words, with the field as param."""
+    what, _, at = message.partition(" - at `")
+    param = at.removeprefix("key` in `").rstrip("`").lstrip("$.") or None
+    if missing := re.search(r"missing required field `([^`]{1,64})`", what):
+        param, what = _within(param, missing[1]), "is required"
+    elif unknown := re.search(r"contains unknown field `([^`]{1,64})`", what):
+        param, what = _within(param, unknown[1]), "there is no such field"
+    elif limit := re.fullmatch(r"Expected `(\w+)` (of length )?(<=|>=|<|>) (\S+)", what):
+        kind, of_length, sign, bound = limit.groups()
+        of = f"{LIMITS[sign]} {bound}"
+        what = f"expected {WORDS[kind]} of {of}" + (f" {UNITS[kind]}" if of_length else "")
+    elif types := re.fullmatch(r"Expected `([^`]+)`, got `([^`]+)`", what):
+        wanted = " or ".join(WORDS.get(kind, kind) for kind in types[1].split(" | "))
+        what = f"expected {wanted}, got {WORDS.get(types[2], types[2])}"
+    return BadRequest(f"{param or 'the body'}: {what.replace('`', chr(39))}.", param=param)
+
+
+def _within(place: str | None, field: str) -> str:
+    return field if place is None else f"{place}.{field}"
+
+
+def read_limit(request: web.Request, default: int, most: int) -> int:
+    """Return `?limit=`, the length of a page. Raises BadRequest."""
+    given = request.query.get("limit", str(default))
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
+        raise BadRequest(f"limit: expected a number from 1 to {most}.", param="limit")
+    return int(given)

@@ -1,0 +1,196 @@
+"""Memory and threads of request bodies, shared fairly between tenants.
+
+A large body holds its part of a common budget from before its first byte is read until its request ends. Small ones are
+free, up to a number that one tenant may have before its quota is asked. Beyond either, the request is refused unread.
+"""
+
+import asyncio
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from aiohttp import web
+
+from adapters.fair_threads import FairThreads
+from adapters.recent_use import RecentUse
+from gateway.errors import TooLarge, TooManyBodies, TooMuchRefused, Unavailable
+from gateway.sharing.budget import Budget
+
+T = TypeVar("T")
+
+FREE_BYTES = 2**16
+# Small bodies of one tenant that are read, parsed and counted at a time.
+SMALL_AT_ONCE = 256
+# Owner of the bodies of operators and engines, which have a budget of their own.
+OPERATOR = ""
+# Memory of decoded JSON, measured on 64-bit CPython: of a value in a list, and of a list or an object.
+VALUE_BYTES, CONTAINER_BYTES = 40, 300
+# Threads that parse, tokenize and decompress: one tenant's work leaves one of them to others.
+NUM_THREADS = 2
+# CPU time that a tenant's refused requests may have used recently, and the half-life of it in seconds: an attacker gets
+# 14 % of a core. Admitted requests are not counted, their rate is the quota's.
+REFUSED_SECONDS, REFUSED_HALF_LIFE_S = 2.0, 10.0
+
+
+def weigh(raw: bytes) -> int:
+    """Return the bytes of memory that a decoded body takes at most: a text with one wide character has 4 for each."""
+    width = 1 if raw.isascii() and b"\\u" not in raw else 4
+    containers = raw.count(b"[") + raw.count(b"{")
+    return width * len(raw) + VALUE_BYTES * raw.count(b",") + CONTAINER_BYTES * containers
+
+
+class RefusedWork:
+    """CPU time of parsing and counting for requests that were then refused, by tenant. Thread-safe.
+
+    Requests are parsed and counted before the quota is asked, so the quota does not bound this work.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = RecentUse(REFUSED_HALF_LIFE_S)
+
+    def add(self, owner: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds.add(owner, seconds)
+
+    def check(self, owner: str) -> None:
+        """Raise TooMuchRefused if the owner's refused requests have used up its CPU time."""
+        with self._lock:
+            used = self._seconds.of(owner)
+        if used >= REFUSED_SECONDS:
+            raise TooMuchRefused(max(1, math.ceil(REFUSED_HALF_LIFE_S * math.log2(used / REFUSED_SECONDS))))
+
+
+class BodyShare:
+    """The memory that a request's body holds, and its part of the threads. `owner`: the tenant's id, or OPERATOR."""
+
+    def __init__(self, memory: "BodyMemory", owner: str) -> None:
+        self.owner = owner
+        self._memory = memory
+        self._bytes = 0
+        self._undecoded = 0
+        self._has_place = False
+        # CPU time of the request until it is admitted or refused.
+        self._seconds = 0.0
+        self._is_admitted = self._is_refused = False
+
+    def take(self, size: int) -> None:
+        """Hold `size` bytes from now on, more or fewer than before. Raises TooManyBodies, TooLarge."""
+        if size <= FREE_BYTES and not self._bytes:
+            if not self._has_place:
+                self._memory.take(self._memory.places, self.owner, 1)
+                self._has_place = True
+            return
+        budget = self._memory.budget_of(self.owner)
+        if size > max(budget.share, self._bytes):
+            raise TooLarge(f"The request body takes {size} bytes decoded; this gateway gives it {budget.share}.")
+        self._memory.take(budget, self.owner, size - self._bytes)
+        self._bytes = size
+
+    def decode(self, raw: bytes) -> None:
+        """Hold what a body takes while it is decoded: itself, and what `weigh` says. Raises TooManyBodies, TooLarge."""
+        if len(raw) > FREE_BYTES:
+            self._undecoded = len(raw)
+            self.take(len(raw) + weigh(raw))
+
+    def admitted(self) -> None:
+        """Keep the decoded body only, and no place: the tenant's quota counts the request from now on."""
+        self._is_admitted = True
+        self._give_place_back()
+        if self._undecoded:
+            self.take(self._bytes - self._undecoded)
+            self._undecoded = 0
+
+    def refused(self) -> None:
+        """Count the request's CPU time against its tenant's part for refused requests."""
+        if not self._is_admitted:
+            self._is_refused = True
+            self._count_refused(self._seconds)
+
+    def close(self) -> None:
+        self._give_place_back()
+        if self._bytes:
+            self._memory.budget_of(self.owner).change(self.owner, -self._bytes)
+            self._bytes = 0
+
+    def _give_place_back(self) -> None:
+        if self._has_place:
+            self._memory.places.change(self.owner, -1)
+            self._has_place = False
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run work on a thread, in the owner's turn. Raises TooMuchRefused."""
+        job = partial(self.run_here, work)
+        return await asyncio.wrap_future(self._memory.threads.submit(self.owner, job, bounded=False))
+
+    def run_here(self, work: Callable[[], T]) -> T:
+        """Run work on this thread, and count its CPU time. Raises TooMuchRefused."""
+        # Other requests may have been refused while this one waited for its turn.
+        self._memory.refused_work.check(self.owner)
+        started = time.thread_time()
+        try:
+            return work()
+        finally:
+            seconds = time.thread_time() - started
+            self._seconds += seconds
+            # The client may have left meanwhile.
+            if self._is_refused:
+                self._count_refused(seconds)
+
+    def _count_refused(self, seconds: float) -> None:
+        if self.owner != OPERATOR:
+            self._memory.refused_work.add(self.owner, seconds)
+
+
+class BodyMemory:
+    """All bodies of this process.
+
+    total_bytes: of tenants' large bodies together; half for each tenant, and no more than it leaves free.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self._tenants, self._operators = Budget(total_bytes, leaves_room=True), Budget(total_bytes, total_bytes)
+        self.places = Budget(sys.maxsize, SMALL_AT_ONCE)
+        # The budgets bound the jobs that wait for a thread.
+        self.threads = FairThreads(
+            NUM_THREADS, "bodies", max_pending=0, max_pending_per_tenant=0, lowers_priority=False
+        )
+        self.refused_work = RefusedWork()
+
+    @property
+    def held(self) -> int:
+        return self._tenants.held + self._operators.held
+
+    def budget_of(self, owner: str) -> Budget:
+        return self._operators if owner == OPERATOR else self._tenants
+
+    @contextmanager
+    def share(self, owner: str) -> Iterator[BodyShare]:
+        """Hold a request's part while the block runs. A block that raises before `admitted` is a refused request,
+        unless a part of the service was unavailable. Raises TooMuchRefused.
+        """
+        self.refused_work.check(owner)
+        share = BodyShare(self, owner)
+        try:
+            yield share
+        except Unavailable:
+            raise
+        except BaseException:
+            share.refused()
+            raise
+        finally:
+            share.close()
+
+    def take(self, budget: Budget, owner: str, more: int) -> None:
+        """Raises TooManyBodies."""
+        if more > 0 and not budget.has_room(owner, more):
+            raise TooManyBodies
+        budget.change(owner, more)
+
+
+BODY_MEMORY = web.AppKey("body_memory", BodyMemory)

@@ -1,0 +1,51 @@
+"""Check model names in keys, limits and prices: a name that does not exist is usually a typing error."""
+
+from collections.abc import Iterable
+
+from aiohttp import web
+
+from gateway.api.requests.fields import read_flag
+from gateway.errors import BadRequest, ModelNotFound
+from gateway.records.catalog import Catalog
+from gateway.records.tenants import ANY_ADAPTER, Tenant
+
+FORCE = "force it: --force, or ?force=true"
+# As many as a message lists.
+MOST_NAMES = 20
+
+
+async def check_models(
+    request: web.Request,
+    catalog: Catalog,
+    tenant: Tenant | None,
+    names: Iterable[str],
+    param: str,
+    *,
+    any_adapter: bool = False,
+) -> None:
+    """Check that each name is the base model's or one of the tenant's adapters. Raises BadRequest.
+
+    With `?force=true` every name is accepted: an adapter may be pushed later. tenant: None has the base model only.
+    any_adapter: whether "*" is a name too.
+    """
+    if read_flag(request, "force"):
+        return
+    for name in names:
+        if any_adapter and name == ANY_ADAPTER:
+            continue
+        if not await _exists(catalog, tenant, name):
+            known = [catalog.base_model, *(adapter.name for adapter in (await catalog.list(tenant) if tenant else ()))]
+            listed = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
+            whose = f"tenant '{tenant.name}'" if tenant else "a new tenant"
+            message = f"{param}: {whose} has no model '{name}', only: {listed}. If it is to come later, {FORCE}."
+            raise BadRequest(message, param=param, code="unknown_model")
+
+
+async def _exists(catalog: Catalog, tenant: Tenant | None, name: str) -> bool:
+    if tenant is None:
+        return name == catalog.base_model
+    try:
+        await catalog.resolve(tenant, name)
+    except ModelNotFound:
+        return False
+    return True

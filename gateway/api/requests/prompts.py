@@ -1,0 +1,174 @@
+"""Check a request's body and count its tokens with the engine's own tokenizer and chat template."""
+
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from gateway.api.requests.memory import BodyShare
+from gateway.billing.charges import Weights, check_answer_size, weights_of
+from gateway.errors import BadRequest
+from gateway.fleet.vllm.fields import check_fields
+from wire.decoding import decode, is_quick
+from wire.requests import ChatCompletionRequest, CompletionRequest, prompt_too_long
+from wire.text.tokenizer import TextTooLong, Tokenizer
+
+# OpenAI's default for /v1/completions.
+COMPLETION_MAX_TOKENS = 16
+# Bodies beyond this are parsed on a thread: a millisecond is as long as the event loop may be held.
+INLINE_BYTES = 8192
+# What an engine may understand and a tenant has no say in: the scheduler's priority.
+GATEWAYS_OWN = ("priority",)
+
+# A body is some hundred bytes of memory a value. 8 MiB of `[],` took 193 MiB and seconds of the event loop;
+# brackets and commas within texts count as well, which no prompt of a context's length notices.
+MAX_CONTAINERS = 10_000
+MAX_VALUES = 200_000
+MAX_MEMBERS = 50_000
+
+AnyRequest = ChatCompletionRequest | CompletionRequest
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """name: as in the ledger and the metrics. path: the engines', and ours."""
+
+    name: str
+    path: str
+    kind: type[ChatCompletionRequest] | type[CompletionRequest]
+
+
+CHAT = Endpoint(name="chat.completions", path="/v1/chat/completions", kind=ChatCompletionRequest)
+COMPLETIONS = Endpoint(name="completions", path="/v1/completions", kind=CompletionRequest)
+
+
+class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked request and its size.
+
+    body: the client's own, with the fields that the gateway decides set. prompt_tokens: of all prompts together.
+    max_tokens: the most that may be generated for each of `choices`, which are those of all prompts. weights: of the
+    request's tokens in the token rates.
+    """
+
+    body: dict[str, Any]
+    stream: bool
+    include_usage: bool
+    prompt_tokens: int
+    max_tokens: int
+    choices: int
+    max_tokens_field: str
+    weights: Weights = Weights()
+
+    def shorten(self, max_tokens: int) -> None:
+        """Lets it generate no more than `max_tokens`, fewer than were asked for."""
+        self.body[self.max_tokens_field] = max_tokens
+        if self.body.get("min_tokens"):
+            self.body["min_tokens"] = min(self.body["min_tokens"], max_tokens)
+
+
+class PromptReader:
+    """Raises the protocol's BadRequest naming the field, ChatTemplateError, or BadRequest for a prompt that is too
+    long.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        default_max_tokens: int,
+        *,
+        max_answer_bytes: int = 2**23,
+        max_event_bytes: int = 2**20,
+        other_engines: bool = False,
+    ) -> None:
+        """other_engines: vLLM servers are listed; gateway/fleet/vllm/fields.py says which further fields they get."""
+        self._max_answer_bytes = max_answer_bytes
+        self._max_event_bytes = max_event_bytes
+        self._other_engines = other_engines
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._default_max_tokens = default_max_tokens
+
+    async def parse(self, raw: bytes, endpoint: Endpoint, share: BodyShare) -> AnyRequest:
+        """Return the body's fields, each checked. Our engine ignores unknown ones; before vLLM they are refused."""
+        if len(raw) <= INLINE_BYTES:
+            return share.run_here(partial(self._parse, raw, endpoint))
+        if (
+            raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS
+            or raw.count(b",") > MAX_VALUES
+            or raw.count(b":") > MAX_MEMBERS
+        ):
+            raise BadRequest(
+                f"The body has too many values: expected at most {MAX_CONTAINERS} lists and objects, "
+                f"{MAX_VALUES} values, and {MAX_MEMBERS} fields of objects."
+            )
+        share.decode(raw)
+        return await share.run(partial(self._parse, raw, endpoint))
+
+    def _parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
+        return decode(endpoint.kind, check_fields(raw, endpoint.kind) if self._other_engines else raw)
+
+    async def measure(self, request: AnyRequest, raw: bytes, share: BodyShare) -> InferenceRequest:
+        """The tokens of a parsed body, held against the model's context."""
+        work = partial(self._measure, request, raw)
+        return share.run_here(work) if is_quick(raw) else await share.run(work)
+
+    def _measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
+        is_chat = isinstance(request, ChatCompletionRequest)
+        field = "messages" if is_chat else "prompt"
+        try:
+            lengths = self._lengths(request)
+        except TextTooLong as error:
+            raise prompt_too_long(field, self._max_model_len, error.at_least) from None
+        longest, prompt_tokens = max(lengths), sum(lengths)
+        max_tokens = request.max_new_tokens
+        if max_tokens is None:
+            default = self._default_max_tokens if is_chat else COMPLETION_MAX_TOKENS
+            max_tokens = max(1, min(default, self._max_model_len - longest))
+        if longest + max_tokens > self._max_model_len:
+            raise BadRequest(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
+                f"{longest + max_tokens} tokens ({longest} in the {field}, {max_tokens} in the completion). "
+                f"Please reduce the length of the {field} or of the completion.",
+                param=field,
+                code="context_length_exceeded",
+            )
+        choices = len(lengths) * (request.n or 1)
+        limit = self._max_event_bytes if request.stream else self._max_answer_bytes
+        check_answer_size(request, prompt_tokens, choices * max_tokens, limit)
+        body = self._fields(request, raw)
+        for name in GATEWAYS_OWN:
+            body.pop(name, None)
+        if request.max_new_tokens is None:
+            # Said aloud, so that the engine stops where the reservation does.
+            body["max_tokens"] = max_tokens
+        if request.stream:
+            body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+        return InferenceRequest(
+            body=body,
+            stream=bool(request.stream),
+            include_usage=request.include_usage,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            choices=choices,
+            max_tokens_field=request.max_new_tokens_field,
+            weights=weights_of(request),
+        )
+
+    def _fields(self, request: AnyRequest, raw: bytes) -> dict[str, Any]:
+        """Return the body's fields, those that nobody here knows as they were sent."""
+        if self._other_engines:
+            return dict(msgspec.json.decode(raw, type=dict[str, Any]))
+        known = request.__struct_fields__
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        return {name: msgspec.json.decode(field) if name in known else field for name, field in fields.items()}
+
+    def _lengths(self, request: AnyRequest) -> list[int]:
+        """Tokens of each prompt."""
+        if isinstance(request, ChatCompletionRequest):
+            return [len(self._tokenizer.encode_chat(*request.template_input(), limit=self._max_model_len))]
+        encode = partial(
+            self._tokenizer.encode,
+            add_special_tokens=request.add_special_tokens is not False,
+            limit=self._max_model_len,
+        )
+        return [len(encode(p) if isinstance(p, str) else p) for p in request.prompts()]

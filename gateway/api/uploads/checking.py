@@ -1,0 +1,155 @@
+"""Unpack and check uploads in child processes: few at once, shared fairly, each within its own limits."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import adapters
+from adapters.check import BOOT, IDLE, LOW, PREPARED
+from adapters.manifest import AdapterError, BaseShape
+from adapters.recent_use import RecentUse
+from adapters.store import Stored
+from gateway.api.uploads.receiving import Workplace, too_large
+from gateway.errors import BadRequest, CheckFailed, Unavailable
+from gateway.sharing.turns import Turns
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(adapters.__file__).parent.parent
+# Checks that run at once: of tenants' uploads, of tenants whose checks took long recently, and of the operator's.
+TENANTS_CHECKS, BUSY_CHECKS, OPERATORS_CHECKS = 2, 1, 1
+MEMORY_BYTES = 512 << 20
+# A check reads, hashes and writes an adapter; measured: 150 to 300 MB a second and core.
+CPU_SECONDS, CPU_BYTES_PER_SECOND = 10, 20_000_000
+# Wall-clock time; at a low priority a check may get a small share of a core.
+CLOCK_FACTOR = 6
+# A tenant whose checks used more CPU time than this recently, with this half-life, has them on idle cores only, one at
+# a time with others like it: the engine's steps and others' uploads do not wait for them. An ordinary check takes
+# 0.1 s, so this concerns tenants with more than 30 uploads a minute, or dear ones.
+BUSY_SECONDS, HALF_LIFE_S = 0.7, 10.0
+OPERATOR = "operator"
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest rank and the largest adapter, in bytes of host memory (0: unknown), that the engines serve."""
+
+    max_rank: int
+    max_adapter_bytes: int = 0
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked adapter in its canonical form. folder: its files. stored: how the store's own copy compares with it."""
+
+    digest: str
+    rank: int
+    num_bytes: int
+    stored: Stored
+    folder: Path
+
+
+class Checker:
+    """Runs the checks. Raises AdapterError, BadRequest and TooLarge for a refusal, Unavailable if the disk is full."""
+
+    def __init__(self, store: Path, base: BaseShape, max_bytes: int, served: Callable[[], Served]) -> None:
+        self._store = store
+        self._base = base
+        self._max_bytes = max_bytes
+        self._served = served
+        self._turns, self._busy = Turns(TENANTS_CHECKS), Turns(BUSY_CHECKS)
+        self._operators = Turns(OPERATORS_CHECKS)
+        self._used = RecentUse(HALF_LIFE_S)
+
+    async def check(self, place: Workplace, owner: str) -> Checked:
+        """Unpack and check the upload in the workplace. owner: a tenant's id, or OPERATOR."""
+        turns, priority = self._turns, LOW
+        if owner == OPERATOR:
+            turns = self._operators
+        elif self._used.of(owner) > BUSY_SECONDS:
+            turns, priority = self._busy, IDLE
+        async with turns.turn(owner):
+            return await place.run(self._run(place.folder, owner, priority))
+
+    async def _run(self, folder: Path, owner: str, priority: str) -> Checked:
+        served = self._served()
+        received = sum(entry.stat().st_size for entry in os.scandir(folder))
+        cpu_seconds = CPU_SECONDS + received // CPU_BYTES_PER_SECOND
+        seconds = CLOCK_FACTOR * cpu_seconds
+        job = {
+            "folder": str(folder),
+            "store": str(self._store),
+            "base": {
+                "num_layers": self._base.num_layers,
+                "projections": dict(self._base.projections),
+                "outside": dict(self._base.outside),
+            },
+            "max_bytes": self._max_bytes,
+            "max_rank": served.max_rank,
+            "max_adapter_bytes": served.max_adapter_bytes,
+            "memory_bytes": MEMORY_BYTES,
+            "file_bytes": self._max_bytes + (4 << 20),
+            "cpu_seconds": cpu_seconds,
+            "seconds": seconds,
+        }
+        began, cpu_used = time.monotonic(), None
+        try:
+            code, out = await _child(json.dumps(job).encode() + b"\n", seconds, priority)
+            answer: dict[str, Any] = json.loads(out) if code == 0 else {}
+            cpu_used = answer.pop("cpu_seconds", None)
+        finally:
+            # A check that is killed does not report its CPU time.
+            self._used.add(owner, time.monotonic() - began if cpu_used is None else cpu_used)
+        if code != 0:
+            raise _failed(code, out)
+        if "refused" in answer:
+            raise self._refusal(answer)
+        return Checked(folder=folder / PREPARED, **answer)
+
+    def _refusal(self, answer: dict[str, Any]) -> Exception:
+        kind = answer["refused"]
+        if kind == "too_large":
+            return too_large(self._max_bytes)
+        if kind == "archive":
+            return BadRequest(answer["message"], param="file")
+        if kind == "memory":
+            return CheckFailed(f"The adapter cannot be checked within {MEMORY_BYTES >> 20} MiB of memory.")
+        return AdapterError(answer["field"], answer["message"])
+
+
+async def _child(job: bytes, seconds: float, priority: str) -> tuple[int, bytes]:
+    """Run the child to its end. Returns its exit status and its output."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT), str(os.getpid()), priority),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with asyncio.timeout(seconds):
+            out, _ = await process.communicate(job)
+    except TimeoutError:
+        return -signal.SIGALRM, b""
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode or 0, out
+
+
+def _failed(code: int, out: bytes) -> Exception:
+    """Return the error for a check that ended without an answer."""
+    problem = out.decode("utf-8", "replace")[:200]
+    log.warning("the check of an upload ended with status %d: %s", code, problem)
+    if problem.startswith(("ENOSPC", "EDQUOT")):
+        return Unavailable("The adapter store is full.", code="adapter_store_full", retry_after=60)
+    ends = {-signal.SIGXCPU: "too much CPU time", -signal.SIGALRM: "too much time", -signal.SIGKILL: "it was killed"}
+    why = ends.get(code, f"it ended with status {code}")
+    return CheckFailed(f"The adapter could not be checked: {why}.")

@@ -1,0 +1,254 @@
+"""Receive an adapter upload: a multipart stream into files on the store's file system, within bounds.
+
+Nothing here reads the files' content: child processes unpack and check them (gateway/api/uploads/checking.py).
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, BinaryIO, ClassVar, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from adapters.check import ARCHIVE
+from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
+from adapters.manifest import printable
+from adapters.spool import Spool
+from gateway.api.requests.pieces import Pieces
+from gateway.api.uploads.form import Form, FormError, Part
+from gateway.errors import BadRequest, TooLarge, TooSlow
+
+log = logging.getLogger(__name__)
+
+FILES = (CONFIG_NAME, WEIGHTS_NAME)
+FIELDS = ("name", "file", *FILES)
+WRITE_BYTES = 256 << 10
+READ_BYTES = 256 << 10
+# Least average size of an upload's chunks, because each costs a read.
+LEAST_CHUNK_BYTES = 1024
+MAX_NAME_BYTES = 1024
+T = TypeVar("T")
+# Threads for the disk writes of uploads, so that they delay no other work.
+_DISK = ThreadPoolExecutor(4, thread_name_prefix="upload-disk")
+
+
+class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
+    """max_bytes: of the body, and again of its unpacked content. seconds: for the upload with its check.
+
+    read_seconds: longest pause between bytes. min_rate: bytes a second, on average since `grace_seconds` after the
+    start.
+    """
+
+    max_bytes: int
+    seconds: float
+    read_seconds: float
+    min_rate: int
+    grace_seconds: float = 30.0
+
+
+class Workplace:
+    """The spool folder of an upload, and the work that must end before the folder is removed."""
+
+    _closing: ClassVar[set[asyncio.Task[None]]] = set()
+
+    def __init__(self, spool: Spool) -> None:
+        self.folder = spool.folder
+        self._spool = spool
+        self._work: set[asyncio.Future[Any]] = set()
+        self._files: list[BinaryIO] = []
+
+    def create(self, name: str) -> BinaryIO:
+        """Create a file in the folder. It is closed with the workplace at the latest. Blocks."""
+        file = (self.folder / name).open("xb")
+        self._files.append(file)
+        return file
+
+    async def in_thread(self, do: Callable[..., T], *arguments: Any) -> T:
+        """Run a blocking call in a thread, to its end even if the caller is cancelled."""
+        return await self._shielded(asyncio.get_running_loop().run_in_executor(_DISK, do, *arguments))
+
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work to its end even if the caller is cancelled."""
+        return await self._shielded(asyncio.ensure_future(work))
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work that is cancelled with the caller; the folder stays until the work has ended."""
+        task = asyncio.create_task(work)
+        try:
+            return await self._shielded(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+
+    async def _shielded(self, work: asyncio.Future[T]) -> T:
+        self._work.add(work)
+        return await asyncio.shield(work)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*self._work, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(_DISK, self._remove)
+
+    def _remove(self) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                file.close()
+        self._spool.remove()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, spool: Spool) -> AsyncIterator["Workplace"]:
+        """Make the folder, and remove it at the end of the block. Raises OSError."""
+        place = cls(spool)
+        try:
+            await place.in_thread(spool.make)
+            yield place
+        finally:
+            closing = asyncio.create_task(place._close())
+            cls._closing.add(closing)
+            closing.add_done_callback(cls._closing.discard)
+            await asyncio.shield(closing)
+
+    @classmethod
+    async def all_closed(cls) -> None:
+        """Wait until the folders of ended uploads are removed."""
+        await asyncio.gather(*cls._closing, return_exceptions=True)
+
+
+async def receive(request: web.Request, place: Workplace, rules: UploadRules) -> str:
+    """Read the request's form into the workplace and return the adapter's name, unchecked.
+
+    Raises BadRequest naming the form's field, TooLarge, TooSlow.
+    """
+    if not request.content_type.startswith("multipart/"):
+        raise BadRequest(
+            f"Expected a multipart/form-data body with the field 'name' and the files {CONFIG_NAME} and "
+            f"{WEIGHTS_NAME}, or one archive as 'file'.",
+        )
+    if request.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
+        raise BadRequest("Expected an upload without Content-Encoding; an archive may be compressed itself.")
+    body = _Body(request, rules)
+    try:
+        return await _read_form(Form(_boundary(request), body.read), place, body)
+    except FormError as error:
+        raise BadRequest(f"The multipart body is malformed: {error}.") from error
+
+
+def refuse_too_large(request: web.Request, rules: UploadRules) -> None:
+    """Raise TooLarge for a body whose declared length is too large."""
+    if request.content_length is not None and request.content_length > rules.max_bytes:
+        raise too_large(rules.max_bytes)
+
+
+def too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"The upload is larger than the {max_bytes} bytes this gateway accepts.", param="file")
+
+
+def _boundary(request: web.Request) -> str:
+    # The value as in the header; aiohttp's own parser would lower and fold it.
+    for parameter in request.headers.get("Content-Type", "").split(";")[1:]:
+        key, _, value = parameter.strip().partition("=")
+        if key.lower() == "boundary":
+            return value.strip().strip('"')
+    return ""
+
+
+class _Body:
+    """Counts a request's body and holds it to the rules of size and rate."""
+
+    def __init__(self, request: web.Request, rules: UploadRules) -> None:
+        # The disk takes large pieces; the limit of chunks that wait stays.
+        request.content.set_read_chunk_size(READ_BYTES)
+        self._pieces = Pieces(request, LEAST_CHUNK_BYTES)
+        self._rules = rules
+        # Start of the minimum rate; waits for our own disk move it.
+        self._begun = time.monotonic() + rules.grace_seconds
+
+    async def read(self) -> bytes:
+        rules, now = self._rules, time.monotonic()
+        left = self._begun + self._pieces.num_bytes / rules.min_rate - now
+        try:
+            async with asyncio.timeout(min(rules.read_seconds, left)):
+                piece = await self._pieces.next()
+        except TimeoutError as error:
+            if left < rules.read_seconds:
+                raise TooSlow(f"The upload came more slowly than {rules.min_rate} bytes a second.") from error
+            raise TooSlow("The request's body did not come in time.") from error
+        except (web.RequestPayloadError, ConnectionError) as error:
+            raise BadRequest("The request's body does not match its Content-Length or Transfer-Encoding.") from error
+        if self._pieces.num_bytes > rules.max_bytes:
+            raise too_large(rules.max_bytes)
+        return piece
+
+    async def write(self, place: Workplace, file: BinaryIO, content: bytes) -> None:
+        """Write to the disk off the event loop. The client's rate excludes this time."""
+        begun = time.monotonic()
+        await place.in_thread(file.write, content)
+        self._begun += time.monotonic() - begun
+
+
+async def _read_form(form: Form, place: Workplace, body: _Body) -> str:
+    """Write the form's files under fixed names and return the adapter's name."""
+    name: str | None = None
+    seen: set[str] = set()
+    while (part := await form.next()) is not None:
+        field = _target(part)
+        if field in seen:
+            raise BadRequest(f"'{field}' is in the form twice.", param=field)
+        seen.add(field)
+        if field == "name":
+            name = await _read_name(form)
+        else:
+            await _save(form, place, body, ARCHIVE if field == "file" else field)
+    if name is None:
+        raise BadRequest("Expected the form field 'name': the adapter's name.", param="name")
+    if "file" in seen:
+        if seen & set(FILES):
+            raise BadRequest("Expected either one archive as 'file' or the two files, not both.", param="file")
+        return name
+    for file in FILES:
+        if file not in seen:
+            raise BadRequest(f"Expected the file {file} in the upload.", param=file)
+    return name
+
+
+def _target(part: Part) -> str:
+    """Return the fixed file name for a part: by its field, or by its own file name if that is one of the adapter's
+    files.
+    """
+    if part.name in FIELDS:
+        return part.filename if part.name == "file" and part.filename in FILES else part.name
+    if part.filename in FILES:
+        return part.filename
+    shown = printable(part.name, 64)
+    raise BadRequest(f"Unknown form field '{shown}'; expected: {', '.join(FIELDS)}.", param=shown)
+
+
+async def _read_name(form: Form) -> str:
+    content = bytearray()
+    while piece := await form.read():
+        content += piece
+        if len(content) > MAX_NAME_BYTES:
+            raise BadRequest("The adapter's name is too long.", param="name")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequest("Expected the adapter's name as UTF-8 text.", param="name") from error
+
+
+async def _save(form: Form, place: Workplace, body: _Body, name: str) -> None:
+    pending = bytearray()
+    file = await place.in_thread(place.create, name)
+    try:
+        while piece := await form.read():
+            pending += piece
+            if len(pending) >= WRITE_BYTES:
+                await body.write(place, file, bytes(pending))
+                pending.clear()
+        await body.write(place, file, bytes(pending))
+    finally:
+        await place.in_thread(file.close)

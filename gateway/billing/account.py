@@ -1,0 +1,358 @@
+"""The account of an admitted request: updated while it runs, settled and recorded however it ends."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gateway.access.auth import TenantPrincipal
+from gateway.api.delivery import ClientGone
+from gateway.api.requests.prompts import InferenceRequest
+from gateway.billing.charges import CUT, Charge, Ending, Used, Weights, charge
+from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.ledger import Ledger
+from gateway.billing.usage_row import UsageRow, encode
+from gateway.errors import EngineMismatch, Forbidden, InvalidKey, RateLimited, Unavailable
+from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field
+from gateway.fleet.receipts import matches, served_digest
+from gateway.fleet.registry import EngineRecord
+from gateway.metrics import Metrics
+from gateway.process.outage import Outage
+from gateway.quota.quota import Quota
+from gateway.quota.reservation import Reservation
+from gateway.records.catalog import Model
+from gateway.records.prices import Price
+from wire.responses import FinishedRequest
+
+log = logging.getLogger(__name__)
+
+# How long the end of an answer may wait for its settlement, so that a client that asks again at once finds its slot
+# free. A slower settlement goes on behind the answer.
+SETTLE_PATIENCE_SECONDS = 1.0
+# How long an engine that was left gets to say what it generated: it stops within a step, or was killed and comes back.
+# After it the request is left to `abandoned`, which waits longer while the tenant has its place back.
+OUTCOME_PATIENCE_SECONDS = 10.0
+
+
+class Account:
+    """The costs of a request so far. Token counts are the engine's if it sends them."""
+
+    def __init__(
+        self,
+        principal: TenantPrincipal,
+        reservation: Reservation,
+        endpoint: str,
+        model: Model,
+        price: Price,
+        asked: InferenceRequest,
+        arrived: float,
+    ) -> None:
+        self.principal = principal
+        self.reservation = reservation
+        self.endpoint = endpoint
+        self.model = model
+        self.price = price
+        self.asked_prompt = asked.prompt_tokens
+        self.weights = asked.weights
+        self.hold = reservation.hold
+        if self.hold is not None:
+            self.hold.weight = asked.weights.completion
+        # Whether the engine ended the answer because its token rates had no room; whether that has been noted.
+        self.ended_by_allowance = self.was_limited = False
+        # The error for which an engine that does not know of it was stopped.
+        self.cut: RateLimited | None = None
+        # Indices of the choices that have ended.
+        self.ended_choices: set[int] = set()
+        self.engine: str | None = None
+        # Whether the engine can be asked what it did: ours can.
+        self.engine_remembers = False
+        self._before: tuple[str | None, bool] = None, False
+        # The last of our engines that died with the request before it answered.
+        self.lost_engine: str | None = None
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        # The engine's receipt; None if it sent none.
+        self.served_digest: str | None = None
+        self.ending = Ending.BROKEN
+        # The tokens of the usage row, once the account is closed.
+        self.billed: Used | None = None
+        self.settlement: asyncio.Task[None] | None = None
+        self.tell: Callable[[Reservation, str, int, int], None] | None = None
+        self.arrived = arrived
+        self._first_token: float | None = None
+
+    @property
+    def used(self) -> Used:
+        """The tokens so far; those of the usage row once the account is closed."""
+        return self.billed or Used(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+    @property
+    def is_beyond_hold(self) -> bool:
+        """Return whether the answer needs more than it holds of its token rates, and nobody has noted it."""
+        if self.hold is None or self.was_limited:
+            return False
+        return self.ended_by_allowance or self.hold.pace.is_used_up
+
+    @property
+    def status(self) -> str:
+        return self.ending.status
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Return the seconds from the request's arrival to a stream's first token."""
+        return None if self._first_token is None else self._first_token - self.arrived
+
+    def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
+        """Note that the engine has the prompt. From here on the request costs tokens, even if its client leaves."""
+        self._before = self.engine, self.engine_remembers
+        self.engine, self.prompt_tokens, self.completion_tokens = engine.url, prompt_tokens, 0
+        self.engine_remembers = engine.address.kind == "loraplex"
+
+    def unsent(self) -> None:
+        """Undo the last `sent`: the request did not reach that engine."""
+        self.engine, self.engine_remembers = self._before
+        self.prompt_tokens = 0
+
+    def lost(self) -> None:
+        """Note that the engine of the last `sent` died with the request, perhaps after work."""
+        if self.engine_remembers:
+            self.lost_engine = self.engine
+
+    @property
+    def engines_to_ask(self) -> list[str]:
+        """Return the engines that may have done work that this gateway does not know of, the likeliest first."""
+        served = self.engine if self.ending.asks_engine and self.engine_remembers else None
+        lost = self.lost_engine if self.ending.may_be_lost else None
+        return list(dict.fromkeys(url for url in (served, lost) if url is not None))
+
+    def observe_receipt(self, receipt: Any) -> None:
+        """Read the engine's receipt. Raises EngineMismatch if it is not the request's adapter."""
+        if isinstance(receipt, str):
+            self.served_digest = served_digest(receipt)
+            if not matches(self.served_digest, self.model.digest):
+                raise EngineMismatch
+
+    def observe_report(self, completion_tokens: int) -> None:
+        """Note the completion tokens so far of a whole answer."""
+        self.completion_tokens = completion_tokens
+        self._progressed()
+
+    def observe_answer(self, answer: Fields) -> None:
+        """Read the counts of a whole answer. Raises UpstreamFailed, EngineMismatch."""
+        self._observe(answer)
+
+    def observe_event(self, event: Fields) -> None:
+        """Read the counts of a stream event and note the first token's time. Raises UpstreamFailed, EngineMismatch."""
+        before = self.completion_tokens
+        self._observe(event)
+        if self._first_token is None and self.completion_tokens > before:
+            self._first_token = time.monotonic()
+
+    def _observe(self, event: Fields) -> None:
+        progress, usage = decode_field(event, "loraplex"), decode_field(event, "usage")
+        choices = decode_choices(event)
+        if isinstance(progress, dict):
+            self.observe_receipt(progress.get("adapter_digest"))
+            self.ended_by_allowance = progress.get("ended_by_allowance") is True
+        if isinstance(usage, dict):
+            self._count(usage, (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+        elif isinstance(progress, dict):
+            self._count(progress, progress.get("cached_tokens"))
+        else:
+            # An engine that doesn't say how far it is (vLLM): until its last event, a piece of text is one token.
+            self.completion_tokens += sum(_has_text(choice) for choice in choices)
+        self._progressed()
+        for choice in choices:
+            if isinstance(choice.finish_reason, str):
+                self.finish_reason = choice.finish_reason
+                self.ended_choices.add(_int(choice.index, 0))
+
+    def _progressed(self) -> None:
+        if self.tell is not None and self.engine is not None:
+            self.tell(self.reservation, self.engine, self.prompt_tokens, self.completion_tokens)
+        if self.hold is not None:
+            self.hold.use(self.completion_tokens)
+
+    def charge(self, told: FinishedRequest | None) -> Charge:
+        """Return the cost of the request. told: the engine's final count, if its answer was not read to the end."""
+        heard = self.used
+        known = None if told is None else Used(told.prompt_tokens, told.completion_tokens, told.cached_tokens)
+        if told is not None:
+            self.finish_reason = self.finish_reason or told.finish_reason
+        return charge(self.ending, self.asked_prompt, heard, known, self.weights)
+
+    def row(self, charged: Charge, ended: float) -> UsageRow:
+        """Return the usage row. ended: on the clock of `arrived`."""
+        billed, first = charged.billed, self.first_token_seconds
+        return UsageRow(
+            request_id=self.reservation.request_id,
+            tenant_id=self.principal.tenant.id,
+            tenant=self.principal.tenant.name,
+            key_id=self.principal.key_id,
+            endpoint=self.endpoint,
+            model=self.model.name,
+            adapter_digest=self.model.digest,
+            engine=self.engine,
+            prompt_tokens=billed.prompt,
+            completion_tokens=billed.completion,
+            cached_tokens=billed.cached,
+            cost=0 if charged.is_free else self.price.cost(billed.prompt, billed.completion, billed.cached),
+            latency_ms=round((ended - self.arrived) * 1000),
+            ttft_ms=None if first is None else round(first * 1000),
+            status=self.status,
+            finish_reason=self.finish_reason,
+            created_at=self.reservation.admitted_at,
+            served_digest=self.served_digest,
+            surcharge=charged.surcharge,
+        )
+
+    def _count(self, counts: dict[str, Any], cached: Any) -> None:
+        self.prompt_tokens = _int(counts.get("prompt_tokens"), self.prompt_tokens)
+        self.completion_tokens = _int(counts.get("completion_tokens"), self.completion_tokens)
+        self.cached_tokens = _int(cached, self.cached_tokens)
+
+
+def lease_note(
+    principal: TenantPrincipal, endpoint: str, model: Model, price: Price, weights: Weights
+) -> dict[str, Any]:
+    """Return the data, besides its progress, with which another gateway settles the request: the constant fields of its
+    usage row, its price and, if they are not 1, its weights in the token rates.
+    """
+    weighed = {} if weights == Weights() else {"weights": weights}
+    return {
+        **weighed,
+        "tenant": principal.tenant.name,
+        "key_id": principal.key_id,
+        "endpoint": endpoint,
+        "model": model.name,
+        "adapter_digest": model.digest,
+        "price": price,
+    }
+
+
+class Accounting:
+    """Opens accounts, and closes them in the background, where the cancellation of a handler cannot stop it."""
+
+    def __init__(self, quota: Quota, ledger: Ledger, metrics: Metrics, finished: FinishedClient) -> None:
+        self._quota = quota
+        self._finished = finished
+        self._ledger = ledger
+        self._metrics = metrics
+        self._outage = Outage(log, "settling requests")
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def check_room(self) -> None:
+        """Raises Unavailable when usage could not be written down."""
+        if not self._ledger.has_room:
+            raise Unavailable("The usage ledger is behind; try again shortly.", code="ledger_unavailable")
+
+    @contextmanager
+    def open(self, account: Account) -> Iterator[Account]:
+        """Close the account at the end of the block, however it ends. Redis gets the progress periodically."""
+        account.tell = self._quota.progress
+        try:
+            yield account
+        except (asyncio.CancelledError, ClientGone):
+            self.close(account, Ending.CANCELLED)
+            raise
+        except (InvalidKey, Forbidden):
+            self.close(account, Ending.REVOKED)
+            raise
+        except EngineMismatch:
+            self.close(account, Ending.MISMATCHED)
+            raise
+        finally:
+            self.close(account, Ending.BROKEN)
+
+    def close(self, account: Account, ending: Ending) -> "asyncio.Task[None]":
+        """Start the settlement and the usage row. Only the first call has an effect."""
+        if account.settlement is None:
+            account.ending = ending
+            account.settlement = asyncio.create_task(self._close(account))
+            self._closing.add(account.settlement)
+            account.settlement.add_done_callback(self._closing.discard)
+        return account.settlement
+
+    async def close_and_wait(self, account: Account, ending: Ending) -> None:
+        """Close the account, and wait for it as long as a client may be kept waiting."""
+        await asyncio.wait({self.close(account, ending)}, timeout=SETTLE_PATIENCE_SECONDS)
+
+    async def close_ahead(self, account: Account) -> None:
+        """Close the account of a successful request. Sends the settlement before the answer ends, so that the client's
+        next request sees the freed slot; waits for it if Redis does not keep the order of calls.
+        """
+        settlement = self.close(account, Ending.FINISHED)
+        if not self._quota.in_order:
+            await asyncio.wait({settlement}, timeout=SETTLE_PATIENCE_SECONDS)
+
+    async def drain(self, seconds: float) -> None:
+        """Waits until every account that was opened is closed; cuts short what takes longer than `seconds`."""
+        if self._closing:
+            _, late = await asyncio.wait(set(self._closing), timeout=seconds)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+
+    async def _close(self, account: Account) -> None:
+        ended = time.monotonic()
+        outcome = None
+        for engine in account.engines_to_ask:
+            try:
+                outcome = await self._finished.outcome(engine, account.reservation.request_id, OUTCOME_PATIENCE_SECONDS)
+            except TimeoutError:
+                if await self._leave(account, engine):
+                    return
+            if outcome is not None:
+                account.engine = engine
+                break
+        charged = account.charge(outcome)
+        account.billed = charged.billed
+        row = account.row(charged, ended)
+        self._metrics.finished(row)
+        if not charged.is_recorded:
+            await self._quota.release(account.reservation)
+            return
+        entry_id = None
+        try:
+            entry_id = await self._quota.settle(
+                account.reservation,
+                tokens=charged.rate_tokens,
+                cost=row.cost,
+                event=encode(row),
+                counts=bool(charged.requests),
+            )
+            self._outage.over()
+        except Unavailable as error:
+            # The row goes to the journal; the quota sees to the rest.
+            self._outage.failed(str(error), "what requests took of their limits is corrected when redis is back")
+        if entry_id is None:
+            await self._ledger.keep(row)
+        else:
+            self._ledger.settled(entry_id, row)
+
+    async def _leave(self, account: Account, engine: str) -> bool:
+        """Leave the settlement to `Abandoned`, with the count that holds if the engine stays away. Returns whether that
+        is possible.
+        """
+        heard = account.used if account.ending in CUT else Used()
+        is_free = account.ending.may_be_lost
+        self._quota.progress(account.reservation, engine, heard.prompt, heard.completion, is_free=is_free)
+        try:
+            return await self._quota.leave(account.reservation)
+        except Unavailable as error:
+            log.info("request %s is settled by what was heard of it: %s", account.reservation.request_id, error)
+            return False
+
+
+def _has_text(choice: Choice) -> bool:
+    delta = choice.delta if isinstance(choice.delta, dict) else {}
+    return bool(choice.text or delta.get("content") or delta.get("tool_calls"))
+
+
+def _int(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise

@@ -1,0 +1,229 @@
+"""The charge of a request by its ending: `charge` has the table."""
+
+import math
+from enum import Enum
+
+import msgspec
+
+from gateway.errors import (
+    BadRequest,
+    EngineMismatch,
+    Forbidden,
+    InvalidKey,
+    NoEngine,
+    Overloaded,
+    RateLimited,
+    Unavailable,
+)
+from gateway.fleet.client import EngineRefused
+from gateway.records.prices import Price
+from wire.requests import CompletionRequest, SamplingRequest
+
+# Log-probabilities at a position that cost a token of the token rates.
+LOGPROBS_PER_TOKEN = 5
+# Estimated JSON of an answer: of one log-probability, and of one token's text and ids. Measured on Llama's vocabulary:
+# 61 bytes for a prompt's log-probability, 78 for a chat's; a whole answer beyond the limit is cut off when it is read.
+LOGPROB_BYTES = 80
+TOKEN_BYTES = 8
+
+
+class Ending(Enum):
+    """The way in which an admitted request ended."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    REVOKED = "revoked"
+    SHORTENED = "shortened"
+    LIMITED = "limited"
+    BROKEN = "broken"
+    NOT_BEGUN = "not begun"
+    REFUSED = "refused"
+    OVERLOADED = "overloaded"
+    UNABLE = "unable"
+    UNSERVED = "unserved"
+    MISMATCHED = "mismatched"
+
+    @property
+    def status(self) -> str:
+        """Return the status for the usage row."""
+        own = {
+            Ending.FINISHED: "ok",
+            Ending.SHORTENED: "ok",
+            Ending.LIMITED: "limited",
+            Ending.CANCELLED: "cancelled",
+            Ending.REVOKED: "revoked",
+            Ending.REFUSED: "refused",
+        }
+        return own.get(self, "error")
+
+    @property
+    def asks_engine(self) -> bool:
+        """Return whether the engine may have done work that this gateway does not know of."""
+        return self in (*CUT, Ending.NOT_BEGUN)
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Return whether no engine served the request, so that an engine that died with it is asked for its work."""
+        return self in (Ending.NOT_BEGUN, *UNANSWERED)
+
+
+# Endings of an answer that had begun and did not come to its end.
+CUT = (Ending.CANCELLED, Ending.REVOKED, Ending.SHORTENED, Ending.LIMITED, Ending.BROKEN)
+
+# Endings of a request that no engine worked on, unless one died with it before.
+UNANSWERED = (Ending.REFUSED, Ending.OVERLOADED, Ending.UNABLE, Ending.UNSERVED)
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """Tokens of the token rates that a token of a prompt, and a generated one, cost.
+
+    A log-probability costs a fifth of a token: `completion = 1 + ceil(logprobs / 5)`, and where log-probabilities of
+    the prompt are asked for `prompt = 1 + n * max(1, ceil(prompt_logprobs / 5))`.
+    """
+
+    prompt: int = 1
+    completion: int = 1
+
+    def tokens(self, prompt: int, completion: int) -> int:
+        return prompt * self.prompt + completion * self.completion
+
+    def price(self, price: Price) -> Price:
+        """Return the price of a rate's token, such that reserved rate tokens cost as much as the real tokens."""
+        return msgspec.structs.replace(
+            price,
+            input=-(-price.input // self.prompt),
+            cached=-(-price.cached // self.prompt),
+            output=-(-price.output // self.completion),
+        )
+
+
+class Used(msgspec.Struct, frozen=True):
+    """Tokens of a request by the engine's count."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+
+class Charge(msgspec.Struct, frozen=True):
+    """The cost of a request in request rates, in token rates, and in `billed` tokens, those of its usage row.
+
+    is_free: whether the billed tokens cost no money. is_recorded: whether there is a usage row.
+    """
+
+    requests: int
+    rate_tokens: int
+    billed: Used
+    is_free: bool = False
+    is_recorded: bool = True
+
+    @property
+    def surcharge(self) -> int:
+        """Return the tokens of the rates beyond the billed ones."""
+        return self.rate_tokens - self.billed.prompt - self.billed.completion
+
+
+def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, weights: Weights) -> Charge:
+    """Return what a request costs by how it ended.
+
+    asked_prompt: the prompt's tokens as admitted. heard: the counts of the answer as far as it came; the whole prompt
+    once an engine was asked. told: the engine's own count, where it was asked afterwards and knows the request; of an
+    engine that died with the request where no engine served it.
+
+    | ending     | when                                               | request | token rates    | usage row | money  |
+    |------------|----------------------------------------------------|---------|----------------|-----------|--------|
+    | FINISHED   | the answer came to its end                         | 1       | heard          | as rates  | billed |
+    | CANCELLED  | the client left, or read too slowly                | 1       | told, or heard | as rates  | billed |
+    | REVOKED    | its key was revoked or its tenant suspended        | 1       | told, or heard | as rates  | billed |
+    | SHORTENED  | a token rate had no room for more: ended as asked  | 1       | told, or heard | as rates  | billed |
+    | LIMITED    | a token rate had no room for more: ended by error  | 1       | told, or heard | as rates  | billed |
+    | BROKEN     | the answer broke off, grew too large, or timed out | 1       | told, or heard | as rates  | billed |
+    | NOT_BEGUN  | engines failed before the first byte               | 1       | told, or none  | as rates  | none   |
+    | REFUSED    | the request or its adapter is bad: 4xx             | 1       | the prompt     | no tokens | none   |
+    | OVERLOADED | engines or their queue were full: 429, 503         | 1       | none           | no tokens | none   |
+    | UNABLE     | an engine refused the gateway: 401, 404            | 0       | none           | no tokens | none   |
+    | UNSERVED   | no engine was there                                | 0       | none           | no row    | none   |
+    | MISMATCHED | an engine served another adapter                   | 0       | none           | no tokens | none   |
+
+    A client never pays money for work of which it could receive nothing because an engine failed. That work counts
+    against its token rates, so that nobody gets work for nothing by making engines fail. If an engine dies with the
+    request before it answers and another serves it, only the other one's count holds. If none serves it (REFUSED,
+    OVERLOADED, UNABLE, UNSERVED) and the dead engine knows it, request and rates count as for BROKEN, so each request
+    in an engine's books has a row, though maybe of no tokens; a REFUSED one costs the token rates its prompt at least.
+    NOT_BEGUN asks the last engine first. What the gateway refuses itself is refused before it is admitted, and costs
+    nothing.
+    """
+    was_lost = ending in UNANSWERED and told is not None
+    if ending is Ending.FINISHED or ending in CUT:
+        used = told or heard
+    elif ending is Ending.NOT_BEGUN or was_lost:
+        used = told or Used()
+    else:
+        used = Used()
+    rate_tokens = weights.tokens(used.prompt, used.completion)
+    if ending is Ending.REFUSED:
+        # Before its refusal the engine may have compiled a grammar or loaded an adapter.
+        rate_tokens = max(rate_tokens, weights.tokens(asked_prompt, 0))
+    counts = was_lost or ending not in (Ending.UNABLE, Ending.UNSERVED, Ending.MISMATCHED)
+    is_recorded = was_lost or ending is not Ending.UNSERVED
+    return Charge(int(counts), rate_tokens, used, is_free=ending.may_be_lost, is_recorded=is_recorded)
+
+
+def ending_after(error: Exception) -> Ending:
+    """Return the ending of a request whose stream this error ended."""
+    if isinstance(error, InvalidKey | Forbidden):
+        return Ending.REVOKED
+    if isinstance(error, RateLimited):
+        return Ending.LIMITED
+    return Ending.MISMATCHED if isinstance(error, EngineMismatch) else Ending.BROKEN
+
+
+def ending_of(refusal: EngineRefused) -> Ending:
+    """Return the ending of a request that no engine began to answer."""
+    error, status = refusal.error, refusal.status
+    if isinstance(error, NoEngine):
+        return Ending.UNSERVED
+    if isinstance(error, Overloaded | Unavailable):
+        return Ending.OVERLOADED
+    if isinstance(error, BadRequest):
+        return Ending.REFUSED
+    return Ending.UNABLE if status is not None and 400 <= status < 500 else Ending.NOT_BEGUN
+
+
+def weights_of(request: SamplingRequest) -> Weights:
+    """Return the weights of the request's tokens in the token rates."""
+    of_prompt, of_completion = request.num_prompt_logprobs, request.num_logprobs
+    prompt = 1
+    if of_prompt is not None:
+        # Even without alternatives the logits of every position are computed, and nothing comes from the cache.
+        prompt += (request.n or 1) * max(1, math.ceil(of_prompt / LOGPROBS_PER_TOKEN))
+    return Weights(prompt, 1 + math.ceil((of_completion or 0) / LOGPROBS_PER_TOKEN))
+
+
+def check_answer_size(request: SamplingRequest, prompt: int, completion: int, limit: int) -> None:
+    """Refuse a request whose answer could exceed the gateway's limit. For a stream only the prompt's part counts,
+    because it is a single event.
+
+    prompt: tokens of all prompts. completion: the most tokens of all choices. Raises BadRequest naming the field.
+    """
+    n, of_prompt, of_completion = request.n or 1, request.num_prompt_logprobs, request.num_logprobs
+    text = n * prompt * TOKEN_BYTES if isinstance(request, CompletionRequest) and request.echo else 0
+    prompt_part = text if of_prompt is None else text + n * prompt * (of_prompt + 1) * LOGPROB_BYTES
+    each = TOKEN_BYTES if of_completion is None else TOKEN_BYTES + (of_completion + 1) * LOGPROB_BYTES
+    completion_part = 0 if request.stream else completion * each
+    if (size := prompt_part + completion_part) <= limit:
+        return
+    if prompt_part > completion_part:
+        field = "prompt_logprobs" if request.prompt_logprobs is not None else "echo"
+    elif of_completion:
+        field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
+    elif of_completion is not None:
+        field = "logprobs"
+    else:
+        field = "n" if n > 1 else request.max_new_tokens_field
+    raise BadRequest(
+        f"{field}: expected an answer of at most {limit} bytes; tokens, choices and log-probabilities together could "
+        f"make this one {size} bytes.",
+        param=field,
+        code="answer_too_large",
+    )

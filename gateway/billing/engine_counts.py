@@ -1,0 +1,82 @@
+"""Ask engines for the token counts of requests whose answers this gateway did not read to the end."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import ClientError, ClientPayloadError, ClientSession, ClientTimeout
+
+from gateway.process.outage import Outage
+from wire.responses import FinishedRequest, FinishedRequestList
+
+log = logging.getLogger(__name__)
+
+# What an engine may hold an answer back until a request has ended, and how long one may take beyond that (seconds).
+WAIT_SECONDS = 2.0
+ANSWER_SECONDS = 3.0
+# Between two tries to ask one that is away.
+AWAY_SECONDS = 0.25
+# Request ids in one question: they go into the URL.
+PAGE = 50
+
+
+class FinishedClient:
+    """Asks our own engines only; vLLM has no such route."""
+
+    def __init__(self, session: ClientSession, internal_token: str) -> None:
+        self._session = session
+        # Of the engines that do not answer.
+        self._outages: dict[str, Outage] = {}
+        self._headers = {"x-loraplex-internal-token": internal_token}
+
+    async def ask(
+        self, engine_url: str, request_ids: Sequence[str], wait: float = 0.0
+    ) -> dict[str, FinishedRequest] | None:
+        """What the engine knows of them, once none runs or `wait` seconds are over. None: it could not be asked."""
+        found: dict[str, FinishedRequest] = {}
+        for start in range(0, len(request_ids), PAGE):
+            query = {"ids": ",".join(request_ids[start : start + PAGE]), "wait": str(wait)}
+            page = await self._get(engine_url, query, wait + ANSWER_SECONDS)
+            if page is None:
+                return None
+            found |= {each.id: each for each in page}
+        return found
+
+    async def _get(self, engine_url: str, query: dict[str, str], seconds: float) -> list[FinishedRequest] | None:
+        timeout = ClientTimeout(total=seconds)
+        try:
+            async with self._session.get(
+                f"{engine_url}/finished",
+                params=query,
+                headers=self._headers,
+                timeout=timeout,
+                allow_redirects=False,
+            ) as response:
+                if response.status == 404:
+                    return []
+                if response.status != 200:
+                    raise ClientPayloadError(f"/finished answered {response.status}, expected 200")
+                found = msgspec.json.decode(await response.read(), type=FinishedRequestList).data
+        except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            outage = Outage(log, f"asking engine {engine_url} what requests have cost")
+            self._outages.setdefault(engine_url, outage).failed(type(error).__name__)
+            return None
+        if engine_url in self._outages:
+            self._outages.pop(engine_url).over()
+        return found
+
+    async def outcome(self, engine_url: str, request_id: str, seconds: float) -> FinishedRequest | None:
+        """What one request has cost in the end. None: the engine does not know. Raises TimeoutError where for all of
+        `seconds` it is away or the request runs. One that was killed and comes back knows more than what was heard."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while (left := deadline - loop.time()) > 0:
+            found = await self.ask(engine_url, [request_id], min(left, WAIT_SECONDS))
+            if found is None:
+                await asyncio.sleep(min(left, AWAY_SECONDS))
+                continue
+            record = found.get(request_id)
+            if record is None or record.finish_reason is not None:
+                return record
+        raise TimeoutError

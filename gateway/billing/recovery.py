@@ -1,0 +1,172 @@
+"""Requests whose gateway died: settled by another gateway with the token counts of their engine."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+
+from gateway.billing.charges import Weights
+from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.ledger import Ledger
+from gateway.billing.stream import UsageStream
+from gateway.billing.usage_row import UsageRow, encode
+from gateway.errors import Unavailable
+from gateway.metrics import Metrics
+from gateway.quota.quota import Quota
+from gateway.quota.reservation import ExpiredLease
+from gateway.records.prices import Price
+from wire.responses import FinishedRequest
+
+log = logging.getLogger(__name__)
+
+# The jitter has its own generator, so that it never changes the state of Python's shared one.
+JITTER = random.Random()
+
+# An engine that is away may come back and know: that is waited for so long. After it the last progress counts.
+ENGINE_PATIENCE_SECONDS = 60.0
+# How long the gateways that live have, after Redis was away, to settle themselves what ended meanwhile.
+RETURN_SECONDS = 5.0
+# Tenants that are looked at in each round though no lease of theirs has ended, so that what is paid off is forgotten.
+IN_TURN = 10
+
+Answers = dict[str, dict[str, FinishedRequest] | None]
+"""By engine's URL: what it knows by request id; None where it could not be asked."""
+
+
+class Abandoned:
+    """engines: the URLs of our own engines."""
+
+    def __init__(
+        self,
+        quota: Quota,
+        stream: UsageStream,
+        ledger: Ledger,
+        metrics: Metrics,
+        finished: FinishedClient,
+        engines: Callable[[], Iterable[str]],
+        every_seconds: float,
+    ) -> None:
+        self._quota = quota
+        self._stream = stream
+        self._ledger = ledger
+        self._metrics = metrics
+        self._finished = finished
+        self._engines = engines
+        self._every_seconds = every_seconds
+        self._turn = 0
+
+    async def run(self) -> None:
+        """For ever, one process of all at a time. Run it as a task."""
+        while True:
+            # Uneven, so that no process is always the first to ask for its turn.
+            pause = self._every_seconds * JITTER.uniform(0.75, 1.25)
+            await asyncio.sleep(max(pause, RETURN_SECONDS - self._quota.answers_for))
+            if self._quota.answers_for < RETURN_SECONDS:
+                continue
+            try:
+                if await self._quota.is_first(self._every_seconds / 2):
+                    await self.settle_all()
+            except Unavailable as error:
+                # What is away is said by its own log.
+                log.debug("requests of gateways that died wait to be settled: %s", error)
+            except Exception:
+                # A fault of ours; other requests wait.
+                log.exception("requests of gateways that died could not be settled; tried again")
+
+    async def settle_all(self) -> None:
+        """Once through all tenants that have any. Raises Unavailable."""
+        tenants = await self._stream.tenants()
+        self._turn = self._turn % max(1, len(tenants))
+        in_turn = tenants[self._turn : self._turn + IN_TURN]
+        self._turn += IN_TURN
+        for tenant_id in {*await self._quota.with_expired(tenants), *in_turn}:
+            try:
+                await self._settle_of(tenant_id)
+            except Unavailable as error:
+                if self._quota.away:
+                    raise
+                log.error("leases of tenant %s wait: %s", tenant_id, error.__cause__)
+            except Exception:
+                # Whatever it is about this one, the others do not wait for it.
+                log.exception("leases of tenant %s could not be settled; tried again", tenant_id)
+
+    async def _settle_of(self, tenant_id: str) -> None:
+        leases = await self._quota.expired(tenant_id)
+        if not leases:
+            return
+        answers = await self._ask(leases)
+        for lease in leases:
+            patient = datetime.now(UTC) - lease.ended < timedelta(seconds=ENGINE_PATIENCE_SECONDS)
+            outcome = find_outcome(lease, answers, patient=patient)
+            if outcome is not None:
+                await self._settle(lease, outcome)
+
+    async def _ask(self, leases: list[ExpiredLease]) -> Answers:
+        ids = [lease.reservation.request_id for lease in leases]
+        urls = {*self._engines(), *(lease.progress.engine_url for lease in leases if lease.progress is not None)}
+        answers = await asyncio.gather(*(self._finished.ask(url, ids) for url in urls))
+        return dict(zip(urls, answers, strict=True))
+
+    async def _settle(self, lease: ExpiredLease, outcome: FinishedRequest) -> None:
+        try:
+            row = abandoned_row(lease, outcome)
+        except (KeyError, TypeError, msgspec.ValidationError):
+            # Not a note of ours (a newer gateway's?): what there is of it goes where people look, and is held no more.
+            log.critical("request %s of a gateway that died cannot be read", lease.reservation.request_id)
+            event = msgspec.json.encode({**lease.lease, "request_id": lease.reservation.request_id, "outcome": outcome})
+            await self._quota.settle(lease.reservation, tokens=lease.reservation.tokens, cost=0, event=event)
+            return
+        used = row.prompt_tokens + row.completion_tokens + row.surcharge
+        entry_id = await self._quota.settle(lease.reservation, tokens=used, cost=row.cost, event=encode(row))
+        if entry_id is not None:
+            log.warning("request %s, given up by its gateway or with it, is settled: %d tokens", row.request_id, used)
+            self._metrics.finished(row)
+            self._ledger.settled(entry_id, row)
+
+
+def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> FinishedRequest | None:
+    """What the request has cost; None if that will be known better later: it runs, its gateway living after all, or
+    its engine is away and `patient`."""
+    request_id, progress = lease.reservation.request_id, lease.progress
+    known = [record for answer in answers.values() if answer and (record := answer.get(request_id)) is not None]
+    if any(record.finish_reason is None for record in known):
+        return None
+    if known:
+        # Tried on one engine and served by another: that one did the work.
+        return max(known, key=lambda record: record.completion_tokens)
+    may_know = answers.values() if progress is None else [answers.get(progress.engine_url)]
+    if patient and any(answer is None for answer in may_know):
+        return None
+    if progress is None:
+        return FinishedRequest(request_id, "abort", 0, 0, 0)
+    return FinishedRequest(request_id, "abort", progress.prompt_tokens, progress.completion_tokens, 0)
+
+
+def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
+    """Return the usage row of an abandoned request. lease.lease: made by `accounting.lease_note`."""
+    fields = {name: value for name, value in lease.lease.items() if name != "weights"}
+    price = msgspec.convert(fields.pop("price"), Price)
+    weights = msgspec.convert(lease.lease.get("weights", Weights()), Weights)
+    prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
+    is_free = lease.progress is not None and lease.progress.is_free
+    created_at = lease.reservation.admitted_at
+    return UsageRow(
+        **fields,
+        request_id=lease.reservation.request_id,
+        tenant_id=lease.reservation.tenant_id,
+        engine=None if lease.progress is None else lease.progress.engine_url,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        cached_tokens=outcome.cached_tokens,
+        cost=0 if is_free else price.cost(prompt, completion, outcome.cached_tokens),
+        surcharge=weights.tokens(prompt, completion) - prompt - completion,
+        # Until its gateway was last heard of, a third of a lease before it died or less.
+        latency_ms=max(0, round((lease.last_heard - created_at).total_seconds() * 1000)),
+        ttft_ms=None,
+        status="abandoned",
+        finish_reason=outcome.finish_reason,
+        created_at=created_at,
+    )

@@ -1,0 +1,137 @@
+"""Usage rows into SQL: each once however often it comes, with the hour's and the day's sums in the same transaction.
+
+Any number of processes may write at once. Each transaction locks in one order (rows by request id, then hours, then
+days, each by its key), so that two of them wait for one another but never in a circle.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy import Executable, Table, text
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.billing.usage_row import UsageRow, decode, encode
+from gateway.errors import Unavailable
+from gateway.records.database import Database, is_datas_fault
+from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
+
+log = logging.getLogger(__name__)
+
+SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost", "surcharge")
+
+
+class UsageWriter:
+    """rejected: how many events this process has set aside in `usage_rejected`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._dialect = {"sqlite": sqlite, "postgresql": postgresql}[database.dialect]
+        self._upserts = {table: self._adding(table) for table in (usage_hourly, usage_daily)}
+        self.rejected = 0
+
+    async def write_events(self, events: Iterable[bytes]) -> None:
+        """As `write`; what is no usage row is set aside."""
+        rows = []
+        for event in events:
+            try:
+                rows.append(decode(event))
+            except ValueError as error:
+                await self._reject(event, f"not a usage row: {error}")
+        await self.write(rows)
+
+    async def write(self, rows: Iterable[UsageRow]) -> None:
+        """Rows that the database refuses are set aside. Raises Unavailable, and then some rows may be written."""
+        by_id = {row.request_id: row for row in reversed(list(rows))}
+        await self._write([by_id[request_id] for request_id in sorted(by_id)])
+
+    async def _write(self, rows: Sequence[UsageRow]) -> None:
+        """Finds the row that is refused by halves, so that it takes no other with it."""
+        if not rows:
+            return
+        try:
+            async with self._database.write() as connection:
+                new = await self._insert(connection, rows)
+                for table, period in ((usage_hourly, "hour"), (usage_daily, "day")):
+                    if new:
+                        await connection.execute(self._upserts[table], _sums(new, period))
+        except (DBAPIError, OverflowError) as error:
+            if isinstance(error, DBAPIError) and not is_datas_fault(error):
+                log.error("usage: the database cannot take rows", exc_info=error)
+                raise Unavailable("The database cannot take usage rows.", code="database_unavailable") from error
+            if len(rows) == 1:
+                await self._reject(encode(rows[0]), f"{type(error).__name__}: {getattr(error, 'orig', error)}")
+                return
+            middle = len(rows) // 2
+            await self._write(rows[:middle])
+            await self._write(rows[middle:])
+
+    async def _insert(self, connection: AsyncConnection, rows: Sequence[UsageRow]) -> list[UsageRow]:
+        """The rows that were not there yet."""
+        if self._database.dialect == "postgresql":
+            found = await connection.execute(INSERT_ON_POSTGRESQL, {"rows": msgspec.json.encode(rows).decode()})
+        else:
+            insert = sqlite.insert(usage).on_conflict_do_nothing().returning(usage.c.request_id)
+            found = await connection.execute(insert, [msgspec.structs.asdict(row) for row in rows])
+        new = set(found.scalars())
+        return [row for row in rows if row.request_id in new]
+
+    def _adding(self, table: Table) -> Executable:
+        insert = self._dialect.insert(table)
+        return insert.on_conflict_do_update(
+            index_elements=list(table.primary_key.columns),
+            set_={name: table.c[name] + insert.excluded[name] for name in SUMMED},
+        )
+
+    async def _reject(self, event: bytes, reason: str) -> None:
+        """Raises Unavailable."""
+        # No database takes a NUL in a text, and not every event is UTF-8.
+        shown = event.decode("utf-8", "backslashreplace").replace("\0", "\\0")
+        values = {
+            "id": hashlib.sha256(event).hexdigest(),
+            "reason": reason.replace("\0", "\\0")[:2000],
+            "event": shown,
+            "rejected_at": datetime.now(UTC),
+        }
+        insert = self._dialect.insert(usage_rejected).values(values).on_conflict_do_nothing()
+        async with self._database.write() as connection:
+            await connection.execute(insert)
+        self.rejected += 1
+        log.critical("usage event set aside in usage_rejected as %s: %s", values["id"], reason)
+
+
+def _sums(rows: Iterable[UsageRow], period: str) -> list[dict[str, Any]]:
+    """Sums of each tenant, period, key and model, in the order of the sums' primary key."""
+    sums: dict[tuple[str, datetime, str, str], dict[str, Any]] = {}
+    for row in rows:
+        start = row.created_at.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+        if period == "day":
+            start = start.replace(hour=0)
+        key = (row.tenant_id, start, row.key_id, row.model)
+        entry = sums.get(key)
+        if entry is None:
+            names = ("tenant_id", period, "key_id", "model")
+            entry = sums[key] = {**dict(zip(names, key, strict=True)), "tenant": row.tenant, **dict.fromkeys(SUMMED, 0)}
+        entry["requests"] += 1
+        for name in SUMMED[1:]:
+            entry[name] += getattr(row, name)
+    return [sums[key] for key in sorted(sums)]
+
+
+def _insert_on_postgresql() -> Executable:
+    """One parameter for any number of rows, so that the server prepares the statement once."""
+    dialect = postgresql.dialect()
+    names = ", ".join(usage.c.keys())
+    columns = ", ".join(f"{column.name} {column.type.compile(dialect)}" for column in usage.c)
+    return text(
+        f"INSERT INTO usage ({names}) SELECT {names} FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS row({columns}) "
+        "ORDER BY request_id ON CONFLICT (request_id) DO NOTHING RETURNING request_id"
+    )
+
+
+INSERT_ON_POSTGRESQL = _insert_on_postgresql()

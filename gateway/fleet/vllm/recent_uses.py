@@ -1,0 +1,85 @@
+"""The last use of each adapter of a vLLM server, by any gateway process: a sorted set in Redis for each server.
+
+The order decides which adapter is unloaded when a server is full. Without Redis a process knows its own uses only.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from gateway.process.outage import Outage
+
+log = logging.getLogger(__name__)
+
+# Period at which an adapter in constant use is reported; the order of two uses within it does not matter.
+TELL_SECONDS = 1.0
+# Uses older than this are forgotten.
+KEEP_SECONDS = 3600
+# KEYS: the set. ARGV: seconds to keep, then digests that are being used. Scores are Redis' own clock.
+SCRIPT = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+for i = 2, #ARGV do redis.call('ZADD', KEYS[1], now, ARGV[i]) end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[1]))
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+return redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
+"""
+
+
+class RecentUses:
+    """redis: None for a process that shares its engines with no other. timeout: seconds for a call."""
+
+    def __init__(self, redis: Any, timeout: float) -> None:
+        self._script = redis.register_script(SCRIPT) if redis is not None else None
+        self._timeout = timeout
+        self._outage = Outage(log, "sharing the use of vLLM's adapters")
+        # By engine and digest: the last use here, on this host's clock, and the last use reported to Redis.
+        self._own: dict[str, dict[str, float]] = {}
+        self._told: dict[str, dict[str, float]] = {}
+        self._telling: dict[str, asyncio.Task[None]] = {}
+
+    def note(self, engine_url: str, digest: str) -> None:
+        """Record a use that begins now; Redis is updated in the background."""
+        now = time.time()
+        own, told = self._own.setdefault(engine_url, {}), self._told.setdefault(engine_url, {})
+        own[digest] = now
+        if self._script is None or now - told.get(digest, 0.0) < TELL_SECONDS or engine_url in self._telling:
+            return
+        task = self._telling[engine_url] = asyncio.create_task(self._tell(engine_url))
+        task.add_done_callback(lambda _: self._telling.pop(engine_url, None))
+
+    async def all(self, engine_url: str) -> Mapping[str, float]:
+        """Return the time of each digest's last use, by all processes if Redis answers."""
+        shared = await self._call(engine_url)
+        # Redis has all of this process's uses by now, and one clock for all.
+        return shared or self._own.get(engine_url, {})
+
+    async def _tell(self, engine_url: str) -> None:
+        await self._call(engine_url)
+
+    async def _call(self, engine_url: str) -> dict[str, float]:
+        """Report unreported uses to Redis. Returns all uses, or nothing while Redis is away."""
+        now = time.time()
+        own, told = self._own.get(engine_url, {}), self._told.get(engine_url, {})
+        for digest in [each for each, at in own.items() if now - at > KEEP_SECONDS]:
+            own.pop(digest)
+            told.pop(digest, None)
+        news = [digest for digest, at in own.items() if at > told.get(digest, 0.0)]
+        if self._script is None:
+            return {}
+        key = f"loraplex:vllm:{hashlib.sha256(engine_url.encode()).hexdigest()[:16]}"
+        try:
+            async with asyncio.timeout(self._timeout):
+                found = await self._script(keys=[key], args=[KEEP_SECONDS, *news])
+        except (RedisError, OSError, TimeoutError) as error:
+            self._outage.failed(type(error).__name__, "each process goes by its own uses")
+            return {}
+        self._outage.over()
+        told.update(dict.fromkeys(news, now))
+        pairs = [item.decode() if isinstance(item, bytes) else item for item in found]
+        return {digest: float(at) for digest, at in zip(pairs[::2], pairs[1::2], strict=True)}

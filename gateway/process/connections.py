@@ -1,0 +1,123 @@
+"""Limit of open connections.
+
+A connection belongs to the tenant of its newest request, or to nobody while no key has been proved on it. Tenants may
+hold half of the connections each, and those of nobody a quarter together. Beyond that, or beyond the total, the
+connection that has waited longest for a request is closed, so a new client always gets in.
+"""
+
+import asyncio
+import logging
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from gateway.access.caller import CALLER, Caller
+from gateway.api.access_log import PROBES
+from gateway.errors import Handler
+from gateway.metrics import Metrics
+from gateway.sharing.rounds import Rounds
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1
+# Owner of connections on which no key has been proved, and of operators' connections.
+NOBODY, OPERATOR = "", "\0operator"
+
+
+# Descriptors for everything else: engines, Redis, databases, uploads.
+OTHER_DESCRIPTORS = 1024
+
+
+def allow_descriptors(connections: int) -> None:
+    """Raise the process's limit of open files to hold so many connections, as far as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.warning("%d files may be open: expected %d for LORAPLEX_MAX_CONNECTIONS=%d", most, wanted, connections)
+
+
+@dataclass(slots=True)
+class _Use:
+    """The newest request of a connection. since: its begin, its end, or the connection's first sight."""
+
+    since: float = field(default_factory=time.monotonic)
+    caller: Caller | None = None
+    is_busy: bool = False
+
+    @property
+    def owner(self) -> str:
+        if self.caller is None or self.caller.key_id is None:
+            return NOBODY
+        return self.caller.tenant or OPERATOR
+
+
+class Connections:
+    """The connections of one process. limit: the most that may be open."""
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit = limit
+        self._metrics = metrics
+        self._rounds = Rounds()
+        self._uses: dict[Any, _Use] = {}
+        metrics.watch_connections(lambda: len(self._uses))
+
+    def middleware(self) -> Middleware:
+        """Return the middleware that notes each connection's tenant and lets its requests begin in turn.
+
+        It goes inside of gateway/api/access_log.py's.
+        """
+
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            use = self._uses[request.protocol] = _Use(caller=CALLER.get(), is_busy=True)
+            try:
+                if request.path not in PROBES:
+                    await self._rounds.begin(request.headers.get("Authorization") or request.remote or "")
+                return await handler(request)
+            finally:
+                use.is_busy, use.since = False, time.monotonic()
+
+        return middleware
+
+    async def watch(self, opened: Callable[[], Sequence[Any]]) -> None:
+        """Look at the server's connections without end. Run it as a task."""
+        while True:
+            self.look(opened())
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def look(self, opened: Sequence[Any]) -> None:
+        """Close the connections that are too many."""
+        self._uses = {connection: self._uses.get(connection) or _Use() for connection in opened}
+        by_owner: dict[str, list[Any]] = {}
+        for connection, use in self._uses.items():
+            by_owner.setdefault(use.owner, []).append(connection)
+        left = len(self._uses)
+        shares = {NOBODY: self._limit // 4, OPERATOR: self._limit}
+        for owner, held in by_owner.items():
+            more = len(held) - shares.get(owner, self._limit // 2)
+            if more > 0:
+                self._close(held, more)
+                left -= more
+        while left > self._limit:
+            held = max(by_owner.values(), key=len)
+            more = min(left - self._limit, max(1, len(held) // 2))
+            self._close(held, more)
+            left -= more
+
+    def _close(self, held: list[Any], number: int) -> None:
+        """Close those without a request first, and of them the one that has waited longest."""
+        held.sort(key=lambda connection: (self._uses[connection].is_busy, self._uses[connection].since))
+        for connection in held[:number]:
+            if connection.transport is not None:
+                connection.transport.abort()
+            self._metrics.connection_closed()
+        del held[:number]

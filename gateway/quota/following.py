@@ -1,0 +1,64 @@
+"""Streams that are followed by what they hold: where each one's hold comes from, grows, and what its end teaches."""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.errors import RateLimited
+from gateway.quota.growth import Expectations, Hold, Pace
+from gateway.quota.limits import Limit
+from gateway.quota.local import GAUGE_WAIT_MS, STAGED, Grown
+from gateway.quota.refusals import cut_off
+from gateway.quota.reservation import Reservation
+from gateway.quota.without_redis import Demand, WithoutRedis
+from gateway.records.catalog import Model
+
+
+class Following:
+    """script: a call of the quota's script for a tenant. without: admits and grows while Redis is away."""
+
+    def __init__(self, script: Callable[..., Awaitable[Any]], without: WithoutRedis) -> None:
+        self._script = script
+        self._without = without
+        self._expectations = Expectations()
+
+    def expected(self, tenant_id: str, model: Model | str, max_tokens: int, choices: int) -> int:
+        """Return the completion tokens of all choices that a stream holds at first."""
+        return min(max_tokens, self._expectations.expect(tenant_id, _key(model))) * choices
+
+    def follow(
+        self, reservation: Reservation, demand: Demand, model: Model | str, limits: Sequence[Limit]
+    ) -> Reservation:
+        """Return the reservation with the hold of its stream; without one where no rate of tokens holds for it."""
+        rates = {limit.field: limit for limit in limits if limit.kind in STAGED}
+        if demand.expected is None or not rates:
+            return reservation
+        tenant_id, request_id = demand.tenant_id, demand.request_id
+
+        async def grow(used: int, wanted: int) -> Grown:
+            local = self._without.grow(tenant_id, request_id, used, wanted)
+            if local is not None:
+                return local
+            reply = await self._script(tenant_id, "grow", request_id, used, wanted)
+            if reply is None:
+                # Redis has lost the lease: it is put back with its next extension.
+                return Grown(used + wanted, 0, "")
+            return Grown(reply[0], reply[1], reply[2].decode())
+
+        def refusal(grown: Grown) -> RateLimited:
+            return cut_off(rates.get(grown.field) or next(iter(rates.values())), grown.wait or GAUGE_WAIT_MS)
+
+        def ended(tokens: int) -> None:
+            completion = (tokens - demand.prompt_tokens) / demand.choices
+            if completion > 0:
+                self._expectations.learn(tenant_id, _key(model), completion, time.monotonic() - hold.started)
+
+        pace = Pace(demand.prompt_tokens, demand.held, reservation.tokens, demand.choices)
+        hold = Hold(pace, grow, refusal, ended)
+        return msgspec.structs.replace(reservation, hold=hold)
+
+
+def _key(model: Model | str) -> str:
+    return model if isinstance(model, str) else model.digest or model.name

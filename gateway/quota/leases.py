@@ -1,0 +1,130 @@
+"""Leases of this process's running requests: extended while they run, restored if Redis has lost them."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+
+import msgspec
+
+from gateway.errors import Unavailable
+from gateway.quota.limits import SINGLE, Limit
+from gateway.quota.local import WINDOW
+from gateway.quota.reservation import EPOCH, Progress, Reservation
+from gateway.redis.client import Store
+
+log = logging.getLogger(__name__)
+
+# Leases that one call extends.
+PAGE = 200
+# Tenants whose calls share a round trip.
+TENANTS_AT_ONCE = 100
+
+
+class _Held(msgspec.Struct):
+    reservation: Reservation
+    limits: Sequence[Limit]
+    note: bytes
+    progress: Progress | None = None
+
+
+class Leases:
+    def __init__(self, store: Store, lease_ms: int, register: Callable[[set[str]], Awaitable[None]]) -> None:
+        """register: says which tenants have leases, to whoever settles for dead gateways."""
+        self._store = store
+        self._lease_ms = lease_ms
+        self._register = register
+        # Tenant -> request.
+        self._held: dict[str, dict[str, _Held]] = {}
+
+    def hold(self, reservation: Reservation, limits: Sequence[Limit], note: bytes) -> None:
+        """limits: all it was taken of. note: what another gateway needs to settle it."""
+        held = _Held(reservation, limits, note)
+        self._held.setdefault(reservation.tenant_id, {})[reservation.request_id] = held
+
+    def holds(self, tenant_id: str, request_id: str) -> bool:
+        return request_id in self._held.get(tenant_id, {})
+
+    def let_go(self, tenant_id: str, request_id: str) -> None:
+        held = self._held.get(tenant_id)
+        if held is not None:
+            held.pop(request_id, None)
+            if not held:
+                del self._held[tenant_id]
+
+    def progress(self, reservation: Reservation, progress: Progress) -> None:
+        held = self._held.get(reservation.tenant_id, {}).get(reservation.request_id)
+        if held is not None:
+            held.progress = progress
+
+    async def keep_extending(self) -> None:
+        """Extend all leases, without end. Run it as a task."""
+        while True:
+            await asyncio.sleep(self._lease_ms / 3000)
+            try:
+                if self._held:
+                    # Each time: Redis may have come back without its data.
+                    await self._register(set(self._held))
+                await self.extend_all()
+            except Unavailable:
+                # The requests go on; if Redis stays away their leases end, and are revived when it is back.
+                log.debug("leases of running requests could not be extended: redis is away, as its own log says")
+
+    async def extend_all(self) -> None:
+        """Extend the leases of all tenants, many tenants in a round trip. A tenant's error does not stop the others.
+
+        Raises Unavailable.
+        """
+        tenants = list(self._held)
+        for start in range(0, len(tenants), TENANTS_AT_ONCE):
+            page = tenants[start : start + TENANTS_AT_ONCE]
+            answers = await asyncio.gather(*(self.extend(tenant_id) for tenant_id in page), return_exceptions=True)
+            for tenant_id, error in zip(page, answers, strict=True):
+                if isinstance(error, Unavailable) and not self._store.away:
+                    log.error("leases of tenant %s could not be extended: %s", tenant_id, error.__cause__)
+                elif error is not None:
+                    raise error
+
+    async def extend(self, tenant_id: str) -> None:
+        """Extend the leases of a tenant and restore those that Redis has lost. Raises Unavailable."""
+        held = list(self._held.get(tenant_id, {}).items())
+        for start in range(0, len(held), PAGE):
+            page = held[start : start + PAGE]
+            used = {id: each.reservation.hold.pace.delivered for id, each in page if each.reservation.hold is not None}
+            items = [
+                item
+                for id, each in page
+                for item in (
+                    id,
+                    b"" if each.progress is None else msgspec.json.encode(each.progress),
+                    used.get(id, b""),
+                )
+            ]
+            answer = await self._store.script(tenant_id, "extend", self._lease_ms, *items)
+            for request in page:
+                if (hold := request[1].reservation.hold) is not None and request[0].encode() not in answer:
+                    hold.charged = max(hold.charged, used[request[0]])
+            # Missing: Redis has lost it, or the request has ended since.
+            running = self._held.get(tenant_id, {})
+            lost = [each for request_id in answer if (each := running.get(request_id.decode())) is not None]
+            await asyncio.gather(*(self._restore(each) for each in lost))
+
+    async def _restore(self, held: _Held) -> None:
+        """Put back a lease that Redis has lost, with all that its settlement corrects; rates of requests have
+        forgotten it."""
+        reservation = held.reservation
+        limits = [limit for limit in held.limits if not (limit.kind in SINGLE and limit.kind in WINDOW)]
+        await self._store.script(
+            reservation.tenant_id,
+            "restore",
+            self._lease_ms,
+            reservation.request_id,
+            (reservation.admitted_at - EPOCH) // timedelta(microseconds=1),
+            reservation.tokens,
+            reservation.completion,
+            reservation.cost,
+            reservation.held,
+            reservation.charged,
+            held.note,
+            *(item for limit in limits for item in (limit.field, limit.value)),
+        )

@@ -1,0 +1,397 @@
+"""Limits of each tenant, key and model: reserved by an atomic Redis script, settled with the real use.
+
+A reservation is a lease. Its gateway extends it while the request runs and settles it at the end; the leases of a
+gateway that died are listed by `expired`, with the data that another gateway needs to settle them. Without Redis the
+operator's choice applies, by class of limit: see `fallback.py`.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from gateway.access.auth import TenantPrincipal
+from gateway.billing import sweeps
+from gateway.errors import Unavailable
+from gateway.quota.fallback import Check, Mode, parse_fallback
+from gateway.quota.following import Following
+from gateway.quota.leases import Leases
+from gateway.quota.limits import Limit, adapter_limits, limits_of
+from gateway.quota.presence import Presence
+from gateway.quota.recall import Past, Recall
+from gateway.quota.refusals import check_possible, rate_headers, refusal
+from gateway.quota.reservation import EPOCH, ExpiredLease, Progress, Reservation
+from gateway.quota.without_redis import Demand, WithoutRedis, reservation
+from gateway.records.catalog import Model
+from gateway.records.prices import FREE, Price
+from gateway.redis.client import Client, Store, unavailable
+from gateway.redis.settings_check import StoreCheck
+
+log = logging.getLogger(__name__)
+
+# Is there while a gateway looks after what dead ones held.
+SWEEPER = "loraplex:sweeper"
+CLOSED = parse_fallback(())
+# A lease with an empty note needs no settlement: its end releases all that it holds.
+NO_NOTE = b""
+SETTLE_TRIES = 2
+# The script's word for limits of which it must be told first what was used; and how often that is tried.
+UNKNOWN = 2
+RECALL_TRIES = 3
+PRESENCE_SECONDS = 2.0
+# Leases that one call lists, and tenants that one asks of.
+PAGE = 200
+
+
+class Quota:
+    """Raises RateLimited (429), BadRequest for a request that can never pass, Unavailable without Redis if its class is
+    closed.
+    """
+
+    def __init__(
+        self,
+        redis: Client,
+        timeout: float,
+        lease_seconds: float,
+        fallback: Mapping[str, Mode] = CLOSED,
+        admitted_without: Callable[[str], None] = lambda mode: None,
+        past: Past | None = None,
+        check: Check = "warn",
+    ) -> None:
+        """admitted_without: called with "open" or "local" for each request that is admitted without Redis.
+
+        past: the ledger, for a month's spend and a day's tokens that Redis does not know.
+        """
+        self._redis = redis
+        self._store = Store(redis, timeout)
+        self._check = StoreCheck(redis, self._store, check)
+        self._recall = Recall(self._store.script, past)
+        self._lease_ms = int(lease_seconds * 1000)
+        self.fallback = fallback
+        self._presence = Presence(redis)
+        self._without = WithoutRedis(fallback, lambda: self._presence.count, admitted_without)
+        self._following = Following(self._store.script, self._without)
+        self._leases = Leases(self._store, self._lease_ms, self._register)
+        # Of requests that are gone, what they used (tokens, cost, requests): settled when Redis answers.
+        self._unwanted: dict[str, dict[str, tuple[int, int, int]]] = {}
+        self._has_unwanted = asyncio.Event()
+        self._registered = sweeps.Registrations(redis)
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_closed_without(self) -> bool:
+        """Whether most requests are refused while Redis is away."""
+        return "closed" in self.fallback.values()
+
+    @property
+    def gateways(self) -> int:
+        """How many live, this one among them, as Redis last said."""
+        return self._presence.count
+
+    @property
+    def store_warnings(self) -> str:
+        """Return the state of Redis' settings; it begins with "ok" unless it makes `/readyz` fail."""
+        return self._check.state
+
+    @property
+    def away(self) -> bool:
+        """Whether Redis does not answer."""
+        return self._store.away
+
+    @property
+    def answers_for(self) -> float:
+        """Seconds since Redis came back; without end where it was never away."""
+        return self._store.answers_for
+
+    @property
+    def in_order(self) -> bool:
+        """Whether what this process asks of Redis is done in the order in which it was asked."""
+        return self._store.in_order
+
+    async def acquire(
+        self,
+        principal: TenantPrincipal,
+        model: Model | str,
+        request_id: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        *,
+        choices: int = 1,
+        price: Price = FREE,
+        lease: Mapping[str, Any] | None = None,
+        grows: bool = False,
+    ) -> Reservation:
+        """Take of every limit of the tenant, the key and the model, or of none.
+
+        model: as `limits_of` takes it. prompt_tokens: of all prompts together. max_tokens: for each of `choices`
+        answers. lease: the fields that another gateway needs to settle this request. grows: the rates of tokens
+        hold what is expected of it at first; `Reservation.hold` is to be told of its use.
+        """
+        tenant, completion = principal.tenant, max_tokens * choices
+        limits = limits_of(principal, model)
+        demand = Demand(
+            tenant_id=tenant.id,
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            choices=choices,
+            step=choices if tenant.on_token_limit == "shorten" else max(1, completion),
+            price=price,
+            expected=self._following.expected(tenant.id, model, max_tokens, choices) if grows else None,
+        )
+        check_possible(limits, prompt_tokens, demand.least, price)
+        return await self._take(limits, demand, msgspec.json.encode(lease or {}), model)
+
+    @asynccontextmanager
+    async def upload(
+        self, tenant_id: str, request_id: str, per_minute: int | None, at_once: int | None
+    ) -> AsyncIterator[None]:
+        """Count a change of the tenant's adapters, and hold a place for an upload while the block runs.
+
+        per_minute, at_once: 1 or more; None is unlimited. If the gateway dies, the place is free again after a lease's
+        time. Raises RateLimited, Unavailable.
+        """
+        limits = adapter_limits(per_minute, at_once)
+        if not limits:
+            yield
+            return
+        taken = await self._take(limits, Demand(tenant_id=tenant_id, request_id=request_id, price=FREE), NO_NOTE)
+        try:
+            yield
+        finally:
+            # Frees the place before the client reads its answer, even if this task is cancelled.
+            ending = asyncio.create_task(self._end(taken))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
+
+    async def change(self, tenant_id: str, request_id: str, per_minute: int | None) -> None:
+        """Count a change of the tenant's adapters. Raises RateLimited, Unavailable."""
+        async with self.upload(tenant_id, request_id, per_minute, None):
+            pass
+
+    async def _end(self, taken: Reservation) -> None:
+        try:
+            await self.settle(taken, tokens=0, cost=0, event=b"")
+        except Unavailable:
+            log.debug("the place of upload %s is released when redis answers", taken.request_id)
+
+    async def _take(self, limits: Sequence[Limit], demand: Demand, note: bytes, model: Model | str = "") -> Reservation:
+        tenant_id, request_id, price = demand.tenant_id, demand.request_id, demand.price
+        prompt, completion, held = demand.prompt_tokens, demand.completion, demand.held
+        request = (prompt, completion, held, demand.step, price.highest_input, price.output)
+        arguments = [item for limit in limits for item in (limit.field, limit.value)]
+        sent = not self._store.away
+        try:
+            if self._registered.is_due(tenant_id, self._store.answers_since):
+                await self._register({tenant_id})
+            call = ("acquire", request_id, self._lease_ms, *request, note, *arguments)
+            reply = await self._store.script(tenant_id, *call)
+            if reply[0] == UNKNOWN:
+                reply = await self._acquire_unknown(tenant_id, limits, call, reply)
+        except Unavailable:
+            if sent:
+                self._give_back(tenant_id, request_id)
+            if self._without.refuses(limits):
+                raise
+            return self._following.follow(self._without.acquire(limits, demand), demand, model, limits)
+        except asyncio.CancelledError:
+            # The client left; the script may have run.
+            self._give_back(tenant_id, request_id)
+            raise
+        allowed, granted, now, *flat = reply
+        end = 3 * len(limits)
+        states = [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, end, 3)]
+        for i in range(end, len(flat), 2):
+            self._recall.check(tenant_id, limits[flat[i]], flat[i + 1])
+        self._without.remember_budgets(tenant_id, limits, states)
+        headers = rate_headers(limits, states)
+        if not allowed:
+            tokens, cost = demand.prompt_tokens + demand.least, price.highest_cost(demand.prompt_tokens, demand.least)
+            raise refusal(limits, states, tokens, cost, headers)
+        taken = self._following.follow(reservation(demand, granted, headers, _moment(now)), demand, model, limits)
+        self._leases.hold(taken, limits, note)
+        return taken
+
+    def progress(
+        self,
+        reservation: Reservation,
+        engine_url: str,
+        prompt_tokens: int,
+        completion_tokens: int,
+        *,
+        is_free: bool = False,
+    ) -> None:
+        """Note a request's progress; the lease's next extension sends it to Redis."""
+        self._leases.progress(reservation, Progress(engine_url, prompt_tokens, completion_tokens, is_free))
+
+    async def settle(
+        self, reservation: Reservation, *, tokens: int, cost: int, event: bytes, counts: bool = True
+    ) -> bytes | None:
+        """Frees what was held, corrects every limit to what was used, and adds `event` to the tenant's stream, in one
+        step and once however often it is called.
+
+        tokens: prompt and completion. cost: in micro-units. counts: False gives the request itself back as well.
+
+        Returns the event's id in the stream. None: Redis holds no lease of this id, because it was settled before, was
+        admitted without Redis, or Redis has lost it; nothing was added, and the event is the caller's to keep.
+        Raises Unavailable; then, too, and the limits are corrected when Redis is back.
+        """
+        tenant_id, request_id = reservation.tenant_id, reservation.request_id
+        held = self._leases.holds(tenant_id, request_id)
+        self._leases.let_go(tenant_id, request_id)
+        if reservation.hold is not None:
+            reservation.hold.ended(tokens)
+        self._without.settle(tenant_id, request_id, tokens, cost, counts=counts)
+        arguments = ("settle", request_id, tokens, cost, int(counts), event)
+        for left in reversed(range(SETTLE_TRIES)):
+            try:
+                return await self._store.script(tenant_id, *arguments)
+            except Unavailable:
+                if left == 0 or self._store.away:
+                    if held:
+                        self._give_back(tenant_id, request_id, (tokens, cost, int(counts)))
+                    raise
+        raise AssertionError("unreachable")
+
+    async def release(self, reservation: Reservation) -> None:
+        """Gives all of it back, the request as well, and adds nothing to the stream: it was never served."""
+        try:
+            await self.settle(reservation, tokens=0, cost=0, event=b"", counts=False)
+        except Unavailable:
+            log.debug("request %s is given back when redis answers", reservation.request_id)
+
+    async def leave(self, reservation: Reservation) -> bool:
+        """Leaves a request, as far as it is known to be, to whoever settles what dead gateways held.
+
+        False: it cannot be left, for it was admitted without Redis. Raises Unavailable; then, too.
+        """
+        tenant_id, request_id = reservation.tenant_id, reservation.request_id
+        if not self._leases.holds(tenant_id, request_id):
+            return False
+        await self._leases.extend(tenant_id)
+        self._leases.let_go(tenant_id, request_id)
+        return True
+
+    async def expired(self, tenant_id: str) -> list[ExpiredLease]:
+        """Leases that nobody extended any more, some at a time, until they are settled. Raises Unavailable."""
+        found = []
+        for request_id, tokens, note, progress, at, ended_ms in await self._store.script(tenant_id, "expired", PAGE):
+            ended = _moment(ended_ms * 1000)
+            found.append(
+                ExpiredLease(
+                    reservation=Reservation(
+                        request_id=request_id.decode(),
+                        tenant_id=tenant_id,
+                        tokens=tokens,
+                        max_tokens=0,
+                        headers={},
+                        admitted_at=_moment(at),
+                    ),
+                    lease=msgspec.json.decode(note),
+                    progress=msgspec.json.decode(progress, type=Progress) if progress else None,
+                    last_heard=ended - timedelta(milliseconds=self._lease_ms),
+                    ended=ended,
+                )
+            )
+        return found
+
+    async def with_expired(self, tenant_ids: Sequence[str]) -> list[str]:
+        """Those of the tenants for which `expired` has something. Raises Unavailable."""
+        found: list[str] = []
+        for start in range(0, len(tenant_ids), PAGE):
+            page = tenant_ids[start : start + PAGE]
+            counts = await self._store.call(partial(self._count_expired, page))
+            # An error is an answer too: `expired` says what it is about.
+            found += [tenant_id for tenant_id, count in zip(page, counts, strict=True) if count]
+        return found
+
+    async def _count_expired(self, tenant_ids: Sequence[str]) -> list[int | Exception]:
+        seconds, microseconds = await self._redis.time()
+        pipeline = self._redis.pipeline(transaction=False)
+        for tenant_id in tenant_ids:
+            pipeline.zcount(f"loraplex:{{{tenant_id}}}:leases", "-inf", seconds * 1000 + microseconds // 1000)
+        return await pipeline.execute(raise_on_error=False)
+
+    async def is_first(self, seconds: float) -> bool:
+        """Whether no other gateway has asked this for so many seconds. Raises Unavailable."""
+        return bool(await self._store.call(lambda: sweeps.is_first(self._redis, SWEEPER, seconds)))
+
+    async def keep_leases(self) -> None:
+        """Extend this process's leases, retry unsent settlements, report this gateway as alive and check Redis'
+        settings.
+
+        Run it as a task.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._leases.keep_extending())
+            group.create_task(self._keep_giving_back())
+            group.create_task(self._keep_present())
+            group.create_task(self._check.watch())
+
+    async def ping(self) -> None:
+        """Raises Unavailable if Redis does not answer in time."""
+        await self._store.ping()
+
+    async def close(self) -> None:
+        """Leaves the gateways that live."""
+        await self._recall.close()
+        try:
+            await self._store.call(self._presence.leave)
+        except Unavailable:
+            log.info("redis is away; this gateway is missed by it in a few seconds")
+        await self._store.close()
+
+    async def _acquire_unknown(
+        self, tenant_id: str, limits: Sequence[Limit], call: Sequence[Any], reply: list[Any]
+    ) -> list[Any]:
+        """Brings what Redis does not know and asks again. Raises Unavailable, of the ledger's database as well."""
+        for _ in range(RECALL_TRIES):
+            unknown = [(limits[reply[i]], reply[i + 1]) for i in range(1, len(reply), 2)]
+            await self._recall.bring(tenant_id, unknown)
+            reply = await self._store.script(tenant_id, *call)
+            if reply[0] != UNKNOWN:
+                return reply
+        raise unavailable()
+
+    def _give_back(self, tenant_id: str, request_id: str, used: tuple[int, int, int] = (0, 0, 0)) -> None:
+        self._unwanted.setdefault(tenant_id, {})[request_id] = used
+        self._has_unwanted.set()
+
+    async def _register(self, tenant_ids: set[str]) -> None:
+        """Register the tenants for the sweeps, so that their requests are settled whatever becomes of this process."""
+        ids = list(tenant_ids)
+        for start in range(0, len(ids), sweeps.PAGE):
+            await self._store.call(partial(self._registered.add, ids[start : start + sweeps.PAGE]))
+
+    async def _keep_giving_back(self) -> None:
+        while True:
+            await self._has_unwanted.wait()
+            self._has_unwanted.clear()
+            try:
+                for tenant_id in list(self._unwanted):
+                    for request_id, used in list(self._unwanted[tenant_id].items()):
+                        await self._store.script(tenant_id, "settle", request_id, *used, b"")
+                        del self._unwanted[tenant_id][request_id]
+                    if not self._unwanted[tenant_id]:
+                        del self._unwanted[tenant_id]
+            except Unavailable:
+                self._has_unwanted.set()
+                await asyncio.sleep(PRESENCE_SECONDS)
+
+    async def _keep_present(self) -> None:
+        while True:
+            try:
+                await self._store.call(self._presence.stay)
+            except Unavailable:
+                log.debug("redis is away; %d gateways live as far as is known", self._presence.count)
+            await asyncio.sleep(PRESENCE_SECONDS)
+
+
+def _moment(microseconds: int) -> datetime:
+    return EPOCH + timedelta(microseconds=microseconds)

@@ -1,0 +1,122 @@
+"""Responses about limits: OpenAI's headers on every answer, and the reason of a refusal."""
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+from gateway.errors import BadRequest, RateLimited
+from gateway.quota.limits import CLASSES, SINGLE, Limit
+from gateway.records.prices import Price, format_money
+
+# Remaining, wait (ms) and reset (ms) of each limit.
+States = Sequence[tuple[int, int, int]]
+
+# How a limit is said after its number.
+UNITS = {
+    "r": "requests per minute",
+    "t": "tokens per minute",
+    "d": "tokens per day",
+    "c": "concurrent requests",
+    "o": "concurrent tokens",
+    "b": "of budget per month",
+    "m": "adapter changes per minute",
+    "u": "concurrent uploads",
+}
+# What has headers, and the kinds of limits that are told there.
+HEADERS = {"requests": "r", "tokens": "td"}
+
+
+def check_possible(limits: Sequence[Limit], prompt_tokens: int, completion_tokens: int, price: Price) -> None:
+    """Refuse a request that could never pass. completion_tokens: the fewest that suffice. Raises BadRequest."""
+    tokens = prompt_tokens + completion_tokens
+    for limit in limits:
+        kind = limit.kind
+        if kind in SINGLE or (kind != "b" and tokens <= limit.value):
+            continue
+        needs = f"{tokens} tokens (prompt and max_tokens)"
+        if kind == "b":
+            cost = price.highest_cost(prompt_tokens, completion_tokens)
+            if cost <= limit.value:
+                continue
+            needs += f" at a cost of {format_money(cost)}"
+        raise BadRequest(
+            f"This request needs {needs}, more than the whole limit of {_say(limit, limit.value)} {UNITS[kind]} of "
+            f"this {limit.owner}; it can never be admitted. Reduce either.",
+            param="max_tokens",
+            code="request_exceeds_limit",
+        )
+
+
+def refusal(limits: Sequence[Limit], states: States, tokens: int, cost: int, headers: dict[str, str]) -> RateLimited:
+    """Of the limits in the way, the one that is longest in it. tokens, cost: what was needed."""
+    index = max(range(len(limits)), key=lambda i: states[i][1])
+    limit, (remaining, wait, _) = limits[index], states[index]
+    seconds = math.ceil(wait / 1000)
+    again = f"on {_next_month(seconds)}" if limit.kind == "b" else f"in {describe_wait(seconds)}"
+    return RateLimited(
+        f"Rate limit reached for this {limit.owner}: {_say(limit, limit.value)} {UNITS[limit.kind]}; "
+        f"needed {_say(limit, limit.amount(tokens, cost))}, remaining {_say(limit, remaining)}. Try again {again}.",
+        limit=CLASSES[limit.kind],
+        code="insufficient_quota" if limit.kind == "b" else None,
+        headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(wait)},
+    )
+
+
+def cut_off(limit: Limit, wait: int) -> RateLimited:
+    """Build the error that ends an answer for which the limit has no more room. wait: ms until it has some."""
+    seconds = math.ceil(wait / 1000)
+    return RateLimited(
+        f"Rate limit reached for this {limit.owner}: {limit.value} {UNITS[limit.kind]}. The answer ends here; what was "
+        f"generated is charged. Try again in {describe_wait(seconds)}.",
+        limit=CLASSES[limit.kind],
+        headers={"Retry-After": str(seconds), "retry-after-ms": str(wait)},
+    )
+
+
+def rate_headers(limits: Sequence[Limit], states: States) -> dict[str, str]:
+    """`x-ratelimit-*`, of requests and of tokens, each for the limit with the least remaining."""
+    headers = {}
+    for name, kinds in HEADERS.items():
+        tightest = None
+        for limit, state in zip(limits, states, strict=True):
+            if limit.kind in kinds and (tightest is None or state[0] < tightest[1][0]):
+                tightest = limit, state
+        if tightest is not None:
+            limit, (remaining, _, reset) = tightest
+            headers[f"x-ratelimit-limit-{name}"] = str(limit.value)
+            headers[f"x-ratelimit-remaining-{name}"] = str(remaining)
+            headers[f"x-ratelimit-reset-{name}"] = format_duration(reset)
+    return headers
+
+
+def format_duration(milliseconds: int) -> str:
+    """As OpenAI's headers write it: `6m0s`, `1.2s`, `12ms`."""
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    seconds = f"{rest / 1000:.3f}".rstrip("0").rstrip(".")
+    return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
+
+
+def describe_wait(seconds: int) -> str:
+    """For people, rounded up: `38 s`, `4 min`, `2 h 5 min`, `1 d 3 h`."""
+    if seconds < 120:
+        return f"{seconds} s"
+    minutes = math.ceil(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours + bool(minutes), 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def _say(limit: Limit, amount: int) -> str:
+    return format_money(amount) if limit.kind == "b" else str(amount)
+
+
+def _next_month(seconds: int) -> str:
+    """The day on which a wait for the next month ends; this clock may differ from Redis' by hours."""
+    first = datetime.now(UTC) + timedelta(seconds=seconds, hours=12)
+    return f"1 {first:%B %Y} 00:00 UTC"

@@ -1,0 +1,64 @@
+"""The amounts that a running request holds of its limits, and the data that another gateway needs to settle it."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from gateway.quota.growth import Hold
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """The amounts that a request took of its limits.
+
+    tokens: prompt and completion, the most it may generate over all its choices. max_tokens: of a single choice; fewer
+    than requested if the tenant's answers are shortened. cost: the highest possible, in micro-units. headers: OpenAI's
+    `x-ratelimit-*`, and `x-loraplex-max-tokens` if shortened. admitted_at: by Redis' clock, which defines the periods
+    of limits; the ledger's row must have it (`created_at`). hold: for a stream that does not hold all of its tokens
+    yet.
+    """
+
+    request_id: str
+    tenant_id: str
+    tokens: int
+    max_tokens: int
+    headers: dict[str, str]
+    admitted_at: datetime
+    completion: int = 0
+    cost: int = 0
+    hold: Hold | None = None
+
+    @property
+    def held(self) -> int:
+        """The tokens of the rates that are held."""
+        return self.tokens if self.hold is None else max(0, self.hold.pace.allowed - self.hold.charged)
+
+    @property
+    def charged(self) -> int:
+        """The tokens of the rates that are owed."""
+        return 0 if self.hold is None else self.hold.charged
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """The progress of a request: where it runs, and the counts so far.
+
+    is_free: whether it costs no money, because its engine died and it has no answer.
+    """
+
+    engine_url: str
+    prompt_tokens: int
+    completion_tokens: int
+    is_free: bool = False
+
+
+class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway held that is gone. lease: as given to `acquire`. progress: the last it told; None: it had not
+    begun. last_heard: when its gateway last extended it. ended: when it ran out."""
+
+    reservation: Reservation
+    lease: dict[str, Any]
+    progress: Progress | None
+    last_heard: datetime
+    ended: datetime

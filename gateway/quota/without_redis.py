@@ -1,0 +1,130 @@
+"""Admission while Redis is away, by class of limit: refused, unlimited, or this gateway's share of each limit."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+
+from gateway.quota.fallback import Mode
+from gateway.quota.limits import CLASSES, Limit
+from gateway.quota.local import Grown, LocalLimits
+from gateway.quota.refusals import States, rate_headers, refusal
+from gateway.quota.reservation import Reservation
+from gateway.records.prices import Price
+
+# Budgets whose remaining amount is remembered.
+KNOWN_BUDGETS = 10_000
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """The amounts that a request needs.
+
+    max_tokens: for each choice. step: the grant is a multiple of it. expected: the completion tokens of all choices
+    that the rates hold at first; None: all of them.
+    """
+
+    tenant_id: str
+    request_id: str
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    choices: int = 1
+    step: int = 1
+    price: Price
+    expected: int | None = None
+
+    @property
+    def completion(self) -> int:
+        return self.max_tokens * self.choices
+
+    @property
+    def held(self) -> int:
+        """The completion tokens that the rates hold at first."""
+        return self.completion if self.expected is None else min(self.expected, self.completion)
+
+    @property
+    def least(self) -> int:
+        """Return the fewest completion tokens that suffice."""
+        return min(self.step, self.completion)
+
+
+class WithoutRedis:
+    """Applies `LORAPLEX_QUOTA_FALLBACK`."""
+
+    def __init__(self, modes: Mapping[str, Mode], gateways: Callable[[], int], admitted: Callable[[str], None]) -> None:
+        """modes: by class of limit. gateways: returns the number of live gateways. admitted: called with "open" or
+        "local" for each admitted request.
+        """
+        self.modes = modes
+        self._gateways = gateways
+        self._admitted = admitted
+        self._local = LocalLimits()
+        # Tenant and field -> the budget's remaining amount when Redis last answered.
+        self._budgets: OrderedDict[str, int] = OrderedDict()
+
+    def refuses(self, limits: Sequence[Limit]) -> bool:
+        """Return whether a request under these limits is refused."""
+        return "closed" in ({self.modes[CLASSES[limit.kind]] for limit in limits} or {self.modes["requests"]})
+
+    def acquire(self, limits: Sequence[Limit], demand: Demand) -> Reservation:
+        """Take this gateway's share of the limits. Raises RateLimited."""
+        shares = [
+            Limit(limit.field, limit.owner, limit.kind, self._share(demand.tenant_id, limit))
+            for limit in limits
+            if self.modes[CLASSES[limit.kind]] == "local"
+        ]
+        answer = self._local.acquire(
+            demand.tenant_id,
+            demand.request_id,
+            shares,
+            demand.prompt_tokens,
+            demand.completion,
+            demand.step,
+            demand.price,
+            expected=demand.held,
+        )
+        headers = rate_headers(shares, answer.states)
+        if not answer.allowed:
+            cost = demand.price.highest_cost(demand.prompt_tokens, demand.least)
+            raise refusal(shares, answer.states, demand.prompt_tokens + demand.least, cost, headers)
+        self._admitted("local" if shares else "open")
+        return reservation(demand, answer.granted, headers, datetime.now(UTC))
+
+    def grow(self, tenant_id: str, request_id: str, used: int, wanted: int) -> Grown | None:
+        """Grow the hold of a request that was admitted here; None for others."""
+        return self._local.grow(tenant_id, request_id, used, wanted)
+
+    def settle(self, tenant_id: str, request_id: str, tokens: int, cost: int, *, counts: bool) -> None:
+        """Settle the request if it was admitted here; otherwise do nothing."""
+        self._local.settle(tenant_id, request_id, tokens, cost, counts=counts)
+
+    def remember_budgets(self, tenant_id: str, limits: Sequence[Limit], states: States) -> None:
+        """Keep each budget's remaining amount as Redis reported it; the share is a part of that."""
+        for limit, state in zip(limits, states, strict=True):
+            if limit.kind == "b":
+                key = tenant_id + limit.field
+                self._budgets[key] = state[0]
+                self._budgets.move_to_end(key)
+                if len(self._budgets) > KNOWN_BUDGETS:
+                    self._budgets.popitem(last=False)
+
+    def _share(self, tenant_id: str, limit: Limit) -> int:
+        whole = self._budgets.get(tenant_id + limit.field, 0) if limit.kind == "b" else limit.value
+        return max(1, whole // self._gateways())
+
+
+def reservation(demand: Demand, granted: int, headers: dict[str, str], admitted_at: datetime) -> Reservation:
+    """Return the reservation of a granted demand. granted: completion tokens of all choices together."""
+    each = granted // demand.choices
+    if each < demand.max_tokens:
+        headers = {**headers, "x-loraplex-max-tokens": str(each)}
+    return Reservation(
+        request_id=demand.request_id,
+        tenant_id=demand.tenant_id,
+        tokens=demand.prompt_tokens + granted,
+        max_tokens=each,
+        headers=headers,
+        admitted_at=admitted_at,
+        completion=granted,
+        cost=demand.price.highest_cost(demand.prompt_tokens, granted),
+    )

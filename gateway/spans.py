@@ -1,0 +1,68 @@
+"""What the gateway's spans say, in the words of OpenTelemetry's conventions for HTTP and generative AI.
+
+Of a request: `POST /v1/chat/completions`, and in it `admission` (key, prompt, quota), `routing` (the wait for an engine
+to have room) and `chat <model>`, one for each engine that was asked, whose own span is in that one.
+"""
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from gateway.access.caller import Caller
+from wire.telemetry.spans import OPERATIONS, Span, Value
+
+if TYPE_CHECKING:
+    from gateway.billing.account import Account
+    from gateway.fleet.client import Call
+    from gateway.fleet.registry import EngineRecord
+
+# Asked all the time by machines that watch over us.
+UNTRACED = ("/healthz", "/readyz", "/metrics", "/internal/engines")
+
+
+def describe_caller(span: Span, caller: Caller) -> None:
+    """Of any request."""
+    attributes: dict[str, Value] = {"client.address": caller.address, "loraplex.request_id": caller.request_id}
+    if caller.key_id is not None:
+        attributes["loraplex.key_id"] = caller.key_id
+    if caller.tenant is not None:
+        attributes["loraplex.tenant"] = caller.tenant
+    span.set(attributes)
+
+
+def describe_request(span: Span, path: str, account: "Account") -> None:
+    """Of an inference request, once it has ended: what was asked for, and what it has cost as far as was heard."""
+    attributes: dict[str, Value] = {
+        "gen_ai.operation.name": OPERATIONS[path],
+        "gen_ai.provider.name": "loraplex",
+        "gen_ai.request.model": account.model.name,
+        "gen_ai.request.max_tokens": account.reservation.max_tokens,
+        "gen_ai.usage.input_tokens": account.prompt_tokens,
+        "gen_ai.usage.output_tokens": account.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": account.cached_tokens,
+        "loraplex.status": account.status,
+    }
+    if account.model.digest is not None:
+        attributes["loraplex.adapter"] = f"sha256:{account.model.digest}"
+    if account.finish_reason is not None:
+        attributes["gen_ai.response.finish_reasons"] = [account.finish_reason]
+    if account.first_token_seconds is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = account.first_token_seconds
+    span.set(attributes)
+    if account.status == "error":
+        span.fail("error")
+
+
+def upstream(call: "Call", engine: "EngineRecord") -> AbstractContextManager[Span]:
+    """The time with one engine, to the end of its answer."""
+    if not call.span.is_recording:
+        return call.span.child("upstream", "client")
+    operation, url = OPERATIONS[call.path], urlsplit(engine.url)
+    attributes: dict[str, Value] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": engine.address.kind,
+        "gen_ai.request.model": call.model.name,
+        "server.address": url.hostname or "",
+        "server.port": url.port or (443 if url.scheme == "https" else 80),
+    }
+    return call.span.child(f"{operation} {call.model.name}", "client", attributes)

@@ -1,0 +1,277 @@
+// The CPU's fast path, called through ctypes (kernels/cpu/native.py): each op by itself, and a whole forward pass in one
+// parallel region. Semantics: kernels/reference.py. Sums are made in an order that depends on shapes alone, so a result
+// depends neither on timing nor on the number of threads.
+#include <omp.h>
+
+#include <vector>
+
+#include "attention.h"
+#include "attention_plan.h"
+#include "gemm.h"
+#include "lora.h"
+#include "simd.h"
+#include "team.h"
+
+namespace {
+
+template <class T>
+struct Layer {
+    const T *input_norm, *q_norm, *k_norm, *post_norm;
+    Packed<T> qkv, o, gate_up, down;
+    T *k_cache, *v_cache;
+    int64_t window;
+    LoraGroup<T> lora[4];  // qkv, o, gate_up, down
+};
+
+template <class T>
+struct Model {
+    const T* embedding;
+    const Layer<T>* layers;
+    const T* norm;
+    Packed<T> lm_head;
+    const float* cos_sin;
+    int64_t num_layers, hidden, intermediate, threads;
+    CacheShape cache;
+    float eps, scale;
+};
+
+template <class T>
+struct Step {
+    const int64_t *token_ids, *positions, *slots, *logits_rows;
+    const int32_t *block_tables, *query_start, *context_lens;
+    int64_t tokens, requests, max_blocks, num_logits;
+    const Routing *routing, *logits_routing;  // null: no LoRA in this step; of logits_rows alone
+    T *residual, *normed, *wide, *narrow, *h;
+    float* logits;
+};
+
+template <class T>
+void add_row(const T* x, T* residual, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) put16(residual + i, load16(residual + i) + load16(x + i));
+    for (; i < n; i++) put(residual + i, to_float(residual[i]) + to_float(x[i]));
+}
+
+template <class T>
+void silu_and_mul_row(const T* gate_up, T* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const Float16 gate = load16(gate_up + i);
+        put16(out + i, gate / (1.0f + exp2_16(gate * -kLog2e)) * load16(gate_up + n + i));
+    }
+    for (; i < n; i++) {
+        const float gate = to_float(gate_up[i]);
+        put(out + i, gate / (1.0f + std::exp(-gate)) * to_float(gate_up[n + i]));
+    }
+}
+
+bool is_last_of_request(const int64_t* slots, int64_t t, int64_t tokens) {
+    return t + 1 == tokens || slots[t + 1] != slots[t] + 1;
+}
+
+// Products of a step's rows, with LoRA where it has any: how the rows are cut is the same in all of them.
+template <class T>
+class Product {
+  public:
+    Product(int64_t rows, const Routing* routing)
+        : routing_(routing), tiles_(cut_rows(rows, routing != nullptr ? routing->adapter_index : nullptr)) {
+        if (routing == nullptr) return;
+        for (const RowTile& tile : tiles_)
+            for (int64_t row = tile.first; row < tile.first + tile.rows; row++) {
+                if (routing->adapter_index[row] < 0) continue;
+                all_.push_back(int32_t(row));
+                if (tile.slot < 0) mixed_.push_back(int32_t(row));
+            }
+    }
+
+    // y = x W^T + b, with LoRA by way of h [rows, slices, width].
+    void run(const T* x, const Packed<T>& w, const LoraGroup<T>* lora, T* y, T* h, Team& team) const {
+        if (routing_ == nullptr) return gemm<T, T>(x, w, nullptr, y, tiles_, team);
+        const Delta<T> delta{*lora, *routing_, h};
+        const bool in_product = mixed_.size() < all_.size() && delta.fits_panels();
+        lora->shrink(x, h, *routing_, team);
+        if (in_product) team.barrier();
+        gemm(x, w, in_product ? &delta : nullptr, y, tiles_, team);
+        const std::vector<int32_t>& others = in_product ? mixed_ : all_;
+        if (others.empty()) return;
+        team.barrier();
+        lora->expand(h, y, others, *routing_, team);
+    }
+
+  private:
+    const Routing* routing_;
+    const std::vector<RowTile> tiles_;
+    std::vector<int32_t> all_, mixed_;  // rows of adapters; those in tiles of several
+};
+
+template <class T>
+class Forward {
+  public:
+    Forward(const Model<T>& model, const Step<T>& step)
+        : m_(model),
+          s_(step),
+          attention_(step.query_start, step.context_lens, step.requests, model.cache, model.threads),
+          product_(step.tokens, step.routing),
+          logits_product_(step.num_logits, step.logits_routing),
+          logits_tiles_(cut_rows(step.num_logits, nullptr)) {}
+
+    void run() {
+        in_parallel(m_.threads, [&](Team& team) { run_thread(team, omp_get_thread_num()); });
+    }
+
+  private:
+    void run_thread(Team& team, int thread) {
+        std::vector<float> scratch, results;
+        const Range rows = share(s_.tokens, thread, team.size());
+        for (int64_t t = rows.begin; t < rows.end; t++) {
+            const T* from = m_.embedding + s_.token_ids[t] * m_.hidden;
+            std::memcpy(s_.residual + t * m_.hidden, from, m_.hidden * sizeof(T));
+            norm_row(t, m_.layers[0].input_norm, s_.normed);
+        }
+        for (int64_t i = 0; i < m_.num_layers; i++) {
+            const Layer<T>& layer = m_.layers[i];
+            linear(product_, s_.normed, layer.qkv, layer.lora[0], s_.wide, team);
+            team.barrier();
+            write_cache(layer, rows);
+            team.barrier();
+            attend(layer, team, scratch, results);
+            if (i + 1 < m_.num_layers) {
+                finish_layer(product_, layer, m_.layers[i + 1].input_norm, rows, team);
+                continue;
+            }
+            // Of the last layer's outputs only those are needed whose logits are.
+            team.barrier();
+            if (thread == 0) keep_logits_rows();
+            team.barrier();
+            finish_layer(logits_product_, layer, m_.norm, share(s_.num_logits, thread, team.size()), team);
+        }
+        team.barrier();
+        gemm<T, float>(s_.narrow, m_.lm_head, nullptr, s_.logits, logits_tiles_, team);
+    }
+
+    // From attention's output in `narrow` to the next layer's normed input, for some rows; this thread's are `rows`.
+    void finish_layer(const Product<T>& product, const Layer<T>& layer, const T* next_norm, Range rows, Team& team) {
+        linear(product, s_.narrow, layer.o, layer.lora[1], s_.normed, team);
+        team.barrier();
+        for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, layer.post_norm, s_.normed);
+        linear(product, s_.normed, layer.gate_up, layer.lora[2], s_.wide, team);
+        team.barrier();
+        for (int64_t t = rows.begin; t < rows.end; t++)
+            silu_and_mul_row(s_.wide + t * 2 * m_.intermediate, s_.narrow + t * m_.intermediate, m_.intermediate);
+        linear(product, s_.narrow, layer.down, layer.lora[3], s_.normed, team);
+        team.barrier();
+        T* to = next_norm == m_.norm ? s_.narrow : s_.normed;
+        for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, next_norm, to);
+    }
+
+    // The rows are in ascending order: none is overwritten before it is read.
+    void keep_logits_rows() {
+        const int64_t width = m_.cache.heads * m_.cache.dim;
+        for (int64_t n = 0; n < s_.num_logits; n++) {
+            const int64_t t = s_.logits_rows[n];
+            if (t == n) continue;
+            std::memcpy(s_.narrow + n * width, s_.narrow + t * width, width * sizeof(T));
+            std::memcpy(s_.residual + n * m_.hidden, s_.residual + t * m_.hidden, m_.hidden * sizeof(T));
+        }
+    }
+
+    // Starts with a barrier: the input is another phase's output, and y may still be read by one.
+    void linear(const Product<T>& product, const T* x, const Packed<T>& w, const LoraGroup<T>& lora, T* y, Team& team) {
+        team.barrier();
+        product.run(x, w, &lora, y, s_.h, team);
+    }
+
+    void norm_row(int64_t t, const T* weight, T* to) {
+        rms_norm_row(s_.residual + t * m_.hidden, weight, to + t * m_.hidden, m_.hidden, m_.eps);
+    }
+
+    void add_and_norm(int64_t t, const T* weight, T* to) {
+        add_row(s_.normed + t * m_.hidden, s_.residual + t * m_.hidden, m_.hidden);
+        norm_row(t, weight, to);
+    }
+
+    void write_cache(const Layer<T>& layer, Range rows) {
+        T head[1024];
+        for (int64_t t = rows.begin; t < rows.end; t++)
+            rope_and_write(s_.wide + t * layer.qkv.out_features, m_.cos_sin + s_.positions[t] * m_.cache.dim,
+                           layer.q_norm, layer.k_norm, m_.eps, layer.k_cache, layer.v_cache, s_.slots[t],
+                           is_last_of_request(s_.slots, t, s_.tokens), m_.cache, head);
+    }
+
+    void attend(const Layer<T>& layer, Team& team, std::vector<float>& scratch, std::vector<float>& results) {
+        const Attention<T> attention{m_.cache,         s_.wide,       layer.qkv.out_features, layer.k_cache,
+                                     layer.v_cache,    s_.block_tables, s_.query_start,       s_.context_lens,
+                                     s_.narrow,        s_.max_blocks, layer.window,           m_.scale};
+        attention_.run(attention, team, scratch, results);
+    }
+
+    const Model<T>& m_;
+    const Step<T>& s_;
+    AttentionPlan attention_;
+    const Product<T> product_, logits_product_;
+    const std::vector<RowTile> logits_tiles_;
+};
+
+template <class T>
+void add_rms_norm(const T* x, T* residual, const T* w, T* out, int64_t rows, int64_t n, float eps) {
+    for (int64_t t = 0; t < rows; t++) {
+        if (x != nullptr) add_row(x + t * n, residual + t * n, n);
+        rms_norm_row(residual + t * n, w, out + t * n, n, eps);
+    }
+}
+
+template <class T>
+void linear(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Routing* routing, T* y, T* h, int64_t rows,
+            int64_t threads) {
+    const Product<T> product(rows, routing);
+    in_parallel(threads, [&](Team& team) { product.run(x, *w, lora, y, h, team); });
+}
+
+template <class T>
+void attend(const Attention<T>* attention, int64_t requests, int64_t threads) {
+    AttentionPlan plan(attention->query_start, attention->context_lens, requests, attention->shape, threads);
+    in_parallel(threads, [&](Team& team) {
+        std::vector<float> scratch, results;
+        plan.run(*attention, team, scratch, results);
+    });
+}
+
+template <class T>
+void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, T* k_cache, T* v_cache,
+                       const int64_t* slots, int64_t tokens, const CacheShape* s) {
+    T head[1024];
+    for (int64_t t = 0; t < tokens; t++)
+        rope_and_write<T>(qkv + t * (s->heads + 2 * s->kv_heads) * s->dim, cos_sin + positions[t] * s->dim, nullptr,
+                          nullptr, 0.0f, k_cache, v_cache, slots[t], is_last_of_request(slots, t, tokens), *s, head);
+}
+
+}  // namespace
+
+#define EXPORT(T, suffix)                                                                                              \
+    extern "C" {                                                                                                       \
+    void forward_##suffix(const Model<T>* model, const Step<T>* step) { Forward<T>(*model, *step).run(); }             \
+    int64_t packed_size_##suffix(int64_t out, int64_t in) { return num_panels(out) * kPanel * padded<T>(in); }         \
+    void pack_##suffix(const T* w, T* packed, int64_t out, int64_t in, int64_t threads) {                              \
+        pack(w, packed, out, in, threads);                                                                             \
+    }                                                                                                                  \
+    void linear_##suffix(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Routing* routing, T* y,       \
+                         T* h, int64_t rows, int64_t threads) {                                                        \
+        linear(x, w, lora, routing, y, h, rows, threads);                                                              \
+    }                                                                                                                  \
+    void add_rms_norm_##suffix(const T* x, T* residual, const T* w, T* out, int64_t rows, int64_t n, float eps) {      \
+        add_rms_norm(x, residual, w, out, rows, n, eps);                                                               \
+    }                                                                                                                  \
+    void silu_and_mul_##suffix(const T* x, T* out, int64_t rows, int64_t n) {                                          \
+        for (int64_t t = 0; t < rows; t++) silu_and_mul_row(x + t * 2 * n, out + t * n, n);                            \
+    }                                                                                                                  \
+    void rope_and_write_kv_##suffix(T* qkv, const int64_t* positions, const float* cos_sin, T* k_cache, T* v_cache,    \
+                                    const int64_t* slots, int64_t tokens, const CacheShape* shape) {                   \
+        rope_and_write_kv(qkv, positions, cos_sin, k_cache, v_cache, slots, tokens, shape);                            \
+    }                                                                                                                  \
+    void attend_##suffix(const Attention<T>* attention, int64_t requests, int64_t threads) {                           \
+        attend(attention, requests, threads);                                                                          \
+    }                                                                                                                  \
+    }
+
+EXPORT(float, f32)
+EXPORT(bf16, bf16)

@@ -1,0 +1,125 @@
+"""`kernels.backend.Ops` on a GPU: matrix products by cuBLAS, everything else by our Triton kernels."""
+
+import torch
+from torch import Tensor
+
+from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
+from kernels.batch import Batch
+from kernels.gpu import fused
+from kernels.gpu.attention_tiles import AttentionMetadata, build_attention_metadata
+from kernels.gpu.paged_attention import paged_attention
+from kernels.gpu.sampling import sample
+from kernels.gpu.segmented_lora import expand, segmented_lora, shrink
+from kernels.gpu.segments import DECODE, Segments, build_segments
+from kernels.reference import LoraGroup, LoraRouting
+
+
+class TritonPlan:
+    """A step's work lists, each built when the first layer asks for it and read by all the others."""
+
+    def __init__(self, batch: Batch, routing: LoraRouting | None) -> None:
+        self.batch = batch
+        self.routing = routing
+        self._segments: dict[int, Segments] = {}
+        self._attention: dict[tuple[int, int], AttentionMetadata] = {}
+
+    def segments(self, routing: LoraRouting, page_rank: int) -> Segments:
+        if page_rank not in self._segments:
+            batch, num_adapters = self.batch, len(self.batch.adapter_slots)
+            # Decode tables depend on shapes alone: a graph holds their build and replays it with any mix of adapters.
+            is_decode = batch.max_query_len == 1
+            self._segments[page_rank] = build_segments(
+                routing,
+                page_rank,
+                num_adapters=None if is_decode else num_adapters,
+                single_adapter=not is_decode and num_adapters == 1 and not batch.has_base_rows,
+                plan=DECODE if is_decode else None,
+            )
+        return self._segments[page_rank]
+
+    def attention(self, num_heads: int, num_kv_heads: int) -> AttentionMetadata:
+        heads = num_heads, num_kv_heads
+        if heads not in self._attention:
+            self._attention[heads] = build_attention_metadata(
+                self.batch.query_start,
+                num_heads,
+                num_kv_heads,
+                num_tokens=self.batch.num_tokens,
+                max_query_len=self.batch.max_query_len,
+                max_context_len=self.batch.max_context_len,
+            )
+        return self._attention[heads]
+
+
+class TritonOps:
+    """No op waits for the device.
+
+    shrink_beside: in a CUDA graph, LoRA's shrink is a branch beside the base projection, which does not need it; so
+    only expand adds its latency to a step. Outside of graphs the events between streams would cost the host more.
+    """
+
+    sample = staticmethod(sample)
+
+    def __init__(self, shrink_beside: bool = True) -> None:
+        self._shrink_beside = shrink_beside
+        self._side: torch.cuda.Stream | None = None
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
+
+    def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> None:
+        return None
+
+    def plan(self, batch: Batch, lora: LoraTables | None) -> TritonPlan:
+        return TritonPlan(batch, routing_of(batch, lora))
+
+    def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor:
+        return weight[token_ids]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return fused.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return fused.add_rms_norm(x, residual, weight, eps)
+
+    def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: TritonPlan) -> Tensor:
+        if group is None or plan.routing is None:
+            return torch.nn.functional.linear(x, packed.weight, packed.bias)
+        segments = plan.segments(plan.routing, group.a_pages.shape[2])
+        if self._side is None and x.is_cuda:
+            self._side = torch.cuda.Stream(x.device)  # in the run that warms up: none is made within a capture
+        if self._side is None or not (self._shrink_beside and torch.cuda.is_current_stream_capturing()):
+            y = torch.nn.functional.linear(x, packed.weight, packed.bias)
+            segmented_lora(y, x, group, segments)
+            return y
+        # Memory of the side stream is used again only behind a fork, which stands behind the expand that read it.
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            planes = shrink(x, group, segments)
+        y = torch.nn.functional.linear(x, packed.weight, packed.bias)
+        torch.cuda.current_stream().wait_stream(self._side)
+        expand(y, planes, group, segments)
+        return y
+
+    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: TritonPlan) -> Tensor:
+        b = plan.batch
+        return fused.rope_and_write_kv(qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales)
+
+    def paged_attention(self, q: Tensor, kv: KvCache, plan: TritonPlan, scale: float, sliding_window: int) -> Tensor:
+        b = plan.batch
+        return paged_attention(
+            q,
+            kv.k,
+            kv.v,
+            b.block_tables,
+            b.query_start,
+            b.context_lens,
+            scale,
+            sliding_window,
+            plan.attention(q.shape[1], kv.k.shape[1]),
+            kv.k_scales,
+            kv.v_scales,
+        )
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return fused.silu_and_mul(gate_up)

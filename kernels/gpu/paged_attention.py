@@ -1,0 +1,330 @@
+"""Causal attention over a paged cache in one varlen kernel: prefill, decode and mixed batches alike.
+
+`out[t, h] = softmax(scale * q[t, h] @ K[:p + 1].T) @ V[:p + 1]`, p the position of token t, K and V of t's request and
+of key-value head `h // group`. Layouts and arguments are those of `kernels.reference.paged_attention`.
+
+A tile's rows are query tokens times the query heads that share a key-value head, so GQA reads each key once per tile.
+Keys are walked with the online softmax of FlashAttention-2 (Dao, 2023): first without a mask, then the diagonal.
+Long contexts of single-token queries are cut into splits (Flash-Decoding), whose partial results a second kernel
+combines in a fixed order: the same input gives the same bits. Grids and the number of splits depend on host-known
+bounds alone; which part of them is in use is decided on the device, so a CUDA graph can hold the launches, with no
+work list to refill where every query is one token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.attention_tiles import MAX_SPLITS, AttentionMetadata, build_attention_metadata
+from kernels.gpu.fused import check_kv_scales
+from kernels.reference import LARGEST
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    metadata: AttentionMetadata | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> Tensor:
+    """As `kernels.reference.paged_attention`; returns `[T, num_heads, D]`.
+
+    `metadata` saves its being rebuilt for each layer; without it the lengths are read back from the device (a sync).
+    Caches of 8 bits (float8_e4m3fn or int8) come with their scales and are widened to q's dtype in the kernel.
+    Rows of q that no request owns (padding) are left unwritten. q may be a view whose last dimension is contiguous.
+    Raises ValueError for shapes, dtypes or layouts that don't fit.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, cache_dim = k_cache.shape
+    fits = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or k_cache.dtype in LARGEST)
+    if k_cache.shape != v_cache.shape or cache_dim != head_dim or not fits:
+        raise ValueError(
+            f"k_cache: expected q's head size, its dtype or 8 bits, v_cache's shape; got q {tuple(q.shape)} {q.dtype}, "
+            f"k_cache {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}"
+        )
+    if q.stride(2) != 1 or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("q: expected its last dimension contiguous, and contiguous caches")
+    check_kv_scales(k_cache, v_cache, k_scales, v_scales)
+    if block_size & (block_size - 1):
+        raise ValueError(f"k_cache: expected a power of two as block size, got {block_size}")
+    if block_tables.stride(1) != 1:
+        raise ValueError("block_tables: expected contiguous rows")
+    if metadata is None:
+        metadata = build_attention_metadata(
+            query_start,
+            num_heads,
+            num_kv_heads,
+            num_tokens=num_tokens,
+            max_query_len=int((query_start[1:] - query_start[:-1]).max()) if len(context_lens) else 0,
+            max_context_len=int(context_lens.max()) if len(context_lens) else 0,
+        )
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if metadata.num_tiles == 0:
+        return out
+    splits, tile = metadata.num_splits, metadata.tile
+    partial = torch.empty(
+        (len(context_lens), num_heads, splits, head_dim) if splits > 1 else 0, dtype=torch.float32, device=q.device
+    )
+    lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
+    head_padded = max(16, triton.next_power_of_2(head_dim))
+    shared = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "HEAD_PADDED": head_padded,
+        "MIN_SPLIT": tile.min_split,
+        "WINDOW": sliding_window,
+    }
+    _attend[(metadata.num_tiles, num_kv_heads, splits)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        partial,
+        lse,
+        metadata.tiles,
+        metadata.tiles_in_use,
+        block_tables,
+        query_start,
+        context_lens,
+        k_scales,
+        v_scales,
+        metadata.num_tiles,
+        block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        scale * 1.4426950408889634,  # log2(e): the softmax runs on exp2
+        splits,
+        BLOCK_SIZE=block_size,
+        BLOCK_Q=metadata.block_q,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n if head_padded * q.element_size() <= 256 else tile.block_n // 2,
+        **shared,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if splits > 1:
+        _combine[(len(context_lens), num_heads)](
+            out, partial, lse, query_start, context_lens, splits, **shared, MOST_SPLITS=MAX_SPLITS, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _keys_per_split(num_keys, query_len, num_splits, MIN_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys each split walks, so many that only the last one ends within a tile; all of them when the request has more
+    than one query."""
+    share = tl.maximum((num_keys + num_splits * 64 - 1) // (num_splits * 64) * 64, MIN_SPLIT)
+    return tl.where(query_len == 1, share, num_keys)
+
+
+@triton.jit
+def _walk(  # type: ignore[no-untyped-def]
+    acc,
+    m,
+    weight,
+    q_tile,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    table,
+    begin,
+    end,
+    kv_head,
+    position,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Folds keys begin..end into the online softmax (acc, m, weight). Unmasked: whole tiles that every row sees."""
+    d = tl.arange(0, HEAD_PADDED)
+    for key0 in range(begin, end, BLOCK_N):
+        key = key0 + tl.arange(0, BLOCK_N)
+        # Beyond the context lie unwritten rows, perhaps NaN: 0 * NaN would reach the sum through V.
+        live = key < end
+        if MASKED:
+            block = tl.load(table + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+        cache_row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
+        k_at = k_cache + cache_row[None, :] * HEAD_DIM + d[:, None]
+        v_at = v_cache + cache_row[:, None] * HEAD_DIM + d[None, :]
+        if MASKED or HEAD_DIM != HEAD_PADDED:
+            k_tile = tl.load(k_at, mask=live[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+            v_tile = tl.load(v_at, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            k_tile = tl.load(k_at)
+            v_tile = tl.load(v_at)
+        if k_scales is not None:
+            # Caches of 8 bits are exact in 16, and straight to bf16 is a conversion of many registers on Hopper.
+            # Their scales stand on columns, outside of both products.
+            k_tile = k_tile.to(tl.float16)
+            v_tile = v_tile.to(tl.float16)
+        scores = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision="ieee") * scale_log2
+        if k_scales is not None:
+            scores *= tl.load(k_scales + cache_row, mask=live, other=0.0)[None, :]
+        if MASKED:
+            visible = live[None, :] & (key[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        p = tl.exp2(scores - m_new[:, None])
+        shrink = tl.exp2(m - m_new)
+        weight = weight * shrink + tl.sum(p, 1)
+        if v_scales is not None:
+            p *= tl.load(v_scales + cache_row, mask=live, other=0.0)[None, :]
+        acc = tl.dot(p.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc * shrink[:, None], input_precision="ieee")
+        m = m_new
+    return acc, m, weight
+
+
+# Lengths that change from step to step must not make new variants: each would be a compilation in the request path.
+# Nor may the place of a step's tables in the buffer that brought them.
+_TABLES = ("block_tables", "query_start", "context_lens")
+
+
+@triton.jit(do_not_specialize=("num_tiles", "table_stride", "num_splits"), do_not_specialize_on_alignment=_TABLES)
+def _attend(  # type: ignore[no-untyped-def]
+    q,
+    k_cache,
+    v_cache,
+    out,
+    partial,
+    lse,
+    tiles,
+    tiles_in_use,
+    block_tables,
+    query_start,
+    context_lens,
+    k_scales,
+    v_scales,
+    num_tiles,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    scale_log2,
+    num_splits,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    request = tile
+    first = 0
+    in_use = num_tiles
+    if tiles is not None:
+        in_use = tl.load(tiles_in_use)
+        request = tl.load(tiles + tile, mask=tile < in_use, other=0)
+        first = tl.load(tiles + num_tiles + tile, mask=tile < in_use, other=0)
+    if tile < in_use:
+        query_at = tl.load(query_start + request)
+        query_len = tl.load(query_start + request + 1) - query_at
+        context_len = tl.load(context_lens + request)
+        first_position = context_len - query_len + first
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(first_position - WINDOW + 1, 0)
+        stop = tl.minimum(first_position + BLOCK_Q, context_len)
+        per_split = _keys_per_split(stop - begin, query_len, num_splits, MIN_SPLIT)
+        whole = per_split >= stop - begin
+        begin += split * per_split
+        end = tl.minimum(begin + per_split, tl.where(query_len > 0, stop, 0))
+        if begin < end:
+            row = tl.arange(0, BLOCK_M)
+            token = first + row // GROUP
+            head = kv_head * GROUP + row % GROUP
+            live = (row < BLOCK_Q * GROUP) & (token < query_len)
+            position = context_len - query_len + token
+            d = tl.arange(0, HEAD_PADDED)
+            mask = live[:, None] & (d < HEAD_DIM)[None, :]
+            q_at = (query_at + token).to(tl.int64) * q_token_stride + head * q_head_stride
+            q_tile = tl.load(q + q_at[:, None] + d[None, :], mask=mask, other=0.0)
+
+            acc = tl.zeros((BLOCK_M, HEAD_PADDED), dtype=tl.float32)
+            # Finite, so that a row that has seen no key yet computes exp2(0), not exp2(nan).
+            m = tl.full((BLOCK_M,), -1.0e30, dtype=tl.float32)
+            weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            table = block_tables + request.to(tl.int64) * table_stride
+            diagonal = begin
+            if WINDOW == 0:
+                seen_by_all = tl.maximum(tl.minimum(first_position + 1, end) - begin, 0)
+                diagonal = begin + seen_by_all // BLOCK_N * BLOCK_N
+                acc, m, weight = _walk(
+                    acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, begin, diagonal, kv_head,
+                    position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, False,
+                )  # fmt: skip
+            acc, m, weight = _walk(
+                acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, diagonal, end, kv_head,
+                position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, True,
+            )  # fmt: skip
+            total = tl.where(weight > 0.0, weight, 1.0)
+            acc = acc / total[:, None]
+            if whole:
+                out_at = ((query_at + token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+                tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
+            else:
+                part = (request.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+                tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+                tl.store(lse + part, m + tl.log2(total), mask=live)
+
+
+@triton.jit(do_not_specialize=("num_splits",), do_not_specialize_on_alignment=_TABLES[1:])
+def _combine(  # type: ignore[no-untyped-def]
+    out,
+    partial,
+    lse,
+    query_start,
+    context_lens,
+    num_splits,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+):
+    """Weighs the splits of one request and head by their log-sum-exp, in a fixed order."""
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    query_at = tl.load(query_start + request)
+    query_len = tl.load(query_start + request + 1) - query_at
+    num_keys = tl.load(context_lens + request)
+    if WINDOW > 0:
+        num_keys = tl.minimum(num_keys, WINDOW)
+    per_split = _keys_per_split(num_keys, query_len, num_splits, MIN_SPLIT)
+    if (query_len == 1) & (per_split < num_keys):
+        split = tl.arange(0, MOST_SPLITS)
+        d = tl.arange(0, HEAD_PADDED)
+        live = split * per_split < num_keys
+        part = (request.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+        weight = tl.load(lse + part, mask=live, other=float("-inf"))
+        weight = tl.exp2(weight - tl.max(weight, 0))
+        mask = live[:, None] & (d < HEAD_DIM)[None, :]
+        values = tl.load(partial + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+        result = tl.sum(values * weight[:, None], 0) / tl.sum(weight, 0)
+        out_at = (query_at.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM + d
+        tl.store(out + out_at, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)

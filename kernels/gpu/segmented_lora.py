@@ -1,0 +1,312 @@
+"""Many adapters' LoRA deltas in two launches: `y[t, slice s] += scales[a, s] * (x[t] @ A[a, s].T) @ B[a, s].T`.
+
+Shrink makes `h = x @ A.T` for every chunk of rows that share an adapter, split over K into planes
+`[split_k, T, num_slices * rank_padded]` fp32. Expand sums the planes in a fixed order, multiplies with B, scales, and
+adds into y. No atomics, so the same input gives the same bits; a plane's element is read only where it was written,
+so nothing is zeroed. Both kernels follow the adapter's page table to its own rank and no further, and skip slices
+with scale 0. The slices of a group (q, k, v; gate, up) share each launch.
+
+Pages may have 8 bits, half the bytes that a decode step reads of its adapters: a row of A and the row of B that it
+meets share one scale, which the planes' sum is multiplied with.
+
+The grids depend on shapes only: persistent programs walk over work lists whose length stands on the device, so a CUDA
+graph replays with any mix of adapters, ranks and base rows (see `kernels.gpu.segments`).
+
+Source: the two-step gather form of Punica's SGMV (Chen et al., 2023), with S-LoRA's unified rank pages.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.segments import Segments
+from kernels.reference import LARGEST, LoraGroup
+
+MAX_SLICES = 3
+
+
+def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> None:
+    """Adds every token's LoRA delta to y in place; costs nothing when `segments.active` is False.
+
+    y `[T, offsets[-1]]`, x `[T, in_features]`: one dtype (fp32, fp16 or bf16), the pages' too unless these have 8 bits;
+    last dimension contiguous. Base rows of y are neither read nor written. Raises ValueError for shapes or dtypes that
+    don't fit.
+    """
+    if segments.active:
+        expand(y, shrink(x, group, segments), group, segments)
+
+
+def shrink(x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
+    """`x @ A.T` of every adapter row, fp32 planes `[split_k, T, num_slices * rank_padded]` in sorted order.
+
+    Apart from `expand` so that it can run beside the base projection on another stream. Needs `segments.active`.
+    """
+    plan = segments.plan
+    num_slices, in_features = group.a_pages.shape[1], group.a_pages.shape[3]
+    _check(x, "x", in_features, group, segments)
+    rank_padded = _rank_padded(segments)
+    k_per_split = min(plan.k_per_split, -(-in_features // plan.block_k) * plan.block_k)
+    split_k = -(-in_features // k_per_split)
+    planes = torch.empty((split_k, len(x), num_slices * rank_padded), dtype=torch.float32, device=x.device)
+    most = segments.tiles.shape[1] * num_slices * split_k
+    programs = min(most, plan.programs_per_sm * _num_sms(x.device))
+    _shrink[(programs,)](
+        x,
+        group.a_pages,
+        group.scales,
+        planes,
+        segments.rows,
+        segments.chunks,
+        segments.tiles,
+        segments.counts,
+        segments.page_table,
+        segments.ranks,
+        len(x),
+        segments.chunks.shape[1],
+        segments.tiles.shape[1],
+        programs,
+        x.stride(0),
+        MAX_PAGES=segments.page_table.shape[1],
+        IN_FEATURES=in_features,
+        NUM_SLICES=num_slices,
+        PAGE_RANK=segments.page_rank,
+        RANK_PADDED=rank_padded,
+        SPLIT_K=split_k,
+        K_PER_SPLIT=k_per_split,
+        BLOCK_M=plan.block_m,
+        BLOCK_R=plan.block_r,
+        BLOCK_K=plan.block_k,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+    return planes
+
+
+def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments) -> None:
+    """`y[rows, slice s] += scale * planes.sum(0) @ B`, in place; `planes` as `shrink` made them."""
+    plan = segments.plan
+    num_slices = len(group.offsets) - 1
+    _check(y, "y", group.offsets[-1], group, segments)
+    offsets = group.offsets[1:] + (group.offsets[-1],) * (MAX_SLICES - num_slices)
+    sizes = (end - start for start, end in zip(group.offsets, group.offsets[1:], strict=False))
+    column_tiles = sum(-(-size // plan.block_n) for size in sizes)
+    programs = min((segments.chunks.shape[1] - 1) * column_tiles, plan.programs_per_sm * _num_sms(y.device))
+    _expand[(programs,)](
+        y,
+        group.b_pages,
+        group.scales,
+        group.row_scales,
+        planes,
+        segments.rows,
+        segments.chunks,
+        segments.counts,
+        segments.page_table,
+        segments.ranks,
+        planes.shape[1],
+        segments.chunks.shape[1],
+        programs,
+        y.stride(0),
+        MAX_PAGES=segments.page_table.shape[1],
+        OFFSET_1=offsets[0],
+        OFFSET_2=offsets[1],
+        OFFSET_3=offsets[2],
+        NUM_SLICES=num_slices,
+        COLUMN_TILES=column_tiles,
+        PAGE_RANK=segments.page_rank,
+        RANK_PADDED=_rank_padded(segments),
+        SPLIT_K=planes.shape[0],
+        BLOCK_M=plan.block_m,
+        BLOCK_R=plan.block_r,
+        BLOCK_N=plan.block_n,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+
+
+def _check(rows: Tensor, name: str, width: int, group: LoraGroup, segments: Segments) -> None:
+    if rows.dim() != 2 or rows.shape != (segments.num_tokens, width) or rows.stride(1) != 1:
+        raise ValueError(
+            f"{name}: expected [{segments.num_tokens}, {width}] with its last dimension contiguous, "
+            f"got {tuple(rows.shape)} with strides {rows.stride()}"
+        )
+    pages = group.a_pages.dtype
+    if group.b_pages.dtype != pages or (pages != rows.dtype and pages not in LARGEST):
+        raise ValueError(f"{name}: {rows.dtype}, but pages are {pages} and {group.b_pages.dtype}")
+    if (group.row_scales is not None) != (pages in LARGEST):
+        raise ValueError(f"row_scales: expected them beside pages of 8 bits and no others, pages are {pages}")
+    if group.a_pages.shape[2] != segments.page_rank:
+        raise ValueError(f"a_pages: page rank {group.a_pages.shape[2]}, segments were built for {segments.page_rank}")
+    if len(group.offsets) - 1 != group.a_pages.shape[1] or len(group.offsets) - 1 > MAX_SLICES:
+        raise ValueError(f"offsets: expected {group.a_pages.shape[1]} slices, at most {MAX_SLICES}: {group.offsets}")
+    tensors = (group.a_pages, group.b_pages, group.scales, group.row_scales)
+    if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("group: expected contiguous a_pages, b_pages, scales and row_scales")
+
+
+def _rank_padded(segments: Segments) -> int:
+    block_r = segments.plan.block_r
+    return -(-segments.page_table.shape[1] * segments.page_rank // block_r) * block_r
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device; 2 in the interpreter, so that programs there do walk over several items."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+# Lengths that change from step to step must not make new variants: each would be a compilation in the request path.
+_LENGTHS = ("num_tokens", "chunk_stride", "max_tiles", "programs")
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def _shrink(  # type: ignore[no-untyped-def]
+    x,
+    a_pages,
+    scales,
+    planes,
+    rows,
+    chunks,
+    tiles,
+    counts,
+    page_table,
+    ranks,
+    num_tokens,
+    chunk_stride,
+    max_tiles,
+    programs,
+    x_stride,
+    MAX_PAGES: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    PAGE_RANK: tl.constexpr,
+    RANK_PADDED: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    K_PER_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    EVEN_K: tl.constexpr = SPLIT_K * K_PER_SPLIT == IN_FEATURES
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    for item in range(tl.program_id(0), tl.load(counts + 1) * (NUM_SLICES * SPLIT_K), programs):
+        split = item % SPLIT_K
+        s = item // SPLIT_K % NUM_SLICES
+        tile = item // (SPLIT_K * NUM_SLICES)
+        chunk = tl.load(tiles + tile)
+        r = tl.load(tiles + max_tiles + tile) * BLOCK_R + tl.arange(0, BLOCK_R)
+        slot = tl.load(chunks + chunk)
+        start = tl.load(chunks + chunk_stride + chunk)
+        length = tl.load(chunks + chunk_stride + chunk + 1) - start
+        if tl.load(scales + slot * NUM_SLICES + s) != 0.0:
+            row_live = m < length
+            rank_live = r < tl.load(ranks + slot)
+            row = start + m
+            if rows is not None:
+                row = tl.load(rows + row, mask=row_live, other=0)
+            row = row.to(tl.int64)
+            page = tl.load(page_table + slot * MAX_PAGES + r // PAGE_RANK, mask=rank_live, other=0).to(tl.int64)
+            a_row = (page * NUM_SLICES + s) * PAGE_RANK + r % PAGE_RANK
+            x_at = x + row[:, None] * x_stride + split * K_PER_SPLIT + k[None, :]
+            a_at = a_pages + a_row[None, :] * IN_FEATURES + split * K_PER_SPLIT + k[:, None]
+            acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+            for k0 in range(0, K_PER_SPLIT, BLOCK_K):
+                if EVEN_K:
+                    x_tile = tl.load(x_at + k0, mask=row_live[:, None], other=0.0)
+                    a_tile = tl.load(a_at + k0, mask=rank_live[None, :], other=0.0)
+                else:
+                    k_live = split * K_PER_SPLIT + k0 + k < IN_FEATURES
+                    x_tile = tl.load(x_at + k0, mask=row_live[:, None] & k_live[None, :], other=0.0)
+                    a_tile = tl.load(a_at + k0, mask=rank_live[None, :] & k_live[:, None], other=0.0)
+                if a_tile.dtype != x_tile.dtype:  # by way of fp32: straight to bf16 takes many registers on Hopper
+                    a_tile = a_tile.to(tl.float32).to(x_tile.dtype)
+                acc = tl.dot(x_tile, a_tile, acc, input_precision="ieee")
+            plane_row = (start.to(tl.int64) + m + split * num_tokens) * (NUM_SLICES * RANK_PADDED) + s * RANK_PADDED
+            tl.store(planes + plane_row[:, None] + r[None, :], acc, mask=row_live[:, None] & rank_live[None, :])
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def _expand(  # type: ignore[no-untyped-def]
+    y,
+    b_pages,
+    scales,
+    row_scales,
+    planes,
+    rows,
+    chunks,
+    counts,
+    page_table,
+    ranks,
+    num_tokens,
+    chunk_stride,
+    programs,
+    y_stride,
+    MAX_PAGES: tl.constexpr,
+    OFFSET_1: tl.constexpr,
+    OFFSET_2: tl.constexpr,
+    OFFSET_3: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    PAGE_RANK: tl.constexpr,
+    RANK_PADDED: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    OUT_FEATURES: tl.constexpr = OFFSET_3
+    TILES_1: tl.constexpr = (OFFSET_1 + BLOCK_N - 1) // BLOCK_N
+    TILES_2: tl.constexpr = TILES_1 + (OFFSET_2 - OFFSET_1 + BLOCK_N - 1) // BLOCK_N
+    m = tl.arange(0, BLOCK_M)
+    for item in range(tl.program_id(0), tl.load(counts) * COLUMN_TILES, programs):
+        chunk = item // COLUMN_TILES
+        tile = item % COLUMN_TILES
+        # Column tiles never cross a slice's bound: each slice has its own scale and its own h.
+        s = tl.where(tile >= TILES_2, 2, tl.where(tile >= TILES_1, 1, 0))
+        first_tile = tl.where(s == 2, TILES_2, tl.where(s == 1, TILES_1, 0))
+        first_column = tl.where(s == 2, OFFSET_2, tl.where(s == 1, OFFSET_1, 0))
+        end_column = tl.where(s == 2, OFFSET_3, tl.where(s == 1, OFFSET_2, OFFSET_1))
+        slot = tl.load(chunks + chunk)
+        start = tl.load(chunks + chunk_stride + chunk)
+        length = tl.load(chunks + chunk_stride + chunk + 1) - start
+        scale = tl.load(scales + slot * NUM_SLICES + s)
+        if scale != 0.0:
+            rank = tl.load(ranks + slot)
+            row_live = m < length
+            row = start + m
+            if rows is not None:
+                row = tl.load(rows + row, mask=row_live, other=0)
+            row = row.to(tl.int64)
+            n = first_column + (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+            n_live = n < end_column
+            y_at = y + row[:, None] * y_stride + n[None, :]
+            y_mask = row_live[:, None] & n_live[None, :]
+            y_tile = tl.load(y_at, mask=y_mask, other=0.0)
+            plane_row = (start.to(tl.int64) + m) * (NUM_SLICES * RANK_PADDED) + s * RANK_PADDED
+            plane_stride = num_tokens.to(tl.int64) * (NUM_SLICES * RANK_PADDED)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for r0 in range(0, rank, BLOCK_R):
+                r = r0 + tl.arange(0, BLOCK_R)
+                rank_live = r < rank
+                page = tl.load(page_table + slot * MAX_PAGES + r // PAGE_RANK, mask=rank_live, other=0).to(tl.int64)
+                b_row = page * PAGE_RANK + r % PAGE_RANK
+                b_at = b_pages + b_row[:, None] * OUT_FEATURES + n[None, :]
+                b_tile = tl.load(b_at, mask=rank_live[:, None] & n_live[None, :], other=0.0)
+                h_at = planes + plane_row[:, None] + r[None, :]
+                h_mask = row_live[:, None] & rank_live[None, :]
+                h = tl.load(h_at, mask=h_mask, other=0.0)
+                for plane in tl.static_range(1, SPLIT_K):
+                    h += tl.load(h_at + plane * plane_stride, mask=h_mask, other=0.0)
+                if row_scales is not None:
+                    scale_at = row_scales + (page * NUM_SLICES + s) * PAGE_RANK + r % PAGE_RANK
+                    # Times 512 until the end, so that h keeps its bits in fp16, where the scale alone is subnormal.
+                    h *= (tl.load(scale_at, mask=rank_live, other=0.0) * 512.0)[None, :]
+                    b_tile = b_tile.to(tl.float16).to(y_tile.dtype)
+                acc = tl.dot(h.to(b_tile.dtype), b_tile, acc, input_precision="ieee")
+            if row_scales is not None:
+                scale *= 1.0 / 512.0
+            y_new = y_tile.to(tl.float32) + scale * acc
+            tl.store(y_at, y_new.to(y_tile.dtype), mask=y_mask)

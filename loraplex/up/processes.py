@@ -1,0 +1,195 @@
+"""Child processes started in order and stopped in reverse, each with a log file and a health check.
+
+A child with `keep_alive` is restarted when it dies, after a growing pause, up to a limit of deaths in a row. The death
+of any other child ends the group. Knows nothing of the programs it runs.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TAIL_LINES = 15
+POLL_SECONDS = 0.1
+# Pauses before the restarts of a child; one more death in a row ends the group.
+BACKOFF_SECONDS = (1.0, 2.0, 4.0, 8.0)
+# A child that was healthy for this time starts a new row of deaths.
+STEADY_SECONDS = 60.0
+
+
+class ChildError(RuntimeError):
+    """A child died, or was not healthy in time. The message ends with the tail of its log."""
+
+
+@dataclass(frozen=True)
+class KeepAlive:
+    """The health check of a restarted child, and its time limit."""
+
+    check: Callable[[], Awaitable[bool]]
+    timeout: float
+
+
+@dataclass(eq=False)
+class Child:
+    """A child process. keep_alive: None if its death ends the group. deaths: in a row. healthy_at: on the event
+    loop's clock.
+    """
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    keep_alive: KeepAlive | None = None
+    deaths: int = 0
+    healthy_at: float | None = None
+
+    def failure(self, what: str) -> ChildError:
+        tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        lines = [f"{self.name} {what}; its log is {self.log}" + (", which ends:" if tail else " (empty)")]
+        return ChildError("\n".join(lines + [f"  {line}" for line in tail]))
+
+    def death(self) -> ChildError:
+        return self.failure(self.how_it_died())
+
+    def how_it_died(self) -> str:
+        code = self.process.returncode or 0
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+class ProcessGroup:
+    """The children of one `loraplex up`. Use from the main thread: the death signal follows the thread that forks."""
+
+    def __init__(
+        self, logs: Path, stop_seconds: float = 45.0, announce: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """announce: called with a line about each restarted child."""
+        self._announce = announce
+        self.logs = logs
+        self.stop_seconds = stop_seconds
+        self.children: list[Child] = []
+
+    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Child:
+        """Start `argv` in its own process group, so that a Ctrl-C in the terminal reaches only us."""
+        log = self._new_log(name)
+        child = Child(name, await self._spawn(log, argv, env), log, argv, env)
+        self.children.append(child)
+        return child
+
+    def keep_alive(self, child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> None:
+        """Restart a child, healthy now, whenever it dies. check, timeout: as in `healthy`."""
+        child.keep_alive, child.healthy_at = KeepAlive(check, timeout), asyncio.get_running_loop().time()
+
+    async def _spawn(self, log: Path, argv: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
+        with log.open("wb") as out:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "loraplex.up.launch", str(os.getpid()), *argv),
+                env=dict(env),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=asyncio.subprocess.STDOUT,
+                process_group=0,
+            )
+
+    def _new_log(self, name: str) -> Path:
+        """An empty private file; the last run's is kept beside it."""
+        log = self.logs / f"{name}.log"
+        if log.exists():
+            log.replace(log.with_suffix(".previous.log"))
+        log.touch(0o600)
+        return log
+
+    async def run(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Runs a program to its end. Raises ChildError unless it exits with 0."""
+        child = await self.start(name, argv, env)
+        await child.process.wait()
+        if child.process.returncode != 0:
+            raise child.death()
+        self.children.remove(child)
+
+    async def healthy(self, child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> None:
+        """Waits until `check` says true. Raises ChildError when the child dies or `timeout` seconds pass."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while not await check():
+            if child.process.returncode is not None:
+                raise child.death()
+            if asyncio.get_running_loop().time() > deadline:
+                raise child.failure(f"was not ready after {timeout:.0f} s")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def first_death(self) -> ChildError:
+        """Restart the children with `keep_alive`. Return the first child that died without it, or died too often in
+        a row.
+        """
+        revivals: dict[Child, asyncio.Task[ChildError | None]] = {}
+        try:
+            while True:
+                for child in self.children:
+                    if child in revivals:
+                        if revivals[child].done() and (error := revivals.pop(child).result()) is not None:
+                            return error
+                    elif child.process.returncode is not None:
+                        if child.keep_alive is None:
+                            return child.death()
+                        revivals[child] = asyncio.create_task(self._revive(child, child.keep_alive))
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            for task in revivals.values():
+                task.cancel()
+            await asyncio.gather(*revivals.values(), return_exceptions=True)
+
+    async def _revive(self, child: Child, keep_alive: KeepAlive) -> ChildError | None:
+        """Restart a dead child until it is healthy or has died too often. Returns the error to end with, if any."""
+        clock = asyncio.get_running_loop().time
+        if child.healthy_at is not None and clock() - child.healthy_at >= STEADY_SECONDS:
+            child.deaths = 0
+        while True:
+            child.deaths, child.healthy_at = child.deaths + 1, None
+            how = child.how_it_died()
+            if child.deaths > len(BACKOFF_SECONDS):
+                return child.failure(f"{how} and has died {child.deaths} times in a row")
+            pause = BACKOFF_SECONDS[child.deaths - 1]
+            self._announce(f"{child.name} {how}; it starts again in {pause:g} s")
+            await asyncio.sleep(pause)
+            child.log = self._new_log(child.name)
+            child.process = await self._spawn(child.log, child.argv, child.env)
+            try:
+                await self.healthy(child, keep_alive.check, keep_alive.timeout)
+            except ChildError:
+                self._kill(child)
+                await child.process.wait()
+                continue
+            child.healthy_at = clock()
+            self._announce(f"{child.name} serves again")
+            return None
+
+    async def stop(self, announce: Callable[[str], None]) -> None:
+        """Stops the children, the youngest first; SIGKILL for one that does not go within `stop_seconds`."""
+        for child in reversed(self.children):
+            if child.process.returncode is not None:
+                continue
+            announce(child.name)
+            child.process.terminate()
+            try:
+                await asyncio.wait_for(child.process.wait(), self.stop_seconds)
+            except TimeoutError:
+                self._kill(child)
+                await child.process.wait()
+        self.children.clear()
+
+    def kill(self) -> None:
+        """Ends everything at once; `stop`, which must be running, then returns at once."""
+        for child in self.children:
+            self._kill(child)
+
+    @staticmethod
+    def _kill(child: Child) -> None:
+        # The child's own process group: a server's helper processes go with it.
+        if child.process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)

@@ -1,0 +1,225 @@
+"""What a chat request holds beside sampling: messages, tools and the choice among them, as chat templates want them."""
+
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+import msgspec
+from msgspec import Meta, Struct
+
+from wire.errors import BadRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_TOOLS = 128
+# What `chat_template_kwargs` cannot say, for the request says it elsewhere or not at all.
+TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+# The model's special tokens, such as `eos_token`; templates write them once a message.
+TEMPLATE_TOKENS = "_token"
+# Values that templates write as JSON: lists and objects within each other, and bytes in all.
+MAX_DEPTH, MAX_KWARGS_BYTES, MAX_TOOLS_BYTES = 64, 2**14, 2**20
+
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
+
+
+class FunctionDefinition(Struct, omit_defaults=True):
+    """`parameters`: a JSON schema of the arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Struct):
+    name: str
+
+
+class NamedTool(Struct):
+    """`tool_choice`: this function and no other."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class FunctionCall(Struct):
+    """A call that the assistant made; `arguments` is a JSON object, as text (the API's form) or as itself."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(Struct, omit_defaults=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class ContentPart(Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def check(self, at: str) -> None:
+        if self.role not in ROLES:
+            raise BadRequest(f"{at}.role", f"{at}.role must be one of {', '.join(ROLES)}, got {self.role[:40]!r}")
+        if self.content is None and not self.tool_calls:
+            raise BadRequest(f"{at}.content", f"{at}.content must be a string or a list of text parts")
+        for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            if part.type != "text":
+                where = f"{at}.content[{i}].type"
+                raise BadRequest(where, f"{where} must be 'text': no other kind of content is served")
+            if part.text is None:
+                raise BadRequest(f"{at}.content[{i}].text", f"{at}.content[{i}].text is required")
+        if self.tool_calls and self.role != "assistant":
+            raise BadRequest(f"{at}.tool_calls", f"{at}.tool_calls: only the assistant calls tools")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise BadRequest(f"{at}.tool_call_id", f"{at}.tool_call_id: only a tool's message answers a call")
+        for i, call in enumerate(self.tool_calls or ()):
+            where = f"{at}.tool_calls[{i}].function.arguments"
+            arguments = _parsed_arguments(call.function.arguments, where)
+            check_size(arguments, where, MAX_TOOLS_BYTES)
+            check_depth(arguments, where)
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The message as chat templates expect it: content as one string."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text or "" for part in content)
+        # OpenAI's newer name for the same thing, which no open model's template knows.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content or ""}
+        for key in ("name", "tool_call_id"):
+            if getattr(self, key) is not None:
+                message[key] = getattr(self, key)
+        if self.tool_calls:
+            message["tool_calls"] = [_call_as_template_input(call) for call in self.tool_calls]
+        return message
+
+
+class Conversation(NamedTuple):
+    """What `Tokenizer.encode_chat` takes, in its order. template_kwargs: further variables of the chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: dict[str, Any]
+
+
+class TemplateFields(Protocol):
+    """What a request says of how its conversation is rendered. None means: not given."""
+
+    @property
+    def messages(self) -> list[Message] | None: ...
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def check_template_fields(request: TemplateFields) -> None:
+    """Raises BadRequest."""
+    check_template_kwargs(request.chat_template_kwargs or {})
+    if not request.continue_final_message:
+        return
+    field = "continue_final_message"
+    if request.add_generation_prompt:
+        raise BadRequest(field, f"{field}: the last message is either continued or followed by a new one")
+    if not (request.messages or [])[-1].content:
+        raise BadRequest(field, f"{field}: the last message has no content")
+
+
+def check_template_kwargs(kwargs: dict[str, Any]) -> None:
+    """Raises BadRequest."""
+    field = "chat_template_kwargs"
+    for key in kwargs:
+        if key in TEMPLATE_OWN or key.startswith("_") or key.endswith(TEMPLATE_TOKENS):
+            raise BadRequest(field, f"{field}: {key[:64]} cannot be given here")
+    check_size(kwargs, field, MAX_KWARGS_BYTES)
+    check_depth(kwargs, field)
+
+
+def check_size(value: Any, at: str, max_bytes: int) -> None:
+    """Raises BadRequest."""
+    size = len(msgspec.json.encode(value))
+    if size > max_bytes:
+        raise BadRequest(at, f"{at} must have at most {max_bytes} bytes as JSON, got {size}")
+
+
+def check_depth(value: Any, at: str) -> None:
+    """Raises BadRequest for a value with more than MAX_DEPTH lists and objects within each other."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        if not level:
+            return
+    raise BadRequest(at, f"{at} must have at most {MAX_DEPTH} lists and objects within each other")
+
+
+def conversation_of(request: TemplateFields, tools: list[Tool] | None) -> Conversation:
+    return Conversation(
+        messages=[message.as_template_input() for message in request.messages or ()],
+        tools=tools_as_template_input(tools),
+        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
+        continue_final_message=bool(request.continue_final_message),
+        template_kwargs=request.chat_template_kwargs or {},
+    )
+
+
+def check_messages(messages: list[Message]) -> None:
+    if not messages:
+        raise BadRequest("messages", "messages must not be empty")
+    for i, message in enumerate(messages):
+        message.check(f"messages[{i}]")
+
+
+def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
+    check_size(tools, "tools", MAX_TOOLS_BYTES)
+    for i, tool in enumerate(tools):
+        check_depth(tool.function.parameters, f"tools[{i}].function.parameters")
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRequest("tools", f"tools: there are two functions named {twice}")
+    if choice in (None, "none", "auto"):
+        return
+    if not tools:
+        raise BadRequest("tool_choice", "tool_choice is only allowed with tools")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise BadRequest("tool_choice", f"tool_choice: no function named {choice.function.name[:64]!r} is among tools")
+
+
+def tools_as_template_input(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """None for none: templates ask whether there are any."""
+    return [msgspec.to_builtins(tool) for tool in tools] if tools else None
+
+
+def _call_as_template_input(call: ToolCall) -> dict[str, Any]:
+    """Chat templates want a call's arguments as an object, the API carries them as a JSON string."""
+    function = {"name": call.function.name, "arguments": _parsed_arguments(call.function.arguments, "messages")}
+    known = {"id": call.id} if call.id is not None else {}
+    return {**known, "type": "function", "function": function}
+
+
+def _parsed_arguments(arguments: str | dict[str, Any], at: str) -> dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        # An empty text is what some clients send for a function without parameters.
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise BadRequest(at, f"{at} must be a JSON object, as text") from None

@@ -1,0 +1,151 @@
+"""JSON bodies to checked structs, and what is wrong with the others in words that name the field.
+
+Types and ranges are the structs' own annotations; what they cannot say is in each struct's `check`.
+"""
+
+import re
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from wire.errors import BadRequest
+
+QUICK_WORK, OTHER_WORK = 1600, 4
+_LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \n"
+# Fields that a chat template may write many times over, and what may spell them in other letters.
+_REPEATED = (b'"tools"', b'"chat_template_kwargs"', b"\\u")
+
+
+def is_quick(raw: bytes) -> bool:
+    """Return whether a body's prompts can be rendered and counted on the event loop."""
+    if len(raw) > QUICK_WORK or any(field in raw for field in _REPEATED):
+        return False
+    return len(raw) + (OTHER_WORK - 1) * len(raw.translate(None, _LETTERS)) <= QUICK_WORK
+
+
+class Checked(Protocol):
+    def check(self) -> None:
+        """Raises BadRequest for the first field that is wrong in a way its type does not say."""
+
+
+RequestT = TypeVar("RequestT", bound=Checked)
+
+_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_LIMIT = re.compile(r"Expected `(\w+)` (of length )?(<=|>=|<|>) (\S+)")
+_LIMIT_WORDS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+_UNITS = {"str": "characters", "array": "entries", "object": "entries"}
+
+
+def decode(kind: type[RequestT], body: bytes) -> RequestT:
+    """The checked request in a JSON body. Raises BadRequest."""
+    try:
+        request = _decoder(kind).decode(body)
+    except msgspec.ValidationError as exc:
+        raise _explain(str(exc), kind, body) from None
+    except msgspec.DecodeError as exc:
+        raise BadRequest(None, f"the body is not valid JSON: {exc}") from None
+    except UnicodeDecodeError:
+        raise BadRequest(None, "the body is not valid JSON: it is not UTF-8") from None
+    except RecursionError:
+        raise BadRequest(None, "the body is not valid JSON: it is nested too deeply") from None
+    request.check()
+    return request
+
+
+def refuse(request: Struct, *fields: str, allowed: tuple[Any, ...] = ()) -> None:
+    """Raises BadRequest for a field that asks for something, that is, for anything but what is allowed."""
+    for field in fields:
+        value = getattr(request, field)
+        if value is not None and value not in allowed:
+            raise BadRequest(field, f"{field} is not served by this engine", "unsupported_parameter")
+
+
+@lru_cache
+def _decoder(kind: type[RequestT]) -> "msgspec.json.Decoder[RequestT]":
+    return msgspec.json.Decoder(kind)
+
+
+def _explain(error: str, kind: type, body: bytes) -> BadRequest:
+    """msgspec's "Expected `int | null`, got `str` - at `$.max_tokens`", in words, with the field."""
+    what, _, at = error.partition(" - at `$")
+    path = at.rstrip("`").lstrip(".")
+    param = path.removesuffix("[...]")
+    if missing := re.search(r"missing required field `(\w+)`", what):
+        param = f"{param}.{missing[1]}".lstrip(".")
+        return BadRequest(param, f"{param} is required")
+    if limit := _LIMIT.fullmatch(what):
+        return BadRequest(param, _out_of_range(param, limit, _types_at(kind, path), body))
+    if expected := re.fullmatch(r"Expected `([^`]+)`, got `([^`]+)`", what):
+        kinds = [_WORDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
+        what = f"expected {' or '.join(kinds)}, got {_WORDS.get(expected[2], expected[2])}"
+    elif what.startswith("Invalid enum value"):
+        what = f"{what[0].lower()}{what[1:120]}{_choices(_types_at(kind, path))}"
+    elif pattern := re.fullmatch(r"Expected `str` matching regex '(.*?)(\(\?!.*\))?'", what):
+        what = f"expected a string that matches {pattern[1]}"
+    return BadRequest(param or None, f"{param or 'the body'}: {what[0].lower()}{what[1:]}")
+
+
+def _out_of_range(param: str, limit: re.Match[str], types: list[msgspec.inspect.Type], body: bytes) -> str:
+    """All of a number's range, and what was given where the field is one of the body's own."""
+    name, of_length, sign, bound = limit.groups()
+    if of_length:
+        return f"{param} must have {_LIMIT_WORDS[sign]} {bound} {_UNITS[name]}"
+    for part in types:
+        if isinstance(part, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+            low = f"at least {_plain(part.ge)}" if part.ge is not None else ""
+            low = f"above {_plain(part.gt)}" if part.gt is not None else low
+            high = f"at most {_plain(part.le)}" if part.le is not None else ""
+            if part.ge is not None and high:
+                wanted = f"between {_plain(part.ge)} and {_plain(part.le)}"
+            else:
+                wanted = " and ".join(filter(None, (low, high)))
+            return f"{param} must be {wanted}{_given(param, body)}"
+    return f"{param}: expected {_WORDS[name]} {_LIMIT_WORDS[sign]} {bound}"
+
+
+def _choices(types: list[msgspec.inspect.Type]) -> str:
+    literals = [part for part in types if isinstance(part, msgspec.inspect.LiteralType)]
+    return f"; expected one of {', '.join(map(str, literals[0].values))}" if literals else ""
+
+
+def _types_at(kind: type, path: str) -> list[msgspec.inspect.Type]:
+    """The types that may stand at a path such as `tools[0].type` or `logit_bias[...]`."""
+    types = [msgspec.inspect.type_info(kind)]
+    for step in re.findall(r"\[[^\]]*\]|\w+", path):
+        types = [inner for outer in types for inner in _inside(outer, step)]
+    return types
+
+
+def _inside(outer: msgspec.inspect.Type, step: str) -> list[msgspec.inspect.Type]:
+    found: list[msgspec.inspect.Type] = []
+    match outer:
+        case msgspec.inspect.StructType():
+            found = [field.type for field in outer.fields if field.encode_name == step]
+        case msgspec.inspect.ListType():
+            found = [outer.item_type]
+        case msgspec.inspect.DictType():
+            found = [outer.value_type]
+    return [part for one in found for part in (one.types if isinstance(one, msgspec.inspect.UnionType) else (one,))]
+
+
+def _given(param: str, body: bytes) -> str:
+    # What follows the field may not even be JSON, for reading ended there.
+    try:
+        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])[param]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
+        return ""
+    return f", got {bytes(raw)[:40].decode('utf-8', 'replace')}"
+
+
+def _plain(bound: float | None) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)

@@ -1,0 +1,37 @@
+"""The fields of a model's config.json that the gateway reads too."""
+
+from typing import Any
+
+from wire.errors import ConfigError
+
+# Of any dimension: ten times the longest context that is published.
+LARGEST_SIZE = 100_000_000
+
+
+def positive(name: str, value: Any) -> int:
+    """Return `value`. Raises ConfigError naming the field unless it is a whole number from 1 to LARGEST_SIZE."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
+        raise ConfigError(name, f"expected a whole number from 1 to {LARGEST_SIZE}, got {value!r}")
+    return value
+
+
+def positive_number(name: str, value: Any) -> float:
+    """Return `value` as a float. Raises ConfigError naming the field unless it is a number above 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ConfigError(name, f"expected a number above 0, got {value!r}")
+    return float(value)
+
+
+def context_length(raw: dict[str, Any]) -> int:
+    """Return the tokens that a model can attend to. With yarn, Qwen's config.json has the length before its
+    extension.
+    """
+    stated = positive("max_position_embeddings", raw.get("max_position_embeddings", 2048))
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if (scaling.get("rope_type") or scaling.get("type")) != "yarn":
+        return stated
+    original = scaling.get("original_max_position_embeddings") or stated
+    factor = scaling.get("factor") or 1
+    for name, value in (("original_max_position_embeddings", original), ("factor", factor)):
+        positive_number(f"rope_scaling.{name}", value)
+    return max(stated, int(original * factor))

@@ -1,0 +1,68 @@
+"""An OpenAPI 3.1 description of routes, from the structs that their bodies are decoded into and encoded from.
+
+Ranges, lengths and required fields are the structs' own annotations, so that the description cannot say otherwise.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from wire.responses import ErrorResponse
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """request, response: structs; None for no body and for an answer that is no JSON. streams: with "stream": true."""
+
+    method: str
+    path: str
+    summary: str
+    request: type | None = None
+    response: type | None = None
+    streams: bool = False
+
+
+def describe(title: str, routes: Sequence[Route]) -> dict[str, Any]:
+    """The description as JSON will carry it."""
+    kinds = [kind for route in routes for kind in (route.request, route.response) if kind is not None]
+    kinds = list(dict.fromkeys([*kinds, ErrorResponse]))
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": version("loraplex")},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if route.response is not None:
+        content = {JSON: {"schema": schema_of[route.response]}}
+    if route.streams:
+        content[EVENTS] = {"schema": {"type": "string", "description": "The answer in chunks, then [DONE]."}}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "responses": {
+            "200": {"description": "The answer.", "content": content},
+            "default": {"description": "What is wrong.", "content": {JSON: {"schema": schema_of[ErrorResponse]}}},
+        },
+    }
+    if names := re.findall(r"\{(\w+)\}", route.path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if route.request is not None:
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema_of[route.request]}}}
+    return operation

@@ -1,0 +1,352 @@
+"""The wire of the OpenAI API: what is asked, checked field by field; wire/responses.py is what is answered.
+
+`decode` turns a body into a request struct whose every field is in range, or raises `BadRequest` naming the field.
+Unknown fields are ignored; fields of the API that are known and not served are refused when they ask for something.
+"""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from wire.chat import (
+    MAX_TOOLS,
+    Conversation,
+    Message,
+    Tool,
+    ToolChoice,
+    check_messages,
+    check_template_fields,
+    check_tools,
+    conversation_of,
+)
+from wire.decoding import decode as decode
+from wire.decoding import refuse
+from wire.errors import BadRequest, RequestError
+from wire.structured import KINDS, GrammarSpec, read_spec
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 256
+MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 1024
+MAX_ALLOWED_TOKENS = 1 << 18
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 2048
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
+NotServed = Annotated[Any, Meta(description="A field of the API that is not served: refused if it asks for something.")]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingRequest(Struct, kw_only=True):
+    """What completions and chat have in common. None means: not given."""
+
+    model: str
+    max_tokens: PositiveCount | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Fraction | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASED_TOKENS)] | None
+    ) = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    user: Annotated[str | None, Meta(description="Taken, and nothing is done with it.")] = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    # vLLM's: to leave them out would give another answer than was asked for.
+    ec_transfer_params: NotServed = None
+    guided_whitespace_pattern: NotServed = None
+    kv_transfer_params: NotServed = None
+    length_penalty: NotServed = None
+    logits_processors: NotServed = None
+    logprob_token_ids: NotServed = None
+    repetition_detection: NotServed = None
+    thinking_token_budget: NotServed = None
+    truncate_prompt_tokens: NotServed = None
+    use_beam_search: NotServed = None
+    vllm_xargs: NotServed = None
+    watermarking: NotServed = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream says what the whole request has used so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The limit that was asked for, None if none was."""
+        return self.max_tokens
+
+    @property
+    def max_new_tokens_field(self) -> str:
+        return "max_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to report beside the chosen one; None: no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is to be a call of a tool and nothing else."""
+        return False
+
+    def check(self) -> None:
+        """Raises BadRequest for the first field out of range."""
+        refuse(self, "logits_processors", "vllm_xargs", allowed=([], {}))
+        refuse(self, "use_beam_search", "watermarking", allowed=(False,))
+        refuse(self, "length_penalty", allowed=(1,))
+        refuse(self, "thinking_token_budget", allowed=(-1,))
+        refuse(self, "guided_whitespace_pattern", "logprob_token_ids", "repetition_detection", "truncate_prompt_tokens")
+        refuse(self, "ec_transfer_params", "kv_transfer_params")
+        if (self.grammar_spec() is not None or self.must_call) and self.allowed_token_ids is not None:
+            # Together they may leave no token at all.
+            raise BadRequest("allowed_token_ids", "allowed_token_ids is not served beside a grammar or a required call")
+        limit = self.max_new_tokens
+        if limit is not None and (self.min_tokens or 0) > limit:
+            raise BadRequest("min_tokens", f"min_tokens must be at most {self.max_new_tokens_field} ({limit})")
+        for key in self.logit_bias or ():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise BadRequest("logit_bias", f"logit_bias must map token ids to numbers; {key[:40]!r} is no token id")
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadRequest("prompt_logprobs", "prompt_logprobs is not available in a stream")
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options", "stream_options is only allowed when stream is true")
+
+    def grammar_spec(self) -> GrammarSpec | None:
+        """What the answer is held to, None if it is free. Raises BadRequest."""
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in KINDS}
+        try:
+            return read_spec(self.response_format, self.structured_outputs, guided)
+        except RequestError as exc:
+            raise BadRequest(exc.field, str(exc)) from None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likeliest tokens to compute at each place of the prompt; None: no log-probabilities of the prompt."""
+        return self.prompt_logprobs
+
+
+class CompletionRequest(SamplingRequest, kw_only=True):
+    """max_tokens may be 0 with `echo`: the prompt and its log-probabilities, and nothing else."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Count | None = None
+    echo: bool | None = None
+    logprobs: TopLogprobs | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+    suffix: NotServed = None
+    prompt_embeds: NotServed = None
+
+    def check(self) -> None:
+        SamplingRequest.check(self)
+        refuse(self, "suffix", allowed=("",))
+        refuse(self, "prompt_embeds", allowed=([],))
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("max_tokens", "max_tokens must be at least 1 without echo, got 0")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise BadRequest("best_of", "best_of other than n is not served", "unsupported_parameter")
+        self.prompts()
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one an entry. Raises BadRequest if `prompt` is empty or mixes forms."""
+        given = self.prompt
+        if isinstance(given, str):
+            given = [given]
+        if not given:
+            raise BadRequest("prompt", "prompt must not be empty")
+        if len(given) > MAX_PROMPTS and not isinstance(given[0], int):
+            raise BadRequest("prompt", f"prompt must be at most {MAX_PROMPTS} prompts, got {len(given)}")
+        kind = type(given[0])
+        if any(type(item) is not kind for item in given):
+            raise BadRequest("prompt", "prompt must be a string, a list of strings, token ids, or lists of token ids")
+        prompts: Any = [given] if kind is int else given
+        if not all(prompts):
+            raise BadRequest("prompt", "prompt must not be empty")
+        return prompts
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return max((n for n in (echoed, self.prompt_logprobs) if n is not None), default=None)
+
+
+class ChatCompletionRequest(SamplingRequest, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: PositiveCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: NotServed = None
+    function_call: NotServed = None
+    audio: NotServed = None
+    modalities: NotServed = None
+    prediction: NotServed = None
+    web_search_options: NotServed = None
+    reasoning_effort: NotServed = None
+    store: NotServed = None
+    add_special_tokens: NotServed = None
+    chat_template: NotServed = None
+    documents: NotServed = None
+    echo: NotServed = None
+
+    def check(self) -> None:
+        SamplingRequest.check(self)
+        check_tools(self.tools or [], self.tool_choice)
+        if self.must_call and self.grammar_spec() is not None:
+            raise BadRequest("tool_choice", "tool_choice: a call that is required leaves no room for another grammar")
+        refuse(self, "functions", allowed=([],))
+        refuse(self, "function_call", allowed=("none", "auto"))
+        refuse(self, "audio", "prediction", "web_search_options", "reasoning_effort")
+        refuse(self, "modalities", allowed=(["text"],))
+        refuse(self, "store", "add_special_tokens", "echo", allowed=(False,))
+        refuse(self, "chat_template")
+        refuse(self, "documents", allowed=([],))
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        check_messages(self.messages)
+        check_template_fields(self)
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
+
+    def template_input(self) -> Conversation:
+        """A model that may not call is not told of tools."""
+        return conversation_of(self, None if self.tool_choice == "none" else self.tools)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_new_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """A prompt or a conversation, in vLLM's form."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    return_token_strs: bool | None = None
+    chat_template: NotServed = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("prompt", "exactly one of prompt and messages is expected")
+        refuse(self, "chat_template")
+        if self.messages is not None:
+            check_messages(self.messages)
+            check_template_fields(self)
+        check_tools(self.tools or [], None)
+
+    def template_input(self) -> Conversation:
+        return conversation_of(self, self.tools)
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    tokens: list[TokenId]
+    model: str | None = None
+
+    def check(self) -> None:
+        pass
+
+
+class LoadAdapterRequest(Struct):
+    lora_name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$(?!\n)")]
+    lora_path: Annotated[str, Meta(min_length=1)]
+    load_inplace: bool | None = None
+
+    def check(self) -> None:
+        pass
+
+
+class UnloadAdapterRequest(Struct):
+    lora_name: str
+
+    def check(self) -> None:
+        pass
+
+
+class AllowanceRequest(Struct):
+    """The completion tokens that a running request may have, by the gateway's id of it."""
+
+    id: str
+    tokens: int
+
+    def check(self) -> None:
+        if self.tokens < 0:
+            raise BadRequest("tokens", f"tokens: expected 0 or more, got {self.tokens}")
+
+
+def prompt_too_long(field: str, limit: int, at_least: int) -> BadRequest:
+    """limit: the model's context. In OpenAI's words, by which clients know that they must shorten the prompt."""
+    return BadRequest(
+        field,
+        f"This model's maximum context length is {limit} tokens. However, your {field} has more than {at_least} "
+        f"tokens. Please reduce its length.",
+        "context_length_exceeded",
+    )

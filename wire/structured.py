@@ -1,0 +1,144 @@
+"""What an answer must look like, as the wire says it: OpenAI's `response_format` and vLLM's forms, to one spec.
+
+Checks shape and size only, with no library, because the gateway reads requests too; whether a grammar can be compiled
+is engine/structured/compiler.py's to say.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from wire.errors import RequestError
+
+Kind = Literal["json", "regex", "choice", "grammar"]
+
+KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar")
+MAX_SPEC_BYTES = 64 << 10
+# Compiling a regular expression takes time and memory with the square of its length: `.*` 2,000 times over 0.8 s and
+# 100 MiB, 10,000 times 20 s and 2 GiB. A grammar may have many.
+MAX_REGEX_BYTES = 4 << 10
+MAX_GRAMMAR_BYTES = 16 << 10
+MAX_CHOICES = 1000
+ANY_OBJECT = '{"type":"object"}'
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """`text`: a JSON schema, a regular expression, a JSON list of strings, or a Lark or GBNF grammar.
+
+    lenient: keywords of a schema that cannot be enforced are left out, not refused. param: the field to blame.
+    """
+
+    kind: Kind
+    text: str
+    lenient: bool = False
+    param: str = field(default="", compare=False)
+
+
+def read_spec(response_format: Any, structured_outputs: Any, guided: Mapping[Kind, Any]) -> GrammarSpec | None:
+    """The one constraint that was asked for, None if there is none. `guided`: vLLM's `guided_*` fields by kind.
+
+    Raises RequestError naming the field for anything else than a constraint of a served form and size.
+    """
+    found = [_read(kind, value, f"guided_{kind}") for kind, value in guided.items() if value is not None]
+    if structured_outputs is not None:
+        found.append(_read_structured_outputs(structured_outputs))
+    if response_format is not None and (spec := _read_response_format(response_format)) is not None:
+        found.append(spec)
+    if len(found) > 1:
+        raise RequestError(found[1].param, f"only one of {found[0].param} and {found[1].param} can be asked for")
+    return found[0] if found else None
+
+
+def _read_response_format(value: Any) -> GrammarSpec | None:
+    at = "response_format"
+    kind = _object(value, at).get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return GrammarSpec("json", ANY_OBJECT, param=at)
+    if kind != "json_schema":
+        raise RequestError(f"{at}.type", f"expected text, json_object or json_schema, got {_short(kind)}")
+    at = f"{at}.json_schema"
+    wrapper = _object(value.get("json_schema"), at)
+    name = wrapper.get("name")
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise RequestError(f"{at}.name", f"expected 1 to 64 letters, digits, _ and -, got {_short(name)}")
+    strict = wrapper.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise RequestError(f"{at}.strict", f"expected true or false, got {_short(strict)}")
+    description = wrapper.get("description")
+    if description is not None and not isinstance(description, str):
+        raise RequestError(f"{at}.description", f"expected a string, got {_short(description)}")
+    schema = _object(wrapper.get("schema"), f"{at}.schema")
+    return GrammarSpec("json", _text(schema, f"{at}.schema"), lenient=not strict, param=f"{at}.schema")
+
+
+def _read_structured_outputs(value: Any) -> GrammarSpec:
+    at = "structured_outputs"
+    known: tuple[str, ...] = (*KINDS, "json_object")
+    given = {key: item for key, item in _object(value, at).items() if item is not None and item is not False}
+    if unknown := given.keys() - set(known):
+        raise RequestError(f"{at}.{min(unknown)[:64]}", f"not served; {at} takes one of {', '.join(known)}")
+    if len(given) != 1:
+        raise RequestError(at, f"expected exactly one of {', '.join(known)}, got {len(given)}")
+    for kind in KINDS:
+        if kind in given:
+            return _read(kind, given[kind], f"{at}.{kind}")
+    if given["json_object"] is not True:
+        raise RequestError(f"{at}.json_object", f"expected true or false, got {_short(given['json_object'])}")
+    return GrammarSpec("json", ANY_OBJECT, param=f"{at}.json_object")
+
+
+def _read(kind: Kind, value: Any, at: str) -> GrammarSpec:
+    if kind == "json":
+        if isinstance(value, str):
+            _check_size(value, at)
+            try:
+                value = msgspec.json.decode(value)
+            except (msgspec.DecodeError, RecursionError):
+                raise RequestError(at, "expected a JSON schema; the string is not valid JSON") from None
+        return GrammarSpec(kind, _text(_object(value, at), at), param=at)
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(c, str) and c for c in value):
+            raise RequestError(at, "expected a list of one or more non-empty strings")
+        if len(value) > MAX_CHOICES:
+            raise RequestError(at, f"expected at most {MAX_CHOICES} strings, got {len(value)}")
+        return GrammarSpec(kind, _text(value, at), param=at)
+    if not isinstance(value, str) or not value:
+        raise RequestError(at, f"expected a non-empty string, got {_short(value)}")
+    _check_size(value, at, MAX_REGEX_BYTES if kind == "regex" else MAX_GRAMMAR_BYTES)
+    return GrammarSpec(kind, value, param=at)
+
+
+def _object(value: Any, at: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(at, f"expected an object, got {_short(value)}")
+    return value
+
+
+def _text(value: Any, at: str) -> str:
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (RecursionError, UnicodeEncodeError):
+        raise RequestError(at, "it is nested too deeply or is not valid Unicode") from None
+    _check_size(text, at)
+    return text
+
+
+def _check_size(text: str, at: str, limit: int = MAX_SPEC_BYTES) -> None:
+    # Characters first: a huge string is not encoded only to be measured.
+    size = len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
+    if size > limit:
+        raise RequestError(at, f"expected at most {limit} bytes, got {size}")
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return repr(value[:40]) if isinstance(value, str) else type(value).__name__

@@ -1,0 +1,85 @@
+"""Token ids to text as they come: two kinds of vocabulary, each certain of what it hands out."""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from wire.text.tokenizer import Tokenizer
+
+# Tokens before a text that can matter to how it is written: a word's, or the bytes of a character.
+CONTEXT = 8
+
+
+class Stream(Protocol):
+    """Incremental detokenizer of one sequence. All pieces joined equal `Tokenizer.decode` of all ids."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that became certain; never half a character."""
+
+    def finish(self) -> str:
+        """What was held back."""
+
+
+class ByteLevelStream:
+    """Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM): each token is some bytes, whatever stands before it."""
+
+    def __init__(
+        self, tokenizer: "Tokenizer", shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
+    ) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._special_ids = tokenizer.special_ids - shown_ids if shown_ids else tokenizer.special_ids
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.push(after)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        token_bytes, special_ids = self._token_bytes, self._special_ids
+        return self._utf8.decode(b"".join([token_bytes(i) for i in token_ids if i not in special_ids]))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class WindowStream:
+    """Other vocabularies (SentencePiece): decodes a window of the last tokens twice, the newest text is the difference.
+
+    A run of byte-fallback tokens decodes as a whole or not at all, so it is held until it ends.
+    """
+
+    _MAX_HELD = 16
+
+    def __init__(
+        self, tokenizer: "Tokenizer", shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
+        self._before = [token_id for token_id in after if tokenizer.has_text(token_id)]
+        self._held: list[int] = []
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        shown, has_text = self._shown_ids, self._tokenizer.has_text
+        return "".join([self._push(i) for i in token_ids if i in shown or has_text(i)])
+
+    def _push(self, token_id: int) -> str:
+        if token_id in self._shown_ids:
+            text = self.finish()
+            self._before, self._held = [], []
+            return text + self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        self._held.append(token_id)
+        if self._tokenizer.is_byte_token(token_id):
+            return ""
+        text = self._difference()
+        if text.endswith("\ufffd") and len(self._held) < self._MAX_HELD:
+            return ""
+        return self._emit(text)
+
+    def finish(self) -> str:
+        return self._emit(self._difference()) if self._held else ""
+
+    def _difference(self) -> str:
+        before = self._tokenizer.decode(self._before)
+        return self._tokenizer.decode(self._before + self._held)[len(before) :]
+
+    def _emit(self, text: str) -> str:
+        self._before, self._held = self._held, []
+        return text
