@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from adapters.manifest import AdapterError
-from engine.http_requests import BadHead, check_head
 from wire.errors import BadRequest as ProtocolError
+from wire.http_requests import BadHead, check_head
 from wire.text.tokenizer import ChatTemplateError
 
 log = logging.getLogger(__name__)

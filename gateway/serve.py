@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 
-from engine.http_requests import guard_requests
 from gateway.api.access_log import hide_server
 from gateway.api.health import MetricsPage
 from gateway.api.requests.pieces import READ_BUFFER_BYTES
@@ -22,6 +21,7 @@ from gateway.process.background import running
 from gateway.process.connections import allow_descriptors
 from gateway.process.workers import Supervisor
 from gateway.settings import Settings, SettingsError
+from wire.http_requests import guard_requests
 from wire.telemetry.http_log import http_logger
 
 log = logging.getLogger(__name__)

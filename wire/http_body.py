@@ -9,7 +9,7 @@ import zlib
 
 from aiohttp import web
 
-from engine.http_requests import send_continue
+from wire.http_requests import send_continue
 
 ENCODINGS = ("gzip", "x-gzip", "deflate")
 

@@ -35,13 +35,13 @@ from engine.http.metrics import Metrics
 from engine.http.routes import EngineRoutes, json_response
 from engine.http.state_feed import StateFeed
 from engine.http.trusted_headers import Caller, read_caller
-from engine.http_requests import guard_requests
 from engine.model.config import parse_model_config, read_config
 from engine.model.weights import Progress, base_tensor
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
 from engine.structured.compiler import GrammarCompiler
 from wire.errors import ConfigError
+from wire.http_requests import guard_requests
 from wire.responses import Health, Version
 from wire.telemetry.http_log import http_logger
 from wire.telemetry.spans import Tracing, trace_requests

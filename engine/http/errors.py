@@ -8,8 +8,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from engine.answering.ticket import EngineUnavailable, QueueFull
-from engine.http_requests import BadHead, check_head
 from wire.errors import BadRequest, RequestError
+from wire.http_requests import BadHead, check_head
 from wire.responses import ErrorDetail, ErrorResponse
 from wire.text.tokenizer import ChatTemplateError
 

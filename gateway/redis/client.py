@@ -82,7 +82,7 @@ class Store:
     def __init__(self, redis: Client, timeout: float) -> None:
         self._redis = redis
         self._timeout = timeout
-        self._source = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")
+        self._source = resources.files("gateway.quota").joinpath("quota.lua").read_text("utf-8")
         self._digest = hashlib.sha1(self._source.encode()).hexdigest()
         # A cluster's commands go to many nodes, each by a connection that redis-py chooses.
         self._pipeline = None if isinstance(redis, RedisCluster) else Pipeline(redis)

@@ -11,7 +11,7 @@ from gateway.quota.local import WINDOW
 from gateway.quota.quota import UNKNOWN
 from gateway.records.prices import Price
 
-SOURCE = resources.files("gateway.admission").joinpath("quota.lua").read_text("utf-8")
+SOURCE = resources.files("gateway.quota").joinpath("quota.lua").read_text("utf-8")
 CLOCK = "redis.call('TIME')"
 # 2026-02-27, 23:59:58: a month's end is near.
 START = 1_772_236_798_000_000

@@ -2,8 +2,8 @@
 
 from aiohttp import hdrs, web
 
-from engine.http_requests import send_continue
 from gateway.errors import BadRequest
+from wire.http_requests import send_continue
 
 # A chunk costs some microseconds of the event loop, however small. A body may have so many of any size; with more, its
 # chunks must have so many bytes on average.

@@ -76,7 +76,7 @@ def test_which_addresses_are_this_machine(host: str | None, own: bool):
 
 
 async def test_request_ids_and_access_log(client: Client, caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO", "engine.server")
+    caplog.set_level("INFO", "engine")
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     for given, same in (("mine-1", True), ("x" * 65, False), (None, False)):
         sent = headers if given is None else headers | {"X-Request-Id": given}

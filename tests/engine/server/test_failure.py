@@ -26,7 +26,7 @@ PROGRAM = """
 import sys, time
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.server import program
+from engine import program
 from engine.execution.runner import Runner
 from pathlib import Path
 

@@ -58,7 +58,7 @@ async def test_work_and_adapters_are_in_the_log(
 ):
     monkeypatch.setattr(work_log, "EVERY_S", 0.02)
     monkeypatch.chdir(tmp_path)
-    caplog.set_level("INFO", "engine.server")
+    caplog.set_level("INFO", "engine")
     running = RunningServer(model)
     try:
         client = Client(session, running.url)
