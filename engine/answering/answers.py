@@ -33,7 +33,7 @@ from wire.responses import (
 from wire.text.detokenizer import Stream
 from wire.text.tokenizer import Tokenizer
 
-# Special tokens that a tokenizer may put before a text, and one more.
+# One more than the special tokens that a tokenizer may put before a text.
 MAX_ADDED = 3
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 
 
 class Answer(ABC, Generic[ChoiceT]):
-    """An answer, whole or in chunks, in either of the two dialects."""
+    """An answer, complete or in chunks, in one of the two API formats: completions or chat."""
 
     id_prefix: str
 
@@ -54,19 +54,19 @@ class Answer(ABC, Generic[ChoiceT]):
 
     @abstractmethod
     def opening(self, index: int) -> ChoiceT | None:
-        """What a stream says of a choice before its first text, if anything."""
+        """Return the chunk that opens a choice in a stream, before its first text; None if the format has none."""
 
     @abstractmethod
     def chunk(self, delta: Delta) -> ChoiceT:
-        """A stream's next piece of a choice."""
+        """Return the next chunk of a choice in a stream."""
 
     def is_silent(self, chunk: ChoiceT) -> bool:
-        """Whether a piece of a choice says nothing, so that its client need not have it."""
+        """Return whether a chunk is empty, so that it need not be sent."""
         return False
 
     @abstractmethod
     def whole(self, delta: Delta) -> ChoiceT:
-        """A choice that is not streamed."""
+        """Return a complete choice of an answer that is not streamed."""
 
     @abstractmethod
     def envelope(
@@ -77,7 +77,7 @@ class Answer(ABC, Generic[ChoiceT]):
         usage: Usage | UnsetType | None = UNSET,
         progress: Progress | UnsetType = UNSET,
     ) -> Completion | ChatCompletion:
-        """The choices in the body, or the event, that carries them."""
+        """Return the response body, or the stream event, that carries the choices."""
 
     def _name(self, token_id: int) -> str:
         if self._body.return_tokens_as_token_ids:
@@ -88,7 +88,7 @@ class Answer(ABC, Generic[ChoiceT]):
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
-        """For `return_token_ids`; left out for everybody else."""
+        """Return the ids if the request has `return_token_ids`, else UNSET, which omits the field."""
         return token_ids if self._body.return_token_ids else UNSET
 
     def _of_prompt(self, delta: Delta) -> PromptLogprobs | UnsetType:
@@ -116,8 +116,9 @@ class CompletionAnswer(Answer[CompletionChoice]):
         echo: list[tuple[str, list[int]]],
         shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """echo: of each choice, the prompt's text and ids to put before it; empty for none. shown_ids: special tokens
-        that are text here."""
+        """echo: per choice, the prompt's text and ids to put before it; empty without `echo`. shown_ids: special tokens
+        that are written as text.
+        """
         super().__init__(request_id, body, prompts, tokenizer)
         self._echo = dict(enumerate(echo))
         self._unopened = set(range(len(prompts) * (body.n or 1)))
@@ -170,8 +171,9 @@ class CompletionAnswer(Answer[CompletionChoice]):
         return Completion(self._id, "text_completion", self._created, self._body.model, choices, usage, progress)
 
     def _place_prompt(self, index: int, prompt: str, prompt_ids: list[int]) -> list[int]:
-        """As `_place`. A prompt that was given as text is echoed as it was: with the special tokens written in it, and
-        without those that the tokenizer put before it."""
+        """Return the text offset of each prompt token, as `_place` does. A prompt given as text is echoed unchanged:
+        with the special tokens written in it, and without those that the tokenizer put before it.
+        """
         if not self._prompt_is_text:
             return self._place(index, prompt_ids, self._tokenizer.stream(self._shown_ids))
         special_ids = self._tokenizer.special_ids
@@ -180,13 +182,13 @@ class CompletionAnswer(Answer[CompletionChoice]):
         return [0] * added + self._place(index, prompt_ids[added:], self._tokenizer.stream(special_ids))
 
     def _place(self, index: int, token_ids: list[int], stream: Stream) -> list[int]:
-        """Where in the text each token begins; for a piece of a character, where the character will stand."""
+        """Return the text offset of each token. A token that is part of a character gets that character's offset."""
         end = self._offsets.get(index, 0)
         offsets = []
         for token_id in token_ids:
             start, piece, name = end, stream.push((token_id,)), self._text(token_id)
             end += len(piece)
-            # What was held of the tokens before may come first.
+            # The piece may begin with text that was held back from earlier tokens.
             offsets.append(end - len(name) if piece.endswith(name) else start)
         self._offsets[index] = end
         return offsets
@@ -200,7 +202,9 @@ class CompletionAnswer(Answer[CompletionChoice]):
         )
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Return the likeliest tokens and the chosen one. Among tokens with the same text the likeliest is kept."""
+        """Return the log-probabilities of the likeliest tokens and the chosen one. Among tokens with the same text,
+        keep the chosen one, else the likeliest.
+        """
         top = {self._name(entry.token_id): entry.logprob}
         likeliest = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._top_logprobs]
         for token_id, logprob in likeliest:
@@ -231,7 +235,7 @@ class ChatAnswer(Answer[ChatChoice]):
         return ChatChoice(index, delta=ChatMessage("assistant", None if self._must_call else ""))
 
     def chunk(self, delta: Delta) -> ChatChoice:
-        # The last chunk's delta is empty, unless it brings text; so is one whose text is a call's that has not begun.
+        # The delta has no content if the last chunk carries no text, or if all text so far may belong to a tool call.
         parsed, finish_reason = self._parse(delta)
         says = parsed.content or not (finish_reason or self._parsers)
         message = ChatMessage(content=parsed.content if says else UNSET)
@@ -264,7 +268,7 @@ class ChatAnswer(Answer[ChatChoice]):
         )
 
     def _parse(self, delta: Delta) -> tuple[Parsed, str | None]:
-        """The text's content and calls, and the finish reason, which a call changes."""
+        """Return the text's content and calls, and the finish reason, which is "tool_calls" after a call."""
         if self._parsers is None:
             return Parsed(delta.text), delta.finish_reason
         parser = self._parsers[delta.index]
@@ -273,7 +277,8 @@ class ChatAnswer(Answer[ChatChoice]):
             return parsed, None
         rest = parser.finish()
         parsed = Parsed(parsed.content + rest.content, parsed.calls + rest.calls)
-        # OpenAI's and vLLM's word for the call of a named function, which nobody chose to make, is "stop".
+        # OpenAI and vLLM finish with "stop" if the request named the function, because the model did not choose to
+        # call.
         called = parser.has_calls and delta.finish_reason == "stop" and not self._is_named
         return parsed, "tool_calls" if called else delta.finish_reason
 
@@ -308,7 +313,9 @@ class ChatAnswer(Answer[ChatChoice]):
 
 
 def _encoded(value: T) -> T:
-    """Encode a token's log-probabilities now: as JSON they take a fifth of the memory, and no call takes long."""
+    """Encode a token's log-probabilities at once: JSON takes a fifth of the objects' memory, and no single call takes
+    long.
+    """
     return cast("T", Raw(msgspec.json.encode(value)))
 
 

@@ -1,4 +1,4 @@
-"""Reads one call, `{"name": "f", "arguments": {...}}`, as it is written. Knows nothing of what is around it."""
+"""Scanner of one tool call, `{"name": "f", "arguments": {...}}`, as it arrives. Knows nothing of the text around it."""
 
 from collections.abc import Collection
 from typing import Literal
@@ -10,9 +10,10 @@ _SPACE = " \t\r\n"
 
 
 class CallScanner:
-    """`push` text, take the arguments' text as it comes. Nothing is handed out before it is certain to be a call.
+    """Incremental scanner: `push` takes text and returns the arguments' text, once the object is certain to be a call.
 
-    state: "open" until the object has ended ("done") or is known to be no call of `names` ("bad"). raw: all taken in.
+    state: "open" until the object has ended ("done") or cannot be a call of `names` ("bad"). raw: all text of the
+    object.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -25,11 +26,13 @@ class CallScanner:
         self._token = ""  # the key or value being read
         self._depth = 0
         self._in_string = self._escaped = False
-        self._held: str | None = None  # arguments that came before the name
+        self._held: str | None = None  # arguments that precede the name
         self._sent = self._streaming = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """(arguments' text that became certain, what follows the object or broke it)."""
+        """Return the arguments' text that became certain, and the text after the object or after the character that
+        broke it.
+        """
         out: list[str] = []
         for i, char in enumerate(text):
             self._read(char, out)
@@ -77,7 +80,7 @@ class CallScanner:
         return self._at == "value" and self._key in ARGUMENTS
 
     def _continue(self, char: str, out: list[str]) -> None:
-        """One more character of a key or value; a number or word ends before what follows it."""
+        """Read one more character of a key or value. A number or word ends at the character after it."""
         if not (self._in_string or self._depth) and (char in _SPACE or char in ",}"):
             self._finish_value(out)
             if self.state == "open":
@@ -134,7 +137,7 @@ class CallScanner:
         self.state = "done"
 
     def _fail(self) -> None:
-        # Once a part has been handed out it stays a call, if a broken one.
+        # A call whose first part was returned stays a call, even if it is malformed.
         self.state = "done" if self._sent else "bad"
         if self.state == "bad":
             self.name = None
@@ -147,6 +150,8 @@ class CallScanner:
             return None
 
     def _as_object(self, token: str) -> str | None:
-        """Arguments that are an object, none, or an object written as a string; None for anything else."""
+        """Return the arguments' JSON object: given as such, as null (`{}`), or as a string with the object's text.
+        Return None for anything else.
+        """
         text = self._text(token) if token[0] == '"' else "{}" if token == "null" else token
         return text if text is not None and text.startswith("{") else None

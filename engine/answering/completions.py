@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: prompt to tokens, tokens to the engine, deltas to the client."""
+"""The routes /v1/completions and /v1/chat/completions: prompt to tokens, tokens to the engine, deltas to the client."""
 
 import asyncio
 import uuid
@@ -33,15 +33,18 @@ from wire.text.tokenizer import TextTooLong, Tokenizer
 
 T = TypeVar("T")
 
-# A longer body is read and tokenized in a thread; a shorter one takes less time than the way there and back.
+# A longer body is parsed and tokenized in a thread; a shorter one takes less time than the hand-over to a thread.
 OFFLOAD_BYTES = 8192
-# Limit of an answer. Each takes about 60 bytes of JSON and as many again while it is encoded: 128 MiB in all.
+# Limit of log-probabilities in one answer. Each takes about 60 bytes of JSON, and as many again during encoding: 128
+# MiB in all.
 MAX_LOGPROB_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRoutes:
-    """The generating routes. Both read, queue, then send a whole answer or a stream of chunks."""
+    """The two generating routes. Each parses the body, queues the sequences, then sends a complete answer or a stream
+    of chunks.
+    """
 
     tokenizer: Tokenizer
     loop: EngineLoop
@@ -86,7 +89,9 @@ class GenerationRoutes:
         return await self._answer(request, caller, asked)
 
     def _read_completion(self, raw: bytes) -> tuple[CompletionRequest, list[list[int]], list[tuple[str, list[int]]]]:
-        """The body, its prompts' ids, and what `echo` puts before each choice."""
+        """Return the body, its prompts' ids, and per choice the prompt's text and ids for `echo` (empty without
+        `echo`).
+        """
         body = decode(CompletionRequest, raw)
         given = body.prompts()
         encode = partial(
@@ -111,7 +116,7 @@ class GenerationRoutes:
             raise prompt_too_long(prompt_field, self.max_model_len, exc.at_least) from None
 
     def _shown_ids(self, body: SamplingRequest) -> frozenset[int]:
-        """Special tokens that are written."""
+        """Return the special tokens that are written as text."""
         return self.tokenizer.special_ids if body.skip_special_tokens is False else frozenset()
 
     async def _answer(self, request: web.Request, caller: Caller, asked: Asked) -> web.StreamResponse:
@@ -123,8 +128,7 @@ class GenerationRoutes:
         if sequences > most:
             flags = f"{'half of ' if caller.tenant else ''}--max-num-seqs and --max-waiting together"
             raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {most} sequences, {flags}")
-        # A request holds its place in the queue while it waits for an adapter or a grammar, and while its answer is not
-        # read.
+        # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
         with self.loop.place(sequences, caller.tenant):
             async with self.models.using(body.model, caller.tenant) as adapter:
                 submissions = await self._submissions(caller, asked, limits, adapter)
@@ -146,7 +150,8 @@ class GenerationRoutes:
         keys = await offload(sum(map(len, asked.prompts)), hash_prompts)
         return [
             Submission(
-                # A request for the prompt alone generates a token, with which the prompt's log-probabilities come.
+                # A request with `max_tokens` 0 generates one token, because the prompt's log-probabilities arrive with
+                # it.
                 prompt,
                 sampling_params(body, max(limit, 1), i, grammar, self.defaults, allowed, bad_words),
                 adapter,
@@ -177,7 +182,7 @@ class GenerationRoutes:
 
     def _check_logprobs(self, body: SamplingRequest, prompts: list[list[int]]) -> None:
         """Bound the memory of an answer. Each token of each choice has its own log-probability and those of the
-        likeliest ones.
+        likeliest tokens. Raises BadRequest.
         """
         of_prompt, of_answer = body.num_prompt_logprobs, body.num_logprobs
         choices, prompt_tokens = body.n or 1, sum(map(len, prompts))
@@ -198,7 +203,7 @@ class GenerationRoutes:
             raise BadRequest(prompt_field, f"{prompt_field} must not be empty")
         asked = body.max_new_tokens
         if room < (asked or 1):
-            # OpenAI's words, by which clients know that they must shorten the prompt.
+            # OpenAI's wording, which clients parse to learn that they must shorten the prompt.
             needed = prompt + (asked or 1)
             raise BadRequest(
                 prompt_field if room < 1 else body.max_new_tokens_field,
@@ -219,5 +224,5 @@ def _work_of(raw: bytes) -> int:
 
 
 async def offload(size: int, work: Callable[[], T]) -> T:
-    """Run the work here if its input is small, else in a thread. size: bytes of a body or tokens."""
+    """Run the work on the event loop if its input is small, else in a thread. size: bytes of a body, or tokens."""
     return work() if size < OFFLOAD_BYTES else await asyncio.to_thread(work)

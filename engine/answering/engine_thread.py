@@ -1,7 +1,7 @@
 """The engine's thread, and the messages between it and the event loop.
 
-In: commands, through one queue, run between two steps for a bounded time. Out: a step's outputs, all in one call to the
-event loop. The thread is the only one that touches the engine. It sleeps when there is nothing to do.
+Commands enter through one queue and run between two steps, for a bounded time. The outputs of a step leave in one call
+to the event loop. Only this thread touches the engine. It sleeps when there is no work.
 """
 
 import asyncio
@@ -21,14 +21,15 @@ from wire.errors import RequestError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# How soon the thread looks again when all there is to do waits for an adapter on its way to memory.
+# Poll interval while every request waits for its adapter to load.
 ADAPTER_POLL_S = 0.002
-# Time for commands between two steps; a command that has begun is finished. A request of 128k tokens takes 3 ms to add.
+# Time limit for commands between two steps; a command that has begun is finished. Adding a request of 128k tokens takes
+# 3 ms.
 COMMANDS_S = 0.01
 
 
 class StepEngine(Protocol):
-    """What the thread needs of engine.engine.Engine."""
+    """The part of `engine.engine.Engine` that the thread uses."""
 
     def add_request(
         self,
@@ -51,7 +52,9 @@ class StepEngine(Protocol):
 
 
 class EngineLoop:
-    """Owns the engine's thread. Every method but the thread's own is called on the event loop."""
+    """The engine's thread and its command queue. Call every method on the event loop, except those marked as the
+    thread's.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,9 @@ class EngineLoop:
         max_requests: int,
         on_step: Callable[[float, list[RequestOutput]], None] | None = None,
     ) -> None:
-        """`max_requests`: sequences in flight, running and waiting; `on_step(seconds, outputs)` runs in the thread."""
+        """max_requests: limit of sequences in flight, running and waiting. on_step(seconds, outputs): called in the
+        thread.
+        """
         self._engine = engine
         self._max_requests = max_requests
         self._on_step = on_step
@@ -71,12 +76,13 @@ class EngineLoop:
         self._accepting = True
         self._calls: set[Future[Any]] = set()
         self._routes: dict[str, tuple[Generation, int]] = {}
-        # Sequences whose request handler runs: they wait for an adapter or a grammar, generate, or send their answer.
+        # Reserved places: sequences whose request handler runs. They wait for an adapter or a grammar, generate, or
+        # send.
         self._placed: Counter[str] = Counter()  # by tenant
-        # Nothing is in flight, or nobody waits for it any longer.
+        # Set while nothing is in flight, and by `stop_waiting`.
         self._drained = asyncio.Event()
         self._drained.set()
-        # Set by the thread before it ends, so that no work is accepted that would never run.
+        # Set by the thread before it ends, so that no more work is accepted.
         self.failure: str | None = None
         self.failed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -87,17 +93,17 @@ class EngineLoop:
         return len(self._routes)
 
     def max_requests(self, tenant: str) -> int:
-        """Return the most sequences a tenant may have here: half of all, so that others find a place. Callers without a
-        tenant come from no gateway and may have all.
+        """Return the limit of sequences in flight for one tenant: half of all, so that other tenants find a place.
+        Callers without a tenant do not come from a gateway and may use all places.
         """
         return max(1, self._max_requests // 2) if tenant else self._max_requests
 
     @contextmanager
     def place(self, count: int, tenant: str = "") -> Iterator[None]:
-        """Reserve places for a request's sequences, from before they enter the engine until the client has taken the
+        """Reserve places for a request's sequences, from before they enter the engine until the client has received the
         answer.
 
-        Raises EngineUnavailable as `submit` does.
+        Raises QueueFull if no place is free, EngineUnavailable after a failure or while closing.
         """
         self._check_room(count, tenant)
         self._placed[tenant] += count
@@ -131,7 +137,7 @@ class EngineLoop:
             raise QueueFull(f"{self._placed[tenant]} of your requests are in flight here already", retry_after=1)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request before the next step. Until it is released it may still get a step's outputs."""
+        """Abort a sequence before the next step. It may receive outputs of the in-flight step until it is released."""
         if self.failure is not None:
             self.release(request_id)
             return
@@ -143,7 +149,7 @@ class EngineLoop:
         self._push(abort)
 
     def release(self, request_id: str) -> None:
-        """The engine has nothing of this request any more."""
+        """Remove a sequence that the engine has dropped."""
         route = self._routes.pop(request_id, None)
         if not self._routes:
             self._drained.set()
@@ -151,7 +157,7 @@ class EngineLoop:
             route[0].released(request_id)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run a function on the engine's thread, between two steps."""
+        """Run a function on the engine's thread between two steps, and return its result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -172,7 +178,7 @@ class EngineLoop:
             self._calls.discard(future)
 
     async def close(self, drain_s: float) -> None:
-        """Takes no more requests, lets those in flight end for `drain_s` seconds, aborts the rest, ends the thread."""
+        """Refuse new requests, wait at most `drain_s` seconds for those in flight, abort the rest, end the thread."""
         self._accepting = False
         if self._routes and self.failure is None:
             started = time.monotonic()
@@ -192,7 +198,7 @@ class EngineLoop:
         self._fail_calls("the engine is shut down")
 
     def stop_waiting(self) -> None:
-        """`close`, which must have begun, aborts what is in flight at once."""
+        """Make a `close` that has begun abort the requests in flight at once."""
         self._drained.set()
 
     def _push(self, command: Callable[[], None]) -> None:
@@ -223,7 +229,7 @@ class EngineLoop:
 
         return add
 
-    # What follows runs in the engine's thread.
+    # The methods below run in the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -233,20 +239,20 @@ class EngineLoop:
                     self._step()
             while self._commands:
                 self._run_commands()
-        except BaseException as exc:  # Rust's panics are not Exceptions; without this the thread would end unnoticed
+        except BaseException as exc:  # a Rust panic is no Exception, and would end the thread silently
             self.failure = f"the engine failed: {type(exc).__name__}: {exc}"
             logger.exception("the engine failed; it answers nothing until it is started again")
             self._to_event_loop(self._fail)
 
     def _wait_for_work(self) -> bool:
-        """False when the thread should end."""
+        """Sleep until there is work. Return False if the thread should end."""
         with self._work:
             while not (self._commands or self._stopping or self._engine.has_work()):
                 self._work.wait()
             return not self._stopping
 
     def _run_commands(self) -> None:
-        """Run commands in their order for `COMMANDS_S`; the rest waits for the next step to end."""
+        """Run queued commands in order for `COMMANDS_S`. The rest run after the next step."""
         end = time.perf_counter() + COMMANDS_S
         while self._commands and time.perf_counter() < end:
             self._commands.popleft()()
@@ -267,7 +273,7 @@ class EngineLoop:
     def _to_event_loop(self, callback: Callable[..., object], *args: Any) -> None:
         self._event_loop.call_soon_threadsafe(callback, *args)
 
-    # What follows is called by the thread, on the event loop.
+    # The thread schedules the methods below on the event loop.
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:

@@ -1,7 +1,7 @@
-"""Compiled grammars by tenant: compiled on threads that tenants share fairly, and cached.
+"""Cache of compiled grammars by tenant. Grammars are compiled on threads that tenants share fairly.
 
-Each tenant has a cache of its own: no other tenant can evict its grammars, or learn from compile times which grammars
-it uses.
+Each tenant has its own cache: no other tenant can evict its grammars, or learn from compile times which grammars it
+uses.
 """
 
 import asyncio
@@ -20,24 +20,24 @@ from wire.structured import GrammarSpec
 
 logger = logging.getLogger(__name__)
 
-# An ordinary grammar takes kilobytes; with all the lexer states that `LIMITS` allows, it takes 10 MB.
+# An ordinary grammar takes kilobytes; one with all the lexer states that `LIMITS` allows takes 10 MB.
 MAX_CACHED, MAX_CACHED_PER_TENANT = 64, 16
-# Compiling cannot be interrupted. A tenant holds one of the threads at most, so that one is free for the others.
+# Compilation cannot be interrupted. A tenant uses at most one of the threads, so that one is free for the others.
 COMPILE_THREADS = 2
 COMPILE_SECONDS = 5.0
 QUEUE_SECONDS = 5.0
-# CPU time that a tenant's new grammars and their dear masks may have used recently, with a half-life of 30 s: 200
-# ordinary grammars of 5 ms at once and 5 a second for good, or two of the dearest and one in 30 s. For good it is at
-# most 2.3 % of a core.
+# Limit of the CPU time that a tenant's new grammars and expensive masks have used recently, with a half-life of 30 s.
+# It allows 200 ordinary grammars of 5 ms at once and 5 a second after that, or two of the most expensive and one every
+# 30 s. In the long run it is at most 2.3 % of a core.
 TENANT_CPU_SECONDS = 1.0
 MAX_PENDING, MAX_PENDING_PER_TENANT = 256, 16
 
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A grammar that is queued or being compiled. waiting: requests that need it. started: None until a thread takes
-    it.
+    """A grammar that is queued or being compiled.
 
+    waiting: number of requests that wait for it. started: time at which a thread began, None while it is queued.
     is_slow: the thread runs at low priority, because its tenant has compiled much recently.
     """
 
@@ -49,8 +49,8 @@ class _Pending:
 
 
 class Grammars:
-    """The grammar cache and its compile queue, for use on the event loop only. Bounds the grammars of each tenant
-    and of all.
+    """The grammar cache and its compile queue, for use on the event loop only. Bounds the cached and the queued
+    grammars of each tenant and of all tenants.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
@@ -69,8 +69,9 @@ class Grammars:
     async def get(self, spec: GrammarSpec, tenant: str = "") -> Grammar:
         """Return the tenant's compiled grammar.
 
-        Raises RequestError for a grammar that does not compile (in time); QueueFull when too many of the tenant's wait,
-        when its turn does not come in time, or when the tenant's compilations have used up their CPU time.
+        Raises RequestError for a grammar that does not compile, or not within `COMPILE_SECONDS`; QueueFull if too many
+        of the tenant's grammars wait, if its turn does not come within `QUEUE_SECONDS`, or if the tenant's compilations
+        have used up their CPU time.
         """
         self._charge_masks(tenant)
         grammar = self._cached(tenant, spec)
@@ -97,7 +98,7 @@ class Grammars:
         return own[spec]
 
     def _charge_masks(self, tenant: str) -> None:
-        """Count the dear masks of the tenant's grammars, which the engine's thread computed, as its CPU time."""
+        """Charge the tenant for the CPU time that the engine's thread spent on its grammars' expensive masks."""
         for grammar in self._compiled.get(tenant, {}).values():
             mask_time = grammar.mask_time
             if (seconds := mask_time.seconds - mask_time.charged) > 0:
@@ -148,7 +149,7 @@ class Grammars:
             raise RequestError(spec.param, error.message) from None
         if isinstance(error, TooManyPending):
             raise _full(error) from None
-        # A panic in the library is no Exception, and must not end the server.
+        # A panic in the library is not an Exception, and must not end the server.
         logger.error("a grammar of kind %s broke the compiler: %s", spec.kind, type(error).__name__)
         raise RequestError(spec.param, "it cannot be compiled: the compiler failed on it") from None
 
@@ -162,7 +163,7 @@ class Grammars:
         if len(own) > MAX_CACHED_PER_TENANT:
             own.popitem(last=False)
         if sum(map(len, self._compiled.values())) > MAX_CACHED:
-            # Evict from the tenant that holds most; among equals, from the least recently used tenant.
+            # Evict from the tenant with the most grammars; among equals, from the least recently used tenant.
             largest = max(self._compiled, key=lambda tenant: len(self._compiled[tenant]))
             self._compiled[largest].popitem(last=False)
             if not self._compiled[largest]:

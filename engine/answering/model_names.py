@@ -23,7 +23,7 @@ from wire.responses import Model
 
 logger = logging.getLogger(__name__)
 
-# How much the newest load says of the next.
+# Weight of the newest load in the moving average of load times.
 LOAD_SHARE = 0.3
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
@@ -34,27 +34,27 @@ class ModelRegistry:
     def __init__(
         self, base_name: str, engine: Engine, loop: EngineLoop, host_cache: HostCache, refused: Callable[[], object]
     ) -> None:
-        """refused: called for each load that fails before or after the host cache, which counts its own failures."""
+        """refused: called for each load that fails outside the host cache, which counts its own failures."""
         self._refused = refused
         self.base_name = base_name
         self._engine = engine
         self._loop = loop
         self._host_cache = host_cache
         self._names: dict[str, str] = {}
-        # When each of them was loaded.
+        # Time in seconds since 1970 at which each name was loaded.
         self._named_at: dict[str, int] = {}
-        # Requests from their arrival to their end, by digest: what they use is not freed under them.
+        # Number of requests, from arrival to end, that use each digest. An adapter in use is not freed.
         self._users: Counter[str] = Counter()
-        # Digests to free once nobody uses them, unless they have a name by then.
+        # Digests to free after their last request, unless they have a name by then.
         self._unloaded: set[str] = set()
-        # Held while a folder is made known, and while one is forgotten, so that neither undoes the other.
+        # Serializes the registration and the removal of folders, so that neither undoes the other.
         self._folders = asyncio.Lock()
         self._created = int(time.time())
-        # What bringing an adapter took lately.
+        # Moving average of the time to load an adapter.
         self.load_seconds = 0.0
 
     def digest(self, model: str) -> str | None:
-        """The adapter that `model` names, None for the base. Raises ModelNotFound."""
+        """Return the digest of the adapter that `model` names, None for the base model. Raises ModelNotFound."""
         if model == self.base_name:
             return None
         if (digest := self._names.get(model)) is not None:
@@ -67,8 +67,8 @@ class ModelRegistry:
     async def using(self, model: str, tenant: str = "") -> AsyncIterator[str | None]:
         """Load the adapter that `model` names and yield its digest; the adapter stays registered until the exit.
 
-        Raises ApiError if it does not exist or cannot be served, QueueFull if it cannot be read now or too many of the
-        tenant's adapters wait to be read.
+        Raises ModelNotFound, ApiError if the adapter cannot be served, and QueueFull if it cannot be read now or too
+        many loads of the tenant wait.
         """
         digest = self.digest(model)
         if digest is None:
@@ -93,7 +93,7 @@ class ModelRegistry:
             _log_failure(model, exc)
             raise ApiError(400, f"the adapter cannot be served: {exc}", param="model", code="adapter_refused") from None
         except OSError as exc:
-            # The store's fault, not the adapter's: another engine may read it.
+            # The store failed, not the adapter: another engine may be able to read it.
             _log_failure(model, exc)
             raise QueueFull(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
         _log_load(model, adapter, started)
@@ -111,9 +111,10 @@ class ModelRegistry:
             self._host_cache.leave(digest, load)
 
     async def load(self, name: str, path: str, replace: bool = False) -> str:
-        """Makes an adapter folder known under a name and returns its digest. The same again changes nothing.
+        """Register an adapter folder under a name, load it and return its digest. Repeating the call changes nothing.
 
-        replace: the name may be another adapter's so far. Requests in flight end with the one they began with.
+        replace: allow a name that another adapter has. Requests in flight end with the adapter that they began with.
+        Raises ApiError.
         """
         if name == self.base_name or DIGEST.fullmatch(name):
             raise ApiError(400, f"the name {name!r} is taken", param="lora_name")
@@ -123,7 +124,7 @@ class ModelRegistry:
                 async with self._folders:
                     digest = await asyncio.to_thread(self._add_path, path)
                     await stack.enter_async_context(self._kept(digest))
-                self._unloaded.add(digest)  # unless it gets the name
+                self._unloaded.add(digest)  # freed at the exit, unless it gets the name
                 adapter = await self._fetch(digest, "")
                 before = self._names.get(name, digest)
                 if before != digest and not replace:
@@ -150,7 +151,11 @@ class ModelRegistry:
         return digest
 
     async def unload(self, name: str) -> str:
-        """Forgets a name, and its adapter's memory with the last name. Requests in flight end as they began."""
+        """Remove a name; the last name of an adapter frees its memory. Requests in flight end with the adapter that
+        they began with.
+
+        Raises ApiError (404) for an unknown name.
+        """
         digest = self._names.pop(name, None)
         self._named_at.pop(name, None)
         if digest is None:
@@ -161,7 +166,9 @@ class ModelRegistry:
 
     @asynccontextmanager
     async def _kept(self, digest: str) -> AsyncIterator[None]:
-        """What is forgotten meanwhile is freed when the last one leaves."""
+        """Keep an adapter's memory during the block. If it is unloaded during that time, the last block to end frees
+        it.
+        """
         self._users[digest] += 1
         try:
             yield
@@ -173,7 +180,7 @@ class ModelRegistry:
                     await self._forget(digest)
 
     async def _forget(self, digest: str) -> None:
-        """Frees what no name stands for: now, or when the last request that uses it ends."""
+        """Free an adapter that has no name: at once, or when the last request that uses it ends."""
         async with self._folders:
             self._unloaded.discard(digest)
             if digest in self._names.values():
@@ -182,7 +189,7 @@ class ModelRegistry:
                 self._unloaded.add(digest)
                 return
             self._host_cache.drop(digest)
-        # An engine that failed has nothing to free.
+        # A failed engine has nothing to free.
         with suppress(EngineUnavailable):
             await self._loop.call(lambda: self._engine.unload_adapter(digest))
 
@@ -195,7 +202,7 @@ class ModelRegistry:
         return [base, *named]
 
     def one(self, name: str, max_model_len: int) -> Model:
-        """Raises ModelNotFound for what is not in the list."""
+        """Return one entry of the list. Raises ModelNotFound."""
         for model in self.list(max_model_len):
             if model.id == name:
                 return model
@@ -221,5 +228,5 @@ def _log_failure(name: str, error: Exception) -> None:
 
 
 def _as_given(error: Exception, path: str) -> str:
-    """The message, with the path as the client wrote it: where the server stands is not its business."""
+    """Return the message with the path as the client wrote it, which hides the server's folders."""
     return str(error).replace(str(Path(path).absolute()), path)

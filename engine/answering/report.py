@@ -1,7 +1,8 @@
-"""Writing answers in time, and the report of a whole answer while it runs, a form between gateway and engine only.
+"""Writing answers within time limits, and reports: the token counts of a complete answer while it is generated.
 
-A report is a response of `REPORT_TYPE`: lines of JSON with the tokens so far, then a line with the head of the answer,
-then the answer's bytes. A request whose allowance lasts has none, and its answer is plain.
+A report is a response of type `REPORT_TYPE`, used between gateway and engine only: lines of JSON with the tokens so
+far, then a line with the head of the answer, then the answer's bytes. A request whose allowance suffices has no report,
+and its answer is plain.
 """
 
 import asyncio
@@ -16,10 +17,10 @@ from wire.responses import ASK_TOKENS, REPORT_TYPE, AnswerHead, ReportLine
 
 logger = logging.getLogger(__name__)
 
-# A client that takes longer for a piece is cut off, because it holds its request's place and memory.
+# Time limit for a client to receive a piece. A slower client is disconnected, because it holds a place and memory.
 WRITE_SECONDS = 30.0
 PIECE_BYTES = 64 << 10
-# Seconds without a report after which the count is reported, because reported use decays.
+# Maximum seconds between two counts of a request, because the use that they report decays.
 REPORT_SECONDS = 5.0
 
 
@@ -35,11 +36,11 @@ class Report:
 
     @property
     def is_open(self) -> bool:
-        """Return whether a line was written, so that the answer must be the report's."""
+        """Return whether a line was written, so that the answer must end the report."""
         return self._response is not None
 
     async def tell(self) -> None:
-        """Write the tokens so far if the gateway needs to know them."""
+        """Write the tokens so far if the allowance is nearly used or the last count is old."""
         left, now = self._generation.left, time.monotonic()
         if left is None or (left >= ASK_TOKENS * self._generation.choices and now - self._told_at < REPORT_SECONDS):
             return
@@ -49,7 +50,7 @@ class Report:
             await self._write(_line(ReportLine(tokens)))
 
     async def end(self, head: AnswerHead, body: bytes) -> web.StreamResponse:
-        """Write the answer."""
+        """Write the answer and end the response."""
         head.length = len(body)
         response = await self._write(_line(ReportLine(self._generation.total_generated, head)) + body)
         try:
@@ -66,7 +67,7 @@ class Report:
                 await response.prepare(self._request)
             await write(self._request, response, data)
         except ConnectionError:
-            # The client left; this handler is cancelled at once.
+            # The client left, so this handler is about to be cancelled.
             assert response is not None
         return response
 

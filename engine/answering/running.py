@@ -1,4 +1,4 @@
-"""A running request: the engine's outputs become deltas, and the deltas an answer or a stream."""
+"""A running request: turns the engine's outputs into deltas, and the deltas into an answer or a stream."""
 
 import asyncio
 import time
@@ -27,7 +27,8 @@ from wire.structured import GrammarSpec
 from wire.telemetry.spans import Span
 from wire.text.tokenizer import Tokenizer
 
-# An answer with log-probabilities of more tokens is encoded on a thread: 1,000 with 20 likeliest each take about 10 ms.
+# An answer with log-probabilities for more tokens is encoded on a thread: 1,000 tokens with 20 likeliest each take
+# about 10 ms.
 INLINE_ENTRIES = 500
 
 RECEIPT_HEADER = "x-loraplex-adapter-digest"
@@ -35,7 +36,7 @@ RECEIPT_HEADER = "x-loraplex-adapter-digest"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A parsed request. shown_ids: special tokens to write, because the answer's parser needs them."""
+    """A parsed request. shown_ids: special tokens that are written, because the tool-call parser needs them."""
 
     request_id: str
     body: SamplingRequest
@@ -48,7 +49,7 @@ class Asked:
 
 
 class Run:
-    """A running request: the engine's outputs become deltas, and the deltas an answer."""
+    """A running request: turns the engine's outputs into deltas, and the deltas into an answer."""
 
     def __init__(
         self,
@@ -93,7 +94,8 @@ class Run:
         ]
 
     def keep_tally(self, tally: Tally, allowance: int | None) -> None:
-        """Update the request's counts as it runs, and record all generated tokens at the end, even without a reader.
+        """Update the request's counts as it runs, and record all generated tokens at its end, even after the client has
+        left.
 
         allowance: see `Generation`.
         """
@@ -102,7 +104,7 @@ class Run:
         self._generation.on_gone = self._end_tally
 
     def count_left(self) -> None:
-        """Count the sequences that were cancelled before their end, mostly because the client left."""
+        """Count the sequences that were aborted before their end, mostly because the client left."""
         if not self._generation.failed and (left := sum(not sequence.finished for sequence in self._sequences)):
             self._metrics.finished.labels("abort").inc(left)
 
@@ -119,7 +121,7 @@ class Run:
         reason = "error" if self._generation.failed else "abort"
         if self._reason == "error" or all(sequence.finished for sequence in self._sequences):
             reason = self._reason
-        # A request that is refused before its first token has cost nothing.
+        # A request that fails before its first token costs nothing.
         prompt = 0 if reason == "error" and not completion else done.prompt_tokens
         self._tally.count(prompt, completion, done.cached_tokens)
         self._tally.end(reason)
@@ -157,7 +159,7 @@ class Run:
         usage, progress = self._usage(), self._progress_if_internal()
 
         def encode() -> bytes:
-            # Encodes choice by choice, so that the objects of a choice are freed before the next one's are made.
+            # Encode choice by choice, so that the objects of a choice are freed before the next one's are made.
             choices = [msgspec.Raw(msgspec.json.encode(answer.whole(total.pop(0)))) for _ in self._sequences]
             return msgspec.json.encode(answer.envelope(choices, stream=False, usage=usage, progress=progress))
 
@@ -165,8 +167,7 @@ class Run:
         return encode() if entries <= INLINE_ENTRIES else await asyncio.to_thread(encode)
 
     async def stream(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
-        # Waits for the first output before the headers are sent, so that a refusal until then is a plain error
-        # response.
+        # Wait for the first output before the headers are sent, so that a refusal until then is a plain error response.
         news = self._deltas()
         deltas = await anext(news)
         response = web.StreamResponse(
@@ -180,7 +181,7 @@ class Run:
                     await write(request, response, payload)
                 try:
                     deltas = await anext(news, [])
-                except Exception as exc:  # noqa: BLE001 - the status is sent; the error goes into the stream
+                except Exception as exc:  # noqa: BLE001 - the status is sent, so the error goes into the stream
                     error = _event(error_body(as_api_error(exc, request)))
                     await write(request, response, error + b"data: [DONE]\n\n")
                     return response
@@ -215,12 +216,12 @@ class Run:
                 event = answer.envelope([choice], stream=True, usage=usage, progress=progress)
                 payload.append(_event(msgspec.json.encode(event)))
         if self._internal and not payload:
-            # The gateway counts every token, including those whose text is held back.
+            # Reports the progress even if all text is held back, because the gateway counts every token.
             payload.append(_event(msgspec.json.encode(answer.envelope([], stream=True, progress=progress))))
         return b"".join(payload)
 
     async def _deltas(self) -> AsyncGenerator[list[Delta], None]:
-        """Yield the sequences' deltas, a list for all outputs that have arrived; ends when all sequences have ended."""
+        """Yield lists of deltas, one list for all outputs that have arrived, until all sequences have ended."""
         arrived = time.perf_counter()
         last: dict[int, float] = {}
         shared = SharedPrompt(self._choices) if self._body.num_prompt_logprobs is not None else None
@@ -264,7 +265,8 @@ class Run:
                     yield ready
 
     def _progress(self) -> Progress:
-        # A prompt counts once for all of its choices, because the others find it in the cache.
+        # Counts the cached tokens of a prompt once for all its choices: the fewest, because later choices find the
+        # prompt in the cache.
         cached = 0
         for start in range(0, len(self._sequences), self._choices):
             group = self._sequences[start : start + self._choices]
@@ -273,12 +275,12 @@ class Run:
         return Progress(completion, self.prompt_tokens, cached, self._served(), self._by_allowance or UNSET)
 
     def _served(self) -> str | None:
-        """Return the receipt of all sequences; a sequence without a step has none."""
+        """Return the receipt of all sequences; None if no sequence had a step."""
         served = {s.served_digest for s in self._sequences if s.served_digest is not None}
         return MIXED_SERVED if len(served) > 1 else next(iter(served), None)
 
     def _receipt(self) -> dict[str, str]:
-        """Return the header with the receipt of the steps so far; for a stream, of its first steps."""
+        """Return the header with the receipt of the steps so far; a stream's header covers its first steps."""
         served = self._served()
         return {} if served is None else {RECEIPT_HEADER: served}
 

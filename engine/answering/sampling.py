@@ -6,7 +6,7 @@ from engine.scheduling.request import SamplingParams
 from engine.structured.compiler import Grammar
 from wire.requests import SamplingRequest
 
-# A draw colder or narrower than these is the likeliest token, and its numbers would no longer be finite in fp32.
+# Below these bounds sampling always draws the likeliest token, and its numbers would overflow fp32.
 MIN_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6
 
@@ -20,8 +20,8 @@ def sampling_params(
     allowed: AllowedTokens | None = None,
     bad_words: BannedWords | None = None,
 ) -> SamplingParams:
-    """Return the parameters of the choice `index`. Each choice of a seeded request has a seed of its own. The
-    prompt's log-probabilities are computed with the first choice only.
+    """Return the parameters of the choice `index`. Each choice of a seeded request has its own seed. Only the first
+    choice computes the prompt's log-probabilities.
     """
     temperature = _or(request.temperature, defaults.temperature)
     return SamplingParams(

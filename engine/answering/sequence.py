@@ -1,4 +1,4 @@
-"""One choice of an answer while it is generated: its text, log-probabilities and counts."""
+"""State of one choice during generation: its text, log-probabilities and counts."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -9,9 +9,10 @@ from engine.scheduling.request import RequestOutput, TokenLogprobs
 
 @dataclass(slots=True)
 class Delta:
-    """What a choice gained since the last one. `logprobs` has one entry a token, empty if none were asked for.
+    """The gain of a choice since its previous delta. `logprobs` has one entry per token; it is empty if none are
+    requested.
 
-    stop_reason: the stop string or the stop token's id that ended it; None for any other end.
+    stop_reason: the stop string or stop token id that ended the choice; None for any other end.
     """
 
     index: int
@@ -25,7 +26,7 @@ class Delta:
     error_param: str | None = None
 
     def add(self, other: "Delta") -> None:
-        """Appends a later delta of the same choice."""
+        """Append a later delta of the same choice."""
         self.text += other.text
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
@@ -34,8 +35,8 @@ class Delta:
 
 
 class SharedPrompt:
-    """Gives all choices of a prompt the log-probabilities that its first choice computed. Holds the other choices'
-    deltas until then, because a choice's first delta carries its prompt.
+    """Copies the log-probabilities of a prompt from its first choice, which computes them, to its other choices. Holds
+    the other choices' deltas until then, because a choice's first delta carries them.
     """
 
     def __init__(self, num_choices: int) -> None:
@@ -45,7 +46,7 @@ class SharedPrompt:
         self._begun: set[int] = set()
 
     def share(self, deltas: list[Delta]) -> list[Delta]:
-        """Return the deltas that can be written now, among them those held so far, in their order."""
+        """Return the deltas that can be written now, including released ones, in order."""
         ready = []
         for delta in deltas:
             prompt, choice = divmod(delta.index, self._num_choices)
@@ -63,7 +64,7 @@ class SharedPrompt:
 
 
 class Sequence:
-    """Feeds a choice's outputs through its detokenizer and stop strings."""
+    """A choice in progress: passes its outputs through the detokenizer and the stop strings."""
 
     def __init__(
         self,
@@ -75,8 +76,8 @@ class Sequence:
         stop_ids: Collection[int],
         is_empty: bool = False,
     ) -> None:
-        """end_ids, stop_ids: the model's own and the request's tokens that end the sequence; they are not part of its
-        text, unless `include_stop`. is_empty: only the prompt was asked for, and what is generated is nobody's.
+        """end_ids, stop_ids: tokens of the model and of the request that end the sequence; they are not part of its
+        text, unless `include_stop`. is_empty: the request wants the prompt only, so the generated token is dropped.
         """
         self.index = index
         self._text = text
@@ -94,7 +95,7 @@ class Sequence:
         return self._text.num_tokens
 
     def take(self, outputs: Iterable[RequestOutput]) -> Delta:
-        """The sum of some outputs, in their order."""
+        """Return the sum of the outputs, which are in order."""
         delta = Delta(self.index)
         for output in outputs:
             if not self.finished:

@@ -1,6 +1,6 @@
 """The text of one sequence as its tokens arrive: detokenized piece by piece, cut at stop strings.
 
-A stop string may lie across tokens. Only text that could be the beginning of one is held back.
+A stop string may span tokens. Only text that may be the beginning of a stop string is held back.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,10 @@ from wire.text.tokenizer import Tokenizer
 
 
 class OutputText:
-    """`push` tokens, send what it returns. `stop`: the stop string that was met, after which nothing more will come."""
+    """Detokenizer with stop strings: `push` takes tokens and returns text to send.
+
+    stop: the stop string that ended the text, None so far.
+    """
 
     __slots__ = ("_held", "_include_stop", "_min_tokens", "_num_tokens", "_stops", "_stream", "stop")
 
@@ -23,7 +26,7 @@ class OutputText:
         shown_ids: frozenset[int] = frozenset(),
         after: Sequence[int] = (),
     ) -> None:
-        """shown_ids: special tokens that are text here. after: the prompt's tokens."""
+        """shown_ids: special tokens that are written as text. after: the prompt's tokens."""
         self._stream = tokenizer.stream(shown_ids, after)
         self._stops = tuple(stops)
         self._include_stop = include_stop
@@ -38,15 +41,15 @@ class OutputText:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken in, the one that completed the stop string included, those after it not."""
+        """Return the number of tokens taken in, up to and including the one that completed the stop string."""
         return self._num_tokens
 
     def count_unseen(self) -> None:
-        """Counts a token that is no part of the text: the end token."""
+        """Count a token that is not part of the text: the end token."""
         self._num_tokens += 1
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that is certain to be part of the answer."""
+        """Return the text that is certain to be part of the answer."""
         if not self._stops:
             self._num_tokens += len(token_ids)
             return self._stream.push(token_ids)
@@ -59,7 +62,7 @@ class OutputText:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """What was held back, when no more tokens will come."""
+        """Return the text held back, at the end of the sequence."""
         if self.stopped:
             return ""
         text = self._scan(self._stream.finish())
@@ -68,7 +71,7 @@ class OutputText:
 
     def _scan(self, text: str) -> str:
         if self._num_tokens <= self._min_tokens:
-            # Text within the minimum can neither complete nor begin a stop.
+            # Text within `min_tokens` can neither complete nor begin a stop string.
             return text
         text = self._held + text
         self._held = ""
@@ -76,7 +79,7 @@ class OutputText:
             return text
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            # The one that was complete first ends the text; of those that end together, the longest.
+            # The stop string that is complete first ends the text; among those that end together, the longest.
             at, stop = min(found, key=lambda f: (f[0] + len(f[1]), f[0]))
             self.stop = stop
             return text[: at + len(stop)] if self._include_stop else text[:at]
@@ -86,10 +89,11 @@ class OutputText:
 
 
 def _begin_of_stop(text: str, stops: Sequence[str]) -> int:
-    """Where the longest end of `text` begins that may become a stop; its length if none does.
+    """Return the index of the longest suffix of `text` that may begin a stop string; the length of `text` if there is
+    none.
 
-    What is passed over is never held again, so that over a whole answer each character is looked at once, however long
-    the stops are and whatever is made to repeat their beginnings.
+    Released text is never held again. Each character of an answer is therefore scanned once, however long the stop
+    strings are and however often their beginnings repeat.
     """
     for start in range(max(0, len(text) - max(map(len, stops)) + 1), len(text)):
         end = text[start:]

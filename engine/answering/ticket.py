@@ -1,4 +1,4 @@
-"""What one HTTP request has in the engine: the sequences it asked for and the news of them, on the event loop."""
+"""The sequences of one HTTP request in the engine, and their outputs on the event loop."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,9 +9,9 @@ from engine.scheduling.request import RequestOutput, SamplingParams
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine takes no requests: it is loading, failed, or is going down (`retry_after` in seconds).
+    """The engine takes no requests: it is loading, failed or shutting down. retry_after: seconds.
 
-    The gateway gives no further request of any tenant to an engine that answers with this.
+    The gateway sends no request of any tenant to an engine that answers with this error.
     """
 
     def __init__(self, message: str, retry_after: int | None = None) -> None:
@@ -20,12 +20,15 @@ class EngineUnavailable(RuntimeError):
 
 
 class QueueFull(EngineUnavailable):
-    """The engine cannot serve this request now, and serves others."""
+    """The engine cannot serve this request now, but serves others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One sequence to generate. prefix_keys: the prompt's, shared by its choices; empty: computed when needed."""
+    """Sequence to generate.
+
+    prefix_keys: keys of the prompt's blocks, shared by its choices; if empty, the engine's thread computes them.
+    """
 
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -38,7 +41,7 @@ class Submission:
 
 
 class Releases(Protocol):
-    """What a generation needs of engine.answering.engine_thread.EngineLoop."""
+    """The part of `engine.answering.engine_thread.EngineLoop` that a generation uses."""
 
     def abort(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> None: ...
@@ -49,12 +52,15 @@ def _nothing() -> None:
 
 
 class Generation:
-    """The sequences of one HTTP request. Use as a context manager: leaving it aborts what is still running.
+    """The sequences of one HTTP request. A context manager: leaving it aborts the sequences that still run.
 
-    num_generated: of each sequence, all tokens that the engine chose, also after nobody wanted them any more.
-    on_gone: called once the engine has let go of all sequences and this was left; the counts are final then.
-    allowance: the tokens that all sequences together may have; at it they end as if at their longest. None: no bound.
-    ended_by_allowance: the sequences that it ended.
+    num_generated: per sequence, all tokens that the engine generated, including those after the block was left.
+
+    on_gone: called once the engine has released all sequences and the block was left; the counts are final then.
+
+    allowance: limit of the tokens of all sequences together; at the limit they end with "length". None: no limit.
+
+    ended_by_allowance: indices of the sequences that the allowance ended.
     """
 
     def __init__(self, loop: Releases, ids: list[str]) -> None:
@@ -74,7 +80,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
 
     async def news(self) -> list[tuple[int, RequestOutput]]:
-        """All that has come since the last call, at least one: (index of the sequence, output).
+        """Wait for outputs. Return all since the last call, at least one: (index of the sequence, output).
 
         Raises RequestError if the engine refuses a sequence, EngineUnavailable if the engine failed.
         """
@@ -88,7 +94,7 @@ class Generation:
 
     @property
     def failed(self) -> bool:
-        """Whether the engine refused a sequence, or failed."""
+        """Return whether the engine refused a sequence, or failed."""
         return self._error is not None
 
     @property
@@ -98,7 +104,7 @@ class Generation:
 
     @property
     def left(self) -> int | None:
-        """Return the tokens that are left of the allowance, None without a bound."""
+        """Return the unused tokens of the allowance, None without an allowance."""
         return None if self.allowance is None else self.allowance - self.total_generated
 
     def allow(self, tokens: int) -> None:
@@ -106,7 +112,7 @@ class Generation:
         self.allowance = max(self.allowance or 0, tokens)
 
     def stop(self, index: int) -> None:
-        """Ends one sequence: its request is gone from the engine before the next step."""
+        """Abort one sequence; the engine drops it before the next step."""
         request_id = self._ids[index]
         if request_id in self._live:
             del self._live[request_id]
@@ -137,7 +143,7 @@ class Generation:
             self._end_by_allowance()
 
     def _end_by_allowance(self) -> None:
-        """End the sequences that run. The tokens of a step in flight are dropped, because nothing holds them."""
+        """End the running sequences. Tokens of the in-flight step are dropped, because no reservation covers them."""
         for request_id in self._live:
             index = self._ids.index(request_id)
             self.ended_by_allowance.add(index)
@@ -149,7 +155,7 @@ class Generation:
         self._wake()
 
     def released(self, request_id: str) -> None:
-        """The engine has let go of it: nothing more is delivered."""
+        """Record that the engine has dropped a sequence, so no further output arrives."""
         self._live.pop(request_id, None)
         self._in_engine.discard(request_id)
         if self._left and not self._in_engine:

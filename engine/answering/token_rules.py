@@ -1,4 +1,4 @@
-"""A request's `allowed_token_ids` and `bad_words`, as the sampler takes them."""
+"""A request's `allowed_token_ids` and `bad_words`, in the sampler's form."""
 
 import asyncio
 
@@ -7,13 +7,15 @@ from wire.errors import BadRequest
 from wire.requests import SamplingRequest
 from wire.text.tokenizer import Tokenizer
 
-# Each length among the words costs every step, as many lookups as there are lengths: with 256 lengths, 40 ms of a step
-# of 64 such requests.
+# Limit of a word's tokens. Each step makes one lookup per distinct word length: with 256 lengths they take 40 ms of a
+# step of 64 such requests.
 MAX_BAD_WORD_TOKENS = 32
 
 
 async def token_rules(body: SamplingRequest, tokenizer: Tokenizer) -> tuple[AllowedTokens | None, BannedWords | None]:
-    """None for what was not asked for. In a thread: a thousand words take some 30 ms to encode."""
+    """Return the rules of a request, None for each that it does not have. Encodes on a thread: a thousand words take
+    some 30 ms.
+    """
     if not (body.allowed_token_ids or body.bad_words):
         return None, None
     return await asyncio.to_thread(_read, body.allowed_token_ids or [], body.bad_words or [], tokenizer)
@@ -25,7 +27,7 @@ def _read(
     words = set(bad_words)
     for word in bad_words:
         if bare := word.lstrip():
-            words |= {bare, " " + bare}  # at a text's beginning and behind a space, as vLLM has them
+            words |= {bare, " " + bare}  # at a text's beginning and after a space, as in vLLM
     tokens = [ids for word in words if (ids := tokenizer.encode(word, add_special_tokens=False))]
     longest = max(map(len, tokens), default=0)
     if longest > MAX_BAD_WORD_TOKENS:

@@ -1,8 +1,8 @@
-"""Tool calls in a model's text: two forms of writing them, found by the chat template, read as the text arrives.
+"""Tool calls in a model's text: two formats, chosen by the chat template, parsed as the text arrives.
 
-Whole answers and streams go through the same parser. What cannot be read as a call of a tool that the request gave is
-text. Forms: Hermes (Qwen, Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, between other text) and
-Llama 3's (`{"name": ..., "parameters": {...}}; ...`, the whole answer).
+Complete answers and streams use the same parser. Text that cannot be parsed as a call of one of the request's tools
+stays content. Formats: Hermes (Qwen, Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, between other
+text) and Llama 3 (`{"name": ..., "parameters": {...}}; ...`, the whole answer).
 """
 
 import json
@@ -18,13 +18,13 @@ from wire.errors import BadRequest
 from wire.structured import MAX_SPEC_BYTES, GrammarSpec
 
 PYTHON_TAG = "<|python_tag|>"
-# What Llama writes between two calls.
+# Characters that Llama writes between two calls.
 BETWEEN = " \t\r\n;,"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls. `opening` and `closing` stand around each; `arguments` is the key of its arguments."""
+    """A format of tool calls. `opening` and `closing` surround each call; `arguments` is its arguments' JSON key."""
 
     name: Literal["hermes", "llama3_json"]
     opening: str
@@ -34,7 +34,8 @@ class ToolFormat:
     between: str
 
     def grammar(self, tools: list[Tool], choice: ToolChoice | None, parallel: bool) -> GrammarSpec:
-        """The grammar of an answer that is nothing but calls: `required`, or one of the function that is named.
+        """Return the grammar of an answer that consists of calls only: any calls ("required"), or one call of the named
+        function.
 
         Raises BadRequest for tools too large for a grammar.
         """
@@ -44,7 +45,7 @@ class ToolFormat:
         more = f" ({_quoted(self.between)} call)*" if parallel and not named else ""
         rules = [f"start: call{more}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
         for i, tool in enumerate(tools):
-            # A schema stands at the root of its own rule, so that its references find what they name.
+            # Each schema is the root of its own rule, so that its references resolve.
             before = f'{self.opening}{{"name": "{tool.function.name}", "{self.arguments}": '
             rules.append(f"call_{i}: {_quoted(before)} arguments_{i} {_quoted('}' + self.closing)}")
             rules.append(f"arguments_{i}: %json {_schema(tool)}")
@@ -62,7 +63,7 @@ FORMATS: dict[str, ToolFormat] = {form.name: form for form in (HERMES, LLAMA3_JS
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """The form that a chat template asks the model for; None if it is neither."""
+    """Return the format that a chat template asks the model for; None if it is neither."""
     if template is None:
         return None
     if "<tool_call>" in template and "<function=" not in template:
@@ -74,7 +75,7 @@ def format_of(template: str | None) -> ToolFormat | None:
 
 @dataclass(slots=True)
 class CallDelta:
-    """What one call gained. `call_id` and `name` come once, with the first."""
+    """The text that one call gained. Only the first delta of a call has `call_id` and `name`."""
 
     index: int
     arguments: str = ""
@@ -89,10 +90,10 @@ class Parsed:
 
 
 class ToolCallParser:
-    """Splits one choice's text into content and calls. Whitespace beside a call is no content."""
+    """Parser that splits one choice's text into content and calls. Whitespace next to a call is dropped."""
 
     def __init__(self, form: ToolFormat, names: Collection[str], parallel: bool = True) -> None:
-        """names: the request's functions. parallel: whether calls after the first one count."""
+        """names: the request's functions. parallel: report all calls, not only the first."""
         self._names = frozenset(names)
         self._parallel = parallel
         self._open_tag, self._close_tag = form.markers if form is HERMES else ("", "")
@@ -116,7 +117,7 @@ class ToolCallParser:
         return parsed
 
     def finish(self) -> Parsed:
-        """What was held back, when no more text will come. A call that was cut short stays as it is."""
+        """Return the text held back, at the end of the text. A truncated call stays a call."""
         parsed = Parsed()
         if self._state == "call" and self._current is None:
             self._say(self._open_tag + self._scanner.raw, parsed)
@@ -132,7 +133,7 @@ class ToolCallParser:
         return parsed
 
     def _advance(self, parsed: Parsed) -> bool:
-        """One move over the buffer; False when it needs more text."""
+        """Take one step through the buffer. Return False if more text is needed."""
         match self._state:
             case "text":
                 return self._read_text(parsed)
@@ -145,7 +146,7 @@ class ToolCallParser:
         return False
 
     def _read_text(self, parsed: Parsed) -> bool:
-        """Hermes: content until an opening tag; a closing tag after a call is dropped."""
+        """Read Hermes content up to an opening tag. A closing tag after a call is dropped."""
         if self._beside_call:
             self._buffer = self._buffer.lstrip()
             if self._buffer.startswith(self._close_tag):
@@ -164,7 +165,9 @@ class ToolCallParser:
         return True
 
     def _read_start(self, parsed: Parsed) -> bool:
-        """Llama 3: where a call may begin. Anything but an object makes the rest of the answer text."""
+        """Read Llama 3 text at a place where a call may begin. Anything but an object makes the rest of the answer
+        content.
+        """
         ahead = self._buffer.lstrip(BETWEEN if self._num_calls else None)
         ahead = ahead.removeprefix(PYTHON_TAG).lstrip()
         if not ahead or PYTHON_TAG.startswith(ahead):
@@ -205,7 +208,7 @@ class ToolCallParser:
             parsed.calls.append(delta)
 
     def _say(self, text: str, parsed: Parsed) -> None:
-        """Content, with the whitespace at its end held until it is known what follows."""
+        """Append content, and hold back trailing whitespace, which is dropped if a call follows."""
         text = text.lstrip() if self._beside_call else self._space + text
         if not text:
             return
@@ -216,7 +219,7 @@ class ToolCallParser:
 
 
 def _schema(tool: Tool) -> str:
-    # Given last, so that the schema cannot say otherwise: its unknown keywords are left out, spaces are bounded.
+    # The options come last, so that the schema cannot override them. They ignore unknown keywords and bound whitespace.
     options = {"x-guidance": {"lenient": True, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE}}
     try:
         return json.dumps({**(tool.function.parameters or {}), "type": "object", **options})

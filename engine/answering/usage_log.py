@@ -1,7 +1,7 @@
-"""What the gateways' last requests have cost, running ones too: whoever settles an account can ask what was generated.
+"""Token counts of the gateways' latest requests, running and ended, so that a gateway can settle with the real counts.
 
-A ring of fixed slots in shared memory of a file, if one is given: it then outlives the process, however that ends, for
-what is written to such memory is the kernel's to keep. Counts are written before the tokens they count are sent.
+A ring of fixed slots in shared memory, backed by a file if a path is given. The file outlives the process however it
+ends, because the kernel keeps writes to shared memory. Counts are written before the tokens that they count are sent.
 """
 
 import asyncio
@@ -19,15 +19,16 @@ logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 100_000
 MAX_ID_BYTES = 64
-# Magic and form, slots, the next slot, and the sums over all requests that ended: how many, their tokens.
+# Magic with version, number of slots, next slot, and sums over all ended requests: number, prompt tokens, completion
+# tokens.
 HEADER = struct.Struct("<16sQQqqq")
 MAGIC = b"loraplex ended 1"
-# Id, how it ended (empty: it runs), tokens of prompt, completion, and of the prompt from the cache.
+# Id, finish reason (empty while it runs), prompt tokens, completion tokens, cached prompt tokens.
 SLOT = struct.Struct(f"<{MAX_ID_BYTES}s16sqqq")
 COUNTS = struct.Struct("<qqq")
 REASON_AT = MAX_ID_BYTES
 COUNTS_AT = MAX_ID_BYTES + 16
-# How a request ended whose engine was killed: its counts are those of its last tokens.
+# Finish reason of a request whose engine was killed. Its counts are the last ones written.
 KILLED = "killed"
 
 
@@ -36,7 +37,7 @@ def _ignore(_: int) -> None:
 
 
 class Tally:
-    """One running request's slot. Counts are of the whole request so far."""
+    """The slot of one running request. Counts are totals of the request so far."""
 
     __slots__ = ("_at", "_ring", "allow", "cached_tokens", "completion_tokens", "ended", "prompt_tokens", "request_id")
 
@@ -46,7 +47,7 @@ class Tally:
         self.request_id = request_id
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.ended = asyncio.Event()
-        # Called with the request's raised allowance.
+        # Called with the new allowance when the gateway raises it.
         self.allow: Callable[[int], None] = _ignore
 
     def count(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
@@ -54,13 +55,16 @@ class Tally:
         self._ring.write_counts(self._at, self)
 
     def end(self, reason: str) -> None:
-        """Once; the counts stand from here on."""
+        """Record the finish reason; called once, after the last count."""
         self._ring.end(self._at, self, reason)
         self.ended.set()
 
 
 class FinishedRequests:
-    """Used on the event loop only. path None: kept in memory. Raises OSError or ValueError for a file of no use."""
+    """Ring of slots, for use on the event loop only. Raises OSError or ValueError for a file that cannot be used.
+
+    path: file that keeps the slots; None keeps them in memory.
+    """
 
     def __init__(self, path: Path | None = None, num_slots: int = NUM_SLOTS) -> None:
         self._memory, self._lock = _map(path, HEADER.size + num_slots * SLOT.size)
@@ -78,7 +82,7 @@ class FinishedRequests:
             self._recover()
 
     def open(self, request_id: str, prompt_tokens: int) -> Tally:
-        """Takes the oldest slot. request_id: at most MAX_ID_BYTES ASCII characters."""
+        """Open a slot for a request; it overwrites the oldest. request_id: at most MAX_ID_BYTES ASCII characters."""
         at = HEADER.size + self._next * SLOT.size
         self._next = (self._next + 1) % self._num_slots
         overwritten = self._id(at)
@@ -99,26 +103,26 @@ class FinishedRequests:
         return FinishedRequest(request_id, _text(reason) or None, prompt, completion, cached)
 
     def allow(self, request_id: str, tokens: int) -> bool:
-        """Raise a request's allowance. Return False if it does not run."""
+        """Raise a request's allowance. Return False if it is not running."""
         tally = self._running.get(request_id)
         if tally is not None:
             tally.allow(tokens)
         return tally is not None
 
     def close(self) -> None:
-        """Lets another engine have the file. What is counted late is still counted."""
+        """Release the file's lock, so that another engine can open it. Later counts are still written."""
         if self._lock is not None:
-            # The mapping holds the file open, and with it the lock.
+            # Unlock explicitly, because the mapping keeps the file open, and an open file keeps its lock.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
     def ids(self) -> list[str]:
-        """Of all that are known."""
+        """Return the ids of all known requests."""
         return list(self._slots)
 
     async def wait(self, request_ids: list[str], seconds: float) -> None:
-        """Until none of them runs, at most so long."""
+        """Wait until none of the requests runs, for at most `seconds`."""
         ends = [asyncio.ensure_future(self._running[id_].ended.wait()) for id_ in request_ids if id_ in self._running]
         if ends:
             _, late = await asyncio.wait(ends, timeout=seconds)
@@ -148,9 +152,9 @@ class FinishedRequests:
         HEADER.pack_into(self._memory, 0, MAGIC, self._num_slots, self._next, *sums)
 
     def _recover(self) -> None:
-        """What the last process left: ended requests, and running ones that ended with it."""
+        """Read the last process's slots. Requests that ran until it ended are recorded as killed."""
         killed = 0
-        # From the oldest, so that of an id that came twice the last is found.
+        # Starts with the oldest slot, so that a repeated id refers to its latest request.
         for i in range(self._num_slots):
             at = HEADER.size + (self._next + i) % self._num_slots * SLOT.size
             request_id = self._id(at)
@@ -160,7 +164,7 @@ class FinishedRequests:
             _, reason, prompt, completion, cached = SLOT.unpack_from(self._memory, at)
             if not _text(reason):
                 killed += 1
-                # What failed before its first token has cost nothing.
+                # A request that failed before its first token costs nothing.
                 prompt = prompt if completion else 0
                 SLOT.pack_into(
                     self._memory, at, request_id.encode("ascii"), KILLED.encode(), prompt, completion, cached
@@ -178,7 +182,7 @@ def _text(padded: bytes) -> str:
 
 
 def _map(path: Path | None, size: int) -> tuple[mmap.mmap, int | None]:
-    """The memory, and the descriptor whose lock keeps other engines away until this process is gone."""
+    """Return the memory, and the descriptor whose lock keeps other engines away until this process ends."""
     if path is None:
         return mmap.mmap(-1, size), None
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A line of log every 10 s with what the engine does, as vLLM has it; none while it does nothing."""
+"""A log line every 10 s with the engine's throughput, like vLLM's; none while the engine is idle."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ EVERY_S = 10.0
 
 
 async def log_work(engine: Engine, loop: EngineLoop) -> None:
-    """Until the engine has failed or is shut down."""
+    """Log a line every `EVERY_S` seconds, until the engine has failed or is shut down."""
     try:
         before, read_at = await loop.call(engine.state), time.monotonic()
         while True:
@@ -28,7 +28,7 @@ async def log_work(engine: Engine, loop: EngineLoop) -> None:
 
 
 def work_line(before: EngineState, now: EngineState, seconds: float) -> str | None:
-    """What was done in `seconds` between two readings; None for nothing."""
+    """Return the log line for the `seconds` between two readings; None if the engine was idle."""
     prompt = now.num_prompt_tokens - before.num_prompt_tokens
     generated = now.num_generated_tokens - before.num_generated_tokens
     if not (now.num_running or now.num_waiting or prompt or generated):
