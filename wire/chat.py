@@ -1,4 +1,4 @@
-"""What a chat request holds beside sampling: messages, tools and the choice among them, as chat templates want them."""
+"""The fields of a chat request besides sampling, in the form that chat templates take: messages, tools, tool choice."""
 
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -9,18 +9,18 @@ from wire.errors import BadRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOOLS = 128
-# What `chat_template_kwargs` cannot say, for the request says it elsewhere or not at all.
+# Keys refused in `chat_template_kwargs`: the request has its own field for them, or they are not served.
 TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
-# The model's special tokens, such as `eos_token`; templates write them once a message.
+# Suffix of the variables for the model's special tokens, such as `eos_token`; templates write them once per message.
 TEMPLATE_TOKENS = "_token"
-# Values that templates write as JSON: lists and objects within each other, and bytes in all.
+# Limits of the values that templates write as JSON: nesting depth of lists and objects, and total bytes.
 MAX_DEPTH, MAX_KWARGS_BYTES, MAX_TOOLS_BYTES = 64, 2**14, 2**20
 
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
 
 
 class FunctionDefinition(Struct, omit_defaults=True):
-    """`parameters`: a JSON schema of the arguments."""
+    """A function that the model may call; `parameters` is a JSON schema of the arguments."""
 
     name: FunctionName
     description: str | None = None
@@ -38,7 +38,7 @@ class NamedFunction(Struct):
 
 
 class NamedTool(Struct):
-    """`tool_choice`: this function and no other."""
+    """The form of `tool_choice` that requires a call of this one function."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -48,7 +48,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class FunctionCall(Struct):
-    """A call that the assistant made; `arguments` is a JSON object, as text (the API's form) or as itself."""
+    """A call made by the assistant; `arguments` is a JSON object, either as text (the API's form) or as an object."""
 
     name: str
     arguments: str | dict[str, Any]
@@ -94,11 +94,11 @@ class Message(Struct):
             check_depth(arguments, where)
 
     def as_template_input(self) -> dict[str, Any]:
-        """The message as chat templates expect it: content as one string."""
+        """Return the message as chat templates expect it, with its content as one string."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text or "" for part in content)
-        # OpenAI's newer name for the same thing, which no open model's template knows.
+        # OpenAI's newer name for the system role; the templates of open models do not have it.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content or ""}
         for key in ("name", "tool_call_id"):
@@ -110,7 +110,7 @@ class Message(Struct):
 
 
 class Conversation(NamedTuple):
-    """What `Tokenizer.encode_chat` takes, in its order. template_kwargs: further variables of the chat template."""
+    """The arguments of `Tokenizer.encode_chat`, in order. template_kwargs: extra variables of the template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -120,7 +120,7 @@ class Conversation(NamedTuple):
 
 
 class TemplateFields(Protocol):
-    """What a request says of how its conversation is rendered. None means: not given."""
+    """The request fields that control how its conversation is rendered. None means not given."""
 
     @property
     def messages(self) -> list[Message] | None: ...
@@ -131,7 +131,7 @@ class TemplateFields(Protocol):
 
 
 def check_template_fields(request: TemplateFields) -> None:
-    """Raises BadRequest."""
+    """Check the fields that control rendering. Raises BadRequest."""
     check_template_kwargs(request.chat_template_kwargs or {})
     if not request.continue_final_message:
         return
@@ -143,7 +143,7 @@ def check_template_fields(request: TemplateFields) -> None:
 
 
 def check_template_kwargs(kwargs: dict[str, Any]) -> None:
-    """Raises BadRequest."""
+    """Check the keys, size and depth of `chat_template_kwargs`. Raises BadRequest."""
     field = "chat_template_kwargs"
     for key in kwargs:
         if key in TEMPLATE_OWN or key.startswith("_") or key.endswith(TEMPLATE_TOKENS):
@@ -153,14 +153,14 @@ def check_template_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 def check_size(value: Any, at: str, max_bytes: int) -> None:
-    """Raises BadRequest."""
+    """Raise BadRequest for a value of more than `max_bytes` bytes as JSON."""
     size = len(msgspec.json.encode(value))
     if size > max_bytes:
         raise BadRequest(at, f"{at} must have at most {max_bytes} bytes as JSON, got {size}")
 
 
 def check_depth(value: Any, at: str) -> None:
-    """Raises BadRequest for a value with more than MAX_DEPTH lists and objects within each other."""
+    """Raise BadRequest for a value whose lists and objects are nested more than MAX_DEPTH deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         inner = (each.values() if isinstance(each, dict) else each for each in level)
@@ -204,12 +204,12 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
 
 
 def tools_as_template_input(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """None for none: templates ask whether there are any."""
+    """Return the tools as dictionaries, or None for an empty list, because templates test whether tools are present."""
     return [msgspec.to_builtins(tool) for tool in tools] if tools else None
 
 
 def _call_as_template_input(call: ToolCall) -> dict[str, Any]:
-    """Chat templates want a call's arguments as an object, the API carries them as a JSON string."""
+    """Return a call with its arguments as an object, as templates expect; the API carries them as a JSON string."""
     function = {"name": call.function.name, "arguments": _parsed_arguments(call.function.arguments, "messages")}
     known = {"id": call.id} if call.id is not None else {}
     return {**known, "type": "function", "function": function}
@@ -219,7 +219,7 @@ def _parsed_arguments(arguments: str | dict[str, Any], at: str) -> dict[str, Any
     if isinstance(arguments, dict):
         return arguments
     try:
-        # An empty text is what some clients send for a function without parameters.
+        # Some clients send an empty string for a function without parameters.
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
         raise BadRequest(at, f"{at} must be a JSON object, as text") from None

@@ -1,7 +1,7 @@
-"""A request's whole body, decompressed no further than the most that is served.
+"""Reader of request bodies, which decompresses them up to the largest size that is served.
 
-For servers made with `auto_decompress=False`: aiohttp would decompress all that comes, on the event loop, also what
-nobody reads any more; a megabyte of zeros becomes a gigabyte, and stops every stream for seconds.
+Needs servers made with `auto_decompress=False`. aiohttp would decompress the whole body on the event loop, even after
+its reader stopped: one megabyte of zeros becomes a gigabyte and blocks every stream for seconds.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ async def read_body(request: web.Request) -> bytes:
     """Return the whole body, decompressed.
 
     Raises web.HTTPRequestEntityTooLarge for a body over the application's client_max_size, and web.RequestPayloadError
-    for one that its Content-Encoding does not describe.
+    for a body that does not match its Content-Encoding.
     """
     await send_continue(request)
     raw = await request.read()
@@ -28,7 +28,7 @@ async def read_body(request: web.Request) -> bytes:
 
 
 def is_compressed(request: web.Request) -> bool:
-    """Return whether a body has to be decompressed. Raises web.RequestPayloadError for an unknown encoding."""
+    """Return whether the body is compressed. Raises web.RequestPayloadError for an unknown encoding."""
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
     if encoding in ("", "identity"):
         return False
@@ -38,8 +38,10 @@ def is_compressed(request: web.Request) -> bool:
 
 
 def decompress(raw: bytes | bytearray, limit: int) -> bytes:
-    """Decompress gzip or zlib. Raises web.HTTPRequestEntityTooLarge beyond `limit`, web.RequestPayloadError."""
-    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip's or zlib's header, whichever is there
+    """Decompress gzip or zlib. Raises web.HTTPRequestEntityTooLarge beyond `limit`, web.RequestPayloadError for bad
+    data.
+    """
+    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # | 32: detect gzip's or zlib's header
     try:
         body = decompressor.decompress(raw, limit + 1)
     except zlib.error as error:

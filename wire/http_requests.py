@@ -1,8 +1,8 @@
-"""Heads of requests that aiohttp 3.14 leaves without an answer, and the 100 Continue that it sends too early.
+"""Checks of request heads that aiohttp 3.14 handles badly, and `100 Continue` after authentication.
 
-A URL whose host is no host name raises before there is a request: its connection stays open for ever, unanswered.
-An unknown `Expect` raises before the application's middlewares. `100 Continue` is sent before anything asks who the
-client is. So `guard_requests` takes these from a request before aiohttp sees them.
+A URL with an invalid host raises before aiohttp creates the request, so its connection stays open for ever without an
+answer. An unknown `Expect` raises before the application's middlewares run. aiohttp sends `100 Continue` before the
+client is authenticated. `guard_requests` removes all three from a request before aiohttp sees them.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ _AWAITS_CONTINUE = web.RequestKey("awaits_continue", bool)
 
 
 class BadHead(ValueError):
-    """The request's head is not served. status: the answer's; the message is for the client."""
+    """A request head that is not served. status: status of the answer; the message goes to the client."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class BadHead(ValueError):
 
 
 def guard_requests(runner: web.BaseRunner) -> None:
-    """Make the requests of a runner that is set up with checked heads; `check_head` then says what is wrong."""
+    """Install head checks in a runner that has been set up; `check_head` then reports a bad head."""
     server = runner.server
     assert server is not None
     make = server.request_factory
@@ -54,7 +54,7 @@ def guard_requests(runner: web.BaseRunner) -> None:
 
 
 def check_head(request: web.BaseRequest) -> None:
-    """Raises BadHead."""
+    """Raise BadHead for an invalid host or an unknown `Expect`."""
     if request.get(_HAS_BAD_URL, False):
         raise BadHead(400, "The host in the request's URL is no host name.")
     if request.get(_HAS_UNKNOWN_EXPECT, False):
@@ -62,9 +62,9 @@ def check_head(request: web.BaseRequest) -> None:
 
 
 async def send_continue(request: web.BaseRequest) -> None:
-    """Ask a client for the body that it holds back. For whoever reads the body, before its first byte."""
+    """Send `100 Continue` if the client waits for it. Call it before reading the first byte of the body."""
     if request.get(_AWAITS_CONTINUE, False):
         request[_AWAITS_CONTINUE] = False
         await request.writer.write(CONTINUE)
-        # As aiohttp does: the answer itself has not begun.
+        # aiohttp does the same: the answer itself has not begun.
         request.writer.output_size = 0

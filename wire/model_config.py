@@ -1,10 +1,10 @@
-"""The fields of a model's config.json that the gateway reads too."""
+"""The fields of a model's config.json that the gateway also reads."""
 
 from typing import Any
 
 from wire.errors import ConfigError
 
-# Of any dimension: ten times the longest context that is published.
+# Upper bound of every dimension: ten times the longest published context.
 LARGEST_SIZE = 100_000_000
 
 
@@ -23,7 +23,7 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def context_length(raw: dict[str, Any]) -> int:
-    """Return the tokens that a model can attend to. With yarn, Qwen's config.json has the length before its
+    """Return the model's context length in tokens. With yarn, Qwen's config.json states the length before its
     extension.
     """
     stated = positive("max_position_embeddings", raw.get("max_position_embeddings", 2048))

@@ -1,6 +1,6 @@
-"""An OpenAPI 3.1 description of routes, from the structs that their bodies are decoded into and encoded from.
+"""OpenAPI 3.1 descriptions of routes, generated from the structs that decode and encode their bodies.
 
-Ranges, lengths and required fields are the structs' own annotations, so that the description cannot say otherwise.
+Ranges, lengths and required fields come from the structs' annotations, so the description cannot differ from the code.
 """
 
 import re
@@ -19,7 +19,9 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """request, response: structs; None for no body and for an answer that is no JSON. streams: with "stream": true."""
+    """A route. request, response: structs; None for no body and for an answer that is not JSON. streams: the route
+    accepts "stream": true.
+    """
 
     method: str
     path: str
@@ -30,7 +32,7 @@ class Route:
 
 
 def describe(title: str, routes: Sequence[Route]) -> dict[str, Any]:
-    """The description as JSON will carry it."""
+    """Return the OpenAPI description, ready to be encoded as JSON."""
     kinds = [kind for route in routes for kind in (route.request, route.response) if kind is not None]
     kinds = list(dict.fromkeys([*kinds, ErrorResponse]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")

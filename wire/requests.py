@@ -1,7 +1,7 @@
-"""The wire of the OpenAI API: what is asked, checked field by field; wire/responses.py is what is answered.
+"""Request types of the OpenAI API, checked field by field; wire/responses.py has the response types.
 
-`decode` turns a body into a request struct whose every field is in range, or raises `BadRequest` naming the field.
-Unknown fields are ignored; fields of the API that are known and not served are refused when they ask for something.
+`decode` turns a body into a request struct whose fields are all in range, or raises `BadRequest` naming the field.
+Unknown fields are ignored. Known fields of the API that are not served are refused when they ask for something.
 """
 
 from typing import Annotated, Any
@@ -50,7 +50,7 @@ class StreamOptions(Struct):
 
 
 class SamplingRequest(Struct, kw_only=True):
-    """What completions and chat have in common. None means: not given."""
+    """The fields common to completions and chat. None means not given."""
 
     model: str
     max_tokens: PositiveCount | None = None
@@ -87,7 +87,7 @@ class SamplingRequest(Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    # vLLM's: to leave them out would give another answer than was asked for.
+    # Fields of vLLM. They are refused, because ignoring them would change the answer.
     ec_transfer_params: NotServed = None
     guided_whitespace_pattern: NotServed = None
     kv_transfer_params: NotServed = None
@@ -107,7 +107,7 @@ class SamplingRequest(Struct, kw_only=True):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every event of a stream says what the whole request has used so far."""
+        """Return whether every event of a stream reports the request's total usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
@@ -116,7 +116,7 @@ class SamplingRequest(Struct, kw_only=True):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The limit that was asked for, None if none was."""
+        """Return the requested limit, or None if the request has none."""
         return self.max_tokens
 
     @property
@@ -125,16 +125,16 @@ class SamplingRequest(Struct, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to report beside the chosen one; None: no log-probabilities at all."""
+        """Return the number of most likely tokens to report beside the chosen one; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is to be a call of a tool and nothing else."""
+        """Return whether the answer must be a tool call."""
         return False
 
     def check(self) -> None:
-        """Raises BadRequest for the first field out of range."""
+        """Raise BadRequest for the first field out of range."""
         refuse(self, "logits_processors", "vllm_xargs", allowed=([], {}))
         refuse(self, "use_beam_search", "watermarking", allowed=(False,))
         refuse(self, "length_penalty", allowed=(1,))
@@ -142,7 +142,7 @@ class SamplingRequest(Struct, kw_only=True):
         refuse(self, "guided_whitespace_pattern", "logprob_token_ids", "repetition_detection", "truncate_prompt_tokens")
         refuse(self, "ec_transfer_params", "kv_transfer_params")
         if (self.grammar_spec() is not None or self.must_call) and self.allowed_token_ids is not None:
-            # Together they may leave no token at all.
+            # Both constraints together may leave no allowed token.
             raise BadRequest("allowed_token_ids", "allowed_token_ids is not served beside a grammar or a required call")
         limit = self.max_new_tokens
         if limit is not None and (self.min_tokens or 0) > limit:
@@ -156,7 +156,7 @@ class SamplingRequest(Struct, kw_only=True):
             raise BadRequest("stream_options", "stream_options is only allowed when stream is true")
 
     def grammar_spec(self) -> GrammarSpec | None:
-        """What the answer is held to, None if it is free. Raises BadRequest."""
+        """Return the grammar that the answer must follow, or None. Raises BadRequest."""
         guided = {kind: getattr(self, f"guided_{kind}") for kind in KINDS}
         try:
             return read_spec(self.response_format, self.structured_outputs, guided)
@@ -165,12 +165,14 @@ class SamplingRequest(Struct, kw_only=True):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Likeliest tokens to compute at each place of the prompt; None: no log-probabilities of the prompt."""
+        """Return the number of most likely tokens to compute for each prompt position; None for no prompt
+        log-probabilities.
+        """
         return self.prompt_logprobs
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
-    """max_tokens may be 0 with `echo`: the prompt and its log-probabilities, and nothing else."""
+    """A completion request. With `echo`, max_tokens may be 0: the answer is the prompt and its log-probabilities."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: Count | None = None
@@ -192,7 +194,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
         self.prompts()
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, one an entry. Raises BadRequest if `prompt` is empty or mixes forms."""
+        """Return the prompts as a list. Raises BadRequest if `prompt` is empty or mixes forms."""
         given = self.prompt
         if isinstance(given, str):
             given = [given]
@@ -264,7 +266,7 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
         return self.tool_choice not in (None, "none", "auto")
 
     def template_input(self) -> Conversation:
-        """A model that may not call is not told of tools."""
+        """Return the conversation to render, without tools if the model may not call any."""
         return conversation_of(self, None if self.tool_choice == "none" else self.tools)
 
     @property
@@ -281,7 +283,7 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """A prompt or a conversation, in vLLM's form."""
+    """A prompt or a conversation to tokenize, in vLLM's form."""
 
     model: str | None = None
     prompt: str | None = None
@@ -332,7 +334,7 @@ class UnloadAdapterRequest(Struct):
 
 
 class AllowanceRequest(Struct):
-    """The completion tokens that a running request may have, by the gateway's id of it."""
+    """The new allowance of completion tokens of a running request; `id` is the gateway's request id."""
 
     id: str
     tokens: int
@@ -343,7 +345,9 @@ class AllowanceRequest(Struct):
 
 
 def prompt_too_long(field: str, limit: int, at_least: int) -> BadRequest:
-    """limit: the model's context. In OpenAI's words, by which clients know that they must shorten the prompt."""
+    """Build the error for a prompt that exceeds the context length `limit`. Clients recognise OpenAI's wording and
+    shorten the prompt.
+    """
     return BadRequest(
         field,
         f"This model's maximum context length is {limit} tokens. However, your {field} has more than {at_least} "

@@ -1,6 +1,6 @@
 """Response types of the OpenAI API. No torch, no HTTP.
 
-Fields that are UNSET are left out; None is written as null, as the API does.
+UNSET fields are omitted; None is written as null, as the API does.
 """
 
 from msgspec import UNSET, Struct, UnsetType
@@ -29,10 +29,10 @@ class Usage(Struct):
 
 
 class Progress(Struct):
-    """Tokens so far and the receipt. The gateway bills streams that end early by them.
+    """Token counts so far and the receipt. The gateway bills streams that end early by them.
 
     adapter_digest: the adapter whose pages the steps read: `sha256:<digest>`, `base` or `mixed`; null before the first
-    step. ended_by_allowance: there where the request ended at the gateway's allowance, and not by itself.
+    step. ended_by_allowance: present only if the request ended because it reached the gateway's allowance.
     """
 
     completion_tokens: int
@@ -50,14 +50,15 @@ class CompletionLogprobs(Struct):
 
 
 class PromptLogprob(Struct):
-    """vLLM's: one token that could have stood at a place of the prompt; rank 1 is the likeliest."""
+    """A candidate token at one position of the prompt, in vLLM's form; rank 1 is the most likely."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# Of each prompt token, by token id: itself and the likeliest; nothing predicts the first one.
+# One entry per prompt token, keyed by token id: the token itself and the most likely ones. The first token has no
+# prediction, so its entry is None.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -100,14 +101,18 @@ class ChatLogprobs(Struct):
 
 
 class CalledFunction(Struct):
-    """`arguments` is JSON as the model wrote it, in a stream a piece of it; `name` comes with the first piece."""
+    """The called function; `arguments` is the JSON written by the model. In a stream it is one piece, and `name` is
+    only in the first piece.
+    """
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class CalledTool(Struct):
-    """`index` is a stream's: which call this is a piece of. The first piece brings `id` and `type`."""
+    """A tool call. In a stream, `index` identifies the call that this piece belongs to; the first piece has `id` and
+    `type`.
+    """
 
     function: CalledFunction
     id: str | UnsetType = UNSET
@@ -179,10 +184,10 @@ class AdapterLoaded(Struct):
 
 
 class EngineStateResponse(Struct):
-    """Body of `GET /state`. `instance` changes with each start. `generation` grows with each change of `running`,
-    `waiting`, `draining` or the adapters in device memory: between two states of one instance the higher is the
-    newer. `adapters_resident` are digests. `max_adapter_bytes`: largest size of an adapter's tensors in the engine's
-    dtype. `adapter_load_seconds`: recent average of the time that a load into host memory takes.
+    """Body of `GET /state`. `instance` changes with each start. `generation` increases with each change of `running`,
+    `waiting`, `draining` or the adapters in device memory; of two states of one instance, the higher one is newer.
+    `adapters_resident` are digests. `max_adapter_bytes`: largest size of an adapter's tensors in the engine's dtype.
+    `adapter_load_seconds`: recent average time of a load into host memory.
     """
 
     instance: str
@@ -209,24 +214,25 @@ class EngineStateResponse(Struct):
     generated_tokens: int
     prefix_hit_tokens: int
     prefix_query_tokens: int
-    # Of the gateways' requests that ended, since the file of finished requests is kept: as they are billed.
+    # Totals of the gateways' finished requests since the file of finished requests exists, as they are billed.
     ended_requests: int
     ended_prompt_tokens: int
     ended_completion_tokens: int
-    # This engine keeps gateways' allowances of tokens and reports of whole answers.
+    # Whether this engine enforces the gateways' token allowances and reports whole answers while they run.
     keeps_allowances: bool = True
 
 
-# The gateway's bound on a request's completion tokens, and the form of a whole answer that is reported while it runs.
+# Header with the gateway's allowance of completion tokens, and the content type of a report: a whole (non-streamed)
+# answer whose progress is sent while it runs.
 ALLOWANCE_HEADER = "x-loraplex-allowance"
 REPORT_TYPE = "application/x-loraplex-report"
-# A whole answer is reported with each step, and the gateway asks its limits for more, while fewer tokens of each choice
-# are left: half a second of a fast engine.
+# When fewer tokens than this remain per choice, the engine reports a whole answer at each step and the gateway reserves
+# more: half a second of a fast engine.
 ASK_TOKENS = 64
 
 
 class AnswerHead(Struct):
-    """The answer after a report: its status, its headers and the bytes that follow the line."""
+    """The head of the answer after a report: status, headers, and byte length of the body that follows."""
 
     status: int
     length: int
@@ -241,13 +247,15 @@ class ReportLine(Struct):
 
 
 class AllowanceRaised(Struct):
-    """is_running: false for a request that has ended or that this engine does not have."""
+    """The result of raising an allowance. is_running: false if the request has ended or the engine does not have it."""
 
     is_running: bool
 
 
 class FinishedRequest(Struct):
-    """finish_reason: null while it runs; "killed" where its engine was, and the counts are the last it wrote down."""
+    """A request in the engine's usage log. finish_reason: null while the request runs; "killed" if the engine was
+    killed, in which case the counts are the last ones written.
+    """
 
     id: str
     finish_reason: str | None

@@ -1,7 +1,7 @@
-"""What an answer must look like, as the wire says it: OpenAI's `response_format` and vLLM's forms, to one spec.
+"""Structured output requests: translation of OpenAI's `response_format` and vLLM's forms into one GrammarSpec.
 
-Checks shape and size only, with no library, because the gateway reads requests too; whether a grammar can be compiled
-is engine/structured/compiler.py's to say.
+Checks only shape and size and needs no grammar library, because the gateway reads requests too.
+engine/structured/compiler.py decides whether a grammar compiles.
 """
 
 import re
@@ -17,8 +17,8 @@ Kind = Literal["json", "regex", "choice", "grammar"]
 
 KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar")
 MAX_SPEC_BYTES = 64 << 10
-# Compiling a regular expression takes time and memory with the square of its length: `.*` 2,000 times over 0.8 s and
-# 100 MiB, 10,000 times 20 s and 2 GiB. A grammar may have many.
+# Compiling a regular expression takes time and memory quadratic in its length: `.*` repeated 2,000 times takes 0.8 s
+# and 100 MiB, 10,000 times 20 s and 2 GiB. A grammar may contain many.
 MAX_REGEX_BYTES = 4 << 10
 MAX_GRAMMAR_BYTES = 16 << 10
 MAX_CHOICES = 1000
@@ -29,9 +29,11 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """`text`: a JSON schema, a regular expression, a JSON list of strings, or a Lark or GBNF grammar.
+    """An output constraint. `text`: a JSON schema, a regular expression, a JSON list of strings, or a Lark or GBNF
+    grammar.
 
-    lenient: keywords of a schema that cannot be enforced are left out, not refused. param: the field to blame.
+    lenient: drop schema keywords that cannot be enforced instead of refusing them. param: the request field to name in
+    errors.
     """
 
     kind: Kind
@@ -41,9 +43,9 @@ class GrammarSpec:
 
 
 def read_spec(response_format: Any, structured_outputs: Any, guided: Mapping[Kind, Any]) -> GrammarSpec | None:
-    """The one constraint that was asked for, None if there is none. `guided`: vLLM's `guided_*` fields by kind.
+    """Return the one requested constraint, or None. `guided`: vLLM's `guided_*` fields by kind.
 
-    Raises RequestError naming the field for anything else than a constraint of a served form and size.
+    Raises RequestError naming the field if the constraint has an unknown form, is too large, or is not the only one.
     """
     found = [_read(kind, value, f"guided_{kind}") for kind, value in guided.items() if value is not None]
     if structured_outputs is not None:
@@ -132,7 +134,7 @@ def _text(value: Any, at: str) -> str:
 
 
 def _check_size(text: str, at: str, limit: int = MAX_SPEC_BYTES) -> None:
-    # Characters first: a huge string is not encoded only to be measured.
+    # Compare characters first, so that a huge string is not encoded just to be measured.
     size = len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
     if size > limit:
         raise RequestError(at, f"expected at most {limit} bytes, got {size}")

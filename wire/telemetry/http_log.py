@@ -1,4 +1,4 @@
-"""aiohttp's log of a server, without what clients sent: a malformed header may hold a key, a stray body a prompt."""
+"""Filter that keeps client data out of aiohttp's server log: a bad header may hold a key, a body a prompt."""
 
 import logging
 
@@ -7,7 +7,7 @@ from aiohttp.web import RequestPayloadError
 
 
 class _WithoutContent(logging.Filter):
-    """A request that is no HTTP is one line; its exception quotes the client."""
+    """Filter that logs an invalid HTTP request as one line, because its exception quotes the client."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -21,7 +21,7 @@ _FILTER = _WithoutContent()
 
 
 def http_logger(name: str) -> logging.Logger:
-    """For web.AppRunner's `logger`."""
+    """Return a logger to pass to web.AppRunner as `logger`."""
     logger = logging.getLogger(name)
     logger.addFilter(_FILTER)
     return logger

@@ -1,4 +1,6 @@
-"""Traces by OpenTelemetry's SDK, sent over OTLP. The only place that imports it; `wire.telemetry.spans` says when."""
+"""Traces by OpenTelemetry's SDK, sent over OTLP. The only module that imports the SDK; `wire.telemetry.spans` loads it
+on demand.
+"""
 
 import asyncio
 import logging
@@ -20,17 +22,19 @@ from wire.telemetry.spans import Kind, Span, Value
 
 log = logging.getLogger(__name__)
 
-# What the last spans get to be sent in on the way out.
+# Time limit for sending the last spans at shutdown.
 FLUSH_SECONDS = 3.0
 W3C = TraceContextTextMapPropagator()
 KINDS = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT}
 
 
 class OtlpTracing:
-    """Spans wait in a bounded queue (OTEL_BSP_MAX_QUEUE_SIZE); those that do not fit in it are lost."""
+    """Tracing through the SDK. Spans wait in a bounded queue (OTEL_BSP_MAX_QUEUE_SIZE); spans that do not fit are
+    dropped.
+    """
 
     def __init__(self, service: str) -> None:
-        # The library has a line for every batch that fails and every header that it cannot read; see _Exporter.
+        # The library logs every failed batch and every unreadable header; _Exporter logs the outages instead.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._exporter = _Exporter(OTLPSpanExporter())
         self._provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
@@ -46,7 +50,7 @@ class OtlpTracing:
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(FLUSH_SECONDS)
-        # Ends the pause before another try, and with it the thread.
+        # Ends the pause before a retry, and thereby the thread.
         self._exporter.shutdown()
 
 
@@ -95,7 +99,7 @@ def _running(
     try:
         yield span
     except asyncio.CancelledError:
-        # The client left, which is nobody's failure.
+        # The client disconnected, which is not a failure.
         span.set({"error.type": "cancelled"})
         raise
     except Exception as error:
@@ -106,7 +110,7 @@ def _running(
 
 
 class _Exporter(SpanExporter):
-    """Says once that the collector is away, and once that it is back."""
+    """Exporter that logs once when the collector becomes unreachable, and once when it is back."""
 
     def __init__(self, exporter: OTLPSpanExporter) -> None:
         self._exporter = exporter
@@ -127,7 +131,7 @@ class _Exporter(SpanExporter):
 
 
 def _resource(service: str) -> Resource:
-    """Who makes the traces; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over our own word."""
+    """Return the traced service's attributes; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence."""
     named = Resource({"service.version": version("loraplex")}).merge(Resource.create())
     is_default = str(named.attributes["service.name"]).startswith("unknown_service")
     return named.merge(Resource({"service.name": service})) if is_default else named

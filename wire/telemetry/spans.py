@@ -1,7 +1,7 @@
-"""OpenTelemetry traces, where the operator names a collector in the environment; else nothing is imported or done.
+"""OpenTelemetry traces. Active only if the environment names a collector; otherwise the SDK is not imported.
 
-A span is handed from caller to callee; there is no current one. No prompt, no answer and no key goes into a span, and
-of an error only its kind. Torch-free: the gateway traces with it as well.
+A span is passed from caller to callee; there is no current span. Spans contain no prompt, answer or key, and of an
+error only its kind. Torch-free, because the gateway traces too.
 """
 
 import os
@@ -20,7 +20,7 @@ PROTOCOL = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 class TracingError(ValueError):
-    """The environment asks for what cannot be done. field: the variable."""
+    """Tracing settings in the environment that cannot be honoured. field: the variable."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -29,29 +29,31 @@ class TracingError(ValueError):
 
 
 class Span:
-    """A part of a request's time; this one is of a request that is not traced, and takes everything for nothing."""
+    """A timed part of a request. This base class is the span of a request that is not traced; it ignores all calls."""
 
     __slots__ = ()
     is_recording = False
-    # In hexadecimal, as W3C's and every tool's.
+    # Hexadecimal, as in W3C Trace Context.
     trace_id: str | None = None
 
     def child(
         self, name: str, kind: Kind = "internal", attributes: Mapping[str, Value] | None = None
     ) -> "AbstractContextManager[Span]":
-        """A part of this part, ended with the block; marked as failed if the block raises."""
+        """Return a context manager for a child span; it ends with the block and is marked as failed if the block
+        raises.
+        """
         return _NO_CHILD
 
     def set(self, attributes: Mapping[str, Value]) -> None: ...
 
     def event(self, name: str, at: float | None = None) -> None:
-        """at: when, on the clock of time.time(); None: now."""
+        """Record an event. at: time on the clock of time.time(); None for now."""
 
     def fail(self, kind: str) -> None:
-        """kind: of error; never its message, which may quote the request."""
+        """Mark the span as failed. kind: kind of error, never its message, which may quote the request."""
 
     def headers(self) -> dict[str, str]:
-        """W3C's, for the server that does this part."""
+        """Return the W3C headers to send to the server that performs this part."""
         return {}
 
 
@@ -59,22 +61,23 @@ NO_SPAN = Span()
 _NO_CHILD: AbstractContextManager[Span] = nullcontext(NO_SPAN)
 
 SPAN = web.RequestKey("span", Span)
-# OpenTelemetry's words for what the generating routes do.
+# OpenTelemetry's operation names for the generating routes.
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 
 
 class Tracing(Protocol):
-    """A process' traces: made on the way, sent from a thread of their own."""
+    """A process's traces: recorded as requests run, sent by a separate thread."""
 
     def serve(self, name: str, headers: Mapping[str, str]) -> AbstractContextManager[Span]:
-        """A server's span, part of the trace that the headers name, if they do."""
+        """Open a server span. It joins the trace named in the headers, if there is one."""
 
     def close(self) -> None:
-        """Sends what is left, for some seconds at most. Blocks."""
+        """Send the remaining spans, for a few seconds at most. Blocks."""
 
 
 def start_tracing(service: str, environ: Mapping[str, str] = os.environ) -> Tracing | None:
-    """None where the environment names no collector. service: the name unless OTEL_SERVICE_NAME says another.
+    """Start tracing, or return None if the environment names no collector. service: name if OTEL_SERVICE_NAME is not
+    set.
 
     The SDK reads the other standard variables itself: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_... .
     Raises TracingError.
@@ -94,7 +97,9 @@ def start_tracing(service: str, environ: Mapping[str, str] = os.environ) -> Trac
 
 
 def trace_requests(tracing: Tracing, wanted: Callable[[str], bool]) -> Middleware:
-    """A middleware for outside of those that answer errors: a span for each request of a route that is wanted."""
+    """Return a middleware that opens a span for each request of a wanted route. It must be outside of the middlewares
+    that answer errors.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Token ids to text as they come: two kinds of vocabulary, each certain of what it hands out."""
+"""Incremental conversion of token ids to text, for two kinds of vocabulary. Returned text never changes afterwards."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from wire.text.tokenizer import Tokenizer
 
-# Tokens before a text that can matter to how it is written: a word's, or the bytes of a character.
+# Number of preceding tokens that can affect how a text is written: those of a word, or the bytes of a character.
 CONTEXT = 8
 
 
@@ -15,14 +15,16 @@ class Stream(Protocol):
     """Incremental detokenizer of one sequence. All pieces joined equal `Tokenizer.decode` of all ids."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that became certain; never half a character."""
+        """Return the text that became final; never half a character."""
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
 
 
 class ByteLevelStream:
-    """Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM): each token is some bytes, whatever stands before it."""
+    """Detokenizer for byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM), whose tokens stand for bytes regardless
+    of context.
+    """
 
     def __init__(
         self, tokenizer: "Tokenizer", shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
@@ -41,9 +43,10 @@ class ByteLevelStream:
 
 
 class WindowStream:
-    """Other vocabularies (SentencePiece): decodes a window of the last tokens twice, the newest text is the difference.
+    """Detokenizer for other vocabularies (SentencePiece): decodes a window of recent tokens before and after
+    adding the new ones; the new text is the difference.
 
-    A run of byte-fallback tokens decodes as a whole or not at all, so it is held until it ends.
+    A run of byte-fallback tokens decodes as a whole or not at all, so it is held back until it ends.
     """
 
     _MAX_HELD = 16

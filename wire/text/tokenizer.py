@@ -1,4 +1,5 @@
-"""Text to token ids and back, from a model's own files; torch-free, so that the gateway counts with the same code.
+"""Text to token ids and back, from a model's own files. Torch-free, so that the gateway counts tokens with the same
+code.
 
 Equal to transformers' `tokenizer(text)`, `apply_chat_template` and `decode(skip_special_tokens=True)` on the files of
 Llama-family models. Knows nothing about requests or sampling.
@@ -18,24 +19,24 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from wire.text.detokenizer import CONTEXT, ByteLevelStream, Stream, WindowStream
 
-# Put behind a message that is to be continued, to find its end in what a template makes of it; the space tells whether
-# the template trims messages. Two characters of private use, which no text that means something holds.
+# Mark appended to a message that is to be continued, to find its end in the rendered text. The space shows whether the
+# template trims messages. The two characters are from the private-use area, which meaningful text does not contain.
 _CONTINUED = "\ue0c0\ue0c1 "
-# Characters of a token, on average, beyond which a text's length alone is reason to count before encoding all of it;
-# and of a piece that is counted at once.
+# Average characters per token above which a long text is counted piece by piece before all of it is encoded, and the
+# number of characters in such a piece.
 _LONG_TOKEN = 8
 _PIECE = 16384
-# A template's variable: the most characters of its text, None for any number.
+# Template variable: the maximum number of characters of the rendered text, None for no limit.
 _ROOM = "_room"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TokenizerError(ValueError):
-    """A folder without a usable tokenizer, or one whose files cannot be read; the message names the file."""
+    """A folder without a tokenizer, or with files that cannot be read; the message names the file."""
 
 
 class TextTooLong(ValueError):
-    """A text of more tokens than there is room for; `at_least` of them were counted before the rest was left alone."""
+    """A text with more tokens than allowed; counting stopped after `at_least` tokens."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"the text has more than {at_least} tokens")
@@ -43,9 +44,10 @@ class TextTooLong(ValueError):
 
 
 class ChatTemplateError(ValueError):
-    """The conversation cannot be rendered: no template, or the template refuses it (its own words in the message).
+    """A conversation that cannot be rendered: no template, or the template refuses it (with its own words in the
+    message).
 
-    `param` names what is in the way: `messages`, `tools` or `continue_final_message`.
+    `param` names the cause: `messages`, `tools` or `continue_final_message`.
     """
 
     def __init__(self, message: str, param: str = "messages") -> None:
@@ -54,11 +56,11 @@ class ChatTemplateError(ValueError):
 
 
 class _NoRoom(Exception):
-    """A rendered text has more characters than any text of the tokens that are of use."""
+    """A rendered text with more characters than the allowed tokens can have."""
 
 
 class Tokenizer:
-    """One model's tokenizer and chat template. Thread-safe: holds no state of a request."""
+    """The tokenizer and chat template of one model. Thread-safe: holds no state of a request."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class Tokenizer:
         eos: Iterable[int],
         tool_template: str | None = None,
     ) -> None:
-        """tool_template: for conversations with tools, where the model has one of its own for them."""
+        """tool_template: separate template for conversations with tools, if the model has one."""
         self._backend = backend
         self._special = dict(special)
         self._template = _compile(template) if template is not None else None
@@ -84,10 +86,10 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json and config.json.
+        """Load tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json and config.json.
 
-        What `encode` adds is tokenizer.json's post-processor; beside it transformers ignores add_bos_token, so we do.
-        Raises TokenizerError.
+        `encode` adds the special tokens of tokenizer.json's post-processor. transformers ignores add_bos_token in that
+        case, and so does this class. Raises TokenizerError.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -110,24 +112,26 @@ class Tokenizer:
         return cls(backend, special, template, eos, tool_template)
 
     def to_json(self) -> str:
-        """A tokenizer.json with the special tokens of every file, for libraries that read the vocabulary themselves."""
+        """Return a tokenizer.json with the special tokens of all files, for libraries that read the vocabulary
+        themselves.
+        """
         return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
-        """limit: tokens that can be of use. Raises TextTooLong for a text of far more, without encoding all of it: a
-        prompt of megabytes would hold a processor for seconds only to be refused.
+        """Encode a text. limit: maximum number of useful tokens. Raises TextTooLong for a far longer text without
+        encoding all of it: a prompt of megabytes would occupy a processor for seconds and then be refused.
         """
         if limit is not None and len(text) > limit * _LONG_TOKEN:
             self._check_length(text, limit)
         return self._encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # `encode` holds the interpreter lock for all of its time (14 ms for 8,000 digits), a batch gives it free. A
-        # batch of one text stays on this thread.
+        # `encode` holds the interpreter lock throughout (14 ms for 8,000 digits); a batch releases it. A batch of one
+        # text stays on this thread.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _check_length(self, text: str, limit: int) -> None:
-        """Counts piece by piece. Cuts add a token or two each, so twice the limit is beyond it for certain."""
+        """Count piece by piece. Each cut adds a token or two, so a count of twice the limit certainly exceeds it."""
         count = 0
         for start in range(0, len(text), _PIECE):
             count += len(self._encode(text[start : start + _PIECE], add_special_tokens=False))
@@ -144,12 +148,13 @@ class Tokenizer:
         *,
         limit: int | None = None,
     ) -> list[int]:
-        """The conversation through the model's template, which writes the special tokens itself. limit: as `encode`'s.
+        """Render a conversation with the model's template, which writes the special tokens itself, and encode it.
+        limit: see `encode`.
 
         Raises ChatTemplateError, TextTooLong.
         """
         if limit is not None and len(messages) > limit:
-            raise TextTooLong(limit)  # each is a token at least; rendering half a million takes seconds
+            raise TextTooLong(limit)  # a message is at least one token; rendering half a million takes seconds
         text = self.render_chat(
             messages, tools, add_generation_prompt, continue_final_message, template_kwargs, limit=limit
         )
@@ -167,9 +172,10 @@ class Tokenizer:
     ) -> str:
         """Return the conversation as the model's template writes it.
 
-        continue_final_message: the text ends where the last message's content does, as if the model had written it.
-        template_kwargs: further variables of the template; none of those named here. limit: tokens that can be of use;
-        rendering stops at a text that has more for certain. Raises ChatTemplateError, TextTooLong.
+        continue_final_message: end the text where the last message's content ends, as if the model had written it.
+        template_kwargs: additional variables of the template; they cannot replace the ones set here. limit: maximum
+        number of useful tokens; rendering stops when the text certainly has more. Raises ChatTemplateError,
+        TextTooLong.
         """
         if continue_final_message:
             marked = {**messages[-1], "content": messages[-1]["content"] + _CONTINUED}
@@ -202,21 +208,22 @@ class Tokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()) -> Stream:
-        """shown_ids: special tokens that are to be written all the same. after: the tokens before, such as a prompt's:
-        SentencePiece writes no space before a text's first word, and a character may have begun there.
+        """Return an incremental detokenizer. shown_ids: special tokens to write nevertheless. after: the preceding
+        tokens, such as the prompt's: SentencePiece writes no space before the first word of a text, and a character may
+        begin there.
         """
         kind = ByteLevelStream if self._is_byte_level else WindowStream
         return kind(self, shown_ids, after[-CONTEXT:])
 
     def token(self, token_id: int) -> str:
-        """As the vocabulary writes it; empty for an id that it has not."""
+        """Return the token as the vocabulary writes it; empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for on its own; empty if the vocabulary has no such token."""
+        """Return the bytes that a token stands for on its own; empty if the vocabulary has no such token."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._token_bytes(self._backend.id_to_token(token_id) or "", token_id)
@@ -224,7 +231,7 @@ class Tokenizer:
 
     def _token_bytes(self, token: str, token_id: int) -> bytes:
         if self._is_byte_level:
-            # As the decoder does: a token with any character outside of the alphabet is taken as it is.
+            # The decoder does the same: a token with any character outside of the alphabet is used as it is.
             if all(char in _BYTE_OF for char in token):
                 return bytes(_BYTE_OF[char] for char in token)
             return token.encode()
@@ -233,17 +240,17 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
     def has_text(self, token_id: int) -> bool:
-        """Whether `decode` sees the token at all: it is in the vocabulary and not special."""
+        """Return whether `decode` shows the token: it is in the vocabulary and not special."""
         return token_id not in self.special_ids and self._backend.id_to_token(token_id) is not None
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Whether the token is one raw byte of a byte-fallback vocabulary, as `<0xE4>`."""
+        """Return whether the token is one raw byte of a byte-fallback vocabulary, such as `<0xE4>`."""
         token = self._backend.id_to_token(token_id) or ""
         return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
 def _cut_at_mark(text: str) -> str:
-    """The text before the mark, as transformers cuts it: a template that trims messages leaves no space at its end."""
+    """Cut the text before the mark as transformers does. If the template trims messages, no space remains."""
     at = text.rfind(_CONTINUED.strip())
     if at < 0:
         raise ChatTemplateError("the model's chat template leaves out the last message", "continue_final_message")
@@ -252,7 +259,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`: templates mark the assistant's words with it for training; to us it is its body."""
+    """The tag `{% generation %}`, which marks the assistant's words for training; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
@@ -290,7 +297,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _join(pieces: Iterable[str], room: int | None) -> str:
-    """Join pieces of at most `room` characters together. Raises _NoRoom before more are made."""
+    """Join pieces of at most `room` characters together. Raises _NoRoom before producing more."""
     joined, length = [], 0
     for piece in pieces:
         joined.append(piece)
@@ -311,12 +318,12 @@ def _to_json(
 ) -> str:
     # Jinja's own filter escapes HTML, which no model was trained on.
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    # Indentation multiplies a deep value, so it is made in pieces.
+    # Indentation multiplies the size of a deep value, so it is encoded in pieces.
     return encoder.encode(value) if indent is None else _join(encoder.iterencode(value), context.get(_ROOM))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a file, empty if there is no such file."""
+    """Return the object in a file, or an empty one if the file does not exist."""
     if not file.is_file():
         return {}
     try:
@@ -329,7 +336,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The model's template and the one for tools, as transformers finds them: in files, else in the config."""
+    """Return the model's template and its template for tools, in transformers' order: files, then the config."""
     file, tool_file = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if file.is_file():
         return file.read_text("utf-8"), tool_file.read_text("utf-8") if tool_file.is_file() else None
@@ -354,7 +361,7 @@ def _damaged(file: Path, field: str, expected: str, found: Any) -> TokenizerErro
 
 
 def _eos_ids(folder: Path) -> set[int]:
-    """Generation's own list comes first: it knows the end of a turn beside the end of a text."""
+    """Return the end-of-sequence ids. generation_config.json comes first: it lists the end of a turn and of a text."""
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(folder / name).get("eos_token_id")
         if eos is not None:
@@ -374,7 +381,7 @@ def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's map of printable characters to bytes: the printable ones are themselves, the rest follow from U+0100."""
+    """Return GPT-2's map of characters to bytes: printable bytes map to themselves, the others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
