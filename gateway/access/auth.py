@@ -2,9 +2,9 @@
 
 A key is `lpx_<id>_<secret>`: a secret of 160 random bits and a check of 32 bits that only the deployment can compute,
 so that a key that was never issued is refused without a database query. The database holds the id and HMAC-SHA256 of
-the secret under the deployment's pepper; a stolen table opens nothing.
+the secret under the deployment's pepper, so a stolen table does not reveal a usable key.
 
-Keys are kept in memory while the database says that nothing has changed: see `Authenticator`.
+`Authenticator` caches keys in memory and reads the database's change counters to keep them valid.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ SECRET_BYTES = 20
 CHECK_HEX = 8
 
 CACHE_ENTRIES = 10_000
-# Scope of cached answers about keys that do not exist: they are dropped only when the database is replaced.
+# Scope of cached answers for keys that do not exist. They are dropped only when the database is replaced.
 NOBODY = "nobody"
-# `last_used_at` is at most this much behind, and written no oftener.
+# Maximum lag of a key's `last_used_at`, and the minimum time between two writes of it.
 NOTE_USE_AFTER = timedelta(minutes=1)
 WRITE_USE_SECONDS = 2.0
 
@@ -68,7 +68,7 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
         return self.allowed_models is None or model in self.allowed_models
 
     def check_model(self, model: str) -> None:
-        """Raises Forbidden, alike for names that exist and that don't."""
+        """Raise Forbidden if the key may not use the model. The error is the same whether or not the model exists."""
         if not self.may_use(model):
             names = ", ".join(self.allowed_models or ())
             message = f"This API key may not use the model '{model}', only: {names}."
@@ -76,7 +76,7 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(msgspec.Struct):
-    """The database's answer for a key id. mark: `Changes.mark` before the query. used_at: the last noted use."""
+    """Cached database answer for a key id. mark: `Changes.mark` before the query. used_at: the last recorded use."""
 
     key: ApiKey | None
     mark: int
@@ -88,27 +88,30 @@ class _Known(msgspec.Struct):
 
 
 class Authenticator:
-    """Issues and verifies keys. Raises InvalidKey (401), Forbidden (403), Unavailable without a database.
+    """Issuer and verifier of keys. Raises InvalidKey (401), Forbidden (403), Unavailable without a database.
 
     Every change of a key or a tenant increments the tenant's counter in the database, in the same transaction. While
     `watch`, which reads the counters continuously, finds a tenant's counter unchanged, its cached keys are valid, and
     no request waits for the database. After a change the tenant's keys are looked up again, and running requests of
-    invalid keys are ended. Without a reading, cached keys are trusted no longer than `Changes` allows.
+    invalid keys are ended. If the counters cannot be read, cached keys stay valid for the time that `Changes` allows.
     """
 
     def __init__(self, keys: Keys, pepper: str, admin_key: str | None, changes: Changes) -> None:
-        """admin_key: the bootstrap key, None where it is switched off."""
+        """admin_key: the bootstrap key, None if it is disabled."""
         self._keys = keys
         self._changes = changes
         self._pepper = pepper.encode()
         self._admin_hash = None if admin_key is None else self._hash(BOOTSTRAP_KEY_ID, admin_key)
-        self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, the one looked up longest ago first
+        self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, least recently looked up first
         self._lookups = Lookups(self._look_up)
         self._running: dict[asyncio.Timeout, str] = {}
         self._used: dict[str, datetime] = {}
 
     def issue(self, tenant: Tenant | None, scopes: frozenset[str], label: str, **fields: Any) -> tuple[ApiKey, str]:
-        """A new key and its one and only clear text; fields: further ones of ApiKey. Not stored: that is `Keys.add`."""
+        """Return a new key and its clear text, which is not kept anywhere. fields: further fields of ApiKey.
+
+        Does not store the key; `Keys.add` does.
+        """
         key_id, random = secrets.token_hex(KEY_ID_BYTES), secrets.token_hex(SECRET_BYTES)
         secret = random + self._check(key_id, random)
         key = ApiKey(
@@ -138,7 +141,7 @@ class Authenticator:
         )
 
     async def admin(self, authorization: str | None) -> str:
-        """The id of the admin key in an Authorization header."""
+        """Return the id of the admin key in an Authorization header."""
         return await self.admin_key(_bearer(authorization))
 
     async def admin_key(self, presented: str) -> str:
@@ -153,9 +156,9 @@ class Authenticator:
 
     @asynccontextmanager
     async def while_valid(self, principal: TenantPrincipal) -> AsyncIterator[None]:
-        """Ends the block, as a timeout would, once the key is revoked or expired or its tenant suspended or deleted.
+        """Cancel the block, as a time-out would, once the key is revoked or expired or its tenant suspended or deleted.
 
-        Raises InvalidKey or Forbidden then.
+        Raises InvalidKey or Forbidden in that case.
         """
         try:
             async with asyncio.timeout(None) as deadline:
@@ -171,7 +174,7 @@ class Authenticator:
             raise problem or InvalidKey("This API key is not valid any more.") from error
 
     async def watch(self) -> None:
-        """Keep cached keys valid, without end. Run it as a task."""
+        """Keep cached keys valid until cancelled. Run it as a task."""
         last_written = time.monotonic()
         while True:
             begun = time.monotonic()
@@ -181,17 +184,17 @@ class Authenticator:
                     last_written = time.monotonic()
                     await self._write_uses()
             except Unavailable:
-                # `Database` logs it. Cached keys expire soon; requests then query the database and get the 503. Known
-                # revocations and expiries stay in force.
+                # `Database` logs the error. Cached keys expire soon; requests then query the database and fail with
+                # 503. Known revocations and expiries stay in force.
                 self._end_known_invalid()
             await asyncio.sleep(max(0.0, begun + ASK_SECONDS - time.monotonic()))
 
     async def catch_up(self) -> None:
-        """Apply a change that this process has just made."""
+        """Apply a change that this process has made."""
         await self._changes.catch_up()
 
     async def refresh(self) -> None:
-        """Read changes now, and end running requests of keys that became invalid."""
+        """Read changes now and end the running requests of keys that became invalid."""
         await self._changes.read()
         missing = [key_id for key_id in set(self._running.values()) if self._current(key_id) is None]
         if missing:
@@ -235,8 +238,7 @@ class Authenticator:
         return key
 
     def is_issued(self, presented: str) -> bool:
-        """Return whether a key's check digits are right. Only this deployment can compute them, so such a key is no
-        guess.
+        """Return whether the deployment has issued a key, by its check digits, which only the deployment can compute.
 
         The key may be revoked, expired or deleted; the database is not queried.
         """
@@ -248,7 +250,7 @@ class Authenticator:
         return known is not None and hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), known)
 
     def _current(self, key_id: str) -> _Known | None:
-        """Return the cached answer for a key, if it is valid without a query."""
+        """Return the cached answer for a key, None if a query is needed."""
         known = self._known.get(key_id)
         return known if known is not None and self._changes.holds(known.mark, known.scope) else None
 
@@ -259,7 +261,7 @@ class Authenticator:
         return await self._lookups.get(key_id)
 
     async def _look_up(self, key_id: str) -> _Known:
-        # Taken before the query, so that a change during the query invalidates its answer.
+        # Read the mark before the query, so that a change during the query invalidates its answer.
         mark = self._changes.mark
         return self._learn(key_id, await self._keys.find(key_id), mark)
 
@@ -290,7 +292,7 @@ class Authenticator:
 
 
 def _problem(key: ApiKey | None) -> GatewayError | None:
-    """Why a key whose secret is right does not open anything. None: it does."""
+    """Return the error for a key whose secret is right but that is not valid, None if it is valid."""
     if key is None:
         return InvalidKey("This API key does not exist any more: its tenant has been deleted.")
     if key.revoked_at is not None:

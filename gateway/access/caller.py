@@ -1,5 +1,7 @@
-"""Who asks, as far as it is known: a note that belongs to one HTTP request, for its line in the access log, the audit
-and its trace. The key is noted by `admission/auth.py`, by its id only."""
+"""Caller of one HTTP request, for its access log line, audit entries and trace.
+
+`access/auth.py` records the key, by its id only.
+"""
 
 import ipaddress
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from gateway.settings import Network
 
 @dataclass(slots=True)
 class Caller:
-    """address: the client's. key_id: of a key that was proved to be theirs. tenant: by name; None for an admin."""
+    """Caller. address: the client's. key_id: the verified key's id. tenant: by name, None for an admin."""
 
     address: str
     request_id: str
@@ -20,20 +22,22 @@ class Caller:
     tenant: str | None = None
 
 
-# Of the request that the running task answers; None where there is none.
+# Caller of the request that the running task answers; None outside of requests.
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 def note_key(key_id: str, tenant: str | None) -> None:
-    """The running request's key."""
+    """Record the verified key of the running request."""
     caller = CALLER.get()
     if caller is not None:
         caller.key_id, caller.tenant = key_id, tenant
 
 
 def find_address(peer: str | None, forwarded: Sequence[str], trusted: Sequence[Network]) -> str:
-    """The client's: the connection's other end or, behind trusted proxies only, the last of X-Forwarded-For that is
-    none of them. What a client wrote there itself stands further left and is never read."""
+    """Return the client's address: the connection's peer or, behind trusted proxies only, the last address in
+    X-Forwarded-For that is not a trusted proxy. Addresses that the client itself wrote stand further left and are never
+    read.
+    """
     address = parse_address(peer or "")
     if forwarded:
         hops = [hop.strip() for line in forwarded for hop in line.split(",")]
@@ -48,7 +52,7 @@ def find_address(peer: str | None, forwarded: Sequence[str], trusted: Sequence[N
 
 @lru_cache(4096)
 def parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for what is no address."""
+    """Return the parsed address, an IPv4-mapped one as IPv4; None if the text is not an address."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -7,9 +7,9 @@ import re
 INTERNAL_TOKEN = "x-loraplex-internal-token"
 ANNOUNCE_TOKEN = "x-loraplex-announce-token"
 
-# Guesses are throttled to 14,400 a day and address; 64 bits also resist an attack on a leaked hash.
+# Guesses are throttled to 14,400 a day for each address; 64 bits also resist an attack on a leaked hash.
 MIN_BITS = 64
-# A word adds the bits of a choice among several thousand, whatever its length (Diceware's lists have 7,776).
+# A word of any length adds the bits of a choice among several thousand words (Diceware's lists have 7,776).
 WORD_BITS, WORD_LETTERS = 13.0, 5
 PLACEHOLDER_BITS = 1.0
 _PLACEHOLDERS = """
@@ -31,11 +31,11 @@ def basic_password(encoded: str) -> str | None:
 
 
 def guess_bits(secret: str) -> float:
-    """Estimate the bits of a secret, with a tendency to low values.
+    """Estimate the entropy of a secret in bits; the error is on the low side.
 
-    A repetition of the whole counts once, a run of equal or consecutive characters (`0000`, `abcd`) as one character,
-    five letters in a row as one word of a dictionary, and a common placeholder (`changeme`, `token`) as next to
-    nothing. `openssl rand -hex 16` reaches 72 or more, `openssl rand -hex 24` 113.
+    A secret that repeats itself counts as one repetition, a run of equal or consecutive characters (`0000`, `abcd`) as
+    one character, five letters in a row as one word of a dictionary, and a common placeholder (`changeme`, `token`) as
+    one bit. `openssl rand -hex 16` reaches 72 or more, `openssl rand -hex 24` 113.
     """
     secret = _without_runs(_period(secret))
     bits, seen = 0.0, set()

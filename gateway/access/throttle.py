@@ -1,9 +1,10 @@
-"""Throttle wrong keys by client address.
+"""Throttle of wrong keys by client address.
 
-Past a limit, further guesses from an address are refused without a comparison, so that an answer never tells whether a
-guess was right. Issued keys are served from any address: their check digits, which nobody can compute without the
-pepper, tell them from guesses. An attacker therefore locks no tenant out behind a shared address. Chosen secrets (the
-bootstrap admin key, the internal token) have no check digits and wait until the address is below the limit.
+Beyond a limit, further guesses from an address are refused without a comparison, so that no answer reveals whether a
+guess was right. Issued keys are served from any address, because their check digits, which cannot be computed without
+the pepper, distinguish them from guesses. An attacker therefore cannot lock out a tenant that shares the address.
+Chosen secrets (the bootstrap admin key, the internal token) have no check digits and are refused until the address is
+below the limit.
 """
 
 import asyncio
@@ -28,16 +29,17 @@ from gateway.process.outage import Outage
 
 log = logging.getLogger(__name__)
 
-# The token bucket of an address: wrong keys compared at once, and the time until a further one is.
+# Token bucket of an address: wrong keys that are compared at once, and the seconds until one more is.
 BURST = 10
 SECONDS_EACH = 6.0
-# Addresses remembered; beyond this the least recently seen is forgotten.
+# Maximum number of buckets; beyond it the one least recently charged is dropped.
 MAX_ADDRESSES = 10_000
-# An IPv6 customer is given a whole network of this size.
+# Prefix length of the network that an IPv6 customer gets as a whole; it has one bucket.
 IPV6_PREFIX = 64
-# Time limit of Redis for the answer to a wrong key.
+# Time limit of the Redis call for a wrong key.
 SHARE_SECONDS = 0.25
-# KEYS: an address' bucket. ARGV: seconds that one wrong key costs. Returns the seconds until all of it is paid off.
+# KEYS: an address's bucket. ARGV: seconds that one wrong key costs. Returns the milliseconds until the bucket's debt is
+# paid off.
 SCRIPT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
@@ -48,23 +50,23 @@ return math.ceil(debt * 1000)
 
 
 class FailedLogins:
-    """The process's buckets, in bounded memory. Each compared wrong key is also added to a bucket in Redis that all
-    processes share, and the shared level is adopted. So n processes compare at most n - 1 more guesses than a single
-    one.
+    """Buckets of this process, in bounded memory. Each compared wrong key is also added to a bucket in Redis that all
+    processes share, and the process adopts the shared level. So n processes compare at most n - 1 more guesses than a
+    single one.
     """
 
     def __init__(
         self, metrics: Metrics, is_issued: Callable[[str], bool], redis: Any | None = None, deployment: str = ""
     ) -> None:
-        """redis: None to count in this process only. deployment: a value that all processes of a deployment share and
-        others do not, such as the database's URL; it separates deployments on the same Redis.
+        """redis: None to count in this process only. deployment: a value that is the same in all processes of one
+        deployment, such as the database's URL; it separates deployments on the same Redis.
         """
         self._metrics = metrics
         self._is_issued = is_issued
         self._script = redis.register_script(SCRIPT) if redis is not None else None
         self._scope = f"loraplex:wrong-keys:{hashlib.sha256(deployment.encode()).hexdigest()[:8]}"
         self._outage = Outage(log, "sharing the count of wrong keys")
-        # Address -> the moment at which it will have paid off all its failures (monotonic).
+        # Address -> time (monotonic) at which its debt is paid off.
         self._paid_off: OrderedDict[str, float] = OrderedDict()
 
     def middleware(self) -> Middleware:
@@ -73,7 +75,7 @@ class FailedLogins:
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             caller = CALLER.get()
-            assert caller is not None  # gateway/api/access_log.py's, further out
+            assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
             address = client_network(caller.address)
             wait = self._wait(address)
             if wait > 0 and self._may_be_guess(request):
@@ -91,7 +93,7 @@ class FailedLogins:
         """Count a compared wrong key."""
         self._metrics.login_failed()
         was_calm = self._wait(address) <= 0
-        # Before the first await, so that simultaneous guesses see it.
+        # Charge the bucket before the first await, so that concurrent guesses see it.
         now = time.monotonic()
         self._remember(address, max(now, self._paid_off.get(address, 0.0)) + SECONDS_EACH)
         shared = await self._share(address)
@@ -105,7 +107,7 @@ class FailedLogins:
         return self._paid_off.get(address, 0.0) - time.monotonic() - (BURST - 1) * SECONDS_EACH
 
     def _may_be_guess(self, request: web.Request) -> bool:
-        """Return whether a request holds a secret that is not an issued key."""
+        """Return whether a request carries a secret that is not an issued key."""
         if INTERNAL_TOKEN in request.headers or ANNOUNCE_TOKEN in request.headers:
             return True
         for given in request.headers.getall("Authorization", ()):
@@ -122,7 +124,7 @@ class FailedLogins:
             self._paid_off.popitem(last=False)
 
     async def _share(self, address: str) -> float | None:
-        """Add a wrong key to the shared bucket. Returns its debt in seconds, None while Redis is away."""
+        """Add a wrong key to the shared bucket. Return its debt in seconds, None while Redis is away."""
         if self._script is None:
             return None
         try:

@@ -26,7 +26,7 @@ def keep_off_public_port(admin_port: int) -> Middleware:
 
 def _is_admins(request: web.Request) -> bool:
     resource = request.match_info.route.resource
-    # Compares the route's pattern, because a path can be encoded in several ways; without a route the method is wrong.
+    # Compare the route's pattern, because a path can be encoded in several ways. A wrong method has no resource.
     return (resource.canonical if resource is not None else request.path).startswith(PREFIXES)
 
 

@@ -1,4 +1,4 @@
-"""Endless work beside requests."""
+"""Background tasks of a gateway."""
 
 import asyncio
 import logging
@@ -11,13 +11,13 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs endless work beside the block."""
+    """Run endless work as a task during the block."""
     task = asyncio.create_task(work)
     task.add_done_callback(_report_death)
     try:
         yield
     finally:
-        # A library may take a cancellation for the end of its own patience: asked until it is heard.
+        # A library may take a cancellation for its own time-out and swallow it, so cancel until the task ends.
         while not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=1.0)

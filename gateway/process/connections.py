@@ -1,8 +1,8 @@
 """Limit of open connections.
 
-A connection belongs to the tenant of its newest request, or to nobody while no key has been proved on it. Tenants may
-hold half of the connections each, and those of nobody a quarter together. Beyond that, or beyond the total, the
-connection that has waited longest for a request is closed, so a new client always gets in.
+A connection belongs to the tenant of its newest request; until a key has been verified on it, it is anonymous. Each
+tenant may hold half of the connections, and all anonymous ones together a quarter. Beyond a share or the total, the
+connection that has been idle longest is closed, so a new client can always connect.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from gateway.sharing.rounds import Rounds
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
-# Owner of connections on which no key has been proved, and of operators' connections.
+# Owners of anonymous connections and of operators' connections.
 NOBODY, OPERATOR = "", "\0operator"
 
 
@@ -34,7 +34,7 @@ OTHER_DESCRIPTORS = 1024
 
 
 def allow_descriptors(connections: int) -> None:
-    """Raise the process's limit of open files to hold so many connections, as far as its hard limit allows."""
+    """Raise the process's limit of open files so that it suffices for so many connections, within the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_DESCRIPTORS
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -47,7 +47,7 @@ def allow_descriptors(connections: int) -> None:
 
 @dataclass(slots=True)
 class _Use:
-    """The newest request of a connection. since: its begin, its end, or the connection's first sight."""
+    """Newest request of a connection. since: when it began or ended, or when the connection was first seen."""
 
     since: float = field(default_factory=time.monotonic)
     caller: Caller | None = None
@@ -61,7 +61,7 @@ class _Use:
 
 
 class Connections:
-    """The connections of one process. limit: the most that may be open."""
+    """Open connections of one process. limit: their maximum number."""
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
         self._limit = limit
@@ -71,9 +71,9 @@ class Connections:
         metrics.watch_connections(lambda: len(self._uses))
 
     def middleware(self) -> Middleware:
-        """Return the middleware that notes each connection's tenant and lets its requests begin in turn.
+        """Return the middleware that records each connection's tenant and starts requests in turn.
 
-        It goes inside of gateway/api/access_log.py's.
+        It goes inside the middleware of gateway/api/access_log.py.
         """
 
         @web.middleware
@@ -89,13 +89,13 @@ class Connections:
         return middleware
 
     async def watch(self, opened: Callable[[], Sequence[Any]]) -> None:
-        """Look at the server's connections without end. Run it as a task."""
+        """Check the server's connections until cancelled. Run it as a task."""
         while True:
             self.look(opened())
             await asyncio.sleep(LOOK_SECONDS)
 
     def look(self, opened: Sequence[Any]) -> None:
-        """Close the connections that are too many."""
+        """Close the connections beyond a share or the total."""
         self._uses = {connection: self._uses.get(connection) or _Use() for connection in opened}
         by_owner: dict[str, list[Any]] = {}
         for connection, use in self._uses.items():
@@ -114,7 +114,7 @@ class Connections:
             left -= more
 
     def _close(self, held: list[Any], number: int) -> None:
-        """Close those without a request first, and of them the one that has waited longest."""
+        """Close `number` connections: idle ones first, the longest idle before the others."""
         held.sort(key=lambda connection: (self._uses[connection].is_busy, self._uses[connection].since))
         for connection in held[:number]:
             if connection.transport is not None:

@@ -1,6 +1,7 @@
-"""A gateway's way out, before its requests' own time runs: nobody who was let in is cut off.
+"""Drain of a gateway that stops, so that no accepted connection is cut off.
 
-Load balancers are told, kept-alive connections end with their next answer, who has connected is served.
+`/readyz` fails for load balancers, kept-alive connections close with their next answer, and requests of clients that
+are connected are served. The drain precedes the time that running requests get (`shutdown_seconds`).
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-# A client that has a kept-alive connection may be sending on it right now; one that sends nothing for so long is idle.
+# A client may be sending on a kept-alive connection; one that sends nothing for this long is idle.
 IDLE_SECONDS = 1.0
 LOOK_SECONDS = 0.02
 
@@ -20,17 +21,19 @@ class Drain:
         self.begun = False
 
     async def close_connection(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
-        """On each answer that begins: from the drain on its client must take another connection for the next."""
+        """Make the client open a new connection for its next request. Called for each response; acts during a drain."""
         if self.begun:
             response.force_close()
             response.headers[hdrs.CONNECTION] = "close"
 
     async def run(self, runner: web.AppRunner, delay_seconds: float) -> None:
-        """Stops listening, `delay_seconds` after `/readyz` has begun to say so, and lets connections end by themselves.
-        Requests that run are left to the runner's cleanup."""
+        """Fail `/readyz`, stop listening after `delay_seconds`, and wait at most IDLE_SECONDS for connections to close.
+
+        The runner's cleanup ends the requests that still run.
+        """
         self.begun = True
         await asyncio.sleep(delay_seconds)
-        # Closing a listening socket resets who waits in its queue: they are let in first.
+        # Closing a listening socket resets the connections in its queue, so they are accepted first.
         listening = [fd for site in runner.sites for fd in _descriptors(site)]
         while True:
             if not _readable(listening):
@@ -47,13 +50,13 @@ class Drain:
 
 
 def _descriptors(site: web.BaseSite) -> list[int]:
-    # uvloop's server is none of asyncio's classes, and has its sockets all the same.
+    # uvloop's server is not an asyncio class, but has `sockets` too.
     server: Any = site._server
     return [listener.fileno() for listener in server.sockets] if server is not None else []
 
 
 def _readable(descriptors: Iterable[int]) -> bool:
-    """Whether anybody waits to be let in. `poll`, since `select` knows no descriptor above 1023."""
+    """Return whether a connection waits to be accepted. Uses `poll`, as `select` takes no descriptor above 1023."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

@@ -1,4 +1,4 @@
-"""The event loop's lag: how late its timers run, and deadlines that exclude the loop's own stalls.
+"""Lag of the event loop (the delay of its timers), and deadlines that exclude the loop's own stalls.
 
 A stall (a long computation on the loop, a machine without CPU time) looks like a server that does not answer: the
 answer waits in the socket's buffer while the deadline passes.
@@ -10,16 +10,16 @@ from collections import deque
 from types import TracebackType
 
 TICK_SECONDS = 0.05
-# A timer later than this is a stall; less is the ordinary work of other callbacks.
+# A timer that is later than this is a stall; a shorter delay is the ordinary work of other callbacks.
 STALL_SECONDS = 0.02
 # Stalls older than this are forgotten.
 WINDOW_SECONDS = 60.0
-# Slices of a deadline.
+# Number of slices of a deadline.
 SLICES = 10
 
 
 class LoopLag:
-    """Measures an event loop while `watch` runs. Times are `time.monotonic`'s."""
+    """Lag of an event loop, measured while `watch` runs. Times are `time.monotonic`'s."""
 
     def __init__(self) -> None:
         # Lag of the newest tick, in seconds.
@@ -35,11 +35,10 @@ class LoopLag:
         return max((length for _, length in self._stalls), default=0.0)
 
     def since(self, moment: float) -> float:
-        """Return the seconds since `moment` during which the loop stalled, a running stall included; at most a minute
-        back.
+        """Return for how many seconds the loop has stalled since `moment`, at most a minute back.
 
-        A caller that trusts a value for n seconds adds this to n: while the loop stalled, nothing could refresh the
-        value.
+        A running stall is included. A caller that trusts a value for n seconds adds this to n, because nothing could
+        refresh the value while the loop stalled.
         """
         now = time.monotonic()
         found = sum(min(length, end - moment) for end, length in self._stalls if end > moment)
@@ -49,7 +48,7 @@ class LoopLag:
         return found
 
     async def watch(self) -> None:
-        """Measure without end. Run it as a task."""
+        """Measure until cancelled. Run it as a task."""
         try:
             while True:
                 self._due = time.monotonic() + TICK_SECONDS
@@ -68,12 +67,11 @@ class LoopLag:
 
 
 class deadline:
-    """Cancel the block after so many seconds with TimeoutError, like `asyncio.timeout`, but do not count stalls of the
-    loop.
+    """Deadline that ends the block with TimeoutError, like `asyncio.timeout`, but does not count stalls of the loop.
 
-    The time is counted in slices, each with its own length however late its timer runs. The last timer must be on time:
-    after a stall, answers that have arrived are read first. A loop whose timers are never on time cannot keep the block
-    alive without end: twice the slices end it in any case.
+    The time is divided into slices; each counts with its nominal length, however late its timer runs. The last timer
+    must be on time, so that after a stall the answers that have arrived are read first. If no timer is ever on time,
+    the block ends after twice the number of slices.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What fails again and again, in few lines of the log: one when it begins, one a minute, and one when it is over."""
+"""Log of a repeated failure in few lines: one at its start, one a minute, and one at its end."""
 
 import logging
 import time
@@ -8,10 +8,10 @@ SUMMARY_SECONDS = 60.0
 
 
 class Outage:
-    """Of one thing. Whoever uses it says how each try went."""
+    """Outage of one part. The caller reports the result of each try."""
 
     def __init__(self, log: logging.Logger, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """what: a noun, to be followed by "fails"."""
+        """what: the subject of the log lines, a noun before "fails"."""
         self._log = log
         self._what = what
         self._clock = clock
@@ -20,7 +20,7 @@ class Outage:
         self._failures = 0
 
     def failed(self, reason: str, meanwhile: str = "") -> None:
-        """meanwhile: what that means, for now."""
+        """Report a failed try. meanwhile: the effect of the outage while it lasts."""
         now = self._clock()
         self._failures += 1
         because = f"{reason}; {meanwhile}" if meanwhile else reason
@@ -33,7 +33,7 @@ class Outage:
             self._log.warning("%s has failed %d times in %.0f s: %s", self._what, self._failures, seconds, because)
 
     def over(self) -> None:
-        """It worked."""
+        """Report a try that succeeded."""
         if self._since is not None:
             seconds = self._clock() - self._since
             self._log.warning("%s works again; it failed %d times in %.1f s", self._what, self._failures, seconds)

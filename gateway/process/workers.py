@@ -1,7 +1,7 @@
-"""Several gateway processes on one port: started together, restarted when one dies, stopped as one.
+"""Worker processes of a gateway on one port: started together, restarted when one dies, stopped together.
 
-Each worker listens by itself (SO_REUSEPORT) and the kernel deals connections out among them; they share nothing but
-Redis and the database. The parent keeps the port and serves nothing. A worker whose parent is gone ends as on SIGTERM.
+Each worker listens by itself (SO_REUSEPORT) and the kernel distributes connections among them; they share only Redis
+and the database. The parent reserves the port and serves nothing. A worker whose parent has died ends as on SIGTERM.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ log = logging.getLogger(__name__)
 
 FIRST_RESTART_SECONDS = 0.1
 LAST_RESTART_SECONDS = 10.0
-# Beyond what a worker takes to drain by itself.
+# Time that a worker gets to end, beyond its own drain and shutdown times.
 STOP_SECONDS = 60.0
 
-# Serves until stopped: with what settings, a descriptor that is readable once the parent is gone, and what to call with
-# the URL when requests are taken.
+# Function that serves until it is stopped. Arguments: the settings, a descriptor that becomes readable when the parent
+# dies, and a callback that receives the URL once requests are accepted.
 Serve = Callable[[Settings, int, Callable[[str], None]], None]
 
 
 class Supervisor:
-    """Raises SettingsError for what keeps a worker from starting at first; later it is tried again."""
+    """Parent of the workers. Raises SettingsError if a worker cannot start at first; later starts are retried."""
 
     def __init__(self, settings: Settings, serve: Serve, ready: Callable[[str], None]) -> None:
         self._settings = settings
@@ -44,10 +44,10 @@ class Supervisor:
         self._stopping = False
 
     def run(self) -> None:
-        """Until SIGTERM or SIGINT, and until every worker has ended."""
+        """Run the workers until SIGTERM or SIGINT; return when every worker has ended."""
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
-        # Only the parent holds the writing end: to the workers its end is the parent's.
+        # Only the parent holds the writing end, so the reading end becomes readable when the parent dies.
         self._alive_reader, self._alive_writer = os.pipe()
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_signal)
@@ -70,7 +70,7 @@ class Supervisor:
             os.write(self._wake_writer, b"x")
 
     def _start(self, number: int, port: int) -> Connection:
-        """Starts a worker, which will say on the connection that it takes requests, or why not."""
+        """Start a worker. It sends its URL on the connection once it accepts requests, or the error of its start."""
         ours, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
         process = context.Process(target=self._work, args=(number, port, theirs), name=f"gateway-{number}")
@@ -80,7 +80,7 @@ class Supervisor:
         return ours
 
     def _work(self, number: int, port: int, starter: Connection) -> None:
-        """In the child."""
+        """Serve in the child process."""
         os.close(self._alive_writer)
         os.close(self._wake_writer)
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -93,7 +93,7 @@ class Supervisor:
             starter.send((error.field, error.message))
 
     def _until_ready(self, connection: Connection) -> str | None:
-        """The worker's URL, None if we were stopped meanwhile. Raises SettingsError."""
+        """Return the worker's URL, None if a signal stops the parent first. Raises SettingsError."""
         with connection:
             if connection not in multiprocessing.connection.wait([connection, self._wake_reader]):
                 return None
@@ -106,7 +106,7 @@ class Supervisor:
         raise SettingsError(*answer)
 
     def _wait(self) -> None:
-        """For a worker's end or a signal."""
+        """Wait for a worker's end or a signal."""
         multiprocessing.connection.wait([self._wake_reader, *(worker.sentinel for worker in self._workers.values())])
 
     def _restart_dead(self, port: int) -> None:
@@ -124,7 +124,7 @@ class Supervisor:
             try:
                 self._until_ready(self._start(number, port))
             except SettingsError as error:
-                # What was right at first is away now, the database say: its end wakes us to try again.
+                # A part that was there at first is away, such as the database. The worker's end wakes `_wait` to retry.
                 log.error("worker %d cannot start: %s", number, error)
 
     def _stop(self) -> None:
@@ -141,9 +141,9 @@ class Supervisor:
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """A socket that keeps a port (0: any free one) for others with SO_REUSEPORT, and does not listen.
+    """Return a socket that reserves a port (0: any free one) for sockets with SO_REUSEPORT and does not listen.
 
-    Raises SettingsError if somebody has the port already, with SO_REUSEPORT or without.
+    Raises SettingsError if the port is in use, with or without SO_REUSEPORT.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family)

@@ -1,13 +1,13 @@
-"""A common budget, of bytes or places, of which one owner gets a share at most."""
+"""Shared budget of bytes or places with a maximum share for each owner."""
 
 from collections import Counter
 
 
 class Budget:
-    """Knows how much each owner holds. share: the most for one owner, half of `total` by default.
+    """Budget of `total` units. share: the maximum for one owner, by default half of `total`.
 
-    leaves_room: an owner may hold no more than it leaves free. So owners that fill it together leave some to others:
-    two of them a quarter, of which a third one may have half.
+    leaves_room: an owner may hold at most as much as remains free. Owners that fill the budget thus leave room for
+    others: the first may hold a half, the second a quarter, the third an eighth.
     """
 
     def __init__(self, total: int, share: int | None = None, *, leaves_room: bool = False) -> None:
@@ -18,12 +18,12 @@ class Budget:
         self._held_by: Counter[str] = Counter()
 
     def has_room(self, owner: str, more: int) -> bool:
-        """Return whether an owner may hold `more` than it does."""
+        """Return whether an owner may hold `more` units in addition."""
         after, free = self._held_by[owner] + more, self.total - self.held - more
         return free >= 0 and after <= self.share and not (self._leaves_room and after > free)
 
     def change(self, owner: str, more: int) -> None:
-        """Add to what an owner holds; below 0: give back."""
+        """Add `more` units to the owner's; a negative number releases units."""
         self.held += more
         self._held_by[owner] += more
         if not self._held_by[owner]:

@@ -1,4 +1,4 @@
-"""Rounds of the event loop: so many requests begin in each, by turns of their clients.
+"""Limit of the requests that begin in one round of the event loop; clients take turns.
 
 Without it, 500 requests that arrive at once take their first steps in one round, and nothing else runs for 100 ms.
 """
@@ -11,7 +11,7 @@ REQUESTS_EACH = 16
 
 
 class Rounds:
-    """Counts the requests that begin in each round of the running event loop."""
+    """Counter of the requests that begin in each round of the running event loop."""
 
     def __init__(self, each: int = REQUESTS_EACH) -> None:
         self._each = each
@@ -19,7 +19,7 @@ class Rounds:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def begin(self, owner: str) -> None:
-        """Return in the round in which the owner's next request may begin."""
+        """Wait for a round in which a request of the owner may begin."""
         loop = asyncio.get_running_loop()
         if not self._begun:
             loop.call_soon(self._next)
@@ -31,7 +31,7 @@ class Rounds:
         await turn
 
     def _next(self) -> None:
-        """Let the next requests begin, one of each owner in turn."""
+        """Start a round: release waiting requests, one of each owner in turn."""
         self._begun = 0
         while self._waiting and self._begun < self._each:
             owner, queue = self._waiting.popitem(last=False)

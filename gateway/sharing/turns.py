@@ -6,14 +6,15 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-# The longest rest, so that a turn that was slow for another reason does not keep its owner waiting.
+# Maximum rest, so that a turn that was slow for another reason does not delay its owner for long.
 MAX_REST_SECONDS = 5.0
 
 
 class Turns:
-    """Gives places to owners in turn. An owner has at most `each` places, however many it waits for.
+    """Places that are given to owners in turn. An owner holds at most `each` places at once.
 
-    rest: after a turn its owner may not have that place again for so many times the turn's length.
+    rest: after a turn, its place is free for other owners at once, but for the same owner only after `rest` times the
+    turn's length, at most MAX_REST_SECONDS.
     """
 
     def __init__(self, places: int, each: int = 1, rest: float = 0.0) -> None:

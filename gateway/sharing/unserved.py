@@ -1,8 +1,9 @@
 """Rate limit of requests that no engine serves: reads, refusals, and requests whose client leaves.
 
-Each key, or address without an issued key, has a token bucket of them. Past it, its next requests wait before they are
-handled. Waiting beats a refusal here: an attacker would repeat a refused request at once, and a refusal costs almost as
-much of the event loop as a small answer. Requests that an engine serves are free, so an honest client never waits.
+Each issued key, and each address without one, has a token bucket. While it is empty, further requests wait before they
+are handled. They are not refused, because an attacker would repeat a refused request at once, and a refusal costs
+almost as much time of the event loop as a small answer. Requests that an engine serves do not count, so an honest
+client never waits.
 """
 
 import asyncio
@@ -21,11 +22,11 @@ from gateway.api.requests.pieces import COST
 from gateway.errors import Handler
 from gateway.metrics import Metrics
 
-# Seconds of the rate that may come at once.
+# Size of a bucket in seconds of the rate.
 BURST_SECONDS = 5.0
-# Longest wait of a request with an issued key, and of one without. Many clients may share an address.
+# Maximum wait of a request with an issued key, and of one without. Many clients may share an address.
 KEY_SECONDS, ADDRESS_SECONDS = 10.0, 5.0
-# A refused body costs as much as a further request for each piece of this size that was read or decompressed.
+# Each piece of this size that was read or decompressed of a refused body counts as one more request.
 PIECE_BYTES = 2**16
 MAX_OWNERS = 10_000
 # Routes of load balancers and Prometheus, which never wait.
@@ -33,24 +34,24 @@ EXEMPT = (*PROBES, "/metrics")
 
 
 class UnservedRate:
-    """The buckets of one process. rate: requests a second. is_issued: tells an issued key from a guess."""
+    """Token buckets of one process. rate: requests a second. is_issued: returns whether a key was issued."""
 
     def __init__(self, rate: float, is_issued: Callable[[str], bool], metrics: Metrics) -> None:
         self._seconds_each = 1 / rate
         self._is_issued = is_issued
         self._metrics = metrics
-        # Owner -> the moment at which its bucket is full again (monotonic), the one charged longest ago first.
+        # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
         self._full: OrderedDict[str, float] = OrderedDict()
-        # No owner waits after this moment.
+        # Time (monotonic) after which no owner waits.
         self._calm = 0.0
 
     def middleware(self) -> Middleware:
-        """Return the middleware, which goes outside of everything that costs."""
+        """Return the middleware, which goes outside the error boundary and the work of a request."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             caller = CALLER.get()
-            assert caller is not None  # gateway/api/access_log.py's, further out
+            assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
             if request.path in EXEMPT:
                 return await handler(request)
             if time.monotonic() < self._calm:
@@ -68,7 +69,7 @@ class UnservedRate:
         return middleware
 
     def charge(self, request: web.Request, caller: Caller) -> None:
-        """Count a request that no engine served. Operators' requests are free."""
+        """Count a request that no engine served. Operators' requests do not count."""
         if caller.key_id is not None and caller.tenant is None:
             return
         owner, longest = self._owner(request, caller)
@@ -89,7 +90,7 @@ class UnservedRate:
             await asyncio.sleep(wait)
 
     def _owner(self, request: web.Request, caller: Caller) -> tuple[str, float]:
-        """Return the request's issued key or else its address, and the longest wait of such an owner."""
+        """Return the request's issued key or else its address, and the maximum wait of such an owner."""
         scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
         presented = basic_password(secret) if scheme.lower() == "basic" else secret.strip()
         if presented is not None and self._is_issued(presented):
