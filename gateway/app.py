@@ -1,4 +1,4 @@
-"""The gateway's application: its resources in start order, its middlewares, its routes."""
+"""Application of the gateway: its resources in start order, its middlewares and its routes."""
 
 import asyncio
 import json
@@ -87,12 +87,12 @@ LEDGER = web.AppKey("ledger", Ledger)
 DRAIN = web.AppKey("drain", Drain)
 CONNECTIONS = web.AppKey("connections", Connections)
 
-# How long the last usage rows may take to reach the database on the way out, beside the requests' own time.
+# Time limit of the shutdown for writing the last usage rows, in addition to the running requests' own.
 FLUSH_SECONDS = 20.0
 
 
 async def make_app(settings: Settings) -> web.Application:
-    """Build the whole gateway, not yet connected to anything; that happens when the app starts.
+    """Build the gateway. It connects to its database, Redis and engines when the app starts.
 
     Raises SettingsError for a model folder or a store that cannot be used.
     """
@@ -215,7 +215,7 @@ async def make_app(settings: Settings) -> web.Application:
         yield
         await accounting.drain(FLUSH_SECONDS)
 
-    # A request meets these from the outside in.
+    # Middlewares, the outermost first.
     wrong_keys = FailedLogins(metrics, auth.is_issued, redis, settings.database_url).middleware()
     observed = observe(metrics, settings.proxy_networks)
     connected = Connections(settings.max_connections, metrics)
@@ -230,7 +230,7 @@ async def make_app(settings: Settings) -> web.Application:
     drain = Drain()
     app[DRAIN], app[CONNECTIONS] = drain, connected
     app.on_response_prepare.extend([add_request_id, hide_server, drain.close_connection, close_unread])
-    # Ended in reverse: requests' accounts first, then what they are written to.
+    # The contexts end in reverse order: first the accounts of requests, then the ledger that records them.
     app.cleanup_ctx.extend([traces, connections, schema, access, costs, leases, engines, usage, accounts])
     app[BODY_TIMEOUT] = settings.body_timeout
     app[BODY_MEMORY] = BodyMemory(settings.body_memory_bytes)
@@ -317,7 +317,7 @@ async def make_app(settings: Settings) -> web.Application:
 
 
 def _read_model(settings: Settings) -> tuple[Tokenizer, BaseShape, int]:
-    """The tokenizer, the shapes adapters must fit, and the context length in tokens. No weights are read."""
+    """Return the tokenizer, the shapes that adapters must fit, and the context length in tokens. Reads no weights."""
     folder: Path = settings.model_dir
     try:
         tokenizer, base = Tokenizer.from_dir(folder), BaseShape.from_config_dir(folder)
@@ -330,7 +330,7 @@ def _read_model(settings: Settings) -> tuple[Tokenizer, BaseShape, int]:
 
 
 async def _check_admin_key(settings: Settings, keys: Keys) -> None:
-    """Raise SettingsError if no key could open the admin API."""
+    """Raise SettingsError if there is no valid key for the admin API."""
     if settings.admin_key != OFF:
         return
     now = datetime.now(UTC)

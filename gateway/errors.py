@@ -1,6 +1,6 @@
-"""Every error that a client can receive, and the only place that turns an exception into HTTP.
+"""Errors that a client can receive, and the only place that turns an exception into HTTP.
 
-The rest of the gateway raises these (or `AdapterError`, or its library's own) and knows nothing of responses.
+The rest of the gateway raises these (or `AdapterError`, or errors of its libraries) and builds no error responses.
 """
 
 import logging
@@ -23,7 +23,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class GatewayError(Exception):
-    """Base of all: `status` is the HTTP status, `kind` OpenAI's error type, `code` its machine-readable code."""
+    """Base class. `status` is the HTTP status, `kind` OpenAI's error type, `code` its machine-readable code."""
 
     status = 500
     kind = "server_error"
@@ -63,7 +63,7 @@ class InvalidKey(GatewayError):
 
 
 class WrongKey(InvalidKey):
-    """Nobody has been given it: a guess, unlike a key that is missing, revoked or expired."""
+    """Key that was never issued, so a guess, unlike a key that is missing, revoked or expired."""
 
 
 class Forbidden(GatewayError):
@@ -81,7 +81,7 @@ class RecordNotFound(GatewayError):
 
 
 class ModelNotFound(RecordNotFound):
-    """Raised alike for a name nobody has and for another tenant's: the two answers must not differ by a byte."""
+    """Unknown model name, or another tenant's. The answer is identical in every byte, so that it reveals no name."""
 
     code = "model_not_found"
 
@@ -108,7 +108,7 @@ class TooSlow(GatewayError):
 
 
 class OutOfTime(GatewayError):
-    """The request as a whole took longer than any may."""
+    """The request exceeded the time limit."""
 
     status, code = 504, "time_limit_exceeded"
 
@@ -118,7 +118,7 @@ class TooLarge(GatewayError):
 
 
 class RateLimited(GatewayError):
-    """`kind` says which limit: "requests", "tokens", "concurrency" or "budget"."""
+    """Exceeded limit. `kind` is its class: "requests", "tokens", "concurrency" or "budget"."""
 
     status, code = 429, "rate_limit_exceeded"
 
@@ -151,7 +151,7 @@ class TooMuchRefused(GatewayError):
 
 
 class TooManyFailures(GatewayError):
-    """More wrong keys from an address than typing errors explain."""
+    """Too many wrong keys came from the client's address."""
 
     status, kind, code = 429, "invalid_request_error", "too_many_wrong_keys"
 
@@ -164,7 +164,7 @@ class TooManyFailures(GatewayError):
 
 
 class Overloaded(GatewayError):
-    """Every engine is full, and so is the queue before them, or a request waited there as long as it may."""
+    """Every engine is full, and either the queue is full too or the request reached the time limit of the queue."""
 
     status, kind, code = 429, "server_overloaded", "server_overloaded"
 
@@ -173,13 +173,13 @@ class Overloaded(GatewayError):
 
 
 class UpstreamFailed(GatewayError):
-    """The engine answered something that is not an answer."""
+    """The engine's response is malformed or an unexpected error."""
 
     status, code = 502, "engine_error"
 
 
 class Unavailable(GatewayError):
-    """A part the gateway cannot work without is away; it fails closed."""
+    """A part that the gateway needs is away, so it refuses the request."""
 
     status, code = 503, "service_unavailable"
 
@@ -187,7 +187,7 @@ class Unavailable(GatewayError):
         super().__init__(message, code=code, headers={"Retry-After": str(retry_after)})
 
 
-# An error response stays below 2 KB, whatever it quotes.
+# Length limits of quoted text, which keep an error response below 2 KB.
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1200, 200
 
 
@@ -197,7 +197,7 @@ def _fit(text: str, limit: int) -> str:
 
 
 class EngineMismatch(GatewayError):
-    """The engine read another adapter's pages than the request's; its answer is discarded."""
+    """The engine used another adapter's pages than the request's. Its answer is discarded."""
 
     status, code = 500, "adapter_mismatch"
 
@@ -233,7 +233,7 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
 
 
 def translate(error: Exception, request_id: str) -> GatewayError:
-    """Any exception as the error the client sees. Logs, once, what only the operator may see."""
+    """Convert an exception into the error for the client. Log unexpected ones, whose details only the operator sees."""
     if isinstance(error, GatewayError):
         return error
     if isinstance(error, BadHead):
@@ -257,14 +257,14 @@ def translate(error: Exception, request_id: str) -> GatewayError:
 
 
 def to_response(error: GatewayError) -> web.Response:
-    """The HTTP answer of an error."""
+    """Return the HTTP response for an error."""
     body = error_body(error.message, error.kind, error.param, error.code)
     return web.Response(body=body, status=error.status, content_type="application/json", headers=error.headers)
 
 
 @web.middleware
 async def error_boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns whatever a handler raises into OpenAI's error shape. Redirects pass."""
+    """Convert every exception of a handler, except redirects, into a response with OpenAI's error object."""
     try:
         check_head(request)
         return await handler(request)

@@ -1,4 +1,4 @@
-"""The gateway's Prometheus metrics. Their own registry: no global state, one per application."""
+"""Prometheus metrics of the gateway, in a registry of each application, without global state."""
 
 from collections.abc import Callable
 from functools import cache
@@ -17,7 +17,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 
 
 class Metrics:
-    """Labels are bounded: routes are patterns, tenants are names that an operator gave."""
+    """Metrics with bounded labels: routes are patterns, tenants are names that an operator chose."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -174,7 +174,8 @@ class Metrics:
             "Requests that waited because their key or address sends too many that no engine serves.",
             registry=self.registry,
         )
-        # Of every request. The library looks a child up under a lock each time; these are as many, and as few.
+        # Caches for the metrics of every request, because the library looks up each child under a lock. They grow no
+        # larger than the library's own tables.
         self._requests_of = cache(self._requests.labels)
         self._latency_of = cache(self._latency.labels)
         self._finished_of = cache(self._finished.labels)
@@ -200,7 +201,7 @@ class Metrics:
         self._refusals.labels(tenant, limit).inc()
 
     def admitted_without_redis(self, mode: str) -> None:
-        """mode: "open" or "local"."""
+        """Count a request that was admitted without Redis. mode: "open" or "local"."""
         self._without_redis.labels(mode).inc()
 
     def login_failed(self) -> None:
@@ -245,7 +246,7 @@ class Metrics:
         self._quota_up.set_function(up)
 
     def watch(self, registry: Registry, ledger: Ledger, gate: Gate) -> None:
-        """Reads these when asked for the metrics, not before."""
+        """Read these objects each time that the metrics are scraped."""
         self._engines = registry
         self._queue_waiting.set_function(lambda: gate.waiting)
         self._ledger_waiting.set_function(lambda: ledger.waiting)
@@ -254,7 +255,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the registry in Prometheus' text format."""
-        # Engines come and go.
+        # Drop the engines that have been removed.
         self._engine_up.clear()
         self._engine_available.clear()
         self._engine_refused.clear()

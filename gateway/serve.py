@@ -1,4 +1,4 @@
-"""The gateway's life: bind, signals, drain, worker processes."""
+"""Life cycle of the gateway: bind, signals, drain, worker processes."""
 
 import asyncio
 import ctypes
@@ -26,19 +26,20 @@ from wire.telemetry.http_log import http_logger
 
 log = logging.getLogger(__name__)
 
-# The interval at which Python threads offer the interpreter lock; Python's own is 5 ms.
+# Interval after which a Python thread releases the interpreter lock to a waiting one; Python's default is 5 ms.
 SWITCH_SECONDS = 0.0005
-# glibc's name for the size from which a buffer gets pages of its own, and that size.
+# glibc's option for the size from which a buffer gets its own pages, and our value of it.
 M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES = -3, 2**18
-# A head's fields and the size of one. A connection may hold all of them before anybody knows whose it is.
+# Maximum number of fields in a request's head, and the size of one. A connection may hold them all before its key is
+# verified.
 MAX_HEADERS = 64
 MAX_HEADER_BYTES = 4096
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Prints one JSON line on stdout once the gateway takes requests.
+    """Serve until SIGTERM or SIGINT. Print one JSON line on stdout once the gateway accepts requests.
 
-    Raises SettingsError when it cannot start: a port in use, a missing schema.
+    Raises SettingsError if it cannot start: a port in use, a missing schema.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if settings.workers > 1:
@@ -58,7 +59,7 @@ def _work(settings: Settings, parent: int | None, ready: Callable[[str], None]) 
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's factory where it is installed (the extra `fast`): a request costs a third less."""
+    """Return uvloop's factory if it is installed (the extra `fast`); a request then costs a third less."""
     try:
         import uvloop
     except ImportError:
@@ -67,8 +68,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _steady() -> None:
-    """Shorten the slowest requests: full garbage collections skip long-lived objects, and database threads hand the
-    interpreter lock back to the event loop soon."""
+    """Reduce the latency of the slowest requests: full garbage collections skip long-lived objects, and database
+    threads return the interpreter lock to the event loop sooner.
+    """
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -76,8 +78,11 @@ def _steady() -> None:
 
 
 def _return_memory() -> None:
-    """Have glibc return large buffers to the system when they are freed. By default it raises its threshold to the
-    largest buffer that was freed, and further bodies then fragment the heap of each thread that handled one."""
+    """Make glibc return large buffers to the system when they are freed.
+
+    By default it raises its threshold to the largest buffer that was freed, and further bodies then fragment the heap
+    of each thread that handled one.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if sys.platform == "linux" and mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES)
@@ -117,20 +122,20 @@ async def _serve(settings: Settings, parent: int | None, ready: Callable[[str], 
 
 @asynccontextmanager
 async def listening(settings: Settings) -> AsyncIterator[str]:
-    """Serve on the settings' ports: yield the gateway's URL, drain on exit."""
+    """Serve on the configured ports; yield the gateway's URL and drain on exit."""
     app = await make_app(settings)
-    # handler_cancellation: a client that leaves cancels its handler, which closes the engine's connection.
-    # keepalive_timeout: for a connection without a whole head of a request, a new one's first as well.
+    # handler_cancellation: when a client leaves, its handler is cancelled, which closes the connection to the engine.
+    # keepalive_timeout: limits the wait for a complete head of a request, also for the first one of a connection.
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
         access_log=None,
         logger=http_logger("gateway.http"),
         auto_decompress=False,
-        # aiohttp waits this long for handlers to end, and then once more while it cancels them.
+        # aiohttp waits this long for handlers to end, and as long again after cancelling them.
         shutdown_timeout=settings.shutdown_seconds / 2,
         keepalive_timeout=settings.idle_timeout,
-        # A connection's buffers: for a body that is not read yet, and for a head.
+        # Buffer sizes of a connection, for an unread body and for a head.
         read_bufsize=READ_BUFFER_BYTES,
         max_headers=MAX_HEADERS,
         max_field_size=MAX_HEADER_BYTES,
@@ -157,7 +162,7 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
             yield f"http://{host}:{runner.addresses[0][1]}"
         await app[DRAIN].run(runner, settings.drain_delay)
     finally:
-        # Metrics are served last, so that a scrape sees the drain.
+        # The metrics server stops last, so that a scrape sees the drain.
         await runner.cleanup()
         await metrics_runner.cleanup()
 

@@ -1,6 +1,6 @@
-"""The gateway's configuration: one frozen struct, read once from the environment and checked on load.
+"""Configuration of the gateway: one frozen struct, read once from the environment and checked on load.
 
-This is the only reader of the environment in `gateway/`.
+No other module of `gateway/` reads the environment.
 """
 
 import difflib
@@ -26,7 +26,7 @@ OFF = "off"
 
 
 class SettingsError(ValueError):
-    """A setting is missing, unknown or out of range. `field` is the name the operator must look at."""
+    """A setting is missing, unknown or out of range. `field` is the name of the variable or override."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -36,7 +36,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Every field can be given as `LORAPLEX_<FIELD>` or as an override; sizes are bytes, durations seconds."""
+    """Settings. Each can be given as `LORAPLEX_<FIELD>` or as an override; sizes are in bytes, durations in seconds."""
 
     database_url: str = field(repr=False)
     redis_url: str = field(repr=False)
@@ -46,89 +46,90 @@ class Settings:
     model_dir: Path
     base_model: str
     key_pepper: str = field(repr=False)
-    # An admin key that needs no database; OFF when the database holds another admin key.
+    # Admin key that needs no database; OFF if the database holds another admin key.
     admin_key: str = field(default=OFF, repr=False)
-    # The secret that lets an engine announce itself. None: the internal token.
+    # Secret with which an engine announces itself. None: the internal token.
     announce_token: str | None = field(default=None, repr=False)
 
     host: str = "127.0.0.1"
     port: int = 8080
-    # Processes that share the port. Each serves its own metrics: the first at metrics_port, the next at the one after.
+    # Number of processes that share the port. Each serves its own metrics: worker n (from 0) at metrics_port + n.
     workers: int = 1
     # None: the admin API, the dashboard and announcements of engines are on the main port as well.
     admin_port: int | None = None
     # None: /metrics is on the main port, for admin keys only.
     metrics_port: int | None = None
-    # None: what the model's config.json says, as the engines read it. Set it to the engines' --max-model-len.
+    # None: the context length in the model's config.json. Set it to the engines' --max-model-len if they have one.
     max_model_len: int | None = None
-    # What a chat request without `max_tokens` reserves and may generate, if the context has room for it.
+    # Tokens that a chat request without `max_tokens` reserves and may generate, if the context has room for them.
     default_max_tokens: int = 512
     max_body_bytes: int = 8 * 2**20
-    # Memory for bodies beyond 64 KiB, from their reading to their requests' end, in one worker; a tenant gets half.
+    # Memory of one worker for bodies over 64 KiB, held until their requests end; a tenant gets at most half.
     body_memory_bytes: int = 40 * 2**20
     max_upload_bytes: int = 2 * 2**30
-    # Migrate the schema on start. Right for one local gateway; a fleet runs `loraplex migrate` once instead.
+    # Migrate the schema on start. Meant for one local gateway; a fleet runs `loraplex migrate` once instead.
     migrate_on_start: bool = False
-    # Hard deadline of one Redis call. Beyond it the request is refused with 503.
+    # Hard deadline of one Redis call. After it the request is refused with 503.
     redis_timeout: float = 1.0
-    # A request that its gateway no longer keeps alive frees its concurrency slot after this long.
+    # Length of a lease. If the gateway does not extend it, the request's concurrency slot is released after this time.
     lease_seconds: float = 30.0
-    # What holds while Redis is away: closed, open or local, for all limits or by class (`requests=local`).
+    # Mode of admission while Redis is away: closed, open or local, for all limits or by class (`requests=local`).
     quota_fallback: tuple[str, ...] = ("closed",)
-    # Redis' own settings (eviction, persistence) are checked: warn, refuse (`/readyz` says 503) or off.
+    # Reaction to bad settings of Redis (eviction, persistence): warn, refuse (`/readyz` returns 503) or off.
     redis_check: str = "warn"
-    # No byte from the engine for this long ends the request.
+    # A request ends if its engine sends no byte for this long.
     engine_timeout: float = 300.0
-    # An engine that says nothing of its state for this long is down; its requests without a first byte go elsewhere.
+    # An engine that does not report its state for this long is down; its requests without a first byte are sent to
+    # another engine.
     engine_silence: float = 5.0
-    # How long a quarantine lasts, and an engine's death is remembered.
+    # Length of a quarantine, and the time for which an engine's death counts.
     quarantine_seconds: float = 600.0
-    # Days for which audit entries of tenants' own changes are kept; operators' entries stay.
+    # Days for which audit entries of tenants' own changes are kept; operators' entries are not removed.
     tenant_audit_days: float = 90.0
-    # Requests that wait here while every engine is full, and seconds that one waits at most; beyond either, 429.
+    # Maximum number of requests that wait while every engine is full, and maximum wait of one; beyond either, 429.
     queue_length: int = 512
     queue_seconds: float = 30.0
-    # Open connections of one worker: a tenant may hold half of them, clients without a proved key a quarter together.
+    # Open connections of one worker. A tenant may hold half of them, all clients without a verified key a quarter.
     max_connections: int = 4096
-    # Requests a second of one key, or one address without a key, that no engine serves; beyond them, they wait.
+    # Requests a second that no engine serves, for one key or one address without a key; beyond the rate they wait.
     unserved_per_second: float = 20.0
-    # A connection on which no whole head of a request has come for this long is closed.
+    # A connection that receives no complete head of a request for this long is closed.
     idle_timeout: float = 75.0
-    # A JSON body must have come within this time of its head.
+    # Time limit for a JSON body, from the arrival of its head.
     body_timeout: float = 30.0
-    # No inference request takes longer than this, whatever it does meanwhile.
+    # Time limit of an inference request as a whole.
     request_timeout: float = 3600.0
-    # Time limit of an adapter upload including its check, and its least average rate in bytes a second.
+    # Time limit of an adapter upload including its check, and its minimum average rate in bytes a second.
     upload_timeout: float = 3600.0
     upload_min_rate: int = 16 * 2**10
-    # The largest rank of an upload. None: the largest that an engine reports, 64 before any report.
+    # Maximum rank of an uploaded adapter. None: the largest that an engine reports, 64 before any report.
     max_lora_rank: int | None = None
-    # A client with unread bytes of an answer is cut off when it reads less than `least_read_rate` bytes a second for
+    # A client with unread bytes of an answer is disconnected if it reads less than `least_read_rate` bytes a second for
     # this long.
     client_timeout: float = 60.0
     least_read_rate: float = 1024.0
-    # The largest answer that is not streamed. A request whose tokens, choices and log-probabilities could exceed it is
-    # refused.
+    # Maximum size of an answer that is not streamed. A request whose tokens, choices and log-probabilities could exceed
+    # it is refused.
     max_answer_bytes: int = 8 * 2**20
-    # Unread bytes of a stream at which its engine is held back; also the size of its largest event.
-    # Memory for the unread answers of all clients in a worker; a tenant gets at most half of it.
+    # Unread bytes of a stream at which the gateway stops reading from its engine; also the maximum size of an event.
+    # Then the memory of one worker for the unread answers of all clients; a tenant gets at most half of it.
     reader_buffer_bytes: int = 2**20
     answer_memory_bytes: int = 32 * 2**20
-    # Networks of proxies whose X-Forwarded-For is believed, for who is told to wait after too many wrong keys.
+    # Networks of proxies whose X-Forwarded-For is trusted, so that wrong keys count against the client's own address.
     trusted_proxies: tuple[str, ...] = ()
-    # On SIGTERM, streams may go on for this long.
+    # Time for which running streams continue after SIGTERM.
     shutdown_seconds: float = 20.0
-    # Before that: `/readyz` says 503 for this long and requests are still taken, for load balancers to move on.
+    # Time before that in which `/readyz` returns 503 but requests are accepted, so that load balancers switch over.
     drain_delay: float = 0.0
-    # Cached keys, names and prices are trusted for this long while the database is away; 0.5 is strict.
+    # Time for which cached keys, names and prices stay valid while the database is away; 0.5 is strict.
     key_trust_seconds: float = 0.5
-    # Whether `/readyz` says 200 (degraded) or 503 (strict) while the database, Redis or all engines are away.
+    # Whether `/readyz` returns 200 (degraded) or 503 (strict) while the database, Redis or all engines are away.
     readiness: str = "degraded"
-    # How long a gateway waits on start for a database that is away.
+    # Maximum wait for the database at the start of a gateway.
     database_wait: float = 30.0
-    # Usage rows that may wait while SQL is away; beyond them no request is admitted.
+    # Maximum number of usage rows that wait while SQL is away; beyond it no request is admitted.
     ledger_queue: int = 20_000
-    # Where usage is written down while Redis is away: on a disk that outlives this process, one folder for a host.
+    # Folder of the usage journal, used while Redis is away: one for a host, on a disk that outlives the process.
     journal_dir: Path = Path("~/.local/state/loraplex/journal")
     journal_bytes: int = 256 * 2**20
 
@@ -229,7 +230,7 @@ class Settings:
 
     @property
     def engine_addresses(self) -> list[Address]:
-        """Return the engines listed here; those that announce themselves are not included."""
+        """Return the engines that are listed in the settings, without those that announce themselves."""
         return [parse_address(text, _read_key) for text in self.engines if text != ANNOUNCED]
 
     @property
@@ -238,9 +239,9 @@ class Settings:
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> "Settings":
-        """From `environ` (the process's own if None), then `overrides`; an override of None means "not given".
+        """Load the settings from `overrides` and `environ` (None: the process's own environment).
 
-        Raises SettingsError naming the variable or the override.
+        An override takes precedence; None means "not given". Raises SettingsError naming the variable or the override.
         """
         environ = os.environ if environ is None else environ
         names = [f.name for f in fields(cls)]
@@ -273,12 +274,15 @@ def _read_key(source: str, name: str) -> str:
 
 
 def env_name(name: str) -> str:
-    """The environment variable of a setting."""
+    """Return the environment variable of a setting."""
     return PREFIX + name.upper()
 
 
 def _refuse_misspelt(environ: Mapping[str, str], names: list[str]) -> None:
-    """Other programs of the project read `LORAPLEX_*` too, so only a name that looks like one of ours is refused."""
+    """Raise SettingsError for a variable that looks like a misspelt setting.
+
+    Other unknown names are accepted, because other programs of the project read `LORAPLEX_*` too.
+    """
     known = [name.upper() for name in names]
     for variable in sorted(environ):
         suffix = variable.removeprefix(PREFIX)
@@ -289,7 +293,7 @@ def _refuse_misspelt(environ: Mapping[str, str], names: list[str]) -> None:
 
 
 def _convert(name: str, hint: Any, value: Any) -> Any:
-    """A string (or an already typed override) as the field's type. Raises SettingsError."""
+    """Convert a string, or an override that is already typed, to the field's type. Raises SettingsError."""
     try:
         if hint is bool:
             if isinstance(value, bool):
@@ -313,7 +317,7 @@ def _convert(name: str, hint: Any, value: Any) -> Any:
 
 
 def _check_secret(name: str, secret: str | None) -> None:
-    """Raise SettingsError for a secret that can be guessed; the message quotes nothing of it."""
+    """Raise SettingsError for a secret that can be guessed. The message does not quote it."""
     if secret is None or (name == "admin_key" and secret == OFF):
         return
     if len(secret) < MIN_SECRET_CHARS or guess_bits(secret) < MIN_BITS:
@@ -325,7 +329,7 @@ def _check_secret(name: str, secret: str | None) -> None:
 
 
 def _check_url(name: str, url: str, schemes: set[str]) -> None:
-    # The value itself may hold a password: never printed.
+    # The message does not quote the value, which may contain a password.
     scheme = urlsplit(url).scheme.split("+")[0]
     if scheme not in schemes:
         raise SettingsError(env_name(name), f"expected a URL starting with {' or '.join(sorted(schemes))}://")

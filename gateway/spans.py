@@ -1,7 +1,8 @@
-"""What the gateway's spans say, in the words of OpenTelemetry's conventions for HTTP and generative AI.
+"""Attributes of the gateway's spans, named by OpenTelemetry's conventions for HTTP and generative AI.
 
-Of a request: `POST /v1/chat/completions`, and in it `admission` (key, prompt, quota), `routing` (the wait for an engine
-to have room) and `chat <model>`, one for each engine that was asked, whose own span is in that one.
+A request has the span `POST /v1/chat/completions`. Its children are `admission` (key, prompt, quota), `routing` (the
+wait for an engine with room) and one `chat <model>` for each engine that was asked, which contains the engine's own
+span.
 """
 
 from contextlib import AbstractContextManager
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
     from gateway.fleet.client import Call
     from gateway.fleet.registry import EngineRecord
 
-# Asked all the time by machines that watch over us.
+# Routes that load balancers, Prometheus and engines call all the time.
 UNTRACED = ("/healthz", "/readyz", "/metrics", "/internal/engines")
 
 
 def describe_caller(span: Span, caller: Caller) -> None:
-    """Of any request."""
+    """Set the attributes of any request."""
     attributes: dict[str, Value] = {"client.address": caller.address, "loraplex.request_id": caller.request_id}
     if caller.key_id is not None:
         attributes["loraplex.key_id"] = caller.key_id
@@ -31,7 +32,7 @@ def describe_caller(span: Span, caller: Caller) -> None:
 
 
 def describe_request(span: Span, path: str, account: "Account") -> None:
-    """Of an inference request, once it has ended: what was asked for, and what it has cost as far as was heard."""
+    """Set the attributes of an inference request that has ended: its fields and the token counts received for it."""
     attributes: dict[str, Value] = {
         "gen_ai.operation.name": OPERATIONS[path],
         "gen_ai.provider.name": "loraplex",
@@ -54,7 +55,7 @@ def describe_request(span: Span, path: str, account: "Account") -> None:
 
 
 def upstream(call: "Call", engine: "EngineRecord") -> AbstractContextManager[Span]:
-    """The time with one engine, to the end of its answer."""
+    """Return the span of one engine's work on the request, from the call to the end of the answer."""
     if not call.span.is_recording:
         return call.span.child("upstream", "client")
     operation, url = OPERATIONS[call.path], urlsplit(engine.url)

@@ -1,4 +1,4 @@
-"""Redis for admission: one script, a hard deadline on every call, and no waiting for a server that is away."""
+"""Redis client of the quota: one script, a hard deadline on every call, and no waiting for a server that is away."""
 
 import asyncio
 import hashlib
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 Client = Redis | RedisCluster
 
 MAX_CONNECTIONS = 64
-# Deadlines after which a connection attempt is abandoned; its callers have left by then.
+# Length of a connection attempt, in callers' deadlines. No caller waits for it by then.
 CONNECT_PATIENCE = 60
-# Calls in a row that fail before the server is taken to be away, and how often it is then asked whether it is back.
+# Failed calls in a row after which the server counts as away, and the interval of the pings until it answers again.
 FAILURES = 2
 PROBE_SECONDS = 0.2
 
@@ -43,16 +43,16 @@ def connect(url: str, timeout: float) -> Client:
     `redis+cluster://host:port` (and `rediss+cluster`) names any node of a cluster. For `redis+sentinel` see
     `sentinel.py`. Raises ValueError for a URL that cannot be parsed.
     """
-    # redis-py's own time limits mistake a stall of the event loop for a server that does not answer, so they only end
-    # calls that no caller waits for. There is no socket_timeout: with it the client writes within asyncio.wait_for,
-    # which on Python 3.11 may lose a cancellation, so that the task lives on. A single immediate retry covers a pooled
-    # connection that a restarted server has closed; every call of the script may be sent twice.
+    # redis-py's own time limits mistake a stall of the event loop for a server that does not answer, so they are set so
+    # long that they only end calls without a waiting caller. socket_timeout is off: with it the client writes within
+    # asyncio.wait_for, which on Python 3.11 may lose a cancellation, so that the task does not end. One immediate retry
+    # covers a pooled connection that a restarted server has closed; every call of the script may safely be sent twice.
     retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
     scheme, _, rest = url.partition("://")
     if scheme.endswith("+cluster"):
         cluster = RedisCluster.from_url(
             f"{scheme.removesuffix('+cluster')}://{rest}",
-            # Of each node, and without waiting for one: `Store` keeps below it.
+            # Connections to each node. The client does not wait for a free one, so `Store` stays below this number.
             max_connections=2 * MAX_CONNECTIONS,
             socket_timeout=None,
             socket_connect_timeout=CONNECT_PATIENCE * timeout,
@@ -75,8 +75,8 @@ def connect(url: str, timeout: float) -> Client:
 
 
 class Store:
-    """Redis within deadlines. away: the server did not answer; calls raise Unavailable at once until a ping is
-    answered.
+    """Redis behind deadlines. away: True while the server does not answer; calls then raise Unavailable at once, until
+    it answers a ping.
     """
 
     def __init__(self, redis: Client, timeout: float) -> None:
@@ -84,12 +84,12 @@ class Store:
         self._timeout = timeout
         self._source = resources.files("gateway.quota").joinpath("quota.lua").read_text("utf-8")
         self._digest = hashlib.sha1(self._source.encode()).hexdigest()
-        # A cluster's commands go to many nodes, each by a connection that redis-py chooses.
+        # A cluster's commands go to many nodes, on connections that redis-py chooses.
         self._pipeline = None if isinstance(redis, RedisCluster) else Pipeline(redis)
         self._connections = nullcontext() if self._pipeline is not None else asyncio.Semaphore(MAX_CONNECTIONS)
         self._beginning = asyncio.Lock()
         self._begun = False
-        # ... and raises AttributeError for a connection that it has dropped as another call was about to write to it.
+        # A cluster's client raises AttributeError if it drops a connection that another call is about to write to.
         dropped = (AttributeError,) if isinstance(redis, RedisCluster) else ()
         self._faults: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError, *dropped)
         self._failures = 0
@@ -101,22 +101,22 @@ class Store:
 
     @property
     def answers_for(self) -> float:
-        """Seconds since the server came back; without end where it was never away."""
+        """Return the seconds since the server came back, infinite if it was never away."""
         return 0.0 if self.away else time.monotonic() - self._answers_since
 
     @property
     def answers_since(self) -> float:
-        """The moment (monotonic) when the server came back; the beginning of time where it was never away."""
+        """Return the time (monotonic) at which the server came back, minus infinity if it was never away."""
         return self._answers_since
 
     @property
     def in_order(self) -> bool:
-        """Whether scripts are run in the order in which this process called them."""
+        """Return whether Redis runs scripts in the order in which this process calls them."""
         return self._pipeline is not None
 
     async def script(self, tenant_id: str, *arguments: Any) -> Any:
-        """One call of the quota's script on one tenant's keys. Raises Unavailable."""
-        # The hash tag keeps a tenant's keys on one shard of a cluster, where one script may see them all.
+        """Call the quota's script on one tenant's keys. Raises Unavailable."""
+        # The hash tag keeps a tenant's keys on one shard of a cluster, so that one script can use all of them.
         tag = f"loraplex:{{{tenant_id}}}:"
         keys = (tag + "quota", tag + "leases", tag + "held", tag + "usage")
         return await self.call(lambda: self._evaluate(*keys, *arguments))
@@ -125,7 +125,7 @@ class Store:
         try:
             return await self._execute("EVALSHA", self._digest, 4, *keys_and_arguments)
         except NoScriptError:
-            # The server was restarted, or is another one. EVAL leaves the script there.
+            # The server was restarted, or is another one. EVAL also loads the script.
             return await self._execute("EVAL", self._source, 4, *keys_and_arguments)
 
     async def _execute(self, *command: Any) -> Any:
@@ -134,7 +134,7 @@ class Store:
         try:
             return await self._pipeline.send(*command)
         except RedisConnectionError:
-            # One more try, at once, as `connect` has it.
+            # Retry once without a delay, as the clients of `connect` do.
             return await self._pipeline.send(*command)
 
     async def call(self, command: Callable[[], Awaitable[Any]]) -> Any:
@@ -150,7 +150,7 @@ class Store:
                     await self._begin()
                 answer = await command()
         except ResponseError as error:
-            # It is there and answers; only this cannot be done: a key of another kind, a shard without a master.
+            # The server answers, but cannot do this call: a key has another type, a shard has no master.
             self._refusals.failed(str(error), "whoever asked is refused")
             raise unavailable() from error
         except self._faults as error:
@@ -161,7 +161,7 @@ class Store:
         return answer
 
     async def _begin(self) -> None:
-        # redis-py's client of a cluster trips over calls that come while it learns who the nodes are.
+        # redis-py's cluster client fails calls that arrive while it discovers the nodes, so they wait until it is done.
         async with self._beginning:
             if not self._begun and isinstance(self._redis, RedisCluster):
                 await self._redis.initialize()
@@ -177,7 +177,7 @@ class Store:
             raise unavailable() from error
 
     async def close(self) -> None:
-        """Ends the probing and the calls; the client is its owner's to close."""
+        """End the pings and the running calls. The owner of the client closes it."""
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.wait({self._probe})
@@ -195,7 +195,7 @@ class Store:
 
     async def _wait_until_back(self) -> None:
         if self._pipeline is not None:
-            # It may hang where a new connection does not.
+            # The old connection may hang where a new one does not.
             await self._pipeline.reset()
         while True:
             await asyncio.sleep(PROBE_SECONDS)

@@ -1,6 +1,7 @@
-"""redis-py's connections, with the same error on every event loop: a lost connection raises redis-py's ConnectionError.
+"""Connections of redis-py that raise the same error on every event loop.
 
-On a connection that was just closed uvloop raises RuntimeError, which redis-py passes on unchanged.
+uvloop raises RuntimeError on a connection that was just closed, and redis-py passes it on unchanged. These connections
+raise redis-py's ConnectionError instead.
 """
 
 from typing import Any
@@ -39,11 +40,11 @@ _CLASSES: dict[type[AbstractConnection], type[AbstractConnection]] = {
 
 
 def translate(source: BlockingConnectionPool | RedisCluster) -> None:
-    """Has it make such connections. Before its first one."""
+    """Make a pool or a cluster client use these connections. Call it before the first connection."""
     if isinstance(source, BlockingConnectionPool):
         source.connection_class = _CLASSES[source.connection_class]
         return
-    # Nodes yet to be found are made from these, the first ones have been.
+    # Nodes that are discovered later are made from these options; the startup nodes exist already.
     options = source.connection_kwargs
     options["connection_class"] = _CLASSES[options["connection_class"]]
     for node in source.nodes_manager.startup_nodes.values():

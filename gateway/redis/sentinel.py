@@ -1,8 +1,8 @@
-"""Redis behind Sentinel: each new connection asks for the master's address, so that a failover is followed.
+"""Redis behind Sentinel: each new connection asks for the master's address, and so follows a failover.
 
 A URL is `redis+sentinel://[user:password@]host:port,host:port/master-name[/db][?options]`, or `rediss+sentinel` for TLS
-to the servers and the sentinels. User and password are the servers'; `sentinel_username` and `sentinel_password` among
-the options are the sentinels'. The other options are redis-py's (`ssl_ca_certs=...`).
+to the servers and the sentinels. User and password are for the servers; the options `sentinel_username` and
+`sentinel_password` are for the sentinels. The other options are redis-py's (`ssl_ca_certs=...`).
 """
 
 from typing import Any, NamedTuple, cast
@@ -22,12 +22,13 @@ from gateway.redis.connections import Translated
 
 SCHEME = "+sentinel"
 SENTINEL_PORT = 26379
-# A share of the caller's deadline, so that a sentinel that is away leaves time to ask the next.
+# Time limit for the connection to a sentinel, as a share of the caller's deadline: if one is away, there is time to ask
+# the next.
 CONNECT_SHARE = 0.3
 
 
 class SentinelUrl(NamedTuple):
-    """A parsed URL. options: redis-py's, for connections to the servers. own: the same for the sentinels."""
+    """Parsed URL. options: redis-py's options for connections to the servers. own: those for the sentinels."""
 
     sentinels: list[tuple[str, int]]
     master: str
@@ -36,7 +37,7 @@ class SentinelUrl(NamedTuple):
 
 
 class _MasterClient(Redis):
-    """A client that also closes its connections to the sentinels."""
+    """Client that also closes its connections to the sentinels."""
 
     sentinels: Sentinel
 
@@ -55,7 +56,7 @@ class _Tls(Translated, SentinelManagedSSLConnection):
 
 
 def parse(url: str) -> SentinelUrl:
-    """Parse the URL. Raises ValueError, whose text quotes nothing of the URL, because it may hold a password."""
+    """Parse the URL. Raises ValueError; its text does not quote the URL, which may contain a password."""
     parts = urlsplit(url)
     base = parts.scheme.removesuffix(SCHEME)
     user, _, hosts = parts.netloc.rpartition("@")
@@ -84,7 +85,7 @@ def check_sentinel_url(url: str) -> None:
 
 
 def sentinel_client(url: str, timeout: float, patience: float, retry: Retry) -> Redis:
-    """Return a client of the current master. timeout: a caller's deadline. patience: see `store.connect`.
+    """Return a client of the current master. timeout: a caller's deadline. patience: the limit of a connection attempt.
 
     Raises ValueError.
     """

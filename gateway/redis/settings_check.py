@@ -1,4 +1,4 @@
-"""Check Redis' own settings: a server that evicts keys or does not persist loses the state of limits."""
+"""Check of Redis' own settings: a server that evicts keys or does not persist loses the state of limits."""
 
 import asyncio
 import logging
@@ -18,9 +18,7 @@ SETTINGS = ("maxmemory-policy", "appendonly", "save")
 
 
 class StoreCheck:
-    """Reads the settings at the start and every 30 s. state: for `/readyz`; it begins with "ok" unless it makes it
-    fail.
-    """
+    """Check at the start and every 30 s. state: the result for `/readyz`, which fails unless it begins with "ok"."""
 
     def __init__(self, redis: Client, store: Store, mode: Check) -> None:
         self._redis = redis
@@ -29,7 +27,7 @@ class StoreCheck:
         self.state = "ok: not checked" if mode == "off" else "ok: not checked yet"
 
     async def watch(self) -> None:
-        """Check repeatedly, without end. Run it as a task."""
+        """Check repeatedly until cancelled. Run it as a task."""
         while self._mode != "off":
             try:
                 self._tell(await self._store.call(self._problems))
@@ -50,7 +48,7 @@ class StoreCheck:
             log.log(level, "redis' settings: %s", self.state)
 
     async def _problems(self) -> list[str] | None:
-        """Return the problems in any server's settings; None if a server forbids reading them."""
+        """Return the problems in the settings of all servers, None if a server forbids reading them."""
         found: list[str] = []
         try:
             if isinstance(self._redis, RedisCluster):
