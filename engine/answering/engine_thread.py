@@ -19,6 +19,8 @@ from engine.scheduling.request import RequestOutput, SamplingParams
 from wire.errors import RequestError
 
 logger = logging.getLogger(__name__)
+
+FAILED = "the engine failed; send the request again"
 T = TypeVar("T")
 
 # Poll interval while every request waits for its adapter to load.
@@ -239,8 +241,9 @@ class EngineLoop:
                     self._step()
             while self._commands:
                 self._run_commands()
-        except BaseException as exc:  # a Rust panic is no Exception, and would end the thread silently
-            self.failure = f"the engine failed: {type(exc).__name__}: {exc}"
+        except BaseException:  # a Rust panic is no Exception, and would end the thread silently
+            # Every tenant's requests get this text; the exception may quote one of them, so it goes to the log only.
+            self.failure = FAILED
             logger.exception("the engine failed; it answers nothing until it is started again")
             self._to_event_loop(self._fail)
 

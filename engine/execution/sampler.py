@@ -78,9 +78,9 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
                     banned.add(row, found, 0.0)
                 else:
                     banned_where_masked.append((row, found))
-        except Exception as exc:
+        except Exception:
             log.exception("a request's sampling parameters could not be applied")
-            request.error = f"its sampling parameters could not be applied: {type(exc).__name__}"
+            request.error = "its sampling parameters could not be applied"
     device = logits.device
     if scaled:
         rows, ids, penalty = scaled.upload(device)

@@ -30,7 +30,7 @@ from gateway.errors import (
     translate,
 )
 from gateway.fleet import receipts
-from gateway.fleet.answers import read_answer, read_events
+from gateway.fleet.answers import public_error, read_answer, read_events
 from gateway.fleet.client import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.registry import EngineRecord
@@ -239,7 +239,7 @@ class Completions:
                         account.observe_event(event)
                         if "error" in event:
                             await self._accounting.close_and_wait(account, Ending.BROKEN)
-                            await _send(delivery, response, msgspec.json.encode(event))
+                            await _send(delivery, response, msgspec.json.encode(public_error(event)))
                             return response
                         if account.is_beyond_hold and not await self._grow(account, answering):
                             for last in shortened(event, model, asked, account):

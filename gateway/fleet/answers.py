@@ -51,6 +51,31 @@ class Reported:
 _line = msgspec.json.Decoder(ReportLine)
 
 
+# Codes of our engine's failures, and their words. An engine's own words may quote another request or its host's paths.
+FAILURES = {
+    "engine_overloaded": "The engine is overloaded; try again shortly.",
+    "engine_unavailable": "The engine takes no requests; send the request again.",
+    "generation_failed": "The engine could not generate an answer to this request.",
+}
+FAILED = "The engine failed; send the request again."
+# Types of errors that are the request's own: our engine's, and vLLM's.
+CLIENTS_ERRORS = ("invalid_request_error", "BadRequestError")
+
+
+def public_error(event: Fields) -> Fields:
+    """Return a stream's error as the client may see it: its own errors whole, of an engine's failure the code."""
+    try:
+        detail = msgspec.json.decode(event["error"], type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        detail = {}
+    if detail.get("type") in CLIENTS_ERRORS:
+        return {"error": event["error"]}
+    code = detail.get("code")
+    code = code if isinstance(code, str) and code in FAILURES else "engine_error"
+    failure = {"message": FAILURES.get(code, FAILED), "type": "server_error", "param": None, "code": code}
+    return {"error": msgspec.Raw(msgspec.json.encode(failure))}
+
+
 async def read_report(response: ClientResponse, heard: Callable[[int], None]) -> Reported:
     """Read a whole answer's report up to the answer. heard: called with the completion tokens so far.
 
@@ -60,7 +85,7 @@ async def read_report(response: ClientResponse, heard: Callable[[int], None]) ->
         try:
             line = _line.decode(await response.content.readline())
         except (ClientError, OSError, TimeoutError, ValueError) as error:
-            raise EngineBroke(f"The engine's report broke off ({type(error).__name__}).") from error
+            raise EngineBroke(_how_it_broke(error)) from error
         heard(line.completion_tokens)
         if line.answer is not None:
             return Reported(line.answer, response)
@@ -168,8 +193,14 @@ async def read_chunks(response: Incoming, seconds: float | None = None) -> Async
         except StopAsyncIteration:
             return
         except (ClientError, OSError, TimeoutError) as error:
-            raise EngineBroke(f"The engine's answer broke off ({type(error).__name__}).") from error
+            raise EngineBroke(_how_it_broke(error)) from error
         yield chunk
+
+
+def _how_it_broke(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "The engine sent nothing for too long in the middle of its answer."
+    return "The connection to the engine ended in the middle of its answer."
 
 
 class EngineBroke(UpstreamFailed):

@@ -20,7 +20,7 @@ from aiohttp import (
 )
 
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
-from gateway.fleet.answers import EngineBroke, Incoming, read_error, read_report
+from gateway.fleet.answers import FAILURES, EngineBroke, Incoming, read_error, read_report
 from gateway.fleet.registry import EngineRecord
 from gateway.fleet.vllm.adapters import VllmAdapters
 from gateway.fleet.vllm.fields import vllm_request
@@ -139,7 +139,8 @@ class EngineClient:
         except (ClientError, OSError, TimeoutError) as error:
             # A stream begins with its first token. A whole answer may be long in coming and nothing be wrong.
             broken = not isinstance(error, TimeoutError) or call.is_stream
-            failure = UpstreamFailed(f"The engine did not answer ({type(error).__name__}).")
+            log.warning("engine %s did not answer request %s: %s", engine.url, call.request_id, type(error).__name__)
+            failure = UpstreamFailed("The engine did not answer.")
             raise EngineRefused(failure, broken=broken) from error
         except ProtocolError as error:
             # No field of a request goes to vLLM that the allow-list does not name.
@@ -223,7 +224,9 @@ class EngineClient:
 
 
 async def _refusal(response: Incoming, model: Model) -> GatewayError:
-    """Return the engine's error as ours. A client's error keeps the client's own names."""
+    """Return the engine's error as ours. A client's error keeps the client's own names; of a failure of the engine only
+    the code is passed on, for its words may quote another request.
+    """
     body = await read_error(response)
     try:
         detail = msgspec.json.decode(body)["error"]
@@ -237,10 +240,13 @@ async def _refusal(response: Incoming, model: Model) -> GatewayError:
     # An adapter's error is no failure of the engine, whatever its status; its files may be missing on this engine only.
     is_adapters = code is not None and code.startswith("adapter_") and response.status != 404
     if response.status in (400, 413, 422) or is_adapters:
+        if response.status >= 500:
+            message, param = "The engine could not load the adapter.", "model"
         return BadRequest(message or "The engine refused the request.", param=param, code=code)
     if response.status in (429, 503):
         retry_after = response.headers.get("Retry-After", "1")
         seconds = int(retry_after) if retry_after.isdecimal() else 1
-        return Unavailable(message or "The engine is overloaded; try again shortly.", code=code, retry_after=seconds)
+        code = code if code in FAILURES else None
+        return Unavailable(FAILURES[code or "engine_overloaded"], code=code, retry_after=seconds)
     # 401 and 404 are between the gateway and the engine; their words would only confuse a client.
     return UpstreamFailed(f"The engine could not serve '{model.name}' (it answered {response.status}).")

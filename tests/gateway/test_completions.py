@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import re
 from typing import Any
 
 import pytest
@@ -159,13 +160,14 @@ async def test_an_engine_without_our_extension(tenant: Client, upstream: Upstrea
     assert (await rows(tenant))["completion_tokens"] == 5
 
 
-@pytest.mark.parametrize(("how", "message"), [("fail_after", "out of luck"), ("drop_after", "engine")])
+@pytest.mark.parametrize(("how", "message"), [("fail_after", "The engine failed;"), ("drop_after", "connection")])
 async def test_an_error_in_a_stream_is_an_event(how: str, message: str, tenant: Client, gateway: Gateway):
     got = await tenant.complete(stream=True, max_tokens=9, x_engine={"tokens": 8, how: 3})
     assert got.status == 200
     *events, last = got.events
     assert len(events) == 3
     assert message in last["error"]["message"]
+    assert not re.search("luck|Error", last["error"]["message"])
     assert (await rows(tenant))["completion_tokens"] == 3
     assert ">error" in (await gateway.nobody.get("/admin/", headers=_basic())).body.decode()
 
@@ -179,6 +181,8 @@ async def test_an_engine_that_refuses(stream: bool, theirs: int, ours: int, tena
     assert got.status == ours
     assert got.headers["content-type"].startswith("application/json")
     assert "sha256" not in got.error["message"]
+    # The engine's own words are passed on where they are about the request, and only there.
+    assert ("no: " in got.error["message"]) == (ours == 400)
     if ours == 503:
         assert got.headers["Retry-After"] == "1"
     if ours == 400:

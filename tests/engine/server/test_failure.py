@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from engine.answering.engine_thread import FAILED as FAILED_TEXT
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import FinishedRequests
 from engine.execution.token_rules import BannedWords
@@ -79,11 +80,14 @@ async def test_a_failed_engine_ends_its_requests_and_exits(
     started = time.monotonic()
     status, answer = await client.post("/v1/completions", LONG | {"cache_salt": "die"}, headers=as_request("killer"))
     assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
-    assert "Panic: of Rust" in (await stream.text()).split("\n\n")[-3]
+    assert answer["error"]["message"] == FAILED_TEXT
+    assert FAILED_TEXT in (last := (await stream.text()).split("\n\n")[-3])
+    assert "Rust" not in last
     _, stderr = await asyncio.to_thread(program.communicate, timeout=60)
     assert program.returncode == FAILED
     assert time.monotonic() - started < 30
     assert "the engine failed" in stderr
+    assert "Panic: of Rust" in stderr
     books = FinishedRequests(tmp_path / "finished")
     assert {id_: entry.finish_reason for id_ in books.ids() if (entry := books.get(id_))} == {
         "stream": "error",
