@@ -1,4 +1,4 @@
-"""The outermost layer of a request: its id, its line in the access log, its place in the metrics."""
+"""Outermost middleware: gives each request its id, its line in the access log and its metrics."""
 
 import asyncio
 import logging
@@ -18,14 +18,14 @@ from wire.telemetry.spans import NO_SPAN, SPAN
 
 log = logging.getLogger(__name__)
 
-# nginx's word for a client that left before its answer.
+# nginx's status for a client that closed the connection before its answer.
 CLIENT_CLOSED = 499
-# Asked every second or so by whoever watches over us; in the log they would bury what clients do.
+# Logged at debug level: probes come about once a second and would bury the clients' requests.
 PROBES = ("/healthz", "/readyz")
 
 
 def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
-    """The middleware. The id is ours alone: a client's own x-request-id could repeat, and ids are the ledger's keys."""
+    """Return the middleware. It ignores a client's own x-request-id, which could repeat: ids are keys of the ledger."""
     trusted = tuple(trusted_proxies)
 
     @web.middleware
@@ -65,10 +65,10 @@ def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """On every answer, streams and errors too. For `app.on_response_prepare`."""
+    """Set x-request-id on every response, streams and errors too. For `app.on_response_prepare`."""
     response.headers["x-request-id"] = request[REQUEST_ID]
 
 
 async def hide_server(_: web.Request, response: web.StreamResponse) -> None:
-    """aiohttp names itself, its version and Python's, which helps only who looks for a hole."""
+    """Remove the Server header, because the versions of aiohttp and Python help only an attacker."""
     response.headers.popall("Server", None)

@@ -25,15 +25,16 @@ from gateway.settings import Settings
 
 log = logging.getLogger(__name__)
 
-# While no engine has told; also our engine's own default.
+# Used until an engine reports its own; also the default of our engine.
 DEFAULT_MAX_RANK = 64
-# Removed content is kept for so long: as long as a request for it may take. References are looked up in batches.
+# Removed content stays in the store for the longest time that a request may use it.
 UNUSED_SECONDS = 3600.0
+# References are looked up in batches of this size.
 COLLECT_AT_ONCE = 200
 
 
 class AdapterIntake:
-    """Receives uploads: form, checks, store, catalog. Used by the tenant's routes and the admin API."""
+    """Intake of uploads: form, checks, store and catalog. The tenant's routes and the admin API use it."""
 
     def __init__(
         self,
@@ -59,11 +60,11 @@ class AdapterIntake:
         owner: str,
         check_allowed: Callable[[str], None] = lambda name: None,
     ) -> web.Response:
-        """Return 201 and the new version, which is in use from the answer on.
+        """Add the uploaded version and return 201. Requests use the version from this response on.
 
-        owner: whose turn a check takes: the tenant's id, or OPERATOR. check_allowed: raises for a name that the actor
-        may not push. Raises BadRequest and TooLarge for the form, TooSlow, Forbidden for a limit, AdapterError for an
-        adapter that cannot be served.
+        owner: the tenant's id or OPERATOR; the owners' checks take turns. check_allowed: raises for a name that the
+        actor may not push. Raises BadRequest and TooLarge for the form, TooSlow, Forbidden for a limit, AdapterError
+        for an adapter that cannot be served.
         """
         refuse_too_large(request, self._rules)
         await self._catalog.check_declared(tenant, request.content_length or 0)
@@ -81,14 +82,14 @@ class AdapterIntake:
                 raise
             raise TooSlow(f"The upload exceeded the time limit of {self._rules.seconds:g} s.") from error
         except OSError as error:
-            # Its message names paths of this machine.
+            # The error's full message names paths of this machine, so only `strerror` is logged.
             log.warning("an upload could not be stored: %s", error.strerror)
             raise Unavailable("The adapter store cannot be written.", code="adapter_store_unavailable") from error
 
     async def _add(
         self, request: web.Request, tenant: Tenant, name: str, checked: Checked, actor: str, place: Workplace
     ) -> web.Response:
-        """Add the version and publish its content, once for each Idempotency-Key."""
+        """Add the version and publish its content, only once for one Idempotency-Key."""
 
         async def publish() -> None:
             await asyncio.to_thread(self._store.publish, checked.folder, checked.digest, checked.stored)
@@ -110,8 +111,8 @@ class AdapterIntake:
     async def collect(self) -> tuple[int, int]:
         """Remove stored content that no version has had for UNUSED_SECONDS. Returns (adapters, bytes) removed.
 
-        A concurrent upload is safe: it renews the time of content that it finds in the store, and either its version is
-        on record at the second check or its content is put again.
+        A concurrent upload is safe: it renews the timestamp of content that it finds in the store. Either its version
+        is on record at the second check, or it stores the content again.
         """
         since = datetime.now(UTC) - timedelta(seconds=UNUSED_SECONDS)
         stored = await asyncio.to_thread(lambda: list(self._store.list()))
@@ -136,19 +137,19 @@ class AdapterIntake:
         return removed, num_bytes
 
     async def run(self, _: web.Application) -> AsyncIterator[None]:
-        """Clean the store before the first upload, and wait for the last upload's folder to be removed."""
+        """Clean the store before the first upload; at the end wait until the last upload's folder is removed."""
         await asyncio.to_thread(self._store.clean)
         yield
         await Workplace.all_closed()
 
     async def list(self, tenant: Tenant, may_see: Callable[[str], bool] = lambda name: True) -> web.Response:
-        """Return the tenant's adapters. may_see: whether the key may know of a name."""
+        """Return the tenant's adapters. may_see: whether the key may see a name."""
         adapters = await self._catalog.list(tenant)
         return json_response({"object": "list", "data": [describe(each) for each in adapters if may_see(each.name)]})
 
 
 class Adapters:
-    """The tenant's routes."""
+    """Routes for a tenant's own adapters."""
 
     def __init__(self, *, auth: Authenticator, catalog: Catalog, intake: AdapterIntake, quota: Quota) -> None:
         self._auth = auth
@@ -202,8 +203,9 @@ def upload_rules(settings: Settings) -> UploadRules:
 
 
 def served(engines: Sequence[EngineRecord], max_rank: int | None) -> Served:
-    """Return the largest rank and adapter size that the engines serve. max_rank: the operator's setting, which has
-    precedence.
+    """Return the largest rank and adapter size that the engines serve.
+
+    max_rank: the operator's setting, which takes precedence over the engines' rank.
     """
 
     def largest(field: str) -> int:
@@ -217,7 +219,7 @@ def served(engines: Sequence[EngineRecord], max_rank: int | None) -> Served:
 
 
 def describe(adapter: Adapter) -> dict[str, Any]:
-    """An adapter as the API shows it."""
+    """Return an adapter as the API shows it."""
     return {
         "object": "adapter",
         "name": adapter.name,

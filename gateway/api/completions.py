@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, `/v1/completions` and `/v1/models`: the path of an inference request."""
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/models`: admission, dispatch and delivery of requests."""
 
 import asyncio
 import re
@@ -46,19 +46,19 @@ from wire.telemetry.spans import NO_SPAN, SPAN
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    # Asks nginx and its kin to pass events on as they come.
+    # Makes nginx and similar proxies pass on events without buffering them.
     "X-Accel-Buffering": "no",
 }
-# W3C's Trace Context, level 1; what does not look like it is not passed on.
+# The header of W3C Trace Context, level 1. A value of another form is not passed on.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
-# Requests of one tenant that are checked and reserved at a time. The others of a burst wait, so that the event loop
-# gets to other tenants' requests between them.
+# Requests of one tenant that are checked and reserved at the same time. The rest of a burst waits, so that the event
+# loop reaches other tenants' requests in between.
 ADMISSIONS_EACH = 8
 
 
 class Completions:
-    """The inference routes. Errors of its parts pass through; `gateway.errors` turns them into HTTP."""
+    """Inference routes. Errors pass through, and `gateway.errors` turns them into HTTP responses."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Completions:
     async def _admit(
         self, request: web.Request, endpoint: Endpoint, held: ExitStack
     ) -> tuple[InferenceRequest, Account]:
-        """Admit the request. Returns it as granted, and its account."""
+        """Admit the request. Returns the request, limited to the granted tokens, and its account."""
         arrived = time.monotonic()
         principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
         tenant = principal.tenant
@@ -130,7 +130,7 @@ class Completions:
         share: BodyShare,
         arrived: float,
     ) -> tuple[InferenceRequest, Account]:
-        """Check the body and reserve what it may use of the tenant's limits."""
+        """Check the body and reserve its use of the tenant's limits."""
         tenant = principal.tenant
         parsed = await self._prompts.parse(raw, endpoint, share)
         principal.check_model(parsed.model)
@@ -162,7 +162,7 @@ class Completions:
     async def _forward(
         self, request: web.Request, endpoint: Endpoint, asked: InferenceRequest, account: Account
     ) -> web.StreamResponse:
-        """Send the request to an engine, and the engine's answer to the client."""
+        """Send the request to an engine and the engine's answer to the client."""
         call = Call(
             request_id=request[REQUEST_ID],
             path=endpoint.path,
@@ -186,7 +186,7 @@ class Completions:
                         return await self._relay_answer(answering, account, delivery)
                 return await self._relay_stream(request, answering, asked, account, delivery)
         except RateLimited as refusal:
-            # A whole answer that its token rates had no room for.
+            # The token rates have no room for a whole answer.
             self._limited(account, refusal)
             await self._accounting.close_and_wait(account, Ending.LIMITED)
             refusal.headers = {**account.reservation.headers, **refusal.headers}
@@ -201,7 +201,7 @@ class Completions:
     async def _relay_answer(self, answering: Answering, account: Account, delivery: Delivery) -> web.Response:
         async def reserve(size: int) -> None:
             if size > FREE_BYTES:
-                # The engine has finished; only this gateway's memory is waited for.
+                # The engine has finished; only the wait for this gateway's memory is left.
                 answering.release()
                 await delivery.reserve(size)
 
@@ -252,10 +252,10 @@ class Completions:
                 await _send(delivery, response, b"[DONE]")
             except ClientGone:
                 raise
-            except Exception as raised:  # noqa: BLE001  (the status line is out: errors travel as an event)
+            except Exception as raised:  # noqa: BLE001  (the status line is already sent: an event reports the error)
                 error = account.cut or raised
                 failure = translate(error, request[REQUEST_ID])
-                # The engine stops, and can then be asked what it did.
+                # Closing the connection stops the engine, which can then report its final counts.
                 answering.response.close()
                 if isinstance(error, EngineMismatch):
                     self._distrust(answering.engine)
@@ -269,10 +269,10 @@ class Completions:
         return response
 
     async def _grow(self, account: Account, answering: Answering) -> bool:
-        """Return whether the stream's token rates have room for what the engine has sent. Where they have none, close
-        the stream and its account if the tenant has its answers shortened.
+        """Return whether the stream goes on: its token rates have room for the tokens that the engine has sent.
 
-        Raises RateLimited if it has not.
+        Without room, a tenant whose answers are shortened gets its stream and account closed. For other tenants this
+        raises RateLimited.
         """
         assert account.hold is not None
         try:
@@ -284,17 +284,17 @@ class Completions:
             if account.principal.tenant.on_token_limit != "shorten":
                 raise
             if account.ended_by_allowance:
-                # The engine has ended the answer as one at its longest.
+                # The engine has ended the answer itself, as if it had reached its maximum length.
                 return True
             account.finish_reason = "length"
-            # The engine stops, and can then be asked what it did.
+            # Closing the connection stops the engine, which can then report its final counts.
             answering.response.close()
             await self._accounting.close_and_wait(account, Ending.SHORTENED)
             return False
         return True
 
     def _limited(self, account: Account, refusal: RateLimited) -> None:
-        """Count an answer that ended because its token rates had no room for more."""
+        """Count an answer that ends because its token rates have no more room."""
         account.was_limited = True
         self._metrics.refused(account.principal.tenant.name, refusal.kind)
 
@@ -307,13 +307,13 @@ class Completions:
             raise
 
     def _distrust(self, engine: EngineRecord) -> None:
-        """Count an answer with the wrong adapter, and give its engine no requests until it is restarted."""
+        """Count an answer with the wrong adapter, and send its engine no requests until it is restarted."""
         self._metrics.adapter_mismatch(engine.url)
         engine.distrust()
 
     @asynccontextmanager
     async def _while_allowed(self, account: Account) -> AsyncIterator[None]:
-        """Ends the block when the key opens nothing any more, or the request has taken as long as any may.
+        """End the block when the key becomes invalid or the request exceeds its time limit.
 
         Raises InvalidKey, Forbidden, OutOfTime.
         """
@@ -354,8 +354,10 @@ class Completions:
 
 
 def _hold_back(account: Account, answering: Answering) -> None:
-    """Free the engine's places while a client does not read. The engine goes on, so its request holds all that it may
-    use; where that fails, an engine that keeps no allowance is stopped.
+    """Free the engine's places while a client does not read.
+
+    The engine goes on generating, so the request's hold grows to all the tokens that it may use. If that growth is
+    refused and the engine keeps no allowance, the request is stopped.
     """
     answering.release()
 
@@ -369,7 +371,7 @@ def _hold_back(account: Account, answering: Answering) -> None:
 
 
 def _trace(request: web.Request) -> dict[str, str]:
-    """The client's, for the engine, where the gateway makes no spans itself."""
+    """Return the client's trace header for the engine. The gateway's own spans, if it makes any, replace it."""
     given = request.headers.get("traceparent")
     return {"traceparent": given} if given is not None and TRACEPARENT.fullmatch(given) else {}
 

@@ -1,7 +1,7 @@
-"""`/admin/`: the status page. It only reads and is rendered here, without scripts, so there is nothing to forge.
+"""`/admin/`: the status page. It is read-only and rendered here without scripts, so an attacker can forge nothing.
 
-The browser's own dialog asks for the admin key (HTTP Basic, any user name); no cookie is set, and the JSON routes take
-a Bearer key only, so no request that a browser makes by itself can change anything.
+The browser's own dialog asks for the admin key (HTTP Basic, any user name). No cookie is set, and the JSON routes
+accept a Bearer key only, so a request that a browser makes by itself cannot change anything.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -21,7 +21,7 @@ from gateway.records.tenants import Tenants
 from gateway.records.usage_report import UsageReport
 
 RECENT_ROWS = 50
-# A tenant decides how many models it uses.
+# Bounded, because a tenant decides how many models it uses.
 USAGE_ROWS = 500
 REFRESH_SECONDS = 15
 PERIODS = {
@@ -42,7 +42,7 @@ ASK = {"WWW-Authenticate": 'Basic realm="Loraplex admin key", charset="UTF-8"', 
 
 
 class Dashboard:
-    """While the database is away the page shows the engines, and that the rest is not known."""
+    """Routes for the page and its style. While the database is away, the page shows the engines only."""
 
     def __init__(
         self, *, auth: Authenticator, tenants: Tenants, catalog: Catalog, report: UsageReport, registry: Registry
@@ -66,7 +66,7 @@ class Dashboard:
             error.headers.update(ASK)
             raise
         except Forbidden as error:
-            # 401 as well, or the browser would go on showing the key that is not an admin's.
+            # 401 as well: after a 403 the browser would keep sending the key, which is not an admin key.
             refused = InvalidKey("An admin key is needed.")
             refused.headers.update(ASK)
             raise refused from error
@@ -88,7 +88,7 @@ class Dashboard:
         return web.Response(text=html, content_type="text/html", headers=PAGE_HEADERS)
 
     async def _records(self, length: timedelta | None, now: datetime) -> dict[str, Any]:
-        """Return what the page shows of the database. Raises Unavailable."""
+        """Return the page's data from the database. Raises Unavailable."""
         month = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
         return {
             "missing": None,

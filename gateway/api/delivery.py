@@ -1,8 +1,8 @@
-"""Delivery of answers: unread bytes take bounded memory, and a client that does not read is cut off.
+"""Delivery of answers: unread bytes take bounded memory, and a client that reads too slowly is cut off.
 
 Unread bytes of an answer stay in its connection's write buffer, so a client that keeps up costs nothing. A stream's
-buffer may grow to `reader_bytes`; beyond that, or when the memory of all clients is used up, the engine is held back
-and its place is free for others (`Delivery.on_full`). A task checks all connections twice a second.
+buffer may grow to `reader_bytes`. Beyond that, or when the common memory of all clients is full, the engine is held
+back and its place is freed (`Delivery.on_full`). A task checks all connections twice a second.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 # Unread bytes that any answer may have, so that a small answer never waits for memory.
 FREE_BYTES = 2**16
 LOOK_SECONDS = 0.5
-# Least time over which a client's rate is measured while others wait for memory.
+# Minimum time over which a client's rate is measured while others wait for memory.
 PRESSURE_SECONDS = 2.0
 
 
@@ -67,7 +67,7 @@ class Delivery:
         self._deliveries.hold(self, size)
 
     async def write(self, response: web.StreamResponse, data: bytes) -> None:
-        """Write to the client. Waits only if its buffer, or the common memory, is full. Raises ClientGone."""
+        """Write to the client. Waits only if its buffer or the common memory is full. Raises ClientGone."""
         self._written += len(data)
         if (size := self.transport.get_write_buffer_size() + len(data)) > FREE_BYTES:
             await self._fall_behind(size)
@@ -77,7 +77,7 @@ class Delivery:
             raise ClientGone from error
 
     async def _fall_behind(self, size: int) -> None:
-        """Take memory for `size` unread bytes. If that or the write must wait, the engine's place is freed."""
+        """Hold memory for `size` unread bytes. If that or the write must wait, the engine's place is freed."""
         has_room = self._deliveries.has_room(self, size)
         if self.on_full is not None and (size > self._deliveries.reader_bytes or not has_room):
             self.on_full()
@@ -86,7 +86,7 @@ class Delivery:
         self._deliveries.hold(self, size)
 
     def look(self, now: float) -> None:
-        """Update the held bytes; begin a new measurement of the rate if nothing is unread."""
+        """Update the held bytes. If nothing is unread, begin a new measurement of the rate."""
         unread = self.unread
         self._deliveries.hold(self, max(self._reserved, unread))
         if not unread:
@@ -100,8 +100,8 @@ class Deliveries:
     """The connections of all clients that receive answers.
 
     reader_bytes: the unread bytes of a stream at which its engine is held back. total_bytes: the memory for all unread
-    answers, of which a tenant gets half. least_rate: bytes a second that a client with unread bytes must read, on
-    average over `window` seconds.
+    answers, of which a tenant gets at most half. least_rate: bytes a second that a client with unread bytes must read,
+    on average over `window` seconds.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Deliveries:
         return delivery
 
     def hold(self, delivery: Delivery, size: int) -> None:
-        """Set what a delivery holds of the common memory."""
+        """Set a delivery's share of the common memory to `size` bytes."""
         if size == delivery.held:
             return
         more = size - delivery.held
@@ -156,7 +156,7 @@ class Deliveries:
                 self._waiting.discard(event)
 
     async def watch(self) -> None:
-        """Check all connections, without end. Run it as a task."""
+        """Check all connections periodically until cancelled. Run it as a task."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self.look(time.monotonic())
@@ -190,7 +190,7 @@ class Deliveries:
     def _cut(self, delivery: Delivery) -> None:
         log.warning("a client of tenant %s reads too slowly: %d bytes unread", delivery.tenant_id, delivery.unread)
         self._metrics.slow_reader_cut()
-        # This cancels a running handler, and the request is settled as if its client had left.
+        # The abort cancels a running handler, so the request is settled as if its client had left.
         delivery.transport.abort()
         self.hold(delivery, 0)
 
@@ -199,7 +199,7 @@ class Deliveries:
         return self._budget.has_room(delivery.tenant_id, size - delivery.held)
 
     def _hold_for(self, delivery: Delivery, tenant_id: str) -> None:
-        """Move what a connection holds to the tenant of its next request."""
+        """Move a connection's held bytes to the tenant of its next request."""
         held = delivery.held
         self.hold(delivery, 0)
         delivery.tenant_id = tenant_id

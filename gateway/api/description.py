@@ -1,5 +1,6 @@
-"""Requests and responses of the gateway's routes, published as `/openapi.json`: the engine's types for the OpenAI
-routes, the structs that bodies are decoded into for the rest.
+"""Description of the gateway's routes, published as `/openapi.json`.
+
+The OpenAI routes have the engine's types, the other routes the structs that decode their bodies.
 """
 
 import re
@@ -71,9 +72,9 @@ ROUTES = (
 
 @cache
 def gateway_description() -> dict[str, Any]:
-    """Return OpenAPI 3.1, with the keys that routes need and the parameters in their paths.
+    """Return the OpenAPI 3.1 document, with the routes' key requirements and path parameters.
 
-    Cached, because it takes 18 ms and the route needs no key.
+    The result is cached, because it takes 18 ms to build and the route needs no key.
     """
     description = describe("Loraplex gateway", ROUTES)
     description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

@@ -15,18 +15,18 @@ from gateway.fleet.discovery import Announcements
 
 
 class Announcement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """url: as in LORAPLEX_ENGINES; every gateway must reach the engine there."""
+    """Body of both routes. url: as in LORAPLEX_ENGINES; every gateway must be able to reach the engine there."""
 
     url: Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class Engines:
-    """Routes for announcements. An announced engine receives every tenant's prompts, so its token opens them all."""
+    """Routes for announcements. An announced engine receives every tenant's prompts, so the token gives access to all.
+
+    announcements: None if LORAPLEX_ENGINES does not allow them. announce_token: None means the internal token.
+    """
 
     def __init__(self, announcements: Announcements | None, internal_token: str, announce_token: str | None) -> None:
-        """announcements: None where LORAPLEX_ENGINES does not ask for them. announce_token: None for the internal
-        token.
-        """
         self._announcements = announcements
         self._header = ANNOUNCE_TOKEN if announce_token else INTERNAL_TOKEN
         self._token = (announce_token or internal_token).encode()
@@ -55,7 +55,7 @@ class Engines:
 
     async def _read(self, request: web.Request) -> tuple[Announcements, str]:
         given = request.headers.get(self._header, "")
-        # aiohttp hands over bytes that are no UTF-8 as surrogates.
+        # aiohttp decodes header bytes that are not UTF-8 as surrogates.
         if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token):
             if not given:
                 raise InvalidKey(f"{self._header} is missing.", code="invalid_internal_token")

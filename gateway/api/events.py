@@ -1,4 +1,4 @@
-"""The events of a stream as its client gets them."""
+"""Events of a stream as the client receives them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ def as_json(value: str) -> Raw:
 
 
 def visible_event(event: Fields, model: Raw, include_usage: bool) -> Fields | None:
-    """Return a stream's event for the client; None for an event that only the gateway requested."""
+    """Return a stream's event as the client receives it; None for an event that only the gateway requested."""
     event.pop("loraplex", None)
     event["model"] = model
     if not include_usage:
@@ -25,7 +25,7 @@ def visible_event(event: Fields, model: Raw, include_usage: bool) -> Fields | No
 
 
 def shortened(event: Fields, model: Raw, asked: InferenceRequest, account: Account) -> Iterator[dict[str, Any]]:
-    """Yield the last events of a stream that ends before `event`, which its client does not get."""
+    """Yield the last events of a shortened stream. The client receives them instead of `event`."""
     envelope = {name: event[name] for name in ("id", "object", "created") if name in event} | {"model": model}
     text: dict[str, Any] = {"delta": {}} if account.endpoint == CHAT.name else {"text": ""}
     unseen = {choice.index for choice in decode_choices(event)}

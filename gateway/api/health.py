@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz`, `/metrics` and `/openapi.json`, which need no key."""
+"""`/healthz`, `/readyz` and `/openapi.json`, which need no key, and `/metrics`."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,16 +20,16 @@ from gateway.quota.quota import Quota
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
 
-# A probe waits no longer than this for any part.
+# Time-out for the probe of a part.
 PROBE_SECONDS = 2.0
-# Period of the probes for the metrics, besides those of `/readyz`.
+# Period of the probes that keep the metrics current; `/readyz` probes as well.
 LOOK_SECONDS = 1.0
 # Parts whose fault always means not ready: the process drains, or `LORAPLEX_REDIS_CHECK` is `refuse`.
 ALWAYS_NEEDED = {"process", "redis_settings"}
 
 
 class State(Struct, frozen=True):
-    """State of a part: "ok", "ok: ..." or its fault. since: the time of the last change between ok and fault."""
+    """The state of a part: "ok", "ok: ..." or its fault. since: the time of the last change between ok and fault."""
 
     text: str
     since: datetime
@@ -40,9 +40,9 @@ class State(Struct, frozen=True):
 
 
 class Health:
-    """Readiness from the states of the parts; the tokenizer was loaded before the gateway listened.
+    """Routes for liveness and readiness. The tokenizer is always ok, because it is loaded before the gateway listens.
 
-    degraded_is_ready: whether a gateway whose shared dependencies are away stays in its load balancer, so that clients
+    degraded_is_ready: whether a gateway whose shared dependencies are away stays in its load balancer. Clients then
     get 503 with Retry-After instead of refused connections, and the admin API and the dashboard stay reachable.
     """
 
@@ -140,7 +140,7 @@ class Health:
 
 
 class MetricsPage:
-    """auth None: on the operators' own port, open to whoever reaches it. Else for admin keys."""
+    """Route for Prometheus, which needs an admin key. auth: None on the operators' own port, which needs no key."""
 
     def __init__(self, metrics: Metrics, auth: Authenticator | None) -> None:
         self._metrics = metrics

@@ -1,7 +1,7 @@
-"""`Idempotency-Key`: a repeated POST, sent because its response was lost, gets the first response and has no effect.
+"""`Idempotency-Key`: a POST that is repeated because its response was lost gets that response and has no effect.
 
-Kept in Redis for a day, for each of the caller's keys separately. Only successes are kept; a failed request may be
-repeated. Work that has begun runs to its end even if its caller leaves.
+Redis keeps responses for a day, separately for each API key. Only successes are kept, so a failed request may be
+repeated. Work that has begun runs to its end even if the client leaves.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 HEADER = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"
 KEEP_SECONDS = 24 * 3600
-# What was begun by a gateway that died may be tried again after this.
+# A request whose gateway died while it ran may be repeated after this time.
 RUNNING_SECONDS = 600
-# An API key is shown once, by the answer that makes it, and is nowhere stored in the clear: not here either.
+# Removed from kept responses: an API key is shown once, in the response that creates it, and never stored in the clear.
 SECRET_FIELDS = ("key",)
 
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
@@ -43,7 +43,7 @@ class KeyReused(GatewayError):
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """content: a digest of what was asked. status: 0 while it is being done."""
+    """A request and its response, as kept. content: the digest of the request. status: 0 while the request runs."""
 
     content: str
     status: int = 0
@@ -51,7 +51,10 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Idempotency:
-    """Raises BadRequest, InProgress, KeyReused; Unavailable without Redis, for requests with the header only."""
+    """Responses kept by `Idempotency-Key`. Requests without the header need no Redis.
+
+    Raises BadRequest, InProgress, KeyReused, and Unavailable without Redis.
+    """
 
     def __init__(self, redis: Any, timeout: float) -> None:
         self._redis = redis
@@ -61,7 +64,7 @@ class Idempotency:
     async def once(
         self, request: web.Request, actor: str, content: bytes, do: Callable[[], Awaitable[web.Response]]
     ) -> web.Response:
-        """`do`'s answer, or the one it gave before. actor: the id of the caller's key. content: what is asked for."""
+        """Return the response of `do`, or the kept one. actor: the API key's id. content: identifies the request."""
         given = request.headers.get(HEADER)
         if given is None:
             return await do()
@@ -84,7 +87,7 @@ class Idempotency:
         return _answer(entry)
 
     def for_admin_calls(self, auth: Authenticator) -> Middleware:
-        """Covers the JSON calls of the admin API. Uploads, whose bodies are too large to be kept, call `once`."""
+        """Return the middleware for the admin API's JSON calls. Uploads are too large to hold; they call `once`."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -115,7 +118,10 @@ class Idempotency:
         return response
 
     async def _keep(self, call: Awaitable[Any]) -> None:
-        """What was done stays done though it could not be noted: the same request meets "in progress" for a while."""
+        """Await a write to Redis. A failure is only logged, because the request's work is already done.
+
+        A repeated request is then refused as InProgress until RUNNING_SECONDS are over.
+        """
         try:
             await self._call(call)
         except Unavailable:

@@ -1,4 +1,4 @@
-"""Usage reports: `/v1/usage` for a tenant itself, and the same report for operators."""
+"""Usage reports: `/v1/usage` for the tenant itself, and the same report for operators."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from gateway.records.usage_report import GROUPS, UsageReport
 from gateway.sharing.turns import Turns
 
 # Concurrent reports, at most one for each tenant, so that database connections stay free for other work. After a report
-# its tenant waits three times as long as that took, so that a tenant takes a quarter of a core at most.
+# its tenant waits for three times the report's duration, so that a tenant uses at most a quarter of a core.
 READS, REST = 4, 3.0
 MAX_GROUPS = 1000
 
 
 class Usage:
-    """A tenant's reports of its own usage."""
+    """Route for a tenant's own usage."""
 
     def __init__(self, *, auth: Authenticator, report: UsageReport) -> None:
         self._auth = auth
@@ -33,7 +33,7 @@ class Usage:
 
 
 async def usage_answer(request: web.Request, report: UsageReport, **which: Any) -> web.Response:
-    """Return a page of sums by tenant and the groups of `?group_by=`, and the total of all.
+    """Return a page of sums by tenant and by the groups of `?group_by=`, and the total of all groups.
 
     which: as in `UsageReport.page`.
     """

@@ -1,4 +1,4 @@
-"""`/admin/api/audit`: who changed what, when and from where."""
+"""`/admin/api/audit`: the record of all changes, with their actor, time and address."""
 
 from aiohttp import web
 
@@ -8,12 +8,12 @@ from gateway.errors import BadRequest
 from gateway.records.audit import Audit
 
 DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1000
-# No database takes a NUL in a text, nor is any of these as long.
+# Longest text of a filter; all stored values are shorter. Texts are printable, because databases refuse a NUL.
 MAX_CHARS = 256
 
 
 class AdminAudit:
-    """The newest first, a page at a time."""
+    """Route for audit entries, newest first, in pages."""
 
     def __init__(self, *, auth: Authenticator, audit: Audit) -> None:
         self._auth = auth

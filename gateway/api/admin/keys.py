@@ -23,7 +23,7 @@ MAX_GRACE_SECONDS = 30 * 24 * 3600
 
 
 class NewKey(LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """scopes: all of a tenant's if not given. allowed_models: for inference; null: all."""
+    """Body for a tenant's new key. scopes: by default all of a tenant's. allowed_models: for inference; null: all."""
 
     label: Label = ""
     scopes: tuple[str, ...] = tuple(sorted(TENANT_SCOPES))
@@ -37,7 +37,7 @@ class NewAdminKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Rotation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """grace_seconds: how long the old key goes on beside the new one."""
+    """Body for a rotation. grace_seconds: the time for which the old key stays valid beside the new one."""
 
     grace_seconds: Annotated[int, Meta(ge=0, le=MAX_GRACE_SECONDS)] = 3600
 
@@ -100,7 +100,7 @@ class AdminKeys:
         return json_response({"object": "list", "data": [describe_key(key) for key in await self._keys.list(None)]})
 
     async def rotate(self, request: web.Request) -> web.Response:
-        """Issue a key with the old one's scopes, lifetime and limits; the old key's usage counts against it."""
+        """Issue a key with the old key's scopes, lifetime and limits. The old key's usage counts against them."""
         actor = await self._auth.admin(request.headers.get("Authorization"))
         grace = (await read_body(request, Rotation)).grace_seconds
         key_id = request.match_info["id"]
@@ -139,7 +139,7 @@ def _shown_once(key: ApiKey, clear: str) -> web.Response:
 
 
 def describe_key(key: ApiKey) -> dict[str, Any]:
-    """As the API shows it, without a trace of the secret."""
+    """Return a key as the API shows it, without the secret."""
     return {
         "object": "api_key",
         "id": key.id,

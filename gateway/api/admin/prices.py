@@ -14,12 +14,12 @@ from gateway.records.catalog import Catalog
 from gateway.records.prices import EVERYTHING, Price, PricedModel, PriceList, Prices
 from gateway.records.tenants import Tenants
 
-# A thousand currency units per million tokens; the quota's script reckons exactly up to here.
+# At most 1,000 currency units per million tokens: the quota script computes exactly up to this price.
 MicroUnits = Annotated[int, Meta(ge=0, le=10**9)]
 
 
 class NewPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Micro-units per million tokens. cached: as `input` if not given."""
+    """Body for a price, in micro-units per million tokens. cached: by default the same as `input`."""
 
     input: MicroUnits
     output: MicroUnits
@@ -74,9 +74,7 @@ class AdminPrices:
         return json_response({"object": "price", "model": model, "deleted": True})
 
     async def _check_adapter(self, request: web.Request, model: str) -> None:
-        """Check that the adapter, or the tenant of `tenant/*`, exists, unless `?force=true` is given. Raises
-        BadRequest.
-        """
+        """Raise BadRequest unless the adapter, or the tenant of `tenant/*`, exists or `?force=true` is given."""
         owner, _, adapter = model.partition("/")
         try:
             tenant = await self._tenants.get(owner)

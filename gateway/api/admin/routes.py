@@ -1,4 +1,4 @@
-"""`/admin/api/...`: adapters on a tenant's behalf, usage and engines; tenants and keys have files of their own."""
+"""`/admin/api/...`: a tenant's adapters, usage and engines. Tenants, keys, prices and audit have their own modules."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from gateway.records.usage_report import UsageReport
 
 
 class Admin:
-    """The operator's routes."""
+    """Operator's routes for adapters, usage and engines."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Admin:
         return json_response({"object": "collection", "removed": removed, "bytes": num_bytes})
 
     async def usage(self, request: web.Request) -> web.Response:
-        """Of one tenant (`?tenant=`, deleted ones too), or of all."""
+        """Report the usage of one tenant (`?tenant=`, also of a deleted one) or of all."""
         await self._actor(request)
         name = request.query.get("tenant")
         if name is not None:

@@ -18,13 +18,13 @@ Tokens = Annotated[int, Meta(ge=1, le=10_000_000_000)]
 Concurrent = Annotated[int, Meta(ge=1, le=100_000)]
 MicroUnits = Annotated[int, Meta(ge=1, le=10**15)]
 T = TypeVar("T")
-# How msgspec says where in a body's model_limits something is wrong.
+# The path in msgspec's message about a fault within a body's model_limits.
 OF_A_MODEL = "model_limits[...]"
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class LimitFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """null: not limited. What is left out stays as it is."""
+    """Limits in a body. null: not limited. An absent field leaves its limit unchanged."""
 
     requests_per_minute: Requests | UnsetType | None = UNSET
     tokens_per_minute: Tokens | UnsetType | None = UNSET
@@ -34,11 +34,11 @@ class LimitFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     budget_per_month: MicroUnits | UnsetType | None = UNSET
 
     def given(self) -> dict[str, Any]:
-        """The fields that the body had."""
+        """Return the fields that the body contains."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
 
     def limits(self) -> Limits:
-        """What the body had of Limits; a field that it had not is not limited."""
+        """Return the body's Limits. An absent field is not limited."""
         return Limits(**{name: value for name, value in self.given().items() if name in Limits.__struct_fields__})
 
 
@@ -123,7 +123,7 @@ class AdminTenants:
 
 
 async def _read(request: web.Request, kind: type[T]) -> T:
-    """As read_body; what is wrong in model_limits is told with the model's name, which msgspec leaves out."""
+    """Return the body as `read_body` does. An error within model_limits names the model, which msgspec leaves out."""
     try:
         return await read_body(request, kind)
     except BadRequest as error:
@@ -140,7 +140,7 @@ class _ModelLimits(Struct):
 
 
 def _model_at_fault(body: bytes) -> str | None:
-    """The first of its model_limits that are none; None for a body that cannot be read so far."""
+    """Return the first model with malformed limits; None if the body cannot be decoded."""
     try:
         given = msgspec.json.decode(body, type=_ModelLimits)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -157,7 +157,7 @@ def _are_limits(given: object) -> bool:
 
 
 def describe_tenant(tenant: Tenant) -> dict[str, Any]:
-    """Return the tenant as the API shows it: limits beside the other fields, a model's limits without unset ones."""
+    """Return the tenant as the API shows it: limits beside the other fields, models' limits without unlimited ones."""
     fields = msgspec.structs.asdict(tenant)
     limits = msgspec.structs.asdict(fields.pop("limits"))
     of_adapters = msgspec.structs.asdict(fields.pop("adapter_limits"))

@@ -1,4 +1,4 @@
-"""JSON bodies and query parameters of our own routes, checked field by field."""
+"""Readers of JSON bodies and query parameters, which check field by field."""
 
 import asyncio
 import re
@@ -17,22 +17,22 @@ from wire import http_body
 
 T = TypeVar("T")
 
-# Deflate's largest ratio.
+# Deflate's maximum compression ratio.
 MAX_DEFLATE_RATIO = 1032
 STEP_BYTES = 2**16
 
-# Seconds in which a body must have come.
+# Time limit for reading a body, in seconds.
 BODY_TIMEOUT = web.AppKey("body_timeout", float)
 _BODY = web.RequestKey("body", bytes)
 
-# Of moments: beyond, there is nothing to ask for, and days cannot be reckoned with at the ends of the calendar.
+# Years that a time may have: no records exist beyond them, and date arithmetic fails at the ends of the calendar.
 YEARS = range(1970, 9000)
 
-# Unicode's categories of what no text of a body has: control characters (a NUL fits no database, others forge lines of
-# logs and tables), lone surrogates, and separators of lines and paragraphs.
+# Unicode categories that texts of a body must not contain: control characters (databases refuse a NUL, others forge
+# lines of logs and tables), lone surrogates, and separators of lines and paragraphs.
 UNFIT = {"Cc", "Cs", "Zl", "Zp"}
 
-# msgspec speaks of Python's types; a client knows JSON's.
+# JSON's names for the Python types in msgspec's messages.
 WORDS = {
     "int": "an integer",
     "float": "a number",
@@ -47,7 +47,7 @@ UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 
 
 async def read_raw(request: web.Request) -> bytes:
-    """Return the whole body of an operator's request, as `read_shared`. It may be asked for again."""
+    """Return the whole body of an operator's request, as `read_shared` does. Later calls return the same body."""
     if (raw := request.get(_BODY)) is None:
         with request.config_dict[BODY_MEMORY].share(OPERATOR) as share:
             raw = request[_BODY] = await read_shared(request, share)
@@ -55,12 +55,12 @@ async def read_raw(request: web.Request) -> bytes:
 
 
 async def read_shared(request: web.Request, share: BodyShare) -> bytes:
-    """Return the whole body, of at most the application's client_max_size; the share holds its memory.
+    """Return the whole body, which is at most the application's client_max_size. The share holds its memory.
 
     Raises TooManyBodies before anything is read, TooSlow, BadRequest, TooLarge, web.HTTPRequestEntityTooLarge.
     """
     limit = request.client_max_size
-    # Without a length a body is taken for a small one at first.
+    # A body without a declared length counts as a small one at first.
     length = FREE_BYTES if request.content_length is None else request.content_length
     if request.content_length is not None and length > limit:
         raise web.HTTPRequestEntityTooLarge(limit, length)
@@ -91,9 +91,9 @@ async def read_shared(request: web.Request, share: BodyShare) -> bytes:
 
 
 async def read_body(request: web.Request, kind: type[T]) -> T:
-    """The body as `kind` (a struct that forbids unknown fields), all its texts of one line. An empty body is `{}`.
+    """Return the body as `kind`, a struct that forbids unknown fields. An empty body counts as `{}`.
 
-    Raises BadRequest.
+    Raises BadRequest, also for a text that `check_text` refuses.
     """
     raw = await read_raw(request) or b"{}"
     try:
@@ -107,7 +107,7 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
 
 
 def check_text(text: str, name: str) -> None:
-    """Raises BadRequest for a text that is not of one line, or that a database cannot hold."""
+    """Raise BadRequest for a text that has several lines or that a database cannot store."""
     if any(unicodedata.category(character) in UNFIT for character in text):
         raise BadRequest(f"{name}: expected a text without control characters.", param=name)
 
@@ -125,7 +125,10 @@ def _check_texts(value: Any, place: str) -> None:
 
 
 def read_moment(request: web.Request, name: str) -> datetime | None:
-    """A query parameter as a moment, UTC: ISO 8601 or Unix seconds; without a zone it is UTC."""
+    """Return a query parameter in ISO 8601 or Unix seconds as a UTC time, None if absent. The default zone is UTC.
+
+    Raises BadRequest.
+    """
     given = request.query.get(name)
     if given is None:
         return None
@@ -133,7 +136,7 @@ def read_moment(request: web.Request, name: str) -> datetime | None:
         if re.fullmatch(r"\d{1,11}(\.\d+)?", given):
             moment = datetime.fromtimestamp(float(given), UTC)
         else:
-            # An unescaped + of a query is a space.
+            # An unescaped + in a query is decoded as a space.
             moment = datetime.fromisoformat(given.replace(" ", "+"))
         moment = moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
     except (ValueError, OverflowError) as error:
@@ -144,7 +147,7 @@ def read_moment(request: web.Request, name: str) -> datetime | None:
 
 
 def read_period(request: web.Request) -> tuple[datetime | None, datetime | None]:
-    """`?since=` and `?until=`. Raises BadRequest where the one is after the other."""
+    """Return `?since=` and `?until=`. Raises BadRequest if `since` is after `until`."""
     since, until = read_moment(request, "since"), read_moment(request, "until")
     if since is not None and until is not None and since > until:
         raise BadRequest("since: expected a moment that is not after 'until'.", param="since")
@@ -152,7 +155,7 @@ def read_period(request: web.Request) -> tuple[datetime | None, datetime | None]
 
 
 def read_flag(request: web.Request, name: str) -> bool:
-    """A query parameter that is `true`, `false` or not there."""
+    """Return a query parameter that is `true`, `false` or absent, which means false. Raises BadRequest."""
     given = request.query.get(name, "false")
     if given not in ("true", "false"):
         raise BadRequest(f"{name}: expected true or false.", param=name)
@@ -164,7 +167,7 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 
 def _explain(message: str) -> BadRequest:
-    """msgspec's "Expected `int`, got `str` - at `$.weight`" in words, with the field as param."""
+    """Return msgspec's "Expected `int`, got `str` - at `$.weight`" as an error in JSON's terms, the field as param."""
     what, _, at = message.partition(" - at `")
     param = at.removeprefix("key` in `").rstrip("`").lstrip("$.") or None
     if missing := re.search(r"missing required field `([^`]{1,64})`", what):
@@ -186,7 +189,7 @@ def _within(place: str | None, field: str) -> str:
 
 
 def read_limit(request: web.Request, default: int, most: int) -> int:
-    """Return `?limit=`, the length of a page. Raises BadRequest."""
+    """Return `?limit=`, the size of a page. Raises BadRequest."""
     given = request.query.get("limit", str(default))
     if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
         raise BadRequest(f"limit: expected a number from 1 to {most}.", param="limit")

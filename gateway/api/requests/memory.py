@@ -1,7 +1,8 @@
 """Memory and threads of request bodies, shared fairly between tenants.
 
-A large body holds its part of a common budget from before its first byte is read until its request ends. Small ones are
-free, up to a number that one tenant may have before its quota is asked. Beyond either, the request is refused unread.
+A large body holds its part of a common budget from before its first byte is read until its request ends. Small bodies
+hold no memory, but a tenant may have only SMALL_AT_ONCE of them before its quota is checked. Beyond either limit a
+request is refused unread.
 """
 
 import asyncio
@@ -24,30 +25,33 @@ from gateway.sharing.budget import Budget
 T = TypeVar("T")
 
 FREE_BYTES = 2**16
-# Small bodies of one tenant that are read, parsed and counted at a time.
+# Small bodies of one tenant that may be read, parsed and counted in tokens at the same time.
 SMALL_AT_ONCE = 256
 # Owner of the bodies of operators and engines, which have a budget of their own.
 OPERATOR = ""
-# Memory of decoded JSON, measured on 64-bit CPython: of a value in a list, and of a list or an object.
+# Memory of decoded JSON, measured on 64-bit CPython: for each value in a list, and for each list or object.
 VALUE_BYTES, CONTAINER_BYTES = 40, 300
-# Threads that parse, tokenize and decompress: one tenant's work leaves one of them to others.
+# Threads that parse, tokenize and decompress. One tenant's work leaves one of them free for other tenants.
 NUM_THREADS = 2
-# CPU time that a tenant's refused requests may have used recently, and the half-life of it in seconds: an attacker gets
-# 14 % of a core. Admitted requests are not counted, their rate is the quota's.
+# CPU time that a tenant's refused requests may have used recently, and its half-life, in seconds: an attacker gets 14 %
+# of a core. Admitted requests are not counted, because the quota limits their rate.
 REFUSED_SECONDS, REFUSED_HALF_LIFE_S = 2.0, 10.0
 
 
 def weigh(raw: bytes) -> int:
-    """Return the bytes of memory that a decoded body takes at most: a text with one wide character has 4 for each."""
+    """Return the most memory that a decoded body takes, in bytes.
+
+    A text with a single wide character takes 4 bytes for every character.
+    """
     width = 1 if raw.isascii() and b"\\u" not in raw else 4
     containers = raw.count(b"[") + raw.count(b"{")
     return width * len(raw) + VALUE_BYTES * raw.count(b",") + CONTAINER_BYTES * containers
 
 
 class RefusedWork:
-    """CPU time of parsing and counting for requests that were then refused, by tenant. Thread-safe.
+    """CPU time of parsing and token counting for requests that were then refused, by tenant. Thread-safe.
 
-    Requests are parsed and counted before the quota is asked, so the quota does not bound this work.
+    Requests are parsed and counted before the quota is checked, so the quota does not bound this work.
     """
 
     def __init__(self) -> None:
@@ -67,7 +71,7 @@ class RefusedWork:
 
 
 class BodyShare:
-    """The memory that a request's body holds, and its part of the threads. `owner`: the tenant's id, or OPERATOR."""
+    """A request's share of body memory and of the threads. owner: the tenant's id, or OPERATOR."""
 
     def __init__(self, memory: "BodyMemory", owner: str) -> None:
         self.owner = owner
@@ -80,7 +84,7 @@ class BodyShare:
         self._is_admitted = self._is_refused = False
 
     def take(self, size: int) -> None:
-        """Hold `size` bytes from now on, more or fewer than before. Raises TooManyBodies, TooLarge."""
+        """Set the held memory to `size` bytes, more or fewer than before. Raises TooManyBodies, TooLarge."""
         if size <= FREE_BYTES and not self._bytes:
             if not self._has_place:
                 self._memory.take(self._memory.places, self.owner, 1)
@@ -93,13 +97,13 @@ class BodyShare:
         self._bytes = size
 
     def decode(self, raw: bytes) -> None:
-        """Hold what a body takes while it is decoded: itself, and what `weigh` says. Raises TooManyBodies, TooLarge."""
+        """Hold the memory for decoding a body: its own bytes and those of `weigh`. Raises TooManyBodies, TooLarge."""
         if len(raw) > FREE_BYTES:
             self._undecoded = len(raw)
             self.take(len(raw) + weigh(raw))
 
     def admitted(self) -> None:
-        """Keep the decoded body only, and no place: the tenant's quota counts the request from now on."""
+        """Release the undecoded body's memory and the place: the tenant's quota counts the request from now on."""
         self._is_admitted = True
         self._give_place_back()
         if self._undecoded:
@@ -107,7 +111,7 @@ class BodyShare:
             self._undecoded = 0
 
     def refused(self) -> None:
-        """Count the request's CPU time against its tenant's part for refused requests."""
+        """Count the request's CPU time against its tenant's limit for refused requests."""
         if not self._is_admitted:
             self._is_refused = True
             self._count_refused(self._seconds)
@@ -130,7 +134,7 @@ class BodyShare:
 
     def run_here(self, work: Callable[[], T]) -> T:
         """Run work on this thread, and count its CPU time. Raises TooMuchRefused."""
-        # Other requests may have been refused while this one waited for its turn.
+        # Other requests may have been refused while this request waited for its turn.
         self._memory.refused_work.check(self.owner)
         started = time.thread_time()
         try:
@@ -138,7 +142,7 @@ class BodyShare:
         finally:
             seconds = time.thread_time() - started
             self._seconds += seconds
-            # The client may have left meanwhile.
+            # The client may have left during the work.
             if self._is_refused:
                 self._count_refused(seconds)
 
@@ -148,9 +152,10 @@ class BodyShare:
 
 
 class BodyMemory:
-    """All bodies of this process.
+    """The memory of all request bodies in this process.
 
-    total_bytes: of tenants' large bodies together; half for each tenant, and no more than it leaves free.
+    total_bytes: for the large bodies of all tenants together. A tenant gets at most half, and no more than it leaves
+    free.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -171,8 +176,9 @@ class BodyMemory:
 
     @contextmanager
     def share(self, owner: str) -> Iterator[BodyShare]:
-        """Hold a request's part while the block runs. A block that raises before `admitted` is a refused request,
-        unless a part of the service was unavailable. Raises TooMuchRefused.
+        """Hold a request's share for the block. Raises TooMuchRefused.
+
+        A block that raises before `admitted` counts as a refused request, unless it raises Unavailable.
         """
         self.refused_work.check(owner)
         share = BodyShare(self, owner)
@@ -187,7 +193,7 @@ class BodyMemory:
             share.close()
 
     def take(self, budget: Budget, owner: str, more: int) -> None:
-        """Raises TooManyBodies."""
+        """Add to an owner's use of a budget. Raises TooManyBodies."""
         if more > 0 and not budget.has_room(owner, more):
             raise TooManyBodies
         budget.change(owner, more)

@@ -1,4 +1,4 @@
-"""Check model names in keys, limits and prices: a name that does not exist is usually a typing error."""
+"""Checks of model names in keys, limits and prices: a name that does not exist is usually a typing error."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from gateway.records.catalog import Catalog
 from gateway.records.tenants import ANY_ADAPTER, Tenant
 
 FORCE = "force it: --force, or ?force=true"
-# As many as a message lists.
+# Most names that a message lists.
 MOST_NAMES = 20
 
 
@@ -25,8 +25,8 @@ async def check_models(
 ) -> None:
     """Check that each name is the base model's or one of the tenant's adapters. Raises BadRequest.
 
-    With `?force=true` every name is accepted: an adapter may be pushed later. tenant: None has the base model only.
-    any_adapter: whether "*" is a name too.
+    With `?force=true` every name is accepted, because an adapter may be pushed later. tenant: None for a new tenant,
+    which has the base model only. any_adapter: whether "*" is accepted as a name.
     """
     if read_flag(request, "force"):
         return

@@ -1,24 +1,24 @@
-"""A request's body as it comes off the wire: its pieces, and the end of a connection whose body nobody reads."""
+"""Reading of a request's body in pieces, and the close of a connection whose body is not read to its end."""
 
 from aiohttp import hdrs, web
 
 from gateway.errors import BadRequest
 from wire.http_requests import send_continue
 
-# A chunk costs some microseconds of the event loop, however small. A body may have so many of any size; with more, its
-# chunks must have so many bytes on average.
+# A chunk costs some microseconds of the event loop, however small it is. A body may have FREE_CHUNKS chunks of any
+# size; with more, its chunks must have LEAST_CHUNK_BYTES on average.
 FREE_CHUNKS = 1024
 LEAST_CHUNK_BYTES = 64
-# aiohttp parses a sixteenth as many chunks before it waits for the reader: a millisecond of the event loop.
+# aiohttp parses one chunk for every 16 of these bytes before it waits for the reader: 1 ms of the event loop.
 READ_BUFFER_BYTES = 2**14
-# The cost of a body to this process, in bytes: those that were read or decompressed, at least CHUNK_COST a chunk.
-# Uploads count chunks only, because they have limits of their own.
+# The cost of a body to this process, in bytes: all bytes that were read and decompressed, and at least CHUNK_COST for
+# each chunk. Uploads count chunks only, because they have limits of their own.
 COST = web.RequestKey("cost", int)
 CHUNK_COST = 1024
 
 
 class Pieces:
-    """The pieces of a request's body. least_chunk: bytes of a chunk, on average, where there are many."""
+    """Reader of a request's body. least_chunk: the least average bytes of a chunk beyond FREE_CHUNKS chunks."""
 
     def __init__(self, request: web.Request, least_chunk: int = LEAST_CHUNK_BYTES) -> None:
         self.num_bytes = 0
@@ -47,9 +47,9 @@ class Pieces:
 
 
 async def close_unread(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """End the connection of a request that is answered before its whole body has come.
+    """Close the connection of a request that is answered before its whole body was received.
 
-    For `app.on_response_prepare`. What still comes is dropped unparsed while the client reads the answer.
+    For `app.on_response_prepare`. Further bytes are dropped unparsed while the client reads the answer.
     """
     if not request.content.is_eof():
         response.force_close()

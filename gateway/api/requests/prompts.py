@@ -1,4 +1,4 @@
-"""Check a request's body and count its tokens with the engine's own tokenizer and chat template."""
+"""Checks of a request's body, and its token count by the engine's own tokenizer and chat template."""
 
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ from wire.text.tokenizer import TextTooLong, Tokenizer
 
 # OpenAI's default for /v1/completions.
 COMPLETION_MAX_TOKENS = 16
-# Bodies beyond this are parsed on a thread: a millisecond is as long as the event loop may be held.
+# Larger bodies are parsed on a thread, because the event loop may be blocked for 1 ms at most.
 INLINE_BYTES = 8192
-# What an engine may understand and a tenant has no say in: the scheduler's priority.
+# Fields that engines read and tenants may not set: the scheduler's priority.
 GATEWAYS_OWN = ("priority",)
 
-# A body is some hundred bytes of memory a value. 8 MiB of `[],` took 193 MiB and seconds of the event loop;
-# brackets and commas within texts count as well, which no prompt of a context's length notices.
+# Limits of a body's values, each of which takes some hundred bytes of memory: 8 MiB of `[],` took 193 MiB and seconds
+# of the event loop. Brackets, commas and colons within texts count as well; a prompt that fits the context stays below.
 MAX_CONTAINERS = 10_000
 MAX_VALUES = 200_000
 MAX_MEMBERS = 50_000
@@ -30,7 +30,7 @@ AnyRequest = ChatCompletionRequest | CompletionRequest
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """name: as in the ledger and the metrics. path: the engines', and ours."""
+    """An inference route. name: as in the ledger and the metrics. path: the same here and on the engines."""
 
     name: str
     path: str
@@ -44,8 +44,8 @@ COMPLETIONS = Endpoint(name="completions", path="/v1/completions", kind=Completi
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request and its size.
 
-    body: the client's own, with the fields that the gateway decides set. prompt_tokens: of all prompts together.
-    max_tokens: the most that may be generated for each of `choices`, which are those of all prompts. weights: of the
+    body: the client's fields, with those that the gateway decides. prompt_tokens: sum over all prompts. max_tokens: the
+    most tokens that may be generated for one choice. choices: sum over all prompts. weights: the factors of the
     request's tokens in the token rates.
     """
 
@@ -59,15 +59,18 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     weights: Weights = Weights()
 
     def shorten(self, max_tokens: int) -> None:
-        """Lets it generate no more than `max_tokens`, fewer than were asked for."""
+        """Lower the request's limit of generated tokens for a choice to `max_tokens`."""
         self.body[self.max_tokens_field] = max_tokens
         if self.body.get("min_tokens"):
             self.body["min_tokens"] = min(self.body["min_tokens"], max_tokens)
 
 
 class PromptReader:
-    """Raises the protocol's BadRequest naming the field, ChatTemplateError, or BadRequest for a prompt that is too
-    long.
+    """Parser and token counter of request bodies.
+
+    other_engines: whether vLLM servers are listed; they get further fields (gateway/fleet/vllm/fields.py).
+
+    Raises the protocol's BadRequest naming the field, ChatTemplateError, or BadRequest for a prompt that is too long.
     """
 
     def __init__(
@@ -80,7 +83,6 @@ class PromptReader:
         max_event_bytes: int = 2**20,
         other_engines: bool = False,
     ) -> None:
-        """other_engines: vLLM servers are listed; gateway/fleet/vllm/fields.py says which further fields they get."""
         self._max_answer_bytes = max_answer_bytes
         self._max_event_bytes = max_event_bytes
         self._other_engines = other_engines
@@ -89,7 +91,7 @@ class PromptReader:
         self._default_max_tokens = default_max_tokens
 
     async def parse(self, raw: bytes, endpoint: Endpoint, share: BodyShare) -> AnyRequest:
-        """Return the body's fields, each checked. Our engine ignores unknown ones; before vLLM they are refused."""
+        """Return the checked body. Unknown fields are refused if vLLM servers are listed; our engine ignores them."""
         if len(raw) <= INLINE_BYTES:
             return share.run_here(partial(self._parse, raw, endpoint))
         if (
@@ -108,7 +110,7 @@ class PromptReader:
         return decode(endpoint.kind, check_fields(raw, endpoint.kind) if self._other_engines else raw)
 
     async def measure(self, request: AnyRequest, raw: bytes, share: BodyShare) -> InferenceRequest:
-        """The tokens of a parsed body, held against the model's context."""
+        """Return a parsed body with its token counts, which are checked against the model's context."""
         work = partial(self._measure, request, raw)
         return share.run_here(work) if is_quick(raw) else await share.run(work)
 
@@ -139,7 +141,7 @@ class PromptReader:
         for name in GATEWAYS_OWN:
             body.pop(name, None)
         if request.max_new_tokens is None:
-            # Said aloud, so that the engine stops where the reservation does.
+            # Sent explicitly, so that the engine stops at the reservation's limit.
             body["max_tokens"] = max_tokens
         if request.stream:
             body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
@@ -155,7 +157,7 @@ class PromptReader:
         )
 
     def _fields(self, request: AnyRequest, raw: bytes) -> dict[str, Any]:
-        """Return the body's fields, those that nobody here knows as they were sent."""
+        """Return the body's fields. Fields that the protocol does not define stay encoded as they were sent."""
         if self._other_engines:
             return dict(msgspec.json.decode(raw, type=dict[str, Any]))
         known = request.__struct_fields__
@@ -163,7 +165,7 @@ class PromptReader:
         return {name: msgspec.json.decode(field) if name in known else field for name, field in fields.items()}
 
     def _lengths(self, request: AnyRequest) -> list[int]:
-        """Tokens of each prompt."""
+        """Return the number of tokens of each prompt."""
         if isinstance(request, ChatCompletionRequest):
             return [len(self._tokenizer.encode_chat(*request.template_input(), limit=self._max_model_len))]
         encode = partial(

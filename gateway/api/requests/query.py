@@ -1,4 +1,4 @@
-"""Check the query parameters of routes: an unknown one is usually a typing error that would widen the result."""
+"""Checks of query parameters: an unknown one is usually a typing error that would widen the result."""
 
 from aiohttp import web
 
@@ -6,7 +6,7 @@ from gateway.errors import BadRequest, Handler
 
 FORCE = ("force",)
 USAGE = ("since", "until", "group_by", "limit", "after")
-# By method and path; every other route of the admin API takes none.
+# Parameters by method and path. Every other route of the admin API takes none; other routes are not checked.
 PARAMETERS = {
     ("GET", "/readyz"): ("strict",),
     ("GET", "/v1/usage"): USAGE,
@@ -21,7 +21,7 @@ PARAMETERS = {
 
 @web.middleware
 async def known_parameters(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Raises BadRequest for a query parameter that the route does not know, or that is given twice."""
+    """Raise BadRequest for a query parameter that the route does not take, or that occurs twice."""
     resource = request.match_info.route.resource
     if request.query and resource is not None:
         path = resource.canonical

@@ -1,4 +1,4 @@
-"""Unpack and check uploads in child processes: few at once, shared fairly, each within its own limits."""
+"""Unpacking and checks of uploads in child processes: few at once, shared fairly, each within its own limits."""
 
 import asyncio
 import json
@@ -25,16 +25,16 @@ from gateway.sharing.turns import Turns
 log = logging.getLogger(__name__)
 
 ROOT = Path(adapters.__file__).parent.parent
-# Checks that run at once: of tenants' uploads, of tenants whose checks took long recently, and of the operator's.
+# Concurrent checks: for tenants, for tenants whose checks used much CPU time recently, and for the operator.
 TENANTS_CHECKS, BUSY_CHECKS, OPERATORS_CHECKS = 2, 1, 1
 MEMORY_BYTES = 512 << 20
 # A check reads, hashes and writes an adapter; measured: 150 to 300 MB a second and core.
 CPU_SECONDS, CPU_BYTES_PER_SECOND = 10, 20_000_000
-# Wall-clock time; at a low priority a check may get a small share of a core.
+# Wall-clock limit as a factor of the CPU limit: at a low priority a check may get a small share of a core.
 CLOCK_FACTOR = 6
-# A tenant whose checks used more CPU time than this recently, with this half-life, has them on idle cores only, one at
-# a time with others like it: the engine's steps and others' uploads do not wait for them. An ordinary check takes
-# 0.1 s, so this concerns tenants with more than 30 uploads a minute, or dear ones.
+# A tenant is busy if its checks used more CPU time than this recently, with this half-life. The checks of all busy
+# tenants run one at a time and on idle cores only, so that the engine's steps and other tenants' uploads do not wait
+# for them. An ordinary check takes 0.1 s, so busy tenants send more than 30 uploads a minute, or expensive ones.
 BUSY_SECONDS, HALF_LIFE_S = 0.7, 10.0
 OPERATOR = "operator"
 
@@ -57,7 +57,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checker:
-    """Runs the checks. Raises AdapterError, BadRequest and TooLarge for a refusal, Unavailable if the disk is full."""
+    """Runner of checks. Raises AdapterError, BadRequest and TooLarge for a refusal, Unavailable if the disk is full."""
 
     def __init__(self, store: Path, base: BaseShape, max_bytes: int, served: Callable[[], Served]) -> None:
         self._store = store
@@ -105,7 +105,7 @@ class Checker:
             answer: dict[str, Any] = json.loads(out) if code == 0 else {}
             cpu_used = answer.pop("cpu_seconds", None)
         finally:
-            # A check that is killed does not report its CPU time.
+            # A killed check does not report its CPU time, so its wall-clock time counts.
             self._used.add(owner, time.monotonic() - began if cpu_used is None else cpu_used)
         if code != 0:
             raise _failed(code, out)

@@ -1,7 +1,7 @@
 """Parser of multipart/form-data with bounded memory: part by part, keeping a single chunk.
 
-aiohttp's reader takes a preamble line by line without ever leaving the event loop, and reports broken forms by a dozen
-kinds of exceptions. Here a form has to begin with its boundary, and every fault is a FormError.
+aiohttp's reader takes a preamble line by line without ever yielding to the event loop, and raises a dozen kinds of
+exceptions for malformed forms. Here a form must begin with its boundary, and every fault is a FormError.
 """
 
 import re
@@ -12,20 +12,20 @@ import msgspec
 
 MAX_BOUNDARY_CHARS = 70
 MAX_HEADER_BYTES = 8192
-# Control characters would forge lines of whatever prints a name.
+# Control characters could forge lines wherever a name is printed.
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
-# A parameter of Content-Disposition: a token, or text in quotes, where a backslash stands before a quote or another.
+# A parameter of Content-Disposition: a token, or text in quotes, where a backslash escapes a quote or a backslash.
 _PARAMETER = re.compile(r"""\s*;\s*([\w*.-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s";\\]+))""", re.ASCII)
 _ESCAPED = re.compile(r'\\(["\\])')
 _PLAIN_ENCODINGS = ("", "binary", "8bit", "7bit")
 
 
 class FormError(ValueError):
-    """The form is malformed; the message says how."""
+    """The form is malformed. The message names the fault."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """name: the form's field. filename: None for a part that is no file."""
+    """A part of a form. name: the form's field. filename: None for a part that is not a file."""
 
     name: str
     filename: str | None
@@ -39,7 +39,7 @@ class Form:
             raise FormError(f"expected a boundary of 1 to {MAX_BOUNDARY_CHARS} characters")
         self._delimiter = b"\r\n--" + boundary.encode()
         self._receive = receive
-        # The first boundary follows no line.
+        # The first boundary has no line before it, so its line break is added here.
         self._buffer = bytearray(b"\r\n")
         self._in_part = False
 
@@ -62,7 +62,7 @@ class Form:
         return part
 
     async def read(self) -> bytes:
-        """Return a piece of the part's content, b"" at its end. Raises FormError if the form ends before."""
+        """Return a piece of the part's content, b"" at its end. Raises FormError if the form ends before that."""
         while True:
             at = self._buffer.find(self._delimiter)
             if at == 0:
@@ -116,9 +116,10 @@ def _part(lines: list[bytes]) -> Part:
 
 
 def _parameters(disposition: str) -> dict[str, str]:
-    """Return the parameters of a form's part. Raises FormError.
+    """Return the parameters of a part's Content-Disposition. Raises FormError.
 
-    aiohttp's parser warns of a malformed one by Python's warnings, which print it and keep it for ever.
+    aiohttp's parser is not used, because it reports a malformed header by a Python warning, which prints the header and
+    keeps it in memory forever.
     """
     kind, _, _ = disposition.partition(";")
     if kind.strip().lower() != "form-data":
@@ -137,7 +138,7 @@ def _parameters(disposition: str) -> dict[str, str]:
 
 
 def _extended(value: str | None) -> str | None:
-    """Return a file name as RFC 5987 writes it: a charset, a language, and percent-encoded bytes. Raises FormError."""
+    """Return the file name from RFC 5987's form: a charset, a language, and percent-encoded bytes. Raises FormError."""
     if value is None:
         return None
     charset, _, rest = value.partition("'")

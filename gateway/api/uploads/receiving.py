@@ -1,6 +1,6 @@
-"""Receive an adapter upload: a multipart stream into files on the store's file system, within bounds.
+"""Reader of adapter uploads: writes a multipart stream to files on the store's file system, within limits.
 
-Nothing here reads the files' content: child processes unpack and check them (gateway/api/uploads/checking.py).
+The files' content is not read here: child processes unpack and check it (gateway/api/uploads/checking.py).
 """
 
 import asyncio
@@ -29,7 +29,7 @@ FILES = (CONFIG_NAME, WEIGHTS_NAME)
 FIELDS = ("name", "file", *FILES)
 WRITE_BYTES = 256 << 10
 READ_BYTES = 256 << 10
-# Least average size of an upload's chunks, because each costs a read.
+# Minimum average size of an upload's chunks, because each chunk costs a read.
 LEAST_CHUNK_BYTES = 1024
 MAX_NAME_BYTES = 1024
 T = TypeVar("T")
@@ -38,8 +38,9 @@ _DISK = ThreadPoolExecutor(4, thread_name_prefix="upload-disk")
 
 
 class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
-    """max_bytes: of the body, and again of its unpacked content. seconds: for the upload with its check.
+    """The limits of an upload.
 
+    max_bytes: of the body, and separately of its unpacked content. seconds: for the upload and its check together.
     read_seconds: longest pause between bytes. min_rate: bytes a second, on average since `grace_seconds` after the
     start.
     """
@@ -102,7 +103,7 @@ class Workplace:
     @classmethod
     @asynccontextmanager
     async def open(cls, spool: Spool) -> AsyncIterator["Workplace"]:
-        """Make the folder, and remove it at the end of the block. Raises OSError."""
+        """Create the folder, and remove it at the end of the block. Raises OSError."""
         place = cls(spool)
         try:
             await place.in_thread(spool.make)
@@ -149,7 +150,7 @@ def too_large(max_bytes: int) -> TooLarge:
 
 
 def _boundary(request: web.Request) -> str:
-    # The value as in the header; aiohttp's own parser would lower and fold it.
+    # The header is split here, because aiohttp's own parser would lower-case and fold the value.
     for parameter in request.headers.get("Content-Type", "").split(";")[1:]:
         key, _, value = parameter.strip().partition("=")
         if key.lower() == "boundary":
@@ -158,14 +159,14 @@ def _boundary(request: web.Request) -> str:
 
 
 class _Body:
-    """Counts a request's body and holds it to the rules of size and rate."""
+    """Reader of a request's body that enforces the limits of size and rate."""
 
     def __init__(self, request: web.Request, rules: UploadRules) -> None:
-        # The disk takes large pieces; the limit of chunks that wait stays.
+        # Large reads suit the disk; the limit of pending chunks stays as it is.
         request.content.set_read_chunk_size(READ_BYTES)
         self._pieces = Pieces(request, LEAST_CHUNK_BYTES)
         self._rules = rules
-        # Start of the minimum rate; waits for our own disk move it.
+        # Time from which the minimum rate applies; waits for our own disk postpone it.
         self._begun = time.monotonic() + rules.grace_seconds
 
     async def read(self) -> bytes:
@@ -185,7 +186,7 @@ class _Body:
         return piece
 
     async def write(self, place: Workplace, file: BinaryIO, content: bytes) -> None:
-        """Write to the disk off the event loop. The client's rate excludes this time."""
+        """Write to the disk on a thread. The client's rate excludes this time."""
         begun = time.monotonic()
         await place.in_thread(file.write, content)
         self._begun += time.monotonic() - begun
@@ -217,9 +218,7 @@ async def _read_form(form: Form, place: Workplace, body: _Body) -> str:
 
 
 def _target(part: Part) -> str:
-    """Return the fixed file name for a part: by its field, or by its own file name if that is one of the adapter's
-    files.
-    """
+    """Return a part's fixed file name: its field, or its own file name if that is one of the adapter's files."""
     if part.name in FIELDS:
         return part.filename if part.name == "file" and part.filename in FILES else part.name
     if part.filename in FILES:
