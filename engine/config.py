@@ -1,4 +1,4 @@
-"""One frozen configuration of an engine, checked when it is made. Flags carry the names that vLLM's users know."""
+"""Configuration of an engine, frozen and checked on construction. Flags have vLLM's names."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,22 +14,21 @@ LoraDType = Literal["auto", "fp8_e4m3", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes are in tokens, memory in bytes. None means: from the model or the machine.
-
-    model: a Hugging Face folder or a .gguf file. tokenizer: a folder whose tokenizer replaces the model's own.
-
-    prefill_stretch: how many times longer a step of running streams may take for the prompts computed beside them.
-    async_scheduling: plan and launch a step before the tokens of the one before are read; None: on a GPU.
-    generation_config: what requests that say nothing of sampling get; auto: as the model's generation_config.json says,
-    none: OpenAI's defaults.
-    kv_cache_dtype: auto is the model's; 8 bits have a scale for each token and head.
-    host_adapter_memory: bound of the host tier of adapters, from which the device's pages are filled.
-    lora_dtype: of adapters in device memory: auto is the model's; 8 bits have a scale for each row of rank.
-    threads: CPU threads of the engine's products; None: as many as the affinity mask and the cgroup's quota allow.
-    enforce_eager: no CUDA graphs. cuda_graph_sizes: rows of the decode steps that are captured; None: a ladder up to
-    max_num_seqs on a GPU.
-
+    """Configuration of an engine. Sizes are in tokens, memory in bytes. None: taken from the model or the machine.
     Raises ConfigError for a value out of range.
+
+    model: a Hugging Face folder or a .gguf file.
+    tokenizer: a folder whose tokenizer replaces the model's own.
+    prefill_stretch: maximum slow-down of a decode step caused by prefill, as a factor.
+    async_scheduling: plan and launch a step before the tokens of the one before are read; None: only on a GPU.
+    generation_config: defaults of omitted sampling fields; auto: the model's generation_config.json, none: OpenAI's.
+    kv_cache_dtype: auto is the model's dtype; 8 bits have a scale for each token and head.
+    host_adapter_memory: limit of the host tier of adapters, from which the device's pages are filled.
+    lora_dtype: dtype of adapters in device memory; auto is the model's; 8 bits have a scale for each row of rank.
+    threads: CPU threads for matrix products; None: as many as the affinity mask and the cgroup's quota allow.
+    enforce_eager: no CUDA graphs.
+    cuda_graph_sizes: numbers of rows of the decode steps to capture; None: increasing sizes up to max_num_seqs on a
+        GPU.
     """
 
     model: str

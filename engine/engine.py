@@ -1,10 +1,11 @@
-"""The engine: one base model, many adapters in one batch. A step is schedule, launch, commit, sample.
+"""The engine: one base model with many adapters in one batch. A step is schedule, launch, commit, sample.
 
-With async scheduling the host works while the device computes: a step is planned and its forward pass launched before
-the tokens of the step before are read. These are read and committed while the pass runs, so that sampling knows every
-token before it, and what finished then is dropped from the step that already runs. The answers are the same.
+With async scheduling the host works while the device computes: it plans a step and launches its forward pass before it
+reads the tokens of the step before. It reads and commits these while the pass runs, so that sampling knows every
+earlier token; requests that ended then are dropped from the in-flight step. The answers are the same.
 
-Knows no HTTP, no text and no threads but the adapter loaders'; every method is called from one thread.
+Knows no HTTP, no text, and no threads except the adapter loaders'. All methods except `prefix_keys` are called from one
+thread.
 """
 
 import logging
@@ -37,7 +38,7 @@ from wire.errors import ConfigError, RequestError
 
 log = logging.getLogger(__name__)
 
-# Bound of a step's logits for prompt_logprobs; larger prompts take more steps.
+# Limit of a step's logits for prompt_logprobs; larger prompts take more steps.
 PROMPT_LOGITS_BYTES = 128 << 20
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,7 +47,7 @@ DTYPES_OF_8_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step whose tokens the host has not read. started: perf_counter when it was planned."""
+    """A step whose tokens the host has not read. started: perf_counter at the start of its planning."""
 
     sampling: Sampling
     started: float
@@ -56,7 +57,7 @@ class StepInFlight:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """A reading of the counters, for /state and /metrics. `generation` moves when residency does."""
+    """A reading of the counters, for /state and /metrics. `generation` changes with the set of resident adapters."""
 
     generation: int
     num_running: int
@@ -88,7 +89,9 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
 
 
 def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """The decode steps to capture; none without a CUDA device, where asking for some is an error."""
+    """Return the sizes of the decode steps to capture, none without a CUDA device. Raises ConfigError for sizes without
+    one.
+    """
     if device.type != "cuda" and config.cuda_graph_sizes:
         raise ConfigError("cuda_graph_sizes", "expected none: CUDA graphs need a CUDA device")
     if device.type != "cuda" or config.enforce_eager:
@@ -97,7 +100,9 @@ def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int
 
 
 def check_memory(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError for more than the machine has: what the system says of that names no flag."""
+    """Check the configured sizes against the machine's memory. Raises ConfigError that names the field, which the
+    system's own error would not.
+    """
     if device.type == "cuda":
         _free, total = torch.cuda.mem_get_info(device)
     else:
@@ -112,15 +117,15 @@ def check_memory(config: EngineConfig, device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the free bytes of a GPU; None for the CPU, whose memory is taken as it is written."""
+    """Return the free bytes of a GPU; None for the CPU, which allocates memory when it is first written."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def split_memory(config: EngineConfig, free: int | None) -> tuple[int, int]:
     """Return the bytes of the KV cache and of the adapters. free: a GPU's bytes left after the weights.
 
-    By default adapters get a quarter of the free memory, 8 GiB at most, and the KV cache the rest except a fifth, which
-    is for activations. Raises ConfigError if nothing is left for the KV cache.
+    By default, adapters get a quarter of the free memory, at most 8 GiB, and the KV cache gets the rest except a fifth
+    of the free memory, which is for activations. Raises ConfigError if nothing is left for the KV cache.
     """
     if free is None:
         return config.kv_cache_memory or 2 << 30, 1 << 30 if config.adapter_memory is None else config.adapter_memory
@@ -136,15 +141,16 @@ def split_memory(config: EngineConfig, free: int | None) -> tuple[int, int]:
 
 
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
-    """Keys and values of all layers, with their scales where they have 8 bits."""
+    """Return the bytes of one token's keys and values in all layers, including the scales of an 8-bit cache."""
     scales = model.kv_elements_per_token // model.head_dim * 4 if kv_dtype in LARGEST else 0
     return model.kv_elements_per_token * kv_dtype.itemsize + scales
 
 
 class Engine:
-    """Loads the model when made. Raises ConfigError for what cannot be served.
+    """An engine, which loads its model on construction. Raises ConfigError for a model or configuration that cannot be
+    served.
 
-    host_cache: where adapters come from; it outlives the engine and is closed by its owner.
+    host_cache: source of adapters; it outlives the engine and is closed by its owner.
     """
 
     def __init__(self, config: EngineConfig, host_cache: HostCache, progress: Progress | None = None) -> None:
@@ -206,7 +212,7 @@ class Engine:
             graph_sizes=graph_sizes,
             progress=partial(progress, "Capturing CUDA graphs"),
         )
-        # On the CPU the step itself takes the cores: reading its tokens later would only delay them.
+        # On the CPU the step occupies the host's cores, so reading its tokens later would only delay them.
         self._async = self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._in_flight: StepInFlight | None = None
         self._last_commit = 0.0
@@ -239,9 +245,9 @@ class Engine:
         cache_salt: str = "",
         prefix_keys: Sequence[bytes] = (),
     ) -> None:
-        """Queue a request. prefix_keys: those of the method with this name, if they were computed before.
+        """Queue a request. prefix_keys: the result of the method of this name, if already computed.
 
-        Raises RequestError naming the parameter for a request that could never run.
+        Raises RequestError that names the parameter, for a request that could never run.
         """
         if request_id in self.scheduler.requests:
             raise RequestError("request_id", f"{request_id} is already in flight")
@@ -298,7 +304,7 @@ class Engine:
     def prefix_keys(
         self, prompt_token_ids: Sequence[int], *, adapter: str | None, tenant: str, cache_salt: str
     ) -> list[bytes]:
-        """Return the prompt's keys in the prefix cache, empty if there is none. May be called from any thread."""
+        """Return the prompt's keys in the prefix cache; empty if it is disabled. May be called from any thread."""
         if not self.config.enable_prefix_caching:
             return []
         return prefix_keys(
@@ -306,7 +312,7 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at once, wherever it is; its blocks and its adapter's pin are free when this returns."""
+        """End a request at once, in any state. Its blocks and its adapter's pin are free on return."""
         self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
@@ -314,11 +320,13 @@ class Engine:
 
     @property
     def is_waiting_for_adapters(self) -> bool:
-        """True when a step can do nothing until a load ends: the loop may sleep a little."""
+        """Return whether all work waits for adapters to load, so that the thread may sleep."""
         return not self.scheduler.running and self._in_flight is None and self.adapters.is_loading
 
     def step(self) -> list[RequestOutput]:
-        """One output for each request that got a token or ended; with async scheduling, of the step before."""
+        """Run a step. Return an output for each request that received a token or ended; with async scheduling, the
+        tokens are those of the step before.
+        """
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         outputs = [request.output([]) for request in self.scheduler.take_failed()]
@@ -339,7 +347,7 @@ class Engine:
         return outputs
 
     def _commit(self) -> list[RequestOutput]:
-        """Read the tokens of the step in flight, if there is one, and apply them to its requests."""
+        """Read the tokens of the in-flight step, if there is one, and append them to its requests."""
         step, self._in_flight = self._in_flight, None
         if step is None:
             return []
@@ -348,7 +356,7 @@ class Engine:
         self._num_generated_tokens += len(moved)
         outputs = [request.output([token] if (token := sampled[request]) >= 0 else []) for request in moved]
         now = time.perf_counter()
-        # It ran from when the one before had ended, if that was later than its own start.
+        # The step ran from its start, or from the end of the step before it if that was later.
         self._pacer.observe(now - max(step.started, self._last_commit), step.num_decodes, step.num_prompt_tokens)
         self._last_commit = now
         return outputs
@@ -357,7 +365,9 @@ class Engine:
         return self.adapters.is_resident(digest)
 
     def unload_adapter(self, digest: str) -> bool:
-        """Frees the adapter's pages; False while a request is using them (it goes when they are needed)."""
+        """Free the adapter's pages. Return False while a request uses them; they are then evicted when their room is
+        needed.
+        """
         return self.adapters.evict(digest)
 
     def state(self) -> EngineState:

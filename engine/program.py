@@ -40,9 +40,9 @@ async def serve(
 ) -> int:
     """Serve until SIGTERM, SIGINT or the engine's failure, and return the exit code.
 
-    A second signal ends the drain. `ready` gets the port once the model is loaded, and `announce(port)` is entered; it
-    is left before the drain begins. After a failure the process ends within `FAILED_EXIT_S`, whatever hangs, so that
-    its supervisor starts another.
+    A second signal ends the drain. `ready` is called with the port once the model is loaded, then `announce(port)` is
+    entered; it is left before the drain begins. After a failure the process ends within `FAILED_EXIT_S`, even if
+    something hangs, so that its supervisor starts another.
     """
     stop = asyncio.Event()
     event_loop = asyncio.get_running_loop()
@@ -145,7 +145,8 @@ def run(
         return announcing(gateways, own, internal_token, announce_token)
 
     def settled(bound_port: int) -> None:
-        # No full collection walks over what stays for good: a tenth of a second in which no stream moves.
+        # Exclude permanent objects from garbage collection: a full collection over them would stall all streams for a
+        # tenth of a second.
         gc.collect()
         gc.freeze()
         if ready is not None:

@@ -1,4 +1,4 @@
-"""What a request that does not say how to sample gets: the model's own generation_config.json, as vLLM takes it."""
+"""Sampling defaults of a model, from its generation_config.json as vLLM reads it, for fields that a request omits."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,9 @@ FILE_NAME = "generation_config.json"
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """OpenAI's, but for what a model says. What else its file holds (`do_sample`, `max_length`, ...) counts nothing."""
+    """OpenAI's defaults, replaced by the model's values. Other fields of the file (`do_sample`, `max_length`, ...) are
+    ignored.
+    """
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -26,7 +28,9 @@ OPENAIS = SamplingDefaults()
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Of a model folder; OpenAI's where it has no such file. Raises ConfigError for a value that is out of range."""
+    """Return the defaults of a model folder; OpenAI's if it has no such file. Raises ConfigError for a value out of
+    range.
+    """
     file = folder / FILE_NAME
     if not file.is_file():
         return OPENAIS

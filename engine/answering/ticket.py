@@ -55,11 +55,8 @@ class Generation:
     """The sequences of one HTTP request. A context manager: leaving it aborts the sequences that still run.
 
     num_generated: per sequence, all tokens that the engine generated, including those after the block was left.
-
     on_gone: called once the engine has released all sequences and the block was left; the counts are final then.
-
     allowance: limit of the tokens of all sequences together; at the limit they end with "length". None: no limit.
-
     ended_by_allowance: indices of the sequences that the allowance ended.
     """
 

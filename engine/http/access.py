@@ -18,17 +18,19 @@ logger = logging.getLogger(__name__)
 OPEN_ROUTES = ("/health", "/livez", "/metrics", "/ping")
 KEYED_ROUTES = ("/tokenize", "/detokenize")
 LOAD_ROUTE = "/v1/load_lora_adapter"
-# Set for a request that showed the internal token.
+# True for a request with the internal token.
 IS_INTERNAL = web.RequestKey("is_internal", bool)
 REQUEST_ID = web.RequestKey("request_id", str)
-# nginx's status of a client that did not wait.
+# nginx's status for a client that left before its answer.
 CLIENT_LEFT = 499
-# Characters of an unknown path in the log.
+# Maximum length of an unknown path in the log.
 MAX_PATH = 200
 
 
 class Access:
-    """internal_token: the gateways'. api_keys: the clients' own, any of which opens the API. Neither: all is open."""
+    """Access rules. internal_token: secret of the gateways. api_keys: secrets of clients, each of which opens the API.
+    Without any secret, all routes are open.
+    """
 
     def __init__(self, internal_token: str | None, api_keys: Sequence[str]) -> None:
         self._internal_token = internal_token
@@ -40,7 +42,7 @@ class Access:
 
     @web.middleware
     async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raises ApiError 401 or 403."""
+        """Check the request's secret. Raises ApiError 401 or 403."""
         request[IS_INTERNAL] = internal = self._shows_token(request)
         if request.path in OPEN_ROUTES or internal:
             return await handler(request)
@@ -76,17 +78,17 @@ class Access:
 
     def _shows_key(self, request: web.Request) -> bool:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # All are compared, so that the time does not tell which one was nearly right.
+        # Compares with every key, so that the time does not reveal a partial match.
         return scheme.lower() == "bearer" and sum([_equal(given.strip(), key) for key in self._api_keys]) > 0
 
 
 def _equal(given: str, secret: str) -> bool:
-    # aiohttp hands over bytes that are no UTF-8 as surrogates.
+    # aiohttp decodes bytes that are not UTF-8 as surrogates.
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode())
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether an address or host name is this machine's own; an unknown one is not."""
+    """Return whether an address or host name is this machine's loopback; False for an unknown host."""
     if host == "localhost":
         return True
     try:
@@ -98,7 +100,9 @@ def is_loopback(host: str | None) -> bool:
 
 
 def request_lines(*, access_log: bool) -> Middleware:
-    """Gives each request an id, the client's own where it is fit, and with access_log a line once it has ended."""
+    """Return a middleware that gives each request an id, the client's own if it is valid, and, with access_log, logs a
+    line at its end.
+    """
 
     @web.middleware
     async def logged(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -120,13 +124,13 @@ def request_lines(*, access_log: bool) -> Middleware:
 
 
 async def say_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """For `on_response_prepare`, which streams have too."""
+    """Add the request's id to its response. A handler for `on_response_prepare`, which also covers streams."""
     if isinstance(request, web.Request) and REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
 
 
 def _route(request: web.Request) -> str:
-    """The route as it was declared; where there is none, the path as it was sent, which may hold anything."""
+    """Return the route as it was declared; for an unknown one the path as sent, escaped and shortened."""
     resource = request.match_info.route.resource
     if resource is not None:
         return resource.canonical

@@ -1,6 +1,7 @@
-"""Announce the engine to gateways periodically, and withdraw it at the end: `POST` and `DELETE /internal/engines`.
+"""Announcements of the engine to gateways, sent periodically, and its withdrawal at the end: `POST` and `DELETE
+/internal/engines`.
 
-A gateway that cannot be reached is retried; the engine serves regardless.
+An unreachable gateway is retried; the engine serves regardless.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 
 logger = logging.getLogger(__name__)
 
-# Gateways forget an engine that they have not heard of for 10 s.
+# Gateways drop an engine 10 s after its last announcement.
 PERIOD_S = 3.0
 TIMEOUT = ClientTimeout(total=2.0)
 
@@ -21,7 +22,7 @@ TIMEOUT = ClientTimeout(total=2.0)
 async def announcing(
     gateways: Sequence[str], url: str, internal_token: str | None, announce_token: str | None = None
 ) -> AsyncIterator[None]:
-    """Announce the engine at `url` to each gateway for as long as the block runs, then withdraw it.
+    """Announce the engine at `url` to each gateway during the block, then withdraw it.
 
     announce_token: secret for announcements, if it differs from the internal token.
     """
@@ -53,7 +54,7 @@ async def _keep_announcing(session: ClientSession, gateway: str, url: str) -> No
 
 
 async def _tell(session: ClientSession, method: str, gateway: str, url: str) -> str:
-    """Send an announcement or a withdrawal. Returns the problem, "" if there is none."""
+    """Send an announcement or a withdrawal. Return the problem, "" if there is none."""
     target = f"{gateway.rstrip('/')}/internal/engines"
     try:
         async with session.request(method, target, json={"url": url}, allow_redirects=False) as response:

@@ -1,6 +1,6 @@
-"""The engine's HTTP server: resources in the order they are made, the routes, and the life from bind to drain.
+"""The engine's HTTP server: its parts in the order of their creation, the routes, and its life from bind to drain.
 
-The port is bound first; until the model is loaded every route but /health and /metrics answers 503.
+The port is bound first; until the model is loaded, every route that needs it answers 503.
 """
 
 import asyncio
@@ -51,12 +51,14 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions")
-# What clients get to take the end of their answers once all requests have ended.
+# Time for clients to receive the end of their answers, after all requests have ended.
 LAST_WORDS_S = 5.0
 
 
 class Server:
-    """One engine behind HTTP. `start` loads it, `stop` drains and ends it; the app may be served before and after."""
+    """HTTP server of one engine. `start` loads the engine, `stop` drains and closes it; the app may be served before
+    and after.
+    """
 
     def __init__(
         self,
@@ -73,12 +75,15 @@ class Server:
         api_keys: Sequence[str] = (),
         access_log: bool = False,
     ) -> None:
-        """max_waiting: requests beyond the batch that may wait; more get 503.
+        """Make a server without loading the model. Raises ConfigError.
 
-        lora_modules: adapter folders by the name to serve them under. drain_s: time that `stop` gives requests to end.
-        tool_call_parser: how the model writes tool calls, "hermes" or "llama3_json"; None: as its template says.
-        finished_file: keeps what requests have cost over a restart, however the process ended. api_keys: clients must
-        show one of them. access_log: a line for each request. Raises ConfigError.
+        max_waiting: requests that may wait beyond the batch; further ones get 503.
+        lora_modules: adapter folders by the name under which they are served.
+        drain_s: time limit of `stop` for the requests in flight.
+        tool_call_parser: format of tool calls, "hermes" or "llama3_json"; None: the chat template decides.
+        finished_file: keeps the requests' token counts across restarts, however the process ends.
+        api_keys: secrets of clients; a client's API request must carry one of them.
+        access_log: log a line for each request.
         """
         self._config = config
         self._store = adapter_store
@@ -134,7 +139,7 @@ class Server:
         return app
 
     async def start(self, progress: Progress | None = None) -> None:
-        """Loads tokenizer, model and named adapters. Raises ConfigError, TokenizerError or OSError."""
+        """Load tokenizer, model and named adapters. Raises ConfigError, TokenizerError or OSError."""
         try:
             self._finished = FinishedRequests(self._finished_file)
         except (ValueError, OSError) as error:
@@ -175,7 +180,7 @@ class Server:
         self._routes = EngineRoutes(tokenizer, engine, self._loop, models, self._metrics, self._finished, self._states)
 
     async def stop(self) -> None:
-        """Refuses new requests, lets those in flight end, then frees everything."""
+        """Refuse new requests, wait for those in flight, then free everything."""
         self._draining = True
         if self._states is not None:
             self._states.drain()
@@ -200,7 +205,7 @@ class Server:
         logger.info("draining %d requests, up to %g s", num_requests, self._drain_s)
 
     def stop_waiting(self) -> None:
-        """`stop`, begun or to come, aborts the requests in flight at once."""
+        """Make `stop`, begun or to come, abort the requests in flight at once."""
         self._drain_s = 0.0
         if self._draining and self._loop is not None:
             self._loop.stop_waiting()
@@ -213,7 +218,7 @@ class Server:
         if self._config.tokenizer is not None or path.is_dir():
             tokenizer = Tokenizer.from_dir(self._config.tokenizer or path)
         else:
-            from engine.model.gguf.tokenizer import read_tokenizer  # a heavy import that a folder does without
+            from engine.model.gguf.tokenizer import read_tokenizer  # a heavy import that a folder does not need
 
             tokenizer = read_tokenizer(path)
         try:
@@ -232,7 +237,7 @@ class Server:
         return tokenizer, self._engine
 
     def _stepped(self, seconds: float, outputs: list[RequestOutput]) -> None:
-        """Runs in the engine's thread."""
+        """Record a step. Called in the engine's thread."""
         self._metrics.observe_step(seconds, outputs)
         if self._states is not None:
             self._states.stepped()
@@ -255,7 +260,7 @@ class Server:
                 caller = read_caller(request.headers, internal=request[IS_INTERNAL])
                 return await handler(self._generation, request, caller)
             finally:
-                # What was aborted leaves without a step.
+                # An aborted request leaves without a step, so no step reports the change.
                 self._states.moved()
 
         return handle
@@ -296,9 +301,9 @@ class Server:
 
 @asynccontextmanager
 async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
-    """Serves the app and yields the port (which one, if 0 was asked for). Raises OSError if it can't be bound.
+    """Serve the app and yield the port, which the system chooses for port 0. Raises OSError if it cannot be bound.
 
-    A handler is cancelled when its client goes away: that is how its requests leave the engine.
+    A handler is cancelled when its client leaves, which aborts the request's sequences.
     """
     runner = web.AppRunner(
         server.make_app(),
@@ -319,7 +324,7 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Raises ConfigError for a name that is none of a parser."""
+    """Return the format of this name. Raises ConfigError for an unknown name."""
     if name not in FORMATS:
         raise ConfigError("tool_call_parser", f"expected {' or '.join(FORMATS)}, got {name!r}")
     return FORMATS[name]

@@ -1,4 +1,4 @@
-"""The one place that turns an exception into an HTTP answer of OpenAI's shape."""
+"""Translation of exceptions into HTTP answers of OpenAI's shape. No other module does it."""
 
 import logging
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """An answer other than success. `kind` is OpenAI's error type."""
+    """An error answer. `kind` is OpenAI's error type."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ModelNotFound(ApiError):
 
 
 def as_api_error(exc: Exception, request: web.Request) -> ApiError:
-    """The answer to any exception; one that nobody foresaw is logged and tells the client nothing of itself."""
+    """Return the answer for an exception. An unexpected one is logged, and its answer reveals nothing of it."""
     match exc:
         case ApiError():
             return exc
@@ -69,7 +69,7 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
             kind = "invalid_request_error" if exc.status < 500 else "server_error"
             return ApiError(exc.status, exc.reason, kind=kind)
         case _:
-            # repr: the header is the client's own and may hold anything.
+            # Logged with repr, because the client chooses the header.
             logger.error("unexpected error in %s, request %r", request.path, _request_id(request), exc_info=exc)
             return ApiError(
                 500, "the engine could not answer: internal error", kind="server_error", code="internal_error"
@@ -91,7 +91,7 @@ async def error_boundary(request: web.Request, handler: Handler) -> web.StreamRe
         check_head(request)
         return await handler(request)
     except ConnectionError:
-        # The client went away; there is nobody to answer.
+        # The client left, so there is no one to send an answer to.
         raise
     except Exception as exc:  # noqa: BLE001 - translated here, once
         error = as_api_error(exc, request)

@@ -1,4 +1,4 @@
-"""What Prometheus sees of one engine; a registry of its own, so that two engines in a process do not mix."""
+"""Prometheus metrics of one engine, in a registry of its own, so that two engines in one process stay separate."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -10,7 +10,9 @@ PREFIX = "loraplex_engine"
 
 
 class Metrics:
-    """Counters are fed as things happen; gauges, and counters of what the engine itself counts, when they are read."""
+    """Metrics of one engine. Events update the counters; a scrape updates the gauges, and the counters that the engine
+    keeps itself.
+    """
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -58,7 +60,7 @@ class Metrics:
         )
 
     def observe_step(self, seconds: float, outputs: list[RequestOutput]) -> None:
-        """Runs in the engine's thread, once a step."""
+        """Record a step. Called in the engine's thread, once per step."""
         self.step_seconds.observe(seconds)
         tokens = 0
         for output in outputs:
@@ -70,7 +72,7 @@ class Metrics:
             self.generation_tokens.inc(tokens)
 
     def count(self, counter: Counter, total: int) -> None:
-        """Brings a counter to the engine's own figure."""
+        """Raise a counter to the engine's own total."""
         counter.inc(max(0, total - self._counted.get(counter, 0)))
         self._counted[counter] = total
 

@@ -1,4 +1,4 @@
-"""What the engine's span of a request says: where its time went, and what was asked and answered in numbers."""
+"""The engine's span of a request: its phases, and the numbers of its request and answer."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from wire.telemetry.spans import OPERATIONS, Span, Value
 
 @dataclass(slots=True)
 class Phases:
-    """When the parts of a request began, on the clock of time.time(); of several sequences, the first of them.
+    """Start times of a request's phases, in seconds of time.time(). With several sequences, the earliest counts.
 
-    queue: it was given to the engine. prefill: its prompt was first worked on. decode: its first token was there.
+    queue: the request entered the engine. prefill: work on its prompt began. decode: its first token arrived.
     """
 
     queue: float = field(default_factory=time.time)
@@ -19,7 +19,7 @@ class Phases:
     decode: float | None = None
 
     def first_token(self, prefill: float | None) -> None:
-        """Of one sequence, now."""
+        """Record the first token of one sequence, now."""
         if self.decode is None:
             self.prefill, self.decode = prefill, time.time()
         elif prefill is not None and self.prefill is not None:
@@ -27,9 +27,10 @@ class Phases:
 
 
 def describe_generation(span: Span, path: str, model: str, phases: Phases, done: Progress, reason: str) -> None:
-    """In OpenTelemetry's words for generative AI; the `gen_ai.latency` ones, in seconds, are vLLM's.
+    """Set the span's attributes, named as in OpenTelemetry's conventions for generative AI; the `gen_ai.latency` ones,
+    in seconds, are vLLM's.
 
-    reason: why it ended.
+    reason: the finish reason.
     """
     now = time.time()
     attributes: dict[str, Value] = {

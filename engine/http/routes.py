@@ -1,4 +1,4 @@
-"""The routes beside generation: models and adapters, tokens, and what the engine says of itself."""
+"""The routes other than generation: models, adapters, tokens, state, finished requests and allowances."""
 
 import asyncio
 from collections.abc import Mapping
@@ -32,11 +32,11 @@ from wire.responses import (
 )
 from wire.text.tokenizer import TextTooLong, Tokenizer
 
-# A scrape does not wait for a long step; the gauges then keep their last reading.
+# Maximum time that a scrape waits for a step. After that, the gauges keep their last values.
 SCRAPE_WAIT_S = 1.0
-# Of one text: a million tokens take seconds and hundreds of megabytes.
+# Limit of tokens of one text: a million tokens take seconds and hundreds of megabytes.
 MAX_TOKENIZED = 1 << 17
-# Of one question after finished requests.
+# Limits of one query for finished requests.
 MAX_IDS, MAX_WAIT_S = 1000, 10.0
 
 
@@ -46,7 +46,7 @@ def json_response(body: msgspec.Struct, status: int = 200, headers: Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class EngineRoutes:
-    """Handlers over one running engine."""
+    """Handlers of one running engine."""
 
     tokenizer: Tokenizer
     engine: Engine
@@ -88,7 +88,7 @@ class EngineRoutes:
         body = decode(DetokenizeRequest, raw)
         if body.model is not None:
             self.models.digest(body.model)
-        # Special tokens too: the text that `tokenize` makes the same tokens of.
+        # Keeps special tokens, so that `tokenize` of the text returns the same tokens.
         decode_all = partial(self.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return json_response(DetokenizeResponse(await offload(len(raw), decode_all)))
 
@@ -104,7 +104,7 @@ class EngineRoutes:
         return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))
 
     async def state(self, request: web.Request) -> web.StreamResponse:
-        """Once, or with `?watch=true` line by line for as long as the client stays."""
+        """Send the state once, or with `?watch=true` line by line until the client leaves."""
         watch = request.query.get("watch", "false")
         if watch not in ("true", "false"):
             raise BadRequest("watch", f"watch: expected true or false, got {watch[:40]!r}")
@@ -119,7 +119,7 @@ class EngineRoutes:
         return response
 
     async def finished_requests(self, request: web.Request) -> web.Response:
-        """Those of `?ids=` that are known, once they have ended or `?wait=` seconds are over."""
+        """Send the known requests among `?ids=`, once all have ended or `?wait=` seconds have passed."""
         ids = [id_ for id_ in request.query.get("ids", "").split(",") if id_]
         if not 0 < len(ids) <= MAX_IDS:
             raise BadRequest("ids", f"ids: expected 1 to {MAX_IDS} request ids, comma separated, got {len(ids)}")
@@ -134,7 +134,7 @@ class EngineRoutes:
         return json_response(FinishedRequestList([found for id_ in ids if (found := self.finished.get(id_))]))
 
     async def raise_allowance(self, request: web.Request) -> web.Response:
-        """Raise the tokens that a gateway's running request may have."""
+        """Raise the token allowance of a gateway's running request."""
         body = decode(AllowanceRequest, await read_body(request))
         return json_response(AllowanceRaised(self.finished.allow(body.id, body.tokens)))
 

@@ -1,7 +1,7 @@
 """The engine's state: returned on request, or pushed to followers.
 
-A follower gets a line at once, after each change of residency, load or draining, and every second without changes; a
-longer silence means a fault.
+A follower receives a line at once, after each change of residency, load or draining, and every second without changes;
+a longer silence means a fault.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from engine.answering.usage_log import FinishedRequests
 from engine.engine import Engine, EngineState
 from wire.responses import EngineStateResponse
 
-# Changes are told at most this often, and something is said at least this often. A reading waits for a step to end, and
-# a long one is not waited for: what was read last is said again.
+# Minimum interval between pushed changes, and maximum interval between lines. A reading waits for the step to end; if
+# it takes longer than a heartbeat, the last reading is sent again.
 SPACING_S = 0.05
 HEARTBEAT_S = 1.0
 
 
 class StateFeed:
-    """Readings of one engine. Every method but `stepped` is called on the event loop."""
+    """Readings of one engine's state. Call every method but `stepped` on the event loop."""
 
     def __init__(self, engine: Engine, loop: EngineLoop, models: ModelRegistry, finished: FinishedRequests) -> None:
         self._engine = engine
@@ -36,12 +36,12 @@ class StateFeed:
         self._event_loop = asyncio.get_running_loop()
         self._instance = uuid.uuid4().hex
         self._generation = 0
-        # The device pool's own count of changes.
+        # The device pool's `generation` at the last reading.
         self._residency = 0
         self._told: tuple[object, ...] = ()
         self._last: EngineStateResponse | None = None
         self._line = b""
-        # Set for the pump when there may be something new, and for the followers when there is.
+        # `_moved` wakes the pump to read the state; `_news` wakes the followers to send the new line.
         self._moved = asyncio.Event()
         self._news = asyncio.Event()
         self._followers = 0
@@ -50,13 +50,14 @@ class StateFeed:
         self._pump = asyncio.create_task(self._push())
 
     async def read(self) -> EngineStateResponse:
-        """Between two steps. Raises EngineUnavailable."""
+        """Return the state between two steps. Raises EngineUnavailable."""
         state = await self._loop.call(self._engine.state)
         return self._take(self._response(state))
 
     async def follow(self) -> AsyncGenerator[bytes, None]:
-        """Lines of JSON, each an EngineStateResponse, until the engine stops. One that takes its time misses those
-        that were overtaken. Raises EngineUnavailable."""
+        """Yield lines of JSON, each an EngineStateResponse, until the engine stops. A slow follower skips lines that
+        newer ones replaced. Raises EngineUnavailable.
+        """
         await self.read()
         self._followers += 1
         try:
@@ -70,23 +71,23 @@ class StateFeed:
             self._followers -= 1
 
     def stepped(self) -> None:
-        """The engine's thread has run a step."""
+        """Report that a step has ended. Called by the engine's thread."""
         if self._followers and not self._moved.is_set():
             self._event_loop.call_soon_threadsafe(self._moved.set)
 
     def moved(self) -> None:
-        """Something has changed without a step."""
+        """Report a change that no step made."""
         self._moved.set()
 
     def drain(self) -> None:
-        """No more requests are taken: said without waiting for a step."""
+        """Push `draining` at once, without waiting for a step."""
         self._draining = True
         if self._last is not None:
             self._take(msgspec.structs.replace(self._last, draining=True))
             self._announce()
 
     async def close(self) -> None:
-        """Lets the followers go."""
+        """End the followers' streams."""
         self._closed = True
         self._moved.set()
         await self._pump
@@ -105,7 +106,7 @@ class StateFeed:
                     async with asyncio.timeout(HEARTBEAT_S):
                         await self.read()
             except EngineUnavailable:
-                # It has failed or been closed: /health says so to those who ask why this ended.
+                # The engine has failed or is closed; /health reports which.
                 self._closed = True
             if generation != self._generation or time.monotonic() - told_at >= HEARTBEAT_S:
                 told_at, generation = time.monotonic(), self._generation
@@ -118,7 +119,7 @@ class StateFeed:
         self._news = asyncio.Event()
 
     def _take(self, state: EngineStateResponse) -> EngineStateResponse:
-        """Numbers a reading."""
+        """Number a reading and keep it as the latest."""
         told = (self._residency, state.running, state.waiting, state.draining)
         if told != self._told:
             self._told = told

@@ -8,15 +8,17 @@ from engine.answering.usage_log import MAX_ID_BYTES
 from engine.http.errors import ApiError
 from wire.responses import ALLOWANCE_HEADER
 
-# Digits of a header's number; a longer integer would overflow a float.
+# Maximum length of a number in a header; a longer integer could overflow a float.
 MAX_NUMBER_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a request. internal: proved to be the gateway; without it the other fields are defaults.
-    request_id: for the count of its tokens. allowance: the completion tokens that it may have until the gateway raises
-    them; None: no bound.
+    """The caller of a request.
+
+    internal: the request has the internal token; without it the other fields are defaults.
+    request_id: key of its token counts, None if they are not kept.
+    allowance: completion tokens granted until the gateway raises them; None: no limit.
     """
 
     internal: bool = False
@@ -28,7 +30,9 @@ class Caller:
 
 
 def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
-    """internal: the request came with the internal token; without it nobody's word counts. Raises ApiError."""
+    """Return the caller. internal: the request has the internal token; without it the headers are ignored. Raises
+    ApiError.
+    """
     if not internal:
         return Caller()
     tenant = headers.get("x-loraplex-tenant", "")

@@ -1,19 +1,23 @@
-"""Fair share between tenants by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models",
-OSDI 2024, section 4): the tenant with the least service per weight goes next; a tenant that comes back from idle is
-lifted to the least of the active ones, so that idling earns no credit. Knows no blocks and no adapters."""
+"""Fair share between tenants by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI
+2024, section 4).
+
+The tenant with the least service per weight goes next. The counter of a tenant that returns from idle is raised to the
+least counter of an active tenant, so that idling earns no credit. Knows no blocks and no adapters.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
 
 from engine.scheduling.request import Request
 
-# What a token costs: a decode token takes a whole step of the sequence's time, a prompt token a share of a batch.
+# Cost of a token. A decode token costs more, because it takes a whole step of its sequence's time; a prompt token takes
+# a share of a batch.
 PREFILL_COST = 1.0
 DECODE_COST = 2.0
 
 
 class FairShare:
-    """The waiting requests by tenant, and every tenant's counter."""
+    """The waiting requests by tenant, and the counter of every tenant."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[Request]] = {}
@@ -30,7 +34,7 @@ class FairShare:
         return self._counters.get(tenant, 0.0)
 
     def enter(self, request: Request) -> None:
-        """A new request: its tenant is active until `leave`."""
+        """Queue a new request. Its tenant is active until `leave`."""
         tenant = request.tenant
         if not self._active.get(tenant):
             least = min((self._counters[t] for t in self._active), default=max(self._counters.values(), default=0.0))
@@ -46,8 +50,8 @@ class FairShare:
             self._forget_idle()
 
     def _forget_idle(self) -> None:
-        """Drop the counters of idle tenants that are not above the least active counter, to which a returning tenant
-        is lifted anyway. Without active tenants every counter starts level.
+        """Drop the counters of idle tenants that are not above the least active counter, to which a returning tenant is
+        raised anyway. Without active tenants, every counter restarts at zero.
         """
         if not self._active:
             self._counters.clear()
@@ -56,7 +60,7 @@ class FairShare:
             self._counters = {t: c for t, c in self._counters.items() if t in self._active or c > least}
 
     def push(self, request: Request, front: bool = False) -> None:
-        """Queues a request; among one tenant's, higher priority first, then order of arrival."""
+        """Queue a request among its tenant's: higher priority first, then order of arrival."""
         queue = self._queues.setdefault(request.tenant, deque())
         if front:
             queue.appendleft(request)
@@ -73,12 +77,16 @@ class FairShare:
             del self._queues[request.tenant]
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Counts work that ran, not work that was asked for: cached prompt tokens cost nothing."""
+        """Add computed tokens to the tenant's counter. Cached prompt tokens cost nothing, because they are not
+        computed.
+        """
         cost = DECODE_COST if request.is_decoding else PREFILL_COST
         self._counters[request.tenant] = self.counter(request.tenant) + num_tokens * cost / request.weight
 
     def least_served_first(self, in_progress: Iterable[Request] = ()) -> Iterator[Request]:
-        """Every request with prompt work: tenants by service; of one tenant, prompts in progress, then its queue."""
+        """Yield every request with prompt work: the least served tenant's first; within a tenant, prompts in progress,
+        then its queue.
+        """
         work: dict[str, list[Request]] = {}
         for request in in_progress:
             work.setdefault(request.tenant, []).append(request)

@@ -1,8 +1,9 @@
-"""Blocks of the paged KV cache: who holds them, which can be shared, which to reuse next. Knows no tensors.
+"""Blocks of the paged KV cache: holders, sharing and eviction order. Knows no tensors.
 
-A full block is known by a hash chained over its tokens and all before it, salted with the adapter and the tenant, so
-two tenants or two adapters never share one (vLLM's automatic prefix caching; the chain is blake2b, so that no two
-prompts meet by chance). A block nobody holds keeps its content until it is needed: least recently freed goes first.
+The key of a full block is a hash chained over its tokens and all tokens before it, salted with adapter and tenant, so
+two tenants or two adapters never share a block (vLLM's automatic prefix caching; the chain is blake2b, so that keys of
+different prompts do not collide). A block without holders keeps its content until it is needed: the least recently
+freed one is evicted first.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from engine.scheduling.request import Request
 
-# Blocks hashed between two pauses, about 0.3 ms.
+# Number of blocks hashed between two pauses, about 0.3 ms.
 HASHED_AT_ONCE = 128
 
 
@@ -26,7 +27,7 @@ class Block:
 
 
 class KVCache:
-    """The blocks of one engine. `num_blocks` of `block_size` tokens each."""
+    """The blocks of one engine: `num_blocks` of `block_size` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.block_size = block_size
@@ -47,10 +48,11 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, request: Request) -> list[int]:
-        """Blocks that already hold the longest cached prefix of the request, one token at least left to compute."""
+        """Return the blocks of the request's longest cached prefix. At least one token is left to compute."""
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return []
-        # A waiting request asks in every step. Without an eviction since then its last hit can only have grown.
+        # Called in every step for a waiting request. Without an eviction since the last call, its hit can only have
+        # grown.
         evictions, found = request.prefix_hit
         if evictions != self._num_evictions:
             found = []
@@ -63,7 +65,7 @@ class KVCache:
         return found
 
     def can_allocate(self, request: Request, num_tokens: int, prefix: list[int]) -> bool:
-        """Whether the first `num_tokens` tokens fit, taking `prefix` as found."""
+        """Return whether blocks for the first `num_tokens` tokens are free, given the cached blocks `prefix`."""
         missing = self.blocks_for(num_tokens) - len(prefix)
         if missing > len(self._free):
             return False
@@ -71,7 +73,7 @@ class KVCache:
         return missing + held_by_none <= len(self._free)
 
     def start(self, request: Request, prefix: list[int]) -> None:
-        """Gives a waiting request its cached prefix and starts it."""
+        """Start a waiting request with its cached prefix."""
         for index in prefix:
             block = self._blocks[index]
             if block.holders == 0:
@@ -85,7 +87,7 @@ class KVCache:
         self.query_tokens += request.num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Makes room for the first `num_tokens` tokens; False, and nothing taken, if there is not enough."""
+        """Allocate blocks for the first `num_tokens` tokens. If too few are free, allocate none and return False."""
         missing = self.blocks_for(num_tokens) - len(request.blocks)
         if missing > len(self._free):
             return False
@@ -101,7 +103,7 @@ class KVCache:
         return True
 
     def register(self, request: Request) -> None:
-        """Publishes the blocks that this step filled."""
+        """Publish the keys of the blocks that this step filled."""
         if not self.enable_prefix_caching:
             return
         full = request.num_computed // self.block_size
@@ -114,7 +116,7 @@ class KVCache:
         request.num_registered_blocks = max(full, request.num_registered_blocks)
 
     def free(self, request: Request) -> None:
-        """Lets the request's blocks go, last first, so that the start of a prompt outlives its end."""
+        """Release the request's blocks, last first, so that the start of a prompt stays cached longer than its end."""
         for index in reversed(request.blocks):
             block = self._blocks[index]
             block.holders -= 1
@@ -135,8 +137,8 @@ class KVCache:
 def prefix_keys(
     token_ids: Sequence[int], block_size: int, *, adapter: str | None, tenant: str, cache_salt: str
 ) -> list[bytes]:
-    """Return the keys of a prompt's full blocks. Meant for another thread than the engine's, which would stand still
-    for it: 128k tokens take 12 ms. Pauses often, so that the engine's thread waits little for the interpreter's lock.
+    """Return the keys of a prompt's full blocks. Call it outside the engine's thread, because 128k tokens take 12 ms.
+    It pauses often, so that the engine's thread waits little for the interpreter's lock.
     """
     keys: list[bytes] = []
     salt = _salt(adapter, tenant, cache_salt)
@@ -148,7 +150,7 @@ def prefix_keys(
 
 
 def _extend(keys: list[bytes], token_ids: Sequence[int], block_size: int, salt: bytes, num_blocks: int) -> None:
-    """Append to the chain of keys until it has `num_blocks`."""
+    """Extend the chain to `num_blocks` keys."""
     parent = keys[-1] if keys else salt
     for start in range(len(keys) * block_size, num_blocks * block_size, block_size):
         tokens = array("i", token_ids[start : start + block_size])
@@ -157,6 +159,6 @@ def _extend(keys: list[bytes], token_ids: Sequence[int], block_size: int, salt: 
 
 
 def _salt(adapter: str | None, tenant: str, cache_salt: str) -> bytes:
-    # Lengths are written down so that no (adapter, tenant, client's salt) can be read as another.
+    # Includes the lengths, so that no two triples (adapter, tenant, client's salt) give the same salt.
     parts = [part.encode() for part in (adapter or "", tenant, cache_salt)]
     return b"".join(b"%d:%b" % (len(part), part) for part in parts)

@@ -23,9 +23,9 @@ NOT_FINITE = -1
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose the next tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+    """Rules for the choice of the next tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
 
-    allowed: no other tokens come; not together with a grammar.
+    allowed: the only tokens that may be sampled; cannot be combined with a grammar.
     """
 
     max_tokens: int = 16
@@ -61,7 +61,9 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """The chosen token's log-probability and rank (1 = likeliest), and the likeliest tokens beside it."""
+    """The chosen token's log-probability and rank (1 = likeliest), and the ids and log-probabilities of the likeliest
+    tokens.
+    """
 
     token_id: int
     logprob: float
@@ -99,12 +101,13 @@ class Status(Enum):
 
 
 class Request:
-    """One sequence. `token_ids` is prompt then output; `num_computed` of them have keys and values in `blocks`.
+    """Sequence in the engine: `token_ids` is the prompt, then the output. `blocks` hold the keys and values of the
+    first `num_computed` tokens.
 
-    num_pending: 1 while a step in flight is choosing a token that the host has not seen; it counts as a token already.
-    seat: the row of the runner's tables that is this request's while it runs, else -1.
+    num_pending: 1 while an in-flight step samples a token that the host has not read. It counts as a token already.
+    seat: row of the request in the runner's tables while it runs, else -1.
     served_digest: the adapter whose pages this request's steps read, "sha256:<digest>", "base" or "mixed"; None before
-    the first step. The planner records it from the device pool's slots, never from `adapter`, so it is a receipt.
+        the first step. The planner records it from the device pool's slots, never from `adapter`, so it is a receipt.
     """
 
     __slots__ = (
@@ -150,7 +153,7 @@ class Request:
         self.blocks: list[int] = []
         self.block_hashes = list(prefix_keys)
         self.num_registered_blocks = 0
-        # Cached blocks of the prefix while the request waits, and the cache's count of evictions at that moment.
+        # The cache's count of evictions at the last look-up while the request waited, and the cached blocks found then.
         self.prefix_hit: tuple[int, list[int]] = (0, [])
         self.adapter_slot = -1
         self.seat = -1
@@ -161,7 +164,7 @@ class Request:
         self.error: str | None = None
         self.error_param: str | None = None
         self.started_at: float | None = None
-        # Its state follows from the output tokens, so a preemption leaves it as it is.
+        # The matcher's state depends on the output tokens only, so a preemption does not change it.
         self.matcher: Matcher | None = None if params.grammar is None else params.grammar.matcher()
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
@@ -176,7 +179,7 @@ class Request:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose keys and values are missing; 1 for a decode."""
+        """Return the number of tokens whose keys and values are missing; 1 for a decode."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
@@ -186,16 +189,18 @@ class Request:
 
     @property
     def mask(self) -> "Matcher | AllowedTokens | None":
-        """What fills in which tokens may come next; None: any."""
+        """Return the mask of the tokens that may come next; None allows all."""
         return self.params.allowed if self.matcher is None else self.matcher
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Until the first token is out; a preempted request does not give them twice."""
+        """Return whether the prompt's log-probabilities are still to be computed. A preempted request does not return
+        them twice.
+        """
         return self.params.prompt_logprobs is not None and not self.num_output_tokens
 
     def start(self, num_cached_tokens: int) -> None:
-        """WAITING -> RUNNING with the first `num_cached_tokens` already in the cache."""
+        """Change from WAITING to RUNNING, with the first `num_cached_tokens` tokens already in the cache."""
         self.status = Status.RUNNING
         self.num_computed = num_cached_tokens
         if not self.num_preemptions:
@@ -203,14 +208,14 @@ class Request:
             self.started_at = time.time()
 
     def record_served(self, served: str) -> None:
-        """Record the adapter whose pages a step reads for this request; a second one makes the receipt `mixed`."""
+        """Record the adapter whose pages a step reads for this request. A second adapter makes the receipt `mixed`."""
         if self.served_digest is None:
             self.served_digest = served
         elif self.served_digest != served:
             self.served_digest = MIXED_SERVED
 
     def preempt(self) -> None:
-        """RUNNING -> WAITING; what was generated stays and is computed again as a prompt."""
+        """Change from RUNNING to WAITING. The generated tokens stay, and are computed again as part of the prompt."""
         self.status = Status.WAITING
         self.num_computed = 0
         self.num_preemptions += 1
@@ -220,7 +225,7 @@ class Request:
         `NOT_FINITE`.
         """
         self.num_pending = 0
-        if self.error is not None:  # the sampler failed on this request: the token means nothing
+        if self.error is not None:  # the sampler failed on this request, so the token is void
             self.logprobs.clear()
             self.finish("error", self.error)
             return
@@ -237,7 +242,9 @@ class Request:
             self.finish("length")
 
     def _fail_not_finite(self) -> None:
-        """Finish with an error. Names the parameter `model` if the request has an adapter, which is then the cause."""
+        """Finish with an error. If the request has an adapter, the error names the parameter `model`, because the
+        adapter is the cause.
+        """
         self.logprobs.clear()
         if self.adapter is None:
             self.finish("error", "the model gave NaN or infinity in place of a number for each next token")
@@ -256,7 +263,7 @@ class Request:
         self.error = error
 
     def output(self, token_ids: list[int]) -> RequestOutput:
-        """Return this step's output. Logprobs are returned once."""
+        """Return this step's output. Each log-probability is returned once."""
         out = RequestOutput(
             self.request_id,
             token_ids,

@@ -1,10 +1,10 @@
-"""Plan the next step: running streams first, then prompt work, in progress or new, by fair share.
+"""Planner of the next step: decodes first, then prompt chunks, in progress or new, by fair share.
 
-Knows blocks, adapter slots and counters; knows no tensors and no text. A step spends at most `max_num_batched_tokens`
-tokens, cutting prompts into chunks where that is enabled; else a prompt longer than that is a step's only one.
+Knows blocks, adapter slots and counters; knows no tensors and no text. A step computes at most `max_num_batched_tokens`
+tokens. With chunked prefill, longer prompts are cut into chunks; without it, such a prompt is the only one of its step.
 
-The next step may be planned while one is in flight: its tokens count before they are known (`Request.num_pending`). If
-a request turns out to have ended, its results of the planned step are dropped.
+The next step may be planned during an in-flight step: its tokens count before they are known (`Request.num_pending`).
+If a request turns out to have ended, its results of the planned step are dropped.
 """
 
 import sys
@@ -20,15 +20,15 @@ from engine.scheduling.request import FinishReason, Request, Status
 Plan = dict[Request, int]
 """Each scheduled request and how many of its tokens the step computes."""
 
-# Of max_num_batched_tokens. Prompt tokens beyond it cost no less in this step than in the next, and would keep the
-# prompts that end here from their first tokens until they are computed.
+# Share of max_num_batched_tokens at which a step takes no further prompt. More prompt tokens would cost the same in the
+# next step, and here they would delay the first tokens of the prompts that end in this step.
 FULL = 1 / 3
-# Blocks of the prompts that start in one step: to find and take one costs a microsecond, whether it is cached or new.
+# Limit of blocks of the prompts that start in one step: finding and taking a block costs a microsecond, cached or new.
 STARTED_BLOCKS = 8192
 
 
 class Scheduler:
-    """All requests of an engine, waiting and running. Not thread-safe: the engine thread owns it."""
+    """All requests of an engine, waiting and running. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Scheduler:
         pacer: Pacer | None = None,
         max_prompt_logits: int | None = None,
     ) -> None:
-        """max_prompt_logits: rows of logits that a step may compute for prompt_logprobs; None is unlimited."""
+        """max_prompt_logits: limit of a step's rows of logits for prompt_logprobs; None: no limit."""
         self.cache = cache
         self.adapters = adapters
         self.fair_share = FairShare()
@@ -68,7 +68,9 @@ class Scheduler:
         self.fair_share.enter(request)
 
     def schedule(self) -> Plan:
-        """The next step's plan, its blocks and adapter slots taken. Empty when nothing can run now."""
+        """Return the next step's plan, with its blocks and adapter slots reserved. The plan is empty if nothing can run
+        now.
+        """
         plan: Plan = {}
         self.adapters.poll()
         budget = self._decode(plan, self._max_num_batched_tokens)
@@ -78,18 +80,20 @@ class Scheduler:
         return plan
 
     def advance(self, plan: Plan) -> None:
-        """Books a step that was launched: computed tokens, full blocks. The step before it must be committed."""
+        """Record a launched step: computed tokens and full blocks. The step before it must be committed."""
         for request, num_tokens in plan.items():
-            if request.status is Status.RUNNING:  # else it ended while this step was on its way
+            if request.status is Status.RUNNING:  # else it ended while this step was being launched
                 self.fair_share.charge(request, num_tokens)
                 request.num_computed += num_tokens
                 self.cache.register(request)
 
     def commit(self, sampled: dict[Request, int]) -> list[Request]:
-        """Takes a step's tokens. Returns the requests that got one: those that had not been ended meanwhile."""
+        """Append a step's tokens to its requests. Return the requests that received one: those that had not ended
+        before.
+        """
         moved = [request for request in sampled if request.status is not Status.FINISHED]
         for request in moved:
-            is_waiting = request.status is Status.WAITING  # preempted while its token was on its way
+            is_waiting = request.status is Status.WAITING  # preempted while its token was in flight
             request.append(sampled[request])
             if request.status is Status.FINISHED:
                 if is_waiting:
@@ -98,7 +102,7 @@ class Scheduler:
         return moved
 
     def abort(self, request_id: str) -> Request | None:
-        """Finishes a request wherever it is; None if it is not here any more."""
+        """End a request in any state. Return None if it is unknown or has ended."""
         request = self.requests.get(request_id)
         if request is None:
             return None
@@ -109,17 +113,19 @@ class Scheduler:
         self._finish(request, "error", error)
 
     def take_failed(self) -> list[Request]:
-        """Requests that ended without running: their adapter could not be loaded."""
+        """Return the requests that ended without running because their adapter could not be loaded. Each is returned
+        once.
+        """
         failed, self._failed = self._failed, []
         return failed
 
     def _decode(self, plan: Plan, budget: int) -> int:
-        """Every running stream's next token; what is left of the budget."""
+        """Plan the next token of every running decode. Return the rest of the budget."""
         for request in [r for r in self.running if r.is_decoding]:
             if budget <= 0:
                 break
             if request.status is not Status.RUNNING:
-                continue  # preempted for one before it
+                continue  # preempted for an earlier request of this loop
             if request.num_output_tokens >= request.params.max_tokens:
                 continue  # its last token is in flight
             if self._grow_or_preempt(request, request.num_tokens, plan):
@@ -128,13 +134,13 @@ class Scheduler:
         return budget
 
     def _prefill(self, plan: Plan, budget: int) -> None:
-        """Plan prompt chunks. Those in progress and new ones alike go to the tenants served least, so that a
-        tenant's long prompt delays another's short one by a step, not by its own length. Prompts end one after the
-        other, not all at once: the work is the same, but each has its first token as soon as possible.
+        """Plan prompt chunks. Prompts in progress and new ones alike go to the least served tenants first, so that a
+        tenant's long prompt delays another tenant's short one by a step, not by its own length. Prompts end one after
+        the other, not all at once: the work is the same, but each has its first token as soon as possible.
         """
         may_drain, has_room, most, started_blocks = True, True, budget, 0
-        # Each row is as wide as the vocabulary, so a step's rows are bounded by memory. Without chunks a prompt cannot
-        # be cut.
+        # Each row of logits is as wide as the vocabulary, so memory bounds a step's rows. Without chunked prefill a
+        # prompt cannot be cut.
         logits_left = self._max_prompt_logits if self._chunked and self._max_prompt_logits else sys.maxsize
         in_progress = [r for r in self.running if not r.is_decoding]
         for request in self.fair_share.least_served_first(in_progress):
@@ -154,7 +160,7 @@ class Scheduler:
                 started_blocks += len(request.blocks)
             num_tokens = request.num_to_compute
             if self._chunked and num_tokens > budget:
-                # In even shares: a few tokens left over would cost their prompt a step more.
+                # Cut into even chunks: a short remainder would cost a step of its own.
                 num_tokens = -(-num_tokens // -(-num_tokens // budget))
             if request.wants_prompt_logprobs:
                 num_tokens = min(num_tokens, logits_left)
@@ -165,8 +171,11 @@ class Scheduler:
                 return
 
     def _admit(self, request: Request, budget: int, *, is_first: bool) -> bool:
-        """Starts a waiting request if there is a seat and room for its whole prompt; half of one would only be
-        preempted by another half. is_first: no other prompt is in the step."""
+        """Start a waiting request if a seat and blocks for its whole prompt are free. Two prompts with half of their
+        blocks would only preempt each other.
+
+        is_first: the step has no other prompt.
+        """
         if len(self.running) >= self._max_num_seqs:
             return False
         prefix = self.cache.find_prefix(request)
@@ -193,7 +202,8 @@ class Scheduler:
         if residency is Residency.FAILED:
             self._fail_waiting(request.adapter, self.adapters.error(request.adapter))
         elif residency is Residency.NO_ROOM and may_drain:
-            # The least served request that lacks room takes the pages of the tenants furthest ahead as they finish.
+            # Reserves, for the least served request that lacks pages, those of the tenants furthest ahead as their
+            # requests finish.
             ahead = sorted(
                 (r for r in self.running if r.adapter), key=lambda r: self.fair_share.counter(r.tenant), reverse=True
             )
@@ -209,9 +219,12 @@ class Scheduler:
                 self._failed.append(request)
 
     def _patience(self, streams: Plan) -> float:
-        """What the prompts that could be computed now weigh against these streams, of the tenant where it is least: a
-        tenant's streams wait longer for its own prompts only. Prompts behind the first count twice: a stream that waits
-        is still ahead of who reads it. One alone, however long, is no reason to let streams wait."""
+        """Return how strongly waiting prompts should slow down decoding: per tenant `(2 * prompts - 1) / streams`, the
+        minimum over tenants with decodes. A tenant's decodes are slowed only for its own prompts.
+
+        Prompts after the first count twice, because a delayed stream is usually still ahead of its reader. A single
+        prompt, however long, gives at most 1, which does not slow decodes further.
+        """
         prompts = Counter(r.tenant for r in self.running if not r.is_decoding)
         for tenant in {r.tenant for r in streams}:
             prompts[tenant] += min(self.fair_share.num_waiting(tenant), len(self._free_seats))
