@@ -304,6 +304,7 @@ async def make_app(settings: Settings) -> web.Application:
             *AdminPrices(auth=auth, prices=prices, known=price_list, tenants=tenants, catalog=catalog).routes(),
             *AdminTenants(auth=auth, tenants=tenants, catalog=catalog).routes(),
             *AdminKeys(auth=auth, tenants=tenants, keys=keys, catalog=catalog).routes(),
+            web.get("/admin", dashboard.redirect),
             web.get("/admin/", dashboard.page),
             web.get("/admin/static/style.css", dashboard.style),
             web.get("/openapi.json", health.describe),

@@ -158,7 +158,8 @@ class TooManyFailures(GatewayError):
     def __init__(self, *, retry_after: int) -> None:
         message = (
             f"Too many wrong API keys came from your address, and this one was not looked at. Try again in "
-            f"{retry_after} s. Keys that this service has issued are served meanwhile."
+            f"{retry_after} s. Keys that this service has issued are served meanwhile; the admin key of its settings "
+            "waits too."
         )
         super().__init__(message, headers={"Retry-After": str(retry_after)})
 

@@ -99,6 +99,10 @@ class Dashboard:
             "recent": await self._report.recent(limit=RECENT_ROWS),
         }
 
+    async def redirect(self, _: web.Request) -> web.Response:
+        """Redirect `/admin` to the page, whose links are relative to `/admin/`."""
+        return web.Response(status=308, headers={"Location": "/admin/"})
+
     async def style(self, _: web.Request) -> web.Response:
         return web.Response(text=self._style, content_type="text/css", headers={"X-Content-Type-Options": "nosniff"})
 

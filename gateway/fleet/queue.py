@@ -120,10 +120,10 @@ class Gate:
                 # The turn came at the moment it was no longer wanted.
                 self._inside -= 1
             if isinstance(error, TimeoutError):
-                raise self._refusal() from None
+                raise self._refusal(f"this request waited {self._max_seconds:g} s for one") from None
             raise
         if not admitted:
-            raise self._refusal()
+            raise self._refusal("the queue for them is full")
 
     def _end_wait(self, place: Place, admitted: bool) -> bool:
         """False if the place's request is being cancelled and wants no answer any more."""
@@ -156,11 +156,11 @@ class Gate:
     def _order(self, place: Place) -> tuple[int, float, int]:
         return (place.priority, self._served[place.tenant], place.arrival)
 
-    def _refusal(self) -> Overloaded:
-        """Come back when those who are here now may be done."""
+    def _refusal(self, reason: str) -> Overloaded:
+        """Build the refusal. Its Retry-After is an estimate of when the present requests are done."""
         turns = (len(self._waiting) + 1) / max(1, self._inside)
         seconds = math.ceil(self._seconds_inside * turns)
         return Overloaded(
-            "Every engine is busy and the queue is full; try again shortly.",
+            f"Every engine is busy, and {reason}; try again shortly.",
             retry_after=min(max(1, seconds), LONGEST_RETRY_SECONDS),
         )

@@ -11,16 +11,16 @@ from gateway.records.prices import Price, format_money
 # Remaining, wait (ms) and reset (ms) of each limit.
 States = Sequence[tuple[int, int, int]]
 
-# How a limit is said after its number.
+# The unit of each limit after its number; "{s}" is the plural's ending.
 UNITS = {
-    "r": "requests per minute",
-    "t": "tokens per minute",
-    "d": "tokens per day",
-    "c": "concurrent requests",
-    "o": "concurrent tokens",
+    "r": "request{s} per minute",
+    "t": "token{s} per minute",
+    "d": "token{s} per day",
+    "c": "concurrent request{s}",
+    "o": "concurrent token{s}",
     "b": "of budget per month",
-    "m": "adapter changes per minute",
-    "u": "concurrent uploads",
+    "m": "adapter change{s} per minute",
+    "u": "concurrent upload{s}",
 }
 # What has headers, and the kinds of limits that are told there.
 HEADERS = {"requests": "r", "tokens": "td"}
@@ -33,29 +33,38 @@ def check_possible(limits: Sequence[Limit], prompt_tokens: int, completion_token
         kind = limit.kind
         if kind in SINGLE or (kind != "b" and tokens <= limit.value):
             continue
-        needs = f"{tokens} tokens (prompt and max_tokens)"
+        needs = f"{tokens} tokens ({prompt_tokens} of the prompt and {completion_tokens} of the answer)"
         if kind == "b":
             cost = price.highest_cost(prompt_tokens, completion_tokens)
             if cost <= limit.value:
                 continue
             needs += f" at a cost of {format_money(cost)}"
         raise BadRequest(
-            f"This request needs {needs}, more than the whole limit of {_say(limit, limit.value)} {UNITS[kind]} of "
-            f"this {limit.owner}; it can never be admitted. Reduce either.",
+            f"This request needs {needs}, more than the whole limit of {_value(limit)} of this {limit.owner}; it can "
+            "never be admitted. Shorten the prompt, or send a smaller max_tokens: a request without one has a default.",
             param="max_tokens",
             code="request_exceeds_limit",
         )
 
 
 def refusal(limits: Sequence[Limit], states: States, tokens: int, cost: int, headers: dict[str, str]) -> RateLimited:
-    """Of the limits in the way, the one that is longest in it. tokens, cost: what was needed."""
+    """Build the refusal for the exceeded limit with the longest wait. tokens, cost: the amounts that were needed."""
     index = max(range(len(limits)), key=lambda i: states[i][1])
     limit, (remaining, wait, _) = limits[index], states[index]
     seconds = math.ceil(wait / 1000)
-    again = f"on {_next_month(seconds)}" if limit.kind == "b" else f"in {describe_wait(seconds)}"
+    if limit.kind == "b":
+        state = "is used up" if remaining <= 0 else "is nearly used up"
+        message = (
+            f"This month's budget of this {limit.owner}, {format_money(limit.value)}, {state}: the request may cost "
+            f"{format_money(cost)}, {format_money(max(0, remaining))} is left. Try again on {_next_month(seconds)}."
+        )
+    else:
+        message = (
+            f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {limit.amount(tokens, cost)}, "
+            f"remaining {remaining}. Try again in {describe_wait(seconds)}."
+        )
     return RateLimited(
-        f"Rate limit reached for this {limit.owner}: {_say(limit, limit.value)} {UNITS[limit.kind]}; "
-        f"needed {_say(limit, limit.amount(tokens, cost))}, remaining {_say(limit, remaining)}. Try again {again}.",
+        message,
         limit=CLASSES[limit.kind],
         code="insufficient_quota" if limit.kind == "b" else None,
         headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(wait)},
@@ -66,7 +75,7 @@ def cut_off(limit: Limit, wait: int) -> RateLimited:
     """Build the error that ends an answer for which the limit has no more room. wait: ms until it has some."""
     seconds = math.ceil(wait / 1000)
     return RateLimited(
-        f"Rate limit reached for this {limit.owner}: {limit.value} {UNITS[limit.kind]}. The answer ends here; what was "
+        f"Rate limit reached for this {limit.owner}: {_value(limit)}. The answer ends here; what was "
         f"generated is charged. Try again in {describe_wait(seconds)}.",
         limit=CLASSES[limit.kind],
         headers={"Retry-After": str(seconds), "retry-after-ms": str(wait)},
@@ -90,11 +99,14 @@ def rate_headers(limits: Sequence[Limit], states: States) -> dict[str, str]:
 
 
 def format_duration(milliseconds: int) -> str:
-    """As OpenAI's headers write it: `6m0s`, `1.2s`, `12ms`."""
+    """Format a duration as OpenAI's headers do: `23h16m48s`, `6m0s`, `1.2s`, `12ms`."""
     if milliseconds < 1000:
         return f"{milliseconds}ms"
     minutes, rest = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
     seconds = f"{rest / 1000:.3f}".rstrip("0").rstrip(".")
+    if hours:
+        return f"{hours}h{minutes}m{seconds}s"
     return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
 
 
@@ -112,8 +124,10 @@ def describe_wait(seconds: int) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
-def _say(limit: Limit, amount: int) -> str:
-    return format_money(amount) if limit.kind == "b" else str(amount)
+def _value(limit: Limit) -> str:
+    """Return a limit's value with its unit."""
+    value = format_money(limit.value) if limit.kind == "b" else str(limit.value)
+    return f"{value} {UNITS[limit.kind].format(s='' if limit.value == 1 else 's')}"
 
 
 def _next_month(seconds: int) -> str:

@@ -1,5 +1,6 @@
 """`loraplex key`: tenants' API keys and other admins'."""
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,6 +19,12 @@ def key() -> None:
 
 
 _admin_option = click.option("--admin", is_flag=True, help="An operator's key, of no tenant.")
+
+
+def _read_id(_: click.Context, __: click.Parameter, given: str) -> str:
+    """Return a key's id, also from the whole key, whose secret is then not sent anywhere."""
+    found = re.fullmatch(r"lpx_([0-9a-f]{16})(_.*)?", given.strip())
+    return found[1] if found else given
 
 
 def _check_owner(tenant: str | None, admin: bool) -> None:
@@ -75,7 +82,7 @@ def list_all(tenant: str | None, admin: bool, as_json: bool, gateway: Gateway) -
 
 
 @key.command("rotate", epilog=examples("loraplex key rotate 5f0c1a2b3d4e5f60 --grace 1d > acme.key"))
-@click.argument("key_id")
+@click.argument("key_id", callback=_read_id)
 @click.option("--grace", type=Duration(), default="1h", show_default=True, help="How long the old key goes on.")
 @admin_options
 def rotate(key_id: str, grace: timedelta, gateway: Gateway) -> None:
@@ -85,7 +92,7 @@ def rotate(key_id: str, grace: timedelta, gateway: Gateway) -> None:
 
 
 @key.command("revoke", epilog=examples("loraplex key revoke 5f0c1a2b3d4e5f60"))
-@click.argument("key_id")
+@click.argument("key_id", callback=_read_id)
 @admin_options
 def revoke(key_id: str, gateway: Gateway) -> None:
     """Revoke the key with this id. It opens nothing within a second, and its running streams end."""

@@ -9,7 +9,15 @@ from gateway.settings import SettingsError
 from tests.gateway.running import Gateway, running, settings
 from tests.gateway.upstream import TOKEN, Upstream
 
-ADMINS = ["/admin/", "/admin/static/style.css", "/%61dmin/", "/admin/api/tenants", "/admin/api/nothing", "/metrics"]
+ADMINS = [
+    "/admin",
+    "/admin/",
+    "/admin/static/style.css",
+    "/%61dmin/",
+    "/admin/api/tenants",
+    "/admin/api/nothing",
+    "/metrics",
+]
 
 
 async def test_the_public_port_serves_clients_only(

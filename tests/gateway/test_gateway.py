@@ -185,6 +185,8 @@ async def test_the_status_page(gateway: Gateway):
     acme = await gateway.tenant("acme")
     await acme.complete(x_engine={"tokens": 2})
     await until(lambda: used(acme, 1))
+    moved = await gateway.nobody.get("/admin", allow_redirects=False)
+    assert (moved.status, moved.headers["Location"]) == (308, "/admin/")
     got = await gateway.nobody.get("/admin/", headers=basic(ADMIN_KEY))
     page = got.body.decode()
     assert got.status == 200

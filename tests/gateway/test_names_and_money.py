@@ -261,7 +261,7 @@ async def test_what_a_rotated_key_spent_is_recalled_for_its_family(gateway: Gate
         redis = connect(server.connection_url, timeout=10.0)
         quota = Quota(redis, 10.0, 30, past=UsagePast(database, BASE_MODEL))
         dear = Price(output=1_000_000)
-        with pytest.raises(RateLimited, match=r"remaining 0\.0002\."):
+        with pytest.raises(RateLimited, match=r", 0\.0002 is left\."):
             await quota.acquire(who, "base", "r", 0, 201, price=dear)
         await quota.acquire(who, "base", "r", 0, 200, price=dear)
         await quota.close()

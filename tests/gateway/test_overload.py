@@ -115,7 +115,7 @@ async def test_a_full_queue_refuses_who_would_be_last():
     assert int(refused.value.headers["Retry-After"]) >= 1
     # A worse one is refused itself.
     worst = await crowd.come("worst", priority=9)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded, match="the queue for them is full"):
         await worst.task
     assert await crowd.end(first) == "high"
     assert await crowd.end(high) == "middle"
@@ -127,7 +127,7 @@ async def test_a_full_queue_refuses_who_would_be_last():
 async def test_nobody_waits_longer_than_told():
     gate = Gate(lambda: 0, max_waiting=10, max_seconds=0.05)
     crowd = Crowd(gate)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded, match=r"this request waited 0\.05 s for one"):
         await (await crowd.come("a")).task
     assert (gate.inside, gate.waiting) == (0, 0)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 import uuid
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 
 from gateway.billing.sweeps import TENANTS
 from gateway.errors import BadRequest, RateLimited, Unavailable
+from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
-from gateway.quota.refusals import describe_wait, format_duration
+from gateway.quota.refusals import check_possible, describe_wait, format_duration, refusal
 from gateway.quota.reservation import Reservation
-from gateway.records.prices import Price
+from gateway.records.prices import FREE, Price
 from gateway.redis.client import Client, Store, connect
 from tests.gateway.principals import principal
 from tests.gateway.quotas import dump, settle, take
@@ -280,5 +282,37 @@ def test_durations_read_back_as_what_was_written(milliseconds: int):
     if written.endswith("ms"):
         assert int(written[:-2]) == milliseconds
     else:
-        minutes, _, seconds = written.rstrip("s").rpartition("m")
-        assert round((int(minutes or 0) * 60 + float(seconds)) * 1000) == milliseconds
+        parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?([\d.]+)s", written)
+        assert parts is not None
+        hours, minutes, seconds = (float(part or 0) for part in parts.groups())
+        assert round((hours * 3600 + minutes * 60 + seconds) * 1000) == milliseconds
+        assert max(minutes, seconds) < 60
+        assert parts[1] is None or parts[2] is not None
+
+
+def test_durations_are_as_openai_writes_them():
+    written = {83_808_000: "23h16m48s", 3_600_000: "1h0m0s", 360_000: "6m0s", 1200: "1.2s", 12: "12ms"}
+    assert {milliseconds: format_duration(milliseconds) for milliseconds in written} == written
+
+
+def refused(kind: str, value: int, remaining: int, cost: int = 0) -> str:
+    limit = Limit(f"tenant:{kind}", "tenant", kind, value)
+    return refusal([limit], [(remaining, 90_000, 90_000)], 5, cost, {}).message
+
+
+def test_refusals_say_one_thing_in_the_singular_and_money_as_money():
+    assert refused("c", 1, 0).startswith("Rate limit reached for this tenant: 1 concurrent request; needed 1,")
+    assert refused("r", 2, 0).startswith("Rate limit reached for this tenant: 2 requests per minute; needed 1,")
+    used_up = refused("b", 50, 0, cost=38)
+    start = "This month's budget of this tenant, 0.00005, is used up: the request may cost 0.000038, 0.00 is left. Try"
+    assert used_up.startswith(start)
+    assert "is nearly used up: the request may cost 0.000038, 0.00001 is left." in refused("b", 50, 10, cost=38)
+
+
+def test_a_request_that_can_never_pass_is_told_of_the_default():
+    """Its client may not have sent any max_tokens."""
+    limits = [Limit("tenant:t", "tenant", "t", 10)]
+    with pytest.raises(BadRequest, match="can never be admitted") as found:
+        check_possible(limits, 5, 64, FREE)
+    assert "69 tokens (5 of the prompt and 64 of the answer)" in found.value.message
+    assert "a request without one has a default" in found.value.message

@@ -330,7 +330,9 @@ async def test_a_gateways_tenant_cannot_spend_its_month_twice(
         await flush(server)
         refused = await acme.complete(max_tokens=20)
         assert (refused.status, refused.error["code"]) == (429, "insufficient_quota")
-        assert "0.000025 of budget per month; needed 0.00002, remaining 0.000005." in refused.error["message"]
+        assert (
+            "0.000025, is nearly used up: the request may cost 0.00002, 0.000005 is left." in refused.error["message"]
+        )
         assert f"Try again on 1 {next_month():%B %Y} 00:00 UTC." in refused.error["message"]
         assert (await acme.complete(max_tokens=5)).status == 200
 
