@@ -16,7 +16,7 @@ from wire.requests import ChatCompletionRequest, CompletionRequest
 from wire.responses import ChatCompletion, Completion, Model, ModelList
 
 UPLOADS = ("/v1/adapters", "/admin/api/tenants/{tenant}/adapters")
-OPEN = ("/healthz", "/readyz", "/openapi.json", "/admin/static/style.css")
+OPEN = ("/healthz", "/readyz", "/openapi.json", "/admin", "/admin/static/style.css")
 UPLOAD_FORM = {
     "type": "object",
     "properties": {
@@ -61,6 +61,7 @@ ROUTES = (
     Route("DELETE", "/admin/api/prices/{model}", "Take a price back.", None, dict),
     Route("POST", "/internal/engines", "An engine announces itself.", Announcement, dict),
     Route("DELETE", "/internal/engines", "An engine leaves.", Announcement, dict),
+    Route("GET", "/admin", "Redirect to the status page."),
     Route("GET", "/admin/", "The status page, for browsers."),
     Route("GET", "/admin/static/style.css", "Its style."),
     Route("GET", "/healthz", "Whether the process lives.", None, dict),
