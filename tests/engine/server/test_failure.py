@@ -147,8 +147,8 @@ async def test_a_panic_in_ones_grammar_ends_that_request_only(
 ):
     made = Matcher.__init__
 
-    def make(self: Matcher, state: Any, end_ids: frozenset[int], param: str) -> None:
-        made(self, Broken(state, call) if param == "guided_regex" else state, end_ids, param)
+    def make(self: Matcher, state: Any, end_ids: frozenset[int], param: str, *more: Any) -> None:
+        made(self, Broken(state, call) if param == "guided_regex" else state, end_ids, param, *more)
 
     monkeypatch.setattr(Matcher, "__init__", make)
     neighbour = asyncio.create_task(client.complete(prompt="x", max_tokens=300, ignore_eos=True))
