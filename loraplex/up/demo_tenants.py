@@ -30,7 +30,7 @@ def adapters_folder() -> Path:
     Raises FileNotFoundError naming both places.
     """
     places = (
-        Path(__file__).resolve().parent.parent / "examples" / "adapters",
+        Path(__file__).resolve().parents[2] / "examples" / "adapters",
         Path(sysconfig.get_path("data")) / "share" / "loraplex" / "adapters",
     )
     for place in places:

@@ -227,7 +227,7 @@ async def test_a_query_parameter_that_is_none_is_named_with_those_that_are(acme:
     got = await gateway.admin.get("/admin/api/usage?tenat=alpha")
     assert (got.status, got.error["param"]) == (400, "tenat")
     assert got.error["message"] == (
-        "tenat: there is no such query parameter; known are: tenant, since, until, group_by."
+        "tenat: there is no such query parameter; known are: tenant, since, until, group_by, limit, after."
     )
     for client, method, path in (
         (acme, "GET", "/v1/usage?tenant=acme"),

@@ -43,7 +43,7 @@ def test_a_quota_of_either_version_lowers_the_affinity(files: dict[str, str], cp
 SMALLER_TEAM = """
 import torch
 torch.set_num_threads(4)
-from kernels import native, native_build
+from kernels.cpu import native, native_build
 from tests.kernels.test_native import make_batch, normal
 ops = native.NativeOps(native_build.load())
 assert ops.threads == 4
