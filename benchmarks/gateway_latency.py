@@ -1,13 +1,14 @@
-"""What the gateway adds: authentication, quotas, routing and the ledger all on, against the same engine double asked
-directly. Real Valkey, real database, every part a process of its own.
+"""Overhead of the gateway, with authentication, quotas, routing and ledger on, against an engine double asked directly.
+
+Valkey and the database are real, and every part is its own process.
 
     python benchmarks/gateway_latency.py                   # SQLite; about a minute
     python benchmarks/gateway_latency.py --database-url postgresql://... --json report.json
 
-Three figures, for they are not the same thing: the latency that is added at c=64 while the engine takes --answer-ms for
-each answer (so that the gateway is busy and not saturated), the requests a second that one worker can do, and what is
-added to the gaps between the events of 300 streams. The parts share the machine's cores; the gateway's own CPU time a
-request is what carries over to another machine.
+Reports three separate figures: the latency added at c=64 while the engine takes --answer-ms per answer (the gateway is
+then busy but not saturated), the requests per second of one worker, and the time added to the gaps between the events
+of 300 streams. The parts share the machine's cores; only the gateway's own CPU time per request carries over to another
+machine.
 """
 
 import argparse
@@ -46,7 +47,7 @@ LIMITS = {"requests_per_minute": 10_000_000, "tokens_per_minute": 1_000_000_000,
 
 
 def save_model(folder: Path) -> Path:
-    """What the gateway reads of a model: a byte tokenizer, a chat template, a config."""
+    """Save a model as the gateway reads it: a byte tokenizer, a chat template, a config."""
     vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -84,7 +85,7 @@ def first_line(process: subprocess.Popen[str], log: Path) -> str:
 
 
 async def provision(url: str, admin_key: str, database_url: str) -> list[str]:
-    """Tenants by the admin API, their adapters straight into the catalog; returns a key each."""
+    """Create tenants through the admin API and their adapters directly in the catalog; return one key per tenant."""
     from gateway.records.catalog import Catalog
     from gateway.records.database import Database
     from gateway.records.tenants import Tenants
@@ -128,7 +129,7 @@ class Gauge:
         return sum(sum(process.cpu_times()[:2]) for process in family)
 
     def memory(self) -> float:
-        """MiB."""
+        """Return the resident memory in MiB."""
         family = [self.root, *self.root.children(recursive=True)]
         return sum(process.memory_info().rss for process in family) / 2**20
 
@@ -140,7 +141,7 @@ class Bench:
 
     @contextlib.contextmanager
     def stack(self, *double_flags: str) -> Iterator[tuple[str, str, list[str], Gauge]]:
-        """The double's URL, the gateway's, tenants' keys, the gateway's gauge."""
+        """Start the stack; yield the double's URL, the gateway's URL, the tenants' keys and the gateway's gauge."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         database_url = self.flags.database_url or f"sqlite:///{folder}/gateway.db"
         admin_key = secrets.token_hex(20)
@@ -211,7 +212,7 @@ class Bench:
             }
 
     def memory(self) -> dict[str, Any]:
-        """Resident memory after each tenth of many requests."""
+        """Return the resident memory after each tenth of a large number of requests."""
         with self.stack("--answer-ms", "0") as (_, gateway, keys, gauge):
             sizes = [round(gauge.memory(), 1)]
             for _ in range(10):

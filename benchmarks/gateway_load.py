@@ -1,9 +1,9 @@
-"""Load for measuring the gateway: as many connections as asked, each one request after the other, little work each.
+"""Load generator for gateway measurements: many connections, each with one small request after the other.
 
-Prints one JSON line: of whole answers the latency and what of it was not the engine's own time, of streams how long
-each event was on its way and how much longer the gap before it was at the reader than at the engine; all in
-milliseconds. The connections begin one after the other within START_SECONDS: at once, their first requests would
-measure each other.
+Prints one JSON line, in milliseconds. For whole answers: the latency, and its part beyond the engine's own time. For
+streams: the transit time of each event, and how much longer the gap before it was at the reader than at the engine. The
+connections begin one after the other within START_SECONDS; if all began at once, their first requests would measure
+each other.
 """
 
 import argparse

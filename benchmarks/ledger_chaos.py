@@ -1,11 +1,13 @@
-"""Is every token in the ledger once, whatever dies? Two gateways, an engine, Valkey and PostgreSQL, each killed
-(SIGKILL) and started again at random under streamed requests; then the ledger against the engine's books, and what
-Redis holds against the tenants' budgets against the ledger.
+"""Test that the ledger has every token exactly once, whichever process is killed.
+
+Two gateways, an engine, Valkey and PostgreSQL are each killed (SIGKILL) and restarted at random under streamed
+requests. Then the ledger is compared with the engine's books, and the spending that Redis holds against the tenants'
+budgets with the ledger.
 
     python -m benchmarks.ledger_chaos --requests 5000
 
-The gateways, Valkey (append-only file) and PostgreSQL are the real ones. The engine is a double with the real engine's
-books, which are in a file and outlive it. One client in ten leaves in the middle. Exit code 1 if anything is amiss.
+The gateways, Valkey (append-only file) and PostgreSQL are real. The engine is a double with the real engine's books,
+which are in a file and survive it. One client in ten leaves in mid-stream. Exit code 1 if a check fails.
 """
 
 import argparse
@@ -36,7 +38,7 @@ from tests.gateway.upstream import TOKEN
 NUM_GATEWAYS = 2
 NUM_TENANTS = 4
 LEASE_SECONDS = 2.0
-# How often all is well between two kills; else the next one meets what the last one left.
+# Probability that everything recovers between two kills; otherwise the next kill hits a stack in recovery.
 WELL_BETWEEN = 0.7
 # Micro-units; more than all requests cost.
 PRICE = {"input": 3_000_000, "cached": 1_000_000, "output": 7_000_000}
@@ -50,7 +52,7 @@ def free_port() -> int:
 
 
 class Part:
-    """One process that is killed and started again, always as the same."""
+    """One process that is killed and restarted with the same arguments."""
 
     def __init__(self, name: str, argv: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.name, self.argv, self.log = name, argv, log
@@ -74,8 +76,7 @@ class Part:
 
 
 class Postgres:
-    """The server itself is the package's child; it is killed by its process id, and what it had forked ends by
-    itself."""
+    """PostgreSQL. Its server is the package's child: it is killed by process id, and its forked processes then end."""
 
     name = "postgres"
 
@@ -88,7 +89,7 @@ class Postgres:
             try:
                 await asyncio.to_thread(self.server.ensure_postgres_running)
                 return
-            except Exception:  # whatever the package raises while the last one's memory is in use
+            except Exception:  # the package raises any error while the old server's memory is in use
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.2)
@@ -98,7 +99,7 @@ class Postgres:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                # The package takes one that is dying for one that runs.
+                # The package takes a dying server for a running one.
                 while True:
                     os.kill(pid, 0)
                     await asyncio.sleep(0.02)
@@ -204,7 +205,7 @@ async def make_keys(session: aiohttp.ClientSession, url: str) -> list[str]:
 
 
 class Clients:
-    """Ask until so many requests were begun by a gateway: streamed ones, some of which are left in the middle."""
+    """Clients that send streamed requests until a gateway has begun this many; some leave in mid-stream."""
 
     def __init__(self, session: aiohttp.ClientSession, gateways: list[str], keys: list[str], seed: int) -> None:
         self.session, self.gateways, self.keys = session, gateways, keys
@@ -219,11 +220,11 @@ class Clients:
         while self.begun < requests:
             how = await self.ask()
             self.ended[how] += 1
-            if how.startswith("refused"):  # nobody is there; not to take the cores from who starts
+            if how.startswith("refused"):  # no gateway listens; leaves the CPU to the starting process
                 await asyncio.sleep(0.25)
 
     async def ask_each(self) -> None:
-        """Send one short request of each tenant, whatever becomes of it."""
+        """Send one short request of each tenant, whatever its outcome."""
         body = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 5, "stream": True}
         for key in self.keys:
             headers = {"Authorization": f"Bearer {key}"}
@@ -259,9 +260,9 @@ class Clients:
 
 
 class Killer:
-    """Kills a part and starts it again, one after the other, in random order; mostly once all is well again.
+    """Kills and restarts one part after the other, in random order; mostly after full recovery from the last kill.
 
-    What ended by itself (a gateway finds no database as it starts) is started again, as a supervisor does.
+    A part that ended by itself (a gateway without a database at its start) is restarted, as a supervisor does.
     """
 
     def __init__(self, made: Stack, session: aiohttp.ClientSession, seed: int, pause: float) -> None:
@@ -278,7 +279,7 @@ class Killer:
                     await part.start()
 
     async def run(self, rounds: int | None) -> None:
-        """A round kills every part once. None: for ever."""
+        """Kill every part once per round. None: without end."""
         done = 0
         while rounds is None or done < rounds:
             done += 1
@@ -293,7 +294,7 @@ class Killer:
 
 
 def excerpt(log: str, ids: list[str]) -> str:
-    """Return the lines about these requests, and the last ones."""
+    """Return the log lines about these requests, and the last ones."""
     about = [line for line in log.splitlines() if any(id_ in line for id_ in ids)]
     return "\n".join([*about, "...", log[-3000:]])
 
@@ -301,7 +302,7 @@ def excerpt(log: str, ids: list[str]) -> str:
 async def run(
     requests: int, at_once: int, rounds: int | None, pause: float, seed: int, seconds: float
 ) -> dict[str, Any]:
-    """rounds: how often each part is killed; None: until all requests were begun. seconds: for the ledger to settle."""
+    """Run the test. rounds: kills of each part; None: until all requests have begun. seconds: for the settlement."""
     async with stack() as made, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         await made.start(session)
         clients = Clients(session, made.gateways, await make_keys(session, made.gateways[0]), seed)
@@ -315,7 +316,7 @@ async def run(
         with contextlib.suppress(asyncio.CancelledError):
             await killing
         took = time.monotonic() - started
-        # A kill may have been cut short.
+        # A kill may have been interrupted.
         await Postgres(made.server).start()
         for part in (made.valkey, made.engine, *made.gateway_parts):
             if part.killed:

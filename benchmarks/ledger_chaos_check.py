@@ -1,4 +1,4 @@
-"""What `ledger_chaos` has left: the ledger against the engine's books, its sums, and the tenants' budgets in Redis."""
+"""Checks after `ledger_chaos`: the ledger against the engine's books, its sums, and the tenants' budgets in Redis."""
 
 import asyncio
 import contextlib
@@ -31,11 +31,11 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float, otherw
 async def check(
     database_url: str, books_file: Path, redis_socket: Path, ask: Callable[[], Awaitable[None]], seconds: float
 ) -> dict[str, Any]:
-    """Compare the ledger with the engine's books, once everything is settled. ask: sends a request of each tenant."""
+    """Compare the ledger with the engine's books after settlement. ask: sends a request of each tenant."""
     connection = await asyncpg.connect(database_url)
     await until_there(connection, books_file, seconds)
     await until_budgets_agree(connection, redis_socket, ask, seconds)
-    # With the requests that were asked for that.
+    # Includes the requests sent for the budget check.
     engines = await until_there(connection, books_file, seconds)
     ledger = {row["request_id"]: row for row in await connection.fetch("SELECT * FROM usage")}
     sums = "requests", *COMPARED
@@ -86,7 +86,7 @@ async def check(
 
 async def until_there(connection: Any, books_file: Path, seconds: float) -> dict[str, FinishedRequest]:
     """Wait until each request in the engine's books has a row; return the books."""
-    # A copy: the engine goes on with its own.
+    # A copy, because the engine continues to write its own.
     books = FinishedRequests(Path(await asyncio.to_thread(shutil.copy, books_file, f"{books_file}-copy")))
     engines = {id_: found for id_ in books.ids() if (found := books.get(id_)) is not None}
     books.close()
@@ -103,10 +103,10 @@ async def until_there(connection: Any, books_file: Path, seconds: float) -> dict
 async def until_budgets_agree(
     connection: Any, socket_path: Path, ask: Callable[[], Awaitable[None]], seconds: float
 ) -> None:
-    """Wait until Redis holds against each budget what the ledger has.
+    """Wait until Redis holds the ledger's spending against each budget.
 
     A request that was admitted before Redis lost its state reaches the budget through the ledger, when a later request
-    of its tenant has the ledger asked again (quota.lua, `recall`): so each tenant asks until then.
+    of its tenant triggers another query of the ledger (quota.lua, `recall`). Each tenant sends requests until then.
     """
 
     async def agree() -> bool:
@@ -122,7 +122,7 @@ async def until_budgets_agree(
 
 
 async def read_spent(socket_path: Path, tenant_ids: Iterable[str], seconds: float) -> dict[str, int]:
-    """What Redis holds against each tenant's budget, once no request of theirs holds anything any more."""
+    """Return what Redis holds against each tenant's budget, after all their reservations are released."""
     found = {}
     async with Redis(unix_socket_path=str(socket_path)) as redis:
 
@@ -138,7 +138,7 @@ async def read_spent(socket_path: Path, tenant_ids: Iterable[str], seconds: floa
 
 
 def amiss(found: dict[str, Any]) -> list[str]:
-    """Return the names of the checks that failed."""
+    """Return the names of the failed checks."""
     failed = [name for name in ("missing", "invented", "different", "rejected") if found[name]]
     if found["engine_completion_tokens"] != found["ledger_completion_tokens"]:
         failed.append("completion_tokens")

@@ -1,4 +1,4 @@
-"""A double of an engine that remembers as ours does: the wire of ours, tokens out of nothing, real books.
+"""Engine double with persistent books: it speaks our engine's protocol and makes up tokens.
 
 Its counts are in the engine's own ring (engine.answering.usage_log), in a file, written before an event is sent.
 """

@@ -1,4 +1,4 @@
-"""A line chart as an SVG file, on logarithmic axes; no plotting library."""
+"""A line chart as an SVG file, on logarithmic axes, without a plotting library."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ Points = list[tuple[float, float]]
 
 
 def line_chart(path: Path, title: str, x_label: str, y_label: str, series: dict[str, Points]) -> None:
-    """Draws each series in the order given. A name that ends in " (floor)" is dashed, in the colour of its namesake."""
+    """Draw each series in the order given. A name that ends in " (floor)" is dashed, in the colour of its namesake."""
     xs = sorted({x for points in series.values() for x, _ in points})
     ys = [y for points in series.values() for _, y in points]
     low, high = 10 ** math.floor(math.log10(min(ys))), max(ys) * 1.15

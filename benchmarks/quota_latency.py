@@ -1,4 +1,4 @@
-"""What admission costs the gateway: CPU and time of `acquire` and `settle`, with limits on tenant, key and model.
+"""Cost of admission on the gateway: CPU and time of `acquire` and `settle`, with limits on tenant, key and model.
 
 python benchmarks/quota_latency.py --requests 5000 --at-once 16
 """

@@ -1,12 +1,12 @@
-"""Many gateways at one Redis, killed at random, against limits that bite: is a token admitted too many, does one leak?
+"""Test that the quota admits no token too many and leaks none, under many gateways that are killed at random.
 
     python benchmarks/quota_race.py --processes 8 --requests 10000 --kills 20
 
-Each process takes and settles reservations of a few tenants as a gateway does, and writes down what it was granted
-before it goes on, so that a kill loses no line. The parent kills processes and replaces them; it settles what they
-held, as the ledger of a living gateway would. Afterwards the limits are held against the events in the streams (one for
-each request that was granted, whoever settled it) and against what Redis still holds. Exits with 1 if anything is
-amiss.
+The gateways share one Redis and tight limits. Each process reserves and settles for a few tenants as a gateway does. It
+writes each grant to a file before it continues, so that a kill loses no line. The parent kills processes and replaces
+them; it settles their open reservations, as the ledger of a living gateway would. At the end the limits are compared
+with the events in the streams (one for each granted request, whichever process settled it) and with the state in Redis.
+Exits with 1 if a check fails.
 """
 
 import argparse
@@ -39,7 +39,7 @@ PRICE = Price(input=3_000_000, cached=1_000_000, output=7_000_000)
 MODEL = "base"
 TASKS = 8
 TIMEOUT = 30.0
-# Of what a process writes down, about.
+# Approximate size of what a process writes.
 LINE_BYTES = 60
 TENANTS = ("rates", "day", "gauges", "money")
 WINDOWS = {"requests_per_minute": 60.0, "tokens_per_minute": 60.0, "tokens_per_day": 86400.0}
@@ -52,7 +52,7 @@ class Event(msgspec.Struct):
 
 
 def limits_for(name: str, requests: int) -> Limits:
-    """Of a tenant with its share of all requests: too narrow for them. Each kind of limit is the narrowest of one."""
+    """Return the limits of a tenant, too low for its share of all requests. Each kind is the tightest of one tenant."""
     share = requests // len(TENANTS)
     return {
         "rates": Limits(requests_per_minute=share * 2 // 3, tokens_per_minute=share * 35),
@@ -69,7 +69,7 @@ def principal(run: str, name: str, requests: int) -> TenantPrincipal:
 
 
 class Gateway:
-    """One process: asks `count` times and is gone."""
+    """One process that sends `count` requests and exits."""
 
     def __init__(self, url: str, run: str, requests: int, log: Path, lease: float) -> None:
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -114,7 +114,7 @@ class Gateway:
         await self._quota.settle(taken, tokens=prompt + completion, cost=cost, event=event)
 
     async def _watch_clock(self) -> None:
-        """Says when the machine is so slow that leases of the living may have ended."""
+        """Report that the machine is so slow that leases of living processes may have expired."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(self._lease / 6)
@@ -127,7 +127,7 @@ class Gateway:
 
 
 async def race(url: str, processes: int, requests: int, kills: int, lease: float, folder: Path) -> dict[str, Any]:
-    """Runs it; the report's `problems` are empty if all is well."""
+    """Run the race; `problems` of the report is empty if all checks pass."""
     run = random.randbytes(8).hex()
     redis = connect(url, TIMEOUT)
     quota = Quota(redis, TIMEOUT, lease)
@@ -223,7 +223,7 @@ async def _problems(
         found += [f"{name}: {problem}" for problem in _over(limits, events, grants, logs, killed)]
         if limits.budget_per_month is not None:
             spent, cost = _spent(state, {begun.month, datetime.now(UTC).month}), sum(event.cost for event in events)
-            # None: the month ended meanwhile.
+            # None: the month changed during the race.
             if spent is not None and (spent != cost or cost > limits.budget_per_month):
                 found.append(f"{name}: {spent} of {limits.budget_per_month} spent, the events cost {cost}")
     return found
@@ -245,7 +245,7 @@ def _over(
             used = len(events) if limit == "requests_per_minute" else sum(event.tokens for event in events)
             if used > value * (1 + elapsed / window):
                 found.append(f"{used} of {limit} {value} in {elapsed:.1f} s")
-    # What was certainly held at the same time: from when its process knew of it to when it gave it back.
+    # Reservations that certainly overlapped: from the process's receipt of the grant to its release.
     changes: list[tuple[float, int, int]] = []
     for entries in logs.values():
         if any(entry[1] == "late" for entry in entries):
@@ -266,7 +266,7 @@ def _over(
 
 
 def _spent(state: dict[bytes, bytes], months: set[int]) -> int | None:
-    """Of the budget; None if the calendar month has changed since the race began."""
+    """Return the spending of the budget, or None if the calendar month has changed since the race began."""
     if len(months) > 1:
         return None
     return int(struct.unpack_from("dd", state[b"tenant:b"])[1]) if b"tenant:b" in state else 0

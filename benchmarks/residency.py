@@ -1,10 +1,10 @@
-"""How soon every worker of a gateway knows that an engine holds another adapter: pushed, and asked every second.
+"""Delay until every worker of a gateway knows that an engine holds another adapter: pushed, and polled every second.
 
     python -m benchmarks.residency [--rounds 40] [--workers 4]
 
-One real engine of two random layers and as many registries as there are workers, each with connections of its own, as
-the gateway's workers have. Each round asks the engine for an adapter that it does not hold. Times are in ms, from the
-moment that this request was sent until the last registry knew; so the load and the first token are in them.
+One real engine of two random layers and one registry per worker, each with its own connections, like the gateway's
+workers. Each round requests an adapter that the engine does not hold. Times are in ms, from this request to the last
+registry's update, so they include the load and the first token.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LOOK_SECONDS = 0.0005
 
 
 class Asking:
-    """As the gateway watches what pushes nothing."""
+    """Follower that polls, as the gateway does for engines that push nothing."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -51,12 +51,12 @@ class Asking:
 
 async def until_all(registries: list[Registry], true_of: Callable[[Registry], bool], seconds: float) -> None:
     async with asyncio.timeout(seconds):
-        while not all(map(true_of, registries)):  # noqa: ASYNC110 - what is measured is when it is seen
+        while not all(map(true_of, registries)):  # noqa: ASYNC110 - measures when the change is visible
             await asyncio.sleep(LOOK_SECONDS)
 
 
 async def bring(client: ClientSession, url: str, digest: str, registries: list[Registry]) -> float:
-    """Makes the engine load an adapter; the milliseconds until all know."""
+    """Make the engine load an adapter; return the milliseconds until all registries know it."""
     body = {"model": f"sha256:{digest}", "prompt": "hi", "max_tokens": 1}
     assert not any(registry.engines[0].holds(digest) for registry in registries)
     sent = time.perf_counter()
@@ -80,7 +80,7 @@ async def measure(url: str, digests: list[str], workers: int, *, pushed: bool) -
             task = asyncio.create_task(registry.watch(lambda: None))
             stack.callback(task.cancel)
             registries.append(registry)
-            # Workers are not started at the same moment.
+            # Workers do not start at the same moment.
             await asyncio.sleep(random.random() / workers)
         await until_all(registries, lambda registry: bool(registry.healthy), START_SECONDS)
         client = await stack.enter_async_context(ClientSession(headers={"x-loraplex-internal-token": TOKEN}))

@@ -1,14 +1,13 @@
-"""How soon a revoked key is refused, its running streams end, and a deleted adapter's name is unknown, on every
-worker of every gateway.
+"""Delay of a revocation on every worker of every gateway: key refused, running streams ended, deleted adapter unknown.
 
     python -m benchmarks.revocation                        # 2 gateways of 2 workers, SQLite; about a minute
     python -m benchmarks.revocation --database-url postgresql://... --json report.json
 
-Each round makes a key, uses it on several connections to each gateway (so that each of its workers has some), with a
-stream on every one as well, and revokes it at the first gateway. Times are in ms from the moment that this was
-answered: to the start of the last request that was still served, and to the end of the last stream. Then a round pushes
-an adapter, asks for it everywhere and deletes it at the first gateway: times from the moment that this was sent, to the
-start of the last request that was still served, and to the answer, after which none may be.
+Each round makes a key, uses it on several connections to each gateway (so that each of its workers has some) with a
+stream on every one as well, and revokes it at the first gateway. Times are in ms from the answer to the revocation: to
+the start of the last request that was still served, and to the end of the last stream. Then a round pushes an adapter,
+requests it everywhere and deletes it at the first gateway. Those times are from the sending of the deletion: to the
+start of the last request that was still served, and to the answer, after which no request may be served.
 """
 
 import argparse
@@ -33,13 +32,13 @@ from tests.adapters.files import CONFIG, safetensors, tensors
 ADAPTER = "tuned"
 CONNECTIONS = 6  # to each gateway
 ASK_EVERY_SECONDS = 0.05
-# What a round lasts before the revocation, and the most it may last after.
+# Seconds of a round before the revocation, and the maximum after it.
 BEFORE_SECONDS, AFTER_SECONDS = 1.0, 10.0
 STREAM = {"model": "base", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 600, "stream": True}
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody has."""
+    """Return the first of `count` consecutive free ports."""
     while True:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             first = 0
@@ -52,7 +51,7 @@ def free_ports(count: int) -> int:
 
 @contextlib.contextmanager
 def gateways(flags: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
-    """Their URLs and the admin key; of one database, one Valkey, one double of an engine."""
+    """Start gateways of one database, one Valkey and one engine double; yield their URLs and the admin key."""
     admin_key = secrets.token_hex(20)
     arguments = ["-c", "from loraplex.cli import main; main()", "gateway", "--workers", str(flags.workers)]
     with contextlib.ExitStack() as stack:
@@ -74,7 +73,7 @@ def gateways(flags: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
         }
         urls = []
         for index in range(flags.gateways):
-            # With several workers each has a metrics port of its own.
+            # With several workers, each has its own metrics port.
             port, metrics_port = free_ports(1), free_ports(flags.workers)
             log = folder / f"gateway-{index}.log"
             ports = {"LORAPLEX_PORT": str(port), "LORAPLEX_METRICS_PORT": str(metrics_port)}
@@ -93,7 +92,7 @@ class Connection:
         self.stream_error: str | None = None
 
     async def ask(self) -> None:
-        """Until it is refused."""
+        """Send requests until one is refused."""
         async with aiohttp.ClientSession(headers=self.headers, connector=aiohttp.TCPConnector(limit=1)) as session:
             while True:
                 started = time.monotonic()
@@ -106,7 +105,7 @@ class Connection:
                 await asyncio.sleep(ASK_EVERY_SECONDS)
 
     async def ask_adapter(self) -> None:
-        """Until its name is unknown."""
+        """Request the adapter until its name is unknown."""
         body = {"model": ADAPTER, "prompt": "Hi", "max_tokens": 1}
         async with aiohttp.ClientSession(headers=self.headers, connector=aiohttp.TCPConnector(limit=1)) as session:
             while True:
@@ -121,7 +120,7 @@ class Connection:
                 await asyncio.sleep(ASK_EVERY_SECONDS / 5)
 
     async def stream(self) -> None:
-        """Until it ends."""
+        """Read streams until they end."""
         async with (
             aiohttp.ClientSession(headers=self.headers) as session,
             session.post(f"{self.url}/v1/chat/completions", json=STREAM) as answer,
@@ -142,7 +141,7 @@ async def one_round(urls: list[str], admin: aiohttp.ClientSession) -> dict[str, 
         for connection in connections:
             group.create_task(connection.ask())
             group.create_task(connection.stream())
-        # At a random moment, or all rounds would meet the gateways' own rhythm at the same place.
+        # At a random moment; otherwise every round would meet the gateways' own period at the same phase.
         await asyncio.sleep(random.uniform(BEFORE_SECONDS / 2, BEFORE_SECONDS))
         async with admin.delete(f"{urls[0]}/admin/api/keys/{key['id']}") as revoked:
             revoked.raise_for_status()

@@ -1,12 +1,12 @@
-"""What the choice of an engine costs: adapter loads and time to first token of four policies on the same requests.
+"""Cost of the choice of an engine: adapter loads and time to first token of four policies on the same requests.
 
     python -m benchmarks.routing [--requests 20000] [--out docs/perf/FILE.md]
 
 A discrete-event simulation around the gateway's own `choose` and `EngineRecord`: 4 engines, 200 adapters of zipf
-popularity, fewer places for adapters than there are adapters. A simulated engine runs batches in steps, loads one
-adapter at a time beside them, evicts the longest unused that no request uses, and lets a request wait that finds all
-places in use, as ours does. The gateway learns who holds what 50 ms later, and its own requests at once.
-Nothing here depends on the machine: the same seed gives the same table.
+popularity, fewer device slots than adapters. Like ours, a simulated engine runs batches in steps, loads one adapter at
+a time beside them, evicts the least recently used adapter that no request uses, and makes a request wait if all slots
+are in use. The gateway learns which engine holds which adapter 50 ms later, and its own requests at once. Nothing here
+depends on the machine: the same seed gives the same table.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from gateway.fleet.routing import choose, rank
 
 ENGINES, ADAPTERS, PLACES, SLOTS = 4, 200, 32, 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
-# Of a step, in seconds: at all, for each sequence in it, for each prompt token. As ours takes them on two CPU cores.
+# Seconds of a step: fixed, per sequence in it, per prompt token. Measured on our engine with two CPU cores.
 STEP, STEP_SEQUENCE, STEP_PROMPT_TOKEN = 0.008, 0.0006, 0.00025
-# Between two words of an engine on what it holds.
+# Seconds between two reports of an engine on its adapters.
 PUSH_SECONDS = 0.05
 
 
@@ -42,20 +42,20 @@ class Request:
 
 @dataclass
 class Engine:
-    """A simulated engine and what the gateway knows of it."""
+    """A simulated engine and the gateway's knowledge of it."""
 
     record: EngineRecord
     load_seconds: float
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
-    # Digests on the device, the longest unused first.
+    # Digests on the device, least recently used first.
     resident: OrderedDict[str, None] = field(default_factory=OrderedDict)
     loading: str | None = None
     stepping: bool = False
     loads: int = 0
 
     def room_for_another(self) -> bool:
-        """Makes a place for an adapter if there is none: False if every one is in use."""
+        """Free a slot for an adapter if there is none; return False if every slot is in use."""
         if len(self.resident) < PLACES:
             return True
         used = {request.digest for request in self.running}
@@ -95,7 +95,10 @@ POLICIES: dict[str, Policy] = {
 
 
 def arrivals(number: int, rate: float, zipf: float, seed: int) -> Iterator[Request]:
-    """Poisson arrivals at `rate` a second; adapter i has popularity 1 / (i + 1) ** zipf; lengths are exponential."""
+    """Generate Poisson arrivals at `rate` per second.
+
+    Adapter i has popularity 1 / (i + 1) ** zipf; lengths are exponential.
+    """
     chance = random.Random(seed)
     shares = list(itertools.accumulate(1 / (i + 1) ** zipf for i in range(ADAPTERS)))
     now = 0.0
@@ -150,7 +153,7 @@ class Simulation:
         self._go_on(engine)
 
     def _go_on(self, engine: Engine) -> None:
-        """Admits what can run, starts a load for the first that cannot, and a step if there is anything to run."""
+        """Admit the requests that can run, start a load for the first that cannot, and a step if any can run."""
         for request in list(engine.waiting):
             if request.digest in engine.resident:
                 if len(engine.running) < SLOTS:
@@ -193,7 +196,7 @@ class Simulation:
 
 
 def measure(policy: Policy, requests: int, rate: float, zipf: float, load_seconds: float) -> tuple[int, float, float]:
-    """Loads, and the median and 99th percentile of the time to the first token in seconds."""
+    """Return the loads, and the median and 99th percentile of the time to the first token in seconds."""
     simulation = Simulation(policy, load_seconds)
     simulation.run(list(arrivals(requests, rate, zipf, seed=1)))
     waits = sorted(request.first_token - request.arrival for request in simulation.done)
@@ -205,7 +208,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--out", type=Path, help="also append the tables here")
     arguments = parser.parse_args()
-    # What an engine can do: full batches all the time, each request's prompt once.
+    # Capacity of an engine: full batches all the time, each request's prompt once.
     busy = OUTPUT_TOKENS * (STEP / SLOTS + STEP_SEQUENCE) + PROMPT_TOKENS * STEP_PROMPT_TOKEN
     lines = [
         f"{ENGINES} engines of {SLOTS} slots and {PLACES} places for adapters, {ADAPTERS} adapters, "

@@ -1,10 +1,10 @@
-"""The choice of an engine with real engines: what `benchmarks/routing.py` simulates, on this machine.
+"""The choice of an engine with real engines: the measured counterpart of `benchmarks/routing.py`.
 
     python -m benchmarks.routing_engines [--requests 600] [--out docs/perf/FILE.md]
 
 Four processes of `loraplex engine` with a model of two random layers, 200 adapters of zipf popularity in the store, 26
-places for them in each engine, and a whole gateway in this process (made by the tests' own helpers) whose choice is
-replaced by each policy in turn. All share this machine's cores: only figures against each other count.
+slots for them in each engine, and a whole gateway in this process (made by the tests' helpers) whose choice is replaced
+by each policy in turn. All share this machine's cores: only comparisons between the figures are valid.
 """
 
 import argparse
@@ -88,7 +88,7 @@ async def push(client: Client, name: str, folder: Path) -> None:
 
 
 async def first_token(client: Client, model: str, tokens: int) -> float:
-    """Seconds to the first event of a stream."""
+    """Return the seconds to the first event of a stream."""
     body = {"model": model, "prompt": "once upon a time there was", "max_tokens": tokens, "stream": True}
     started = time.perf_counter()
     url = f"{client.url}/v1/completions"
@@ -101,7 +101,7 @@ async def first_token(client: Client, model: str, tokens: int) -> float:
 
 
 async def load(client: Client, requests: int, rate: float, seed: int) -> list[float]:
-    """Poisson arrivals at `rate` a second, whatever the answers take."""
+    """Send Poisson arrivals at `rate` per second, however long the answers take."""
     chance = random.Random(seed)
     shares = list(itertools.accumulate(1 / (i + 1) for i in range(ADAPTERS)))
     tasks = []

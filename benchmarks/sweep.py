@@ -1,11 +1,11 @@
-"""What a step costs on this machine as the batch, the context and the number of adapters grow. Prints tables.
+"""Cost of a step on this machine as the batch, the context and the number of adapters grow. Prints tables.
 
     python -m benchmarks.sweep [--model DIR] [--out docs/perf/FILE.md]  # and the chart beside it, FILE.svg
 
-Three questions: how far each decode step is from the machine's floor (reading the weights and the keys and values once
-at the bandwidth measured here, or multiplying at the rate measured here, whichever is longer); whether adapters that
-are registered but not asked cost anything; what a long prompt does to the streams beside it. The engine runs in this
-process, without a server; nothing else may run on the machine meanwhile.
+Measures three things: how far each decode step is from the machine's floor (one read of the weights and the keys and
+values at the bandwidth measured here, or the multiplications at the rate measured here, whichever takes longer);
+whether adapters that are registered but not used cost anything; and the effect of a long prompt on the streams beside
+it. The engine runs in this process, without a server. Run nothing else on the machine at the same time.
 """
 
 import argparse
@@ -36,13 +36,13 @@ MOST_TOKENS = 64 * 4096
 
 
 def bandwidth() -> float:
-    """Bytes a second of reading: the sum of a tensor far larger than the caches, on huge pages as the weights are."""
+    """Return bytes per second of reads: the sum of a tensor much larger than the caches, on huge pages like weights."""
     x = lazy_zeros((32 << 20,), torch.int64, torch.device("cpu"), huge_pages=True).fill_(1)
     return max(x.numel() * 8 / _seconds(x.sum) for _ in range(5))
 
 
 def multiply_rate() -> float:
-    """bf16 operations a second of a large product through oneDNN."""
+    """Return bf16 operations per second of a large product through oneDNN."""
     a, b = torch.randn(1024, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
     return max(2 * 1024 * 2048 * 2048 / _seconds(lambda: a @ b) for _ in range(10))
 
@@ -54,7 +54,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def make_adapters(base: BaseShape, folder: Path, n: int, rank: int) -> list[Path]:
-    """n adapters on all seven projections, written as PEFT writes them; random, and each with one tensor of its own."""
+    """Write n random adapters on all seven projections, as PEFT does, each with one tensor of its own."""
     generator = torch.Generator().manual_seed(rank)
     tensors = {}
     for layer in range(base.num_layers):
@@ -86,13 +86,13 @@ class Bench:
         )  # fmt: skip
         self.engine = Engine(config, host)
         for kv in self.engine.runner.decoder.kv:
-            for cache in (kv.k, kv.v):  # else every block is the one page of zeros that the kernel lends
+            for cache in (kv.k, kv.v):  # otherwise every block is the kernel's one shared page of zeros
                 cache.copy_(torch.randn(cache.shape[1:]) * 0.1)
 
     def decode_ms(self, batch: int, context: int, adapters: list[str]) -> float:
-        """Median time of a decode step of `batch` requests with `context` tokens before them.
+        """Return the median time of a decode step of `batch` requests with `context` tokens before them.
 
-        The prompts' keys and values are taken as computed: 64 prompts of 4,096 tokens would take minutes.
+        The prompts' keys and values are marked as computed: 64 prompts of 4,096 tokens would take minutes.
         """
         engine = self.engine
         for digest in set(adapters[:batch]):
@@ -117,16 +117,16 @@ class Bench:
         return 1e3 * statistics.median(times[2:])
 
     def stall(self, streams: int, prompt: int) -> tuple[float, float]:
-        """p99 of the streams' inter-token times in ms: without and during the prefill of a prompt.
+        """Return the p99 of the streams' inter-token times in ms: without and during the prefill of a prompt.
 
-        From the same token to the same token: what streams have behind them makes their steps longer too.
+        Both cover the same token positions, because a longer context makes steps longer too.
         """
         disturbed = self._inter_token_seconds(streams, [(7 * j) % 40000 + 10 for j in range(prompt)], 0)
         calm = self._inter_token_seconds(streams, [], len(disturbed))
         return 1e3 * _p99(calm), 1e3 * _p99(disturbed)
 
     def _inter_token_seconds(self, streams: int, prompt: list[int], steps: int) -> list[float]:
-        """Until the prompt is computed, or so many steps."""
+        """Return the inter-token times until the prompt is computed, or for this many steps."""
         engine, params = self.engine, SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
         for i in range(streams):
             engine.add_request(str(i), [i + 10] * 32, params)

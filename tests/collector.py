@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector as far as tests need one: takes spans over OTLP/HTTP and keeps them, decoded."""
+"""Double of an OpenTelemetry collector: it receives spans over OTLP/HTTP and keeps them, decoded."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +14,10 @@ from tests.serving import serving
 
 @dataclass(frozen=True)
 class Seen:
-    """kind: 1 internal, 2 server, 3 client. status: 2 is an error. start, end and events: in nanoseconds."""
+    """A received span.
+
+    kind: 1 internal, 2 server, 3 client. status: 2 is an error. start, end and events: nanoseconds.
+    """
 
     service: str
     name: str
@@ -35,7 +38,7 @@ class Collector:
         self.status = 200
         self.asked = 0
         self.spans: list[Seen] = []
-        # All that was sent, as it was.
+        # Every received payload, unchanged.
         self.raw = b""
 
     @asynccontextmanager

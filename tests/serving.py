@@ -1,4 +1,4 @@
-"""An aiohttp application on a free port of this machine, for the doubles of servers that are not ours."""
+"""An aiohttp application on a free port of this machine, for doubles of third-party servers."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,7 +8,7 @@ from aiohttp import web
 
 @asynccontextmanager
 async def serving(app: web.Application, port: int = 0) -> AsyncIterator[str]:
-    """Its URL. A client that leaves cancels its request's handler."""
+    """Serve the application and yield its URL. A client's disconnection cancels its request's handler."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:

@@ -1,4 +1,4 @@
-"""The house's rules: imports go down only, the gateway is free of torch, files stay small, names do not collide."""
+"""Rules of the repository: imports go down only, the gateway is free of torch, files stay small, names are unique."""
 
 import ast
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# From the roof down; a package may import those after it. migrations is the gateway's.
+# From the top floor down; a package may import those after it. migrations belongs to the gateway.
 FLOORS = ("loraplex", "migrations", "gateway", "engine", "adapters", "kernels", "wire")
 ALLOWED_UP = {("gateway", "migrations")}
 # The gateway runs without torch: beside its own floor it imports `wire` and the torch-free part of `adapters`.
@@ -19,7 +19,7 @@ SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Full names of every module imported anywhere in the file: `from a import b` gives `a` and `a.b`."""
+    """Return the full name of every module imported anywhere in the file: `from a import b` gives `a` and `a.b`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -31,7 +31,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def is_ours(module: str) -> bool:
-    """A module or package of this repository, not a name inside one."""
+    """Return whether the name is a module or package of this repository, not a name inside one."""
     path = ROOT / module.replace(".", "/")
     return module.split(".")[0] in FLOORS and (path.is_dir() or path.with_suffix(".py").is_file())
 
@@ -54,7 +54,7 @@ def test_the_gateway_takes_only_torch_free_modules_from_below(path):
 
 
 def modules_after(statement: str) -> set[str]:
-    """Top-level modules in memory after a fresh interpreter ran the statement."""
+    """Return the top-level modules in memory after a fresh interpreter ran the statement."""
     script = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
@@ -73,7 +73,10 @@ def test_the_gateway_never_loads_torch():
 
 
 def test_traces_are_loaded_only_where_they_are_asked_for():
-    """redis-py loads OpenTelemetry by itself wherever it is installed; ours are the engine, and what sends spans."""
+    """The engine loads no OpenTelemetry, and the gateway no span exporter.
+
+    redis-py loads OpenTelemetry itself where it is installed.
+    """
     assert "opentelemetry" not in modules_after("import engine.program")
     modules_after("import gateway.serve, sys; assert 'wire.telemetry.otlp' not in sys.modules")
 

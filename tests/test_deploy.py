@@ -1,4 +1,4 @@
-"""What deploy/ asks of Prometheus and Grafana is there to be asked for."""
+"""Consistency of deploy/: Prometheus and Grafana use only metrics and labels that exist."""
 
 import json
 import re
@@ -23,7 +23,7 @@ REFERENCE = (ROOT / "docs/reference.md").read_text()
 
 
 def asked(expression: str) -> set[str]:
-    """The metrics of ours in an expression."""
+    """Return our metrics in an expression."""
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"loraplex_\w+", expression)}
 
 
@@ -39,7 +39,7 @@ def test_an_alert(name: str):
     assert asked(rule["expr"]) <= METRICS
     assert asked(rule["expr"]) or 'up{job="' in rule["expr"]
     assert rule["labels"]["severity"] in ("critical", "warning")
-    # What is in the summary's braces is a label that the expression keeps.
+    # Names in the summary's braces are labels that the expression keeps.
     kept = set(re.findall(r"by \((\w+)\)", rule["expr"])) or {"instance"}
     assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= kept
     assert f"\n## {name}\n" in RUNBOOK

@@ -1,4 +1,4 @@
-"""The documentation is held to the code: what exists is documented, and what is documented exists."""
+"""Agreement of documentation and code: everything that exists is documented, and everything documented exists."""
 
 import ast
 import re
@@ -64,7 +64,7 @@ def test_every_command_and_flag(name):
     for line in examples:
         assert f"{name} " in f"{line} "
         flags = {word for word in line.split() if re.fullmatch(r"--[a-z-]+", word)}
-        assert flags - {"--max-num-seqs"} <= options(COMMANDS[name])  # that one is within --engine-args
+        assert flags - {"--max-num-seqs"} <= options(COMMANDS[name])  # that flag is an example inside --engine-args
 
 
 def test_the_host_tiers_default_is_the_engines():
@@ -80,7 +80,7 @@ def test_every_documented_flag_exists():
 
 
 def spelt(node: ast.expr, names: dict[str, str]) -> str:
-    """The string that a constant, an f-string or a name of one stands for."""
+    """Return the string value of a constant, an f-string or a name bound to one."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -92,7 +92,7 @@ def spelt(node: ast.expr, names: dict[str, str]) -> str:
 
 
 def routes() -> set[tuple[str, str]]:
-    """(METHOD, path) of every `web.get(path, ...)` and `....router.add_get(path, ...)` in the two servers' source."""
+    """Return (METHOD, path) of each `web.get(path, ...)` and `....router.add_get(path, ...)` in the servers' source."""
     found = set()
     for path in sources("gateway", "engine/http"):
         tree = list(ast.walk(ast.parse(path.read_text())))
@@ -159,7 +159,7 @@ def test_every_metric_and_no_other():
 class Errors:
     """Statuses and codes of the servers' errors, read from their source.
 
-    A class says them as `status, kind, code = 404, ...` or `code = ...`, or inherits them; a call adds `code="..."` to
+    A class sets them as `status, kind, code = 404, ...` or `code = ...`, or inherits them; a call adds `code="..."` to
     its class's status, or to the status that is its first argument.
     """
 
@@ -183,7 +183,7 @@ class Errors:
                 continue
             codes = [word.value for word in call.keywords if word.arg == "code"]
             if spelt_name(call.func) == "BadRequest" and len(call.args) == 3:
-                codes.append(call.args[2])  # the wire's, by position
+                codes.append(call.args[2])  # errors of `wire`, by position
             for code in codes:
                 value = assigned(function, code.id) if isinstance(code, ast.Name) else code
                 for branch in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
@@ -197,7 +197,7 @@ class Errors:
         return self.status(spelt_name(call.func))
 
     def status(self, name: str) -> int:
-        """Of a class or the nearest it inherits from; the wire's own errors know none and are 400."""
+        """Return the status of a class or of its nearest ancestor; errors of `wire` carry none and are 400."""
         node = self.classes.get(name)
         if node is None:
             return 400
@@ -212,7 +212,7 @@ def spelt_name(node: ast.expr) -> str:
 
 
 def assigned(scope: ast.AST, name: str) -> ast.expr | None:
-    """What is assigned to the name in a class or function, also as one of several."""
+    """Return the value assigned to the name in a class or function, also in a tuple assignment."""
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target

@@ -1,4 +1,4 @@
-"""deploy/kubernetes held to the programs: every variable, flag, route, metric, port and time in it is a real one."""
+"""Consistency of deploy/kubernetes with the programs: every variable, flag, route, metric, port and time is real."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "deploy/kubernetes"
 KUSTOMIZATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 OBJECTS = [made for file in KUSTOMIZATION["resources"] for made in yaml.safe_load_all((FOLDER / file).read_text())]
-# What deploy/README.md puts into the secret.
+# The values that deploy/README.md puts into the secret.
 SECRETS = dict(re.findall(r"--from-literal=(LORAPLEX_\w+)=(\S+)", (ROOT / "deploy/README.md").read_text()))
 
 

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.gpu`: every figure of the kernels and of decode on this machine's card, in one report.
+"""`python -m benchmarks.gpu`: one report with every kernel and decode figure of this machine's GPU.
 
-Each section is a process of its own with a budget of seconds, so that one that fails, hangs or breaks the CUDA context
-costs only its own figures; what it had printed is kept. `--section NAME` runs one here. `--dry-run` runs the same
-program on toy shapes without a card, its kernels in Triton's interpreter; those figures say nothing.
+Each section is its own process with a budget of seconds, so that a section that fails, hangs or breaks the CUDA context
+loses only its own figures; its printed lines are kept. `--section NAME` runs one section in this process. `--dry-run`
+runs the same program on toy shapes without a GPU, its kernels in Triton's interpreter; those figures mean nothing.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """seconds: what it may take. function: of `module`; takes a Machine and yields Markdown as it is measured."""
+    """Part of the report. seconds: time budget. function: of `module`; takes a Machine, yields Markdown lines."""
 
     title: str
     seconds: int
@@ -30,7 +30,7 @@ class Section:
     function: str
 
 
-# What is asked for first comes first, should the run be ended early. Together 525 s.
+# The most important sections come first, in case the run is ended early. Together 525 s.
 SECTIONS = {
     "decode": Section("Decode at Llama-3.1-8B's shapes", 45, "decode", "base"),
     "lora": Section("Decode with adapters", 60, "decode", "lora"),
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def run_here(names: list[str], is_dry: bool) -> int:
-    """0 if all sections came to their end; an error ends its own section only."""
+    """Run the sections in this process and return 0 if all completed; an error ends only its own section."""
     import torch
 
     from benchmarks.gpu.machine import Machine, dry_machine
@@ -81,7 +81,7 @@ def run_here(names: list[str], is_dry: bool) -> int:
             for line in lines(machine):
                 print(line, flush=True)
         except Exception as error:  # noqa: BLE001
-            # The error stands in the report where the figures would.
+            # The report shows the error in place of the figures.
             failed += 1
             print(f"\nFAILED: {type(error).__name__}: {str(error)[:2000]}", flush=True)
         print(f"\n{time.perf_counter() - started:.0f} s\n", flush=True)
@@ -89,7 +89,7 @@ def run_here(names: list[str], is_dry: bool) -> int:
 
 
 def report(out: Path) -> int:
-    """Runs every section in a process of its own; each line is in the report as soon as it is printed."""
+    """Run every section in its own process; each line is in the report as soon as it is printed."""
     from benchmarks.gpu.machine import Machine
 
     commit = "unknown"
@@ -116,7 +116,7 @@ def report(out: Path) -> int:
 
 
 def printed(name: str, section: Section, failed: list[str]) -> Iterator[str]:
-    """The section's lines as it prints them, until its time is over. Its name goes to `failed` if it ended badly."""
+    """Yield the section's lines as it prints them, within its time. Adds its name to `failed` if it ended in error."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--section", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         cut_off = threading.Timer(section.seconds, os.killpg, (process.pid, signal.SIGKILL))  # pytest has workers
@@ -133,7 +133,7 @@ def printed(name: str, section: Section, failed: list[str]) -> Iterator[str]:
 
 
 def summary(lines: list[str], failed: list[str]) -> list[str]:
-    """Every line that says whether a figure is what was asked for, and which sections are not whole."""
+    """Return every line that compares a figure with its target, and the names of incomplete sections."""
     from benchmarks.kernels.measure import HOLDS, MISSED
 
     found = [line for line in lines if line.startswith((HOLDS, MISSED))]

@@ -1,4 +1,4 @@
-"""One decode step of the whole model in a CUDA graph: against the memory's floor, and with adapters beside the base."""
+"""One decode step of the whole model in a CUDA graph: against the memory floor, and with adapters beside the base."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MIXED_RANKS = (8, 16, 32, 64, 128)
 
 
 class RandomWeights:
-    """Stands in for a checkpoint: matrices scaled so that activations neither grow nor fade, norms and biases of 1."""
+    """Double of a checkpoint: matrices scaled so that activations neither grow nor fade, norms and biases of 1."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
@@ -50,7 +50,7 @@ class Tables:
 
 
 def groups_of(c: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Input width and column bounds of each group of projections."""
+    """Return the input width and column bounds of each group of projections."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     return {
         "qkv": (c.hidden_size, (0, q, q + kv, q + 2 * kv)),
@@ -61,13 +61,13 @@ def groups_of(c: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
 
 
 def elements_per_rank(c: ModelConfig) -> int:
-    """Of A and B of all projections of all layers, for one row of rank."""
+    """Return the elements of A and B of all projections of all layers, per row of rank."""
     widths = groups_of(c).values()
     return c.num_layers * sum(width * (len(bounds) - 1) + bounds[-1] for width, bounds in widths)
 
 
 def make_tables(c: ModelConfig, ranks: list[int], machine: Machine, dtype: torch.dtype | None = None) -> Tables:
-    """Adapters of these ranks, their pages in a dtype of 8 bits or the machine's own."""
+    """Return tables of adapters with these ranks, their pages in an 8-bit dtype or the machine's own."""
     dtype = dtype or machine.dtype
     pages_of = [-(-rank // PAGE_RANK) for rank in ranks]
     free = torch.randperm(sum(pages_of), generator=torch.Generator().manual_seed(0)).tolist()
@@ -148,9 +148,9 @@ class DecodeStep:
         return self.machine.milliseconds(lambda: self.decoder.forward(batch))
 
     def floor_ms(self, batch_size: int, cache_bytes: float, ranks: list[int], lora_bytes: int = 2) -> float:
-        """Weights, keys and values, and the adapters in use, each read once at the copy bandwidth of this run.
+        """Return the time to read weights, keys and values, and the used adapters once, at this run's copy bandwidth.
 
-        cache_bytes: of one element, its share of the scales included. lora_bytes: of an element of A or B.
+        cache_bytes: of one element, including its share of the scales. lora_bytes: of one element of A or B.
         """
         w, c = self.decoder.weights, self.config
         matrices = sum(p.in_features * p.out_features for x in w.layers for p in (x.qkv, x.o, x.gate_up, x.down))
@@ -164,7 +164,7 @@ class DecodeStep:
 
 
 def base(machine: Machine) -> Iterator[str]:
-    """Decode by batch size, and over caches of 8 bits at the largest."""
+    """Measure decode by batch size, and with 8-bit caches at the largest batch."""
     yield f"copy bandwidth in this run: {machine.bandwidth() / 1e12:.2f} TB/s"
     yield ""
     yield "| batch | KV | step, ms | floor, ms | of the floor | tokens/s |"
@@ -188,7 +188,7 @@ def base(machine: Machine) -> Iterator[str]:
 
 
 def lora(machine: Machine) -> Iterator[str]:
-    """Decode of one batch with adapters on all seven projections, beside the base step of the same run."""
+    """Measure decode of one batch with adapters on all seven projections, beside the base step of the same run."""
     size, most = machine.lora_batch, machine.adapters[-1]
     step = DecodeStep(machine, size)
     itemsize = float(machine.dtype.itemsize)

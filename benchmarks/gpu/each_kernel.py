@@ -1,4 +1,4 @@
-"""The kernels' tests, compiled for the card, and the figures of each kernel alone."""
+"""The kernel tests, compiled for the GPU, and the figures of each kernel alone."""
 
 import importlib.util
 import os
@@ -14,16 +14,16 @@ from benchmarks.kernels.measure import asked
 
 
 def tests(machine: Machine) -> Iterator[str]:
-    """Those that also run in the interpreter, and their bf16 twins. A dry run takes one file's quickest.
+    """Run the tests that also run in the interpreter, and their bf16 twins. A dry run takes one file's quickest tests.
 
-    By a configuration of their own: the suite's asks for plugins that a bare machine lacks.
+    pytest gets its own configuration: the suite's requires plugins that a bare machine lacks.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", ".", "--import-mode", "importlib"]
     command += ["-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "ignore::pytest.PytestUnknownMarkWarning"]
     if machine.device.type == "cpu":
         command += ["tests/kernels/test_fused.py", "-k", "test_bad_arguments_are_named"]
     else:
-        # Of the engine's tests those of a GPU alone: the others want the interpreter.
+        # Only the engine tests marked for a GPU: the others need the interpreter.
         graphs = "tests/engine/model/test_graphs.py::test_captured_graphs_answer_as_eager_steps"
         command += [f"{graphs}_while_adapters_take_each_others_pages"]
         command += ["tests/adapters/test_device_pool.py::test_pages_on_a_gpu"]

@@ -12,7 +12,7 @@ from engine.model.config import ModelConfig, parse_model_config
 
 
 def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
-    """out_features and in_features of each projection of a layer."""
+    """Return out_features and in_features of each projection of a layer."""
     q, kv, hidden, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
     return {
         "self_attn.q_proj": (q, hidden),
@@ -26,7 +26,7 @@ def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def write_model(raw: dict[str, Any], folder: Path, dtype: torch.dtype, device: torch.device) -> Path:
-    """config.json and one file of weights a layer; matrices are drawn on the device."""
+    """Write config.json and one file of weights per layer; matrices are generated on the device."""
     folder.mkdir(parents=True)
     c = parse_model_config(raw)
 
@@ -36,7 +36,7 @@ def write_model(raw: dict[str, Any], folder: Path, dtype: torch.dtype, device: t
     ones = torch.ones(c.hidden_size, dtype=dtype)
     files: list[dict[str, Tensor]] = [
         {
-            # Embeddings as large as what the layers add to them, and a head whose likeliest token stands out.
+            # Embeddings as large as the layers' additions to them, and a head with a clear most likely token.
             "model.embed_tokens.weight": matrix(c.vocab_size, c.hidden_size) * c.hidden_size**0.5,
             "model.norm.weight": ones,
             "lm_head.weight": matrix(c.vocab_size, c.hidden_size) * 4,
@@ -62,7 +62,7 @@ def write_model(raw: dict[str, Any], folder: Path, dtype: torch.dtype, device: t
 def write_adapter(
     raw: dict[str, Any], folder: Path, rank: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Path:
-    """On all seven projections, as PEFT writes it; strong enough to change what is said."""
+    """Write an adapter on all seven projections, as PEFT does; strong enough to change the generated text."""
     folder.mkdir(parents=True)
     c = parse_model_config(raw)
     generator = torch.Generator(device).manual_seed(seed)

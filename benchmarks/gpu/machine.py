@@ -1,4 +1,4 @@
-"""Where a run takes place and how large it is: a card at Llama-3.1-8B's shapes, or the interpreter at toy ones."""
+"""Device and sizes of a run: a GPU at Llama-3.1-8B's shapes, or the interpreter at toy shapes."""
 
 import time
 from collections.abc import Callable
@@ -49,10 +49,10 @@ TINY: dict[str, Any] = SMALL | {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A card with full sizes. context: tokens before a decode step; adapters: distinct ones in the LoRA steps.
+    """A GPU with full sizes. context: tokens before a decode step; adapters: distinct ones in the LoRA steps.
 
-    new_tokens: decoded by each request of a whole-engine run. copies: sets of inputs that a kernel's calls go round, so
-    that none is left in the L2 when its turn comes. candidates: of each kind of tile sizes.
+    new_tokens: decoded by each request of a whole-engine run. copies: sets of inputs over which a kernel's calls
+    rotate, so that no set is in the L2 cache when its call runs. candidates: of each kind of tile sizes.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
@@ -71,7 +71,7 @@ class Machine:
     candidates: int = 99
 
     def milliseconds(self, *calls: Callable[[], object]) -> float:
-        """Device time of one of the calls, from a replayed graph of them all."""
+        """Return the device time of one call, from a replayed graph of all calls."""
         return measure.microseconds(list(calls)) / 1000
 
     def bandwidth(self) -> float:
@@ -87,7 +87,7 @@ class Machine:
 
 
 class DryMachine(Machine):
-    """The same program on the CPU, its kernels in Triton's interpreter. Its figures say nothing."""
+    """The same program on the CPU, its kernels in Triton's interpreter. Its figures mean nothing."""
 
     def milliseconds(self, *calls: Callable[[], object]) -> float:
         started = time.perf_counter()

@@ -1,5 +1,7 @@
-"""Tile sizes tried beside each other. The first line of each table is the one in use
-(`kernels.gpu.segments.PLANS`, `kernels.gpu.attention_tiles.DECODE` and `PREFILL`) and should be the fastest.
+"""Comparison of candidate tile sizes.
+
+The first line of each table is the one in use (`kernels.gpu.segments.PLANS`, `kernels.gpu.attention_tiles.DECODE` and
+`PREFILL`) and should be the fastest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,7 +53,7 @@ PREFILL: tuple[dict[str, int], ...] = (
 
 
 def figures(machine: Machine) -> Iterator[str]:
-    """Microseconds of each candidate, by case."""
+    """Return the microseconds of each candidate, by case."""
     c = parse_model_config(machine.model)
     heads = c.num_heads, c.num_kv_heads, c.head_dim
     context, long = machine.context, 16 * machine.context

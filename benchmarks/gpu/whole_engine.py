@@ -1,4 +1,4 @@
-"""The engine beside transformers and peft on the same weights: the same answers, how much sooner, and undisturbed."""
+"""The engine beside transformers and peft on the same weights: equal answers, speed-up, and effect of adapter loads."""
 
 import os
 import statistics
@@ -26,7 +26,7 @@ PROMPT_TOKENS = 32
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder in memory where the system has one: a model of 16 GB is written and read back three times."""
+    """Yield a folder, in memory if the system has /dev/shm: a model of 16 GB is written, and read three times."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         yield Path(folder)
 
@@ -59,9 +59,10 @@ def prompt(i: int, vocab_size: int) -> list[int]:
 
 
 def same_answers(machine: Machine) -> Iterator[str]:
-    """Greedy, a base request and adapters of several ranks in one batch, on a small random model.
+    """Compare greedy answers of a base request and adapters of several ranks in one batch, on a small random model.
 
-    peft scores the engine's own tokens: one that wins a near tie the other way is then no error, nor the end of it.
+    peft scores the engine's own tokens, so a near tie that falls the other way is no error and does not end the
+    comparison.
     """
     import peft
     from transformers import AutoModelForCausalLM
@@ -112,7 +113,7 @@ def same_answers(machine: Machine) -> Iterator[str]:
 
 
 def speed(machine: Machine) -> Iterator[str]:
-    """Tokens a second beside transformers and peft, then the inter-token times while adapters are loaded."""
+    """Measure tokens per second beside transformers and peft, then the inter-token times while adapters are loaded."""
     raw = machine.model
     with scratch() as folder:
         model = write_model(raw, folder / "model", machine.dtype, machine.device)
@@ -145,7 +146,7 @@ def speed(machine: Machine) -> Iterator[str]:
 
 
 def decode_rate(engine: Engine, machine: Machine, adapters: list[str]) -> float:
-    """Tokens a second from the first step in which all requests decode."""
+    """Return tokens per second from the first step in which all requests decode."""
     add(engine, machine, adapters)
     while not all(r.is_decoding for r in engine.scheduler.requests.values()):
         engine.step()
@@ -162,7 +163,7 @@ def add(engine: Engine, machine: Machine, adapters: list[str], new_tokens: int |
 
 
 def disturbance(engine: Engine, host: HostCache, machine: Machine, newcomers: list[Path]) -> Iterator[str]:
-    """p99 of running streams' inter-token time: beside short requests of known adapters, and of ones to be loaded."""
+    """Return the p99 inter-token time of running streams: beside short requests of known adapters, and of new ones."""
     known = engine.adapters.resident[:1]
     size = max(machine.engine_batches) // 2 or 1
     steps_between = 10
@@ -204,7 +205,7 @@ def load_peft(machine: Machine, model: Path, paths: list[Path]) -> Any:
 
 
 def peft_rate(tuned: Any, machine: Machine, names: list[str]) -> float:
-    """Tokens a second of generate, its prefill taken out by a run of one token."""
+    """Return tokens per second of generate, without its prefill, which a run of one token measures."""
     vocab_size = parse_model_config(machine.model).vocab_size
     ids = torch.tensor([prompt(i, vocab_size) for i in range(len(names))], device=machine.device)
     new_tokens = min(machine.new_tokens, 17)

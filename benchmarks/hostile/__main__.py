@@ -1,18 +1,18 @@
-"""Run attacks of a hostile tenant beside a well-behaved one on a live stack, and report the effect of each.
+"""Attacks of a hostile tenant beside a well-behaved one on a live stack, with a report of the effect of each.
 
     python -m benchmarks.hostile                          (all, about 40 minutes; --list names them)
     python -m benchmarks.hostile --only pax-bomb rank-65 --seconds 5 --pairs 1
     python -m benchmarks.hostile --only mutated-uploads --mutations 1000
 
-Attacks are on the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
-need engines that misbehave, and meet a gateway before doubles of them. Each attacker is a new tenant with the default
-limits, in a process of niceness 19, so that its own work costs the others little. For each attack the neighbour is
-measured in pairs of rounds, quiet and attacked, right after each other, so that a machine's drift cancels. Where an
-attacker uses an engine as any tenant may, the quiet round has an honest tenant with the same use instead. Exit code 1
-if a limit is missed.
+The target is the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
+attacks need misbehaving engines and run on a gateway before engine doubles. Each attacker is a new tenant with the
+default limits, in a process of niceness 19, so that its own work takes little CPU time from the service. For each
+attack the neighbour is measured in pairs of rounds, quiet and attacked, one right after the other, so that a drift of
+the machine cancels. If the attack uses an engine as any tenant may, an honest tenant with the same use runs in the
+quiet round. Exit code 1 if a limit is missed.
 
-Limits: the neighbour's p50 and p99 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (its
-children apart); an answer of /healthz, asked for every 10 ms, 100 ms; nothing left behind; no 5xx but 503.
+Limits: p50 and p99 of the neighbour 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (without
+its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing left behind; no 5xx except 503.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def main() -> int:
         "attack, the neighbour's p50 and p99 (times quiet), its slowest upload, the gateway's memory, its children's,"
     )
     print("its longest stall (in the quiet rounds), its CPU time, statuses seen")
-    # SIGTERM stops all that was started, like Ctrl-C.
+    # SIGTERM stops all started processes, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:

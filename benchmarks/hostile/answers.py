@@ -1,4 +1,4 @@
-"""Requests whose answer is the weapon: large ones, for few tokens."""
+"""Attacks by large answers to requests of few tokens."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "and", 
 
 
 def prompt(tokens: int, seed: float) -> str:
-    """About as many tokens of text that no cache knows."""
+    """Return text of about this many tokens that no prefix cache holds."""
     rng = random.Random(seed)
     return " ".join(rng.choice(WORDS) for _ in range(tokens))
 

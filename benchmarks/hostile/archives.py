@@ -1,4 +1,4 @@
-"""Uploads whose archive is the weapon: bombs, lies about sizes, header tricks, members of other methods."""
+"""Attacks by uploaded archives: bombs, false sizes, header tricks, unusual compression methods."""
 
 import asyncio
 import bz2
@@ -17,18 +17,18 @@ from benchmarks.hostile.attacker import Attacker
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples" / "adapters"
 MIB = 2**20
-# Digits of a pax header that has no end: quadratic in the regular expression of Python before 3.11.10 and 3.12.6.
+# Digits of a pax header without end: quadratic in the regular expression of Python before 3.11.10 and 3.12.6.
 DIGITS = 60_000
 
 
 @cache
 def good(adapter: str = "pirate") -> dict[str, bytes]:
-    """The two files of a demo adapter."""
+    """Return the two files of a demo adapter."""
     return {name: (EXAMPLES / adapter / name).read_bytes() for name in (CONFIG, WEIGHTS)}
 
 
 def zeros(size: int, head: bytes = b"") -> bytes:
-    """A gzip file of `head` and as many zeros, made without holding them."""
+    """Return a gzip file of `head` and this many zeros, made without holding them in memory."""
     out = io.BytesIO()
     with gzip.open(out, "wb", compresslevel=6) as file:
         file.write(head)
@@ -62,13 +62,13 @@ def pax_freeze() -> bytes:
 
 @cache
 def gzip_bomb() -> bytes:
-    """A tar of one member that grows beyond what is taken (2 GiB), from 2 MiB."""
+    """Push a 2 MiB tar of one member that expands beyond the accepted 2 GiB."""
     return zeros(2304 * MIB, tar_header(WEIGHTS, 2303 * MIB))
 
 
 @cache
 def zip_of_many() -> bytes:
-    """200,000 empty members, in 9 MB; central directory written by hand, as zipfile is slow at it."""
+    """Push 200,000 empty members in 9 MB; the central directory is packed by hand, because zipfile is slow at it."""
     number, local, central = 200_000, io.BytesIO(), io.BytesIO()
     for index in range(number):
         name = b"%06x" % index
@@ -78,7 +78,7 @@ def zip_of_many() -> bytes:
             struct.pack("<4s6H3I5H2I", b"PK\1\2", 20, 20, 0, 0, 0, 0, 0, 0, 0, len(name), 0, 0, 0, 0, 0, offset) + name
         )
     head, directory = local.getvalue(), central.getvalue()
-    # More entries than 16 bits hold: the record says 65,535, and readers count the directory themselves.
+    # More entries than 16 bits hold: the end record has 65,535, and readers count the directory themselves.
     end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 65535, 65535, len(directory), len(head), 0)
     return head + directory + end
 
@@ -92,7 +92,7 @@ def zipped(content: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes
 
 
 def members(content: dict[str, bytes]) -> bytes:
-    """A tar without its end."""
+    """Return a tar without its end."""
     return b"".join(tar_header(name, len(data)) + data + bytes(-len(data) % 512) for name, data in content.items())
 
 
@@ -102,7 +102,7 @@ def tarred(content: dict[str, bytes]) -> bytes:
 
 @cache
 def packed_bombs() -> dict[str, bytes]:
-    """Members of 256 MiB of zeros in some kilobytes, by methods of long reach; and the same as a whole tar's."""
+    """Push members of 256 MiB of zeros in a few kilobytes, by methods with long matches; also as a compressed tar."""
     blank = bytes(256 * MIB)
     content = {CONFIG: good()[CONFIG], WEIGHTS: blank}
     bombs = {
@@ -116,7 +116,7 @@ def packed_bombs() -> dict[str, bytes]:
 
 @cache
 def lies() -> dict[str, bytes]:
-    """Archives whose headers say other sizes, offsets and types than there are."""
+    """Push archives whose headers state wrong sizes, offsets and types."""
     content = good()
     archive = zipped(content, zipfile.ZIP_DEFLATED)
     central = archive.index(b"PK\1\2")
@@ -157,9 +157,9 @@ def lies() -> dict[str, bytes]:
 
 
 async def again_and_again(attacker: Attacker, archives: dict[str, bytes], wide: int = 2) -> None:
-    """Push the archives in turn, `wide` at once, until the time is over; all of them once at least.
+    """Push the archives in turn, `wide` at once, until the time is over; each at least once.
 
-    The last ones may end later: a bomb goes off when its archive is unpacked.
+    The last pushes may end later: a bomb takes its time when its archive is unpacked.
     """
     names = list(archives)
     done = 0

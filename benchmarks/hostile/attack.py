@@ -9,11 +9,12 @@ Run = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Attack:
-    """name: as on the command line. words: one line for the report. place: the stack that it needs, by name.
+    """A registered attack.
 
-    prepare: makes the payloads, once, before the clock runs. honest: the name of an attack that does the same work for
-    the same tenant without malice; the neighbour's latency is compared with a run beside that one, because an engine
-    that computes what a tenant may ask for is slower for everybody.
+    name: as on the command line. words: one line for the report. place: name of the stack that it needs. prepare: makes
+    the payloads once, before the measurement. honest: name of an attack that does the same work for the same tenant
+    without malice. The neighbour's latency is compared with a run beside that attack, because legitimate work makes an
+    engine slower for every tenant.
     """
 
     name: str
@@ -31,7 +32,7 @@ REGISTER: dict[str, Attack] = {}
 
 
 def attack(name: str, words: str, **options: Any) -> Callable[[Run], Run]:
-    """Put a coroutine function of an `Attacker` on the register."""
+    """Register a coroutine function of an `Attacker`."""
 
     def register(run: Run) -> Run:
         assert name not in REGISTER, name

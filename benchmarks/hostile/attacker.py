@@ -2,9 +2,9 @@
 
     python -m benchmarks.hostile.attacker NAME      (its target as JSON on the first line of stdin)
 
-It prints `ready` once its payloads are made, runs the attack for as many seconds as each further line of stdin says,
-and answers each of those lines with one line of JSON, a `Round`. It connects from 127.0.0.2, so that a throttle by
-address can tell it from the neighbour.
+It prints `ready` when its payloads are made. Each further line of stdin is a number of seconds: it runs the attack for
+that time and answers with one line of JSON, a `Round`. It connects from 127.0.0.2, so that a throttle by address can
+distinguish it from the neighbour.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import aiohttp
 
 ADDRESS = "127.0.0.2"
 NICE = 19
-# The longest that an attack may take beyond its time to close what it opened.
+# Time limit for an attack to close its connections after its round.
 GRACE_SECONDS = 90.0
 BOUNDARY = b"hostile-boundary"
 REQUEST_ID = re.compile(rb"req_[0-9a-f]+")
@@ -32,9 +32,11 @@ REQUEST_ID = re.compile(rb"req_[0-9a-f]+")
 
 @dataclass(frozen=True)
 class Target:
-    """The gateway under attack, as its attacker sees it. control: the URL at which
-    engine doubles tell what they saw. max_upload_seconds: the longest that a refusal may take.
-    mutations: uploads that `mutated-uploads` sends in a round."""
+    """The gateway under attack, as its attacker sees it.
+
+    control: the URL at which engine doubles report their observations. max_upload_seconds: time limit of a refusal.
+    mutations: uploads that `mutated-uploads` sends in a round.
+    """
 
     url: str
     key: str
@@ -48,7 +50,7 @@ class Target:
 
 @dataclass
 class Round:
-    """Outcome of one round. breaches: broken promises, in words. accepted: digests of adapters that were stored."""
+    """Outcome of one round. breaches: violated guarantees, as text. accepted: digests of adapters that were stored."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     breaches: list[str] = field(default_factory=list)
@@ -72,14 +74,14 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """The error's code, or an empty string."""
+        """Return the error's code, or an empty string."""
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return str(self.json["error"]["code"])
         return ""
 
 
 class Attacker:
-    """Sends the requests of one attack and keeps count of the answers."""
+    """Sends the requests of one attack and counts the answers."""
 
     def __init__(self, target: Target, session: aiohttp.ClientSession, seconds: float) -> None:
         self.target = target
@@ -103,7 +105,7 @@ class Attacker:
         return {"Authorization": f"Bearer {self.target.key}"}
 
     def check(self, holds: bool, words: str) -> None:
-        """Note a broken promise unless it holds."""
+        """Record a violated guarantee unless it holds."""
         if not holds and words not in self.round.breaches:
             self.round.breaches.append(words)
 
@@ -112,7 +114,7 @@ class Attacker:
             self.round.notes.append(words)
 
     def count(self, status: int | str, seconds: float = 0.0, body: bytes = b"") -> None:
-        """Count an answer; a server's error other than 503 is a breach, and so is an error message without bounds."""
+        """Count an answer; a server error other than 503 and an unbounded error message are breaches."""
         self.round.statuses[str(status)] += 1
         self.round.slowest = max(self.round.slowest, seconds)
         if isinstance(status, int) and status >= 400:
@@ -122,7 +124,7 @@ class Attacker:
             self.check(False, f"{status}: {REQUEST_ID.sub(b'req_...', body[:160]).decode('utf-8', 'replace')}")
 
     async def call(self, method: str, path: str, *, seconds: float = 60.0, **options: Any) -> Answer | None:
-        """Send one request and read its answer; None where the connection broke or `seconds` passed."""
+        """Send one request and return its answer, or None if the connection broke or `seconds` passed."""
         began = time.monotonic()
         options["headers"] = self.headers | options.get("headers", {})
         try:
@@ -148,7 +150,7 @@ class Attacker:
         return await self.call("POST", "/v1/completions", json=body, seconds=seconds)
 
     async def upload(self, name: str, parts: dict[str, bytes], seconds: float = 60.0) -> Answer | None:
-        """Push an adapter as `parts` (an archive is the part `file`) and note its digest if it is stored."""
+        """Push an adapter as `parts` (an archive is the part `file`) and record its digest if it is stored."""
         kind = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY.decode()}"}
         data = form({"name": name.encode("utf-8", "surrogatepass")} | parts)
         answer = await self.call("POST", "/v1/adapters", data=data, headers=kind, seconds=seconds)
@@ -157,7 +159,7 @@ class Attacker:
         return answer
 
     async def refused_upload(self, name: str, parts: dict[str, bytes]) -> Answer | None:
-        """Push an adapter that must be refused with a 4xx and a reason, in less than the target's limit."""
+        """Push an adapter that must be refused with a 4xx and a reason within the target's time limit."""
         answer = await self.upload(name, parts)
         if answer is not None and answer.status not in (429, 503):
             self.check(400 <= answer.status < 500, f"{name}: expected a refusal, got {answer.status}")
@@ -167,19 +169,19 @@ class Attacker:
         return answer
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a bare connection, with a receive buffer as small as the system allows."""
+        """Open a bare connection with the smallest receive buffer that the system allows."""
         parts = urlsplit(self.target.url)
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**14, local_addr=(ADDRESS, 0))
         return reader, writer
 
     def head(self, method: str, path: str, length: int | None, *more: str) -> bytes:
-        """A request's head, by hand. length: of the body; None for a chunked one."""
+        """Return a request's head, written by hand. length: of the body; None for a chunked one."""
         lines = [f"{method} {path} HTTP/1.1", "Host: hostile", f"Authorization: Bearer {self.target.key}"]
         lines.append("Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}")
         return "\r\n".join([*lines, *more, "", ""]).encode()
 
     async def side_by_side(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
-        """Run `one` as many times at once, and end what is left when the time is over."""
+        """Run this many copies of `one` at once, and cancel the rest when the time is over."""
         tasks = [asyncio.ensure_future(one(index)) for index in range(number)]
         _, pending = await asyncio.wait(tasks, timeout=self.left)
         for task in pending:
@@ -193,7 +195,7 @@ class Attacker:
 
 
 def form(parts: dict[str, bytes]) -> bytes:
-    """A multipart body, by hand."""
+    """Return a multipart body, written by hand."""
     body = []
     for name, content in parts.items():
         file = b"" if name == "name" else b'; filename="%s"' % name.encode()

@@ -1,4 +1,4 @@
-"""Bodies and heads as the weapon: deep, compressed, in crumbs, without an end."""
+"""Attacks by request bodies and heads: deep, compressed, in tiny pieces, endless."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from benchmarks.hostile.connections import JSON, KIND, close, status_of
 
 @cache
 def deep_bodies() -> list[bytes]:
-    """JSON of almost 8 MiB: deep, wide, long."""
+    """Send JSON bodies of almost 8 MiB: deep, wide, long."""
     size = 8 * 2**20 - 200
     messages = ",".join(['{"role":"user","content":"a"}'] * (size // 32))
     return [
@@ -97,7 +97,7 @@ async def send_headers(attacker: Attacker) -> None:
 
 @cache
 def large_bodies() -> list[tuple[bytes, bytes]]:
-    """Bodies of 8 MiB and of compressed 8 MiB, with the field that says so; texts, wide texts, values."""
+    """Send bodies of 8 MiB, plain and compressed with the matching header: strings, wide strings, values."""
     size = 8 * 2**20 - 200
     raws = [
         b'{"model":"x","prompt":"' + b"a" * (size - 40) + b'"}',
@@ -129,7 +129,7 @@ async def send_large(attacker: Attacker) -> None:
 
 @cache
 def tiny_chunks() -> bytes:
-    """A JSON body of 1 MiB in chunks of one byte, each with an extension."""
+    """Send a JSON body of 1 MiB in chunks of one byte, each with an extension."""
     return b"1;a=b\r\n \r\n" * 2**20
 
 
@@ -185,7 +185,7 @@ async def send_digits(attacker: Attacker) -> None:
 
 @cache
 def template_bombs() -> list[dict[str, object]]:
-    """Chats that templates multiply: a special token for each message, deep tools with indentation."""
+    """Send chats that templates multiply: a special token for each message, deep tools with indentation."""
     turns = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(4001)]
     deep: object = [1] * 20_000
     for _ in range(55):

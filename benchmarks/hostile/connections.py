@@ -1,4 +1,4 @@
-"""Connections as the weapon: slow ones, many, broken off, endless; floods of small requests; wrong keys."""
+"""Attacks by connections: slow, many, broken off, endless; floods of small requests; wrong keys."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ JSON = "Content-Type: application/json"
 
 
 async def status_of(attacker: Attacker, reader: asyncio.StreamReader, seconds: float) -> int | None:
-    """Read the status line that a bare connection gets within `seconds`, and count it."""
+    """Read the status line that a bare connection receives within `seconds`, and count it."""
     try:
         line = await asyncio.wait_for(reader.readline(), max(0.01, seconds))
         status = int(line.split()[1])
@@ -30,7 +30,7 @@ async def close(writer: asyncio.StreamWriter) -> None:
 
 
 async def trickle(attacker: Attacker, head: bytes, first: bytes, drop: bytes, every: float) -> None:
-    """Send `head` and `first`, then one `drop` every so many seconds for as long as the gateway takes them."""
+    """Send `head` and `first`, then one `drop` every few seconds, while the gateway accepts them."""
     while attacker.going:
         reader, writer = await attacker.connect()
         try:
@@ -91,7 +91,7 @@ async def leave_uploads(attacker: Attacker) -> None:
 
 
 async def pour(attacker: Attacker, head: bytes, first: bytes, drop: bytes, rate: float) -> None:
-    """Send chunks of `drop` at `rate` bytes a second for as long as the gateway takes them."""
+    """Send chunks of `drop` at `rate` bytes per second, while the gateway accepts them."""
     await trickle(attacker, head, chunk(first), chunk(drop), len(drop) / rate)
 
 

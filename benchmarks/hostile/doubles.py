@@ -1,11 +1,11 @@
-"""Engines that misbehave: doubles that a gateway is put before, in a process of their own.
+"""Misbehaving engine doubles, run in their own process behind a gateway.
 
     python -m benchmarks.hostile.doubles KIND
 
-Prints one line of JSON: the engines' addresses for LORAPLEX_ENGINES, and a control URL whose `/seen` tells what the
-doubles saw. Kinds: vllm (what of a client's body reaches vLLM), redirecting (one of two engines sends its requests
-elsewhere), slow (tokens as slow as asked, to hold a reservation), poison (three engines that die of a word and are
-started again).
+Prints one line of JSON: the engines' addresses for LORAPLEX_ENGINES, and a control URL whose `/seen` reports the
+doubles' observations. Kinds: vllm (shows which parts of a client's body reach vLLM), redirecting (one of two engines
+redirects its requests), slow (tokens as slow as requested, to keep a reservation), poison (three engines that die of a
+certain word and are restarted).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ RESTART_SECONDS = 0.3
 
 
 class Control:
-    """Answers `/seen` with whatever a kind keeps in `seen`."""
+    """Control server that answers `/seen` with the records that a kind keeps in `seen`."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
@@ -43,7 +43,7 @@ class Control:
         return web.json_response({k: v() if callable(v) else v for k, v in self.seen.items()})
 
     async def _trap(self, request: web.Request) -> web.Response:
-        """Take note of a request that followed a redirect; none should."""
+        """Record a request that followed a redirect; there must be none."""
         body = await request.text()
         secret = TOKEN in " ".join(request.headers.values())
         self.seen.setdefault("trapped", []).append({"bytes": len(body), "secret": secret})
@@ -51,7 +51,7 @@ class Control:
 
 
 class Redirecting(Upstream):
-    """Sends every generation to `trap`."""
+    """Engine double that redirects every generation to `trap`."""
 
     trap = ""
 
@@ -60,7 +60,7 @@ class Redirecting(Upstream):
 
 
 class Poisonable(Upstream):
-    """Dies of a word."""
+    """Engine double that exits when a request contains a certain word."""
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if POISON in await request.text():
@@ -75,7 +75,7 @@ async def one_engine(port: int) -> None:
 
 
 async def keep_alive(port: int, deaths: list[int]) -> None:
-    """Start an engine again whenever it dies."""
+    """Restart an engine whenever it exits."""
     while True:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.hostile.doubles", "engine", str(port))

@@ -1,4 +1,4 @@
-"""Attacks that need an engine which misbehaves, or tells what reached it: a gateway before doubles of engines."""
+"""Attacks that need a misbehaving engine, or its record of received requests: a gateway before engine doubles."""
 
 import asyncio
 import time
@@ -88,7 +88,7 @@ async def poison(attacker: Attacker) -> None:
     limits={"tokens_per_minute": LIMIT},
 )
 async def bank(attacker: Attacker) -> None:
-    """Reserve whatever is free for most of the time, then end it all and use what comes back."""
+    """Reserve all free quota for most of the time, then end every request and use the refund."""
     holders = []
     held = {"model": attacker.target.base_model, "prompt": "a", "max_tokens": HELD, "stream": True}
     held["x_engine"] = {"tokens": 2, "delay": 600}

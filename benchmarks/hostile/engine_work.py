@@ -1,4 +1,4 @@
-"""Requests that cost an engine work before, or beside, the tokens that are counted: grammars, masks, rules."""
+"""Attacks by engine work before, or beside, the counted tokens: grammars, masks, rules."""
 
 import random
 import time
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from benchmarks.hostile.attack import attack
 from benchmarks.hostile.attacker import Attacker
 
-# The longest that another tenant's new grammar may wait.
+# Time limit for another tenant's new grammar.
 GRAMMAR_SECONDS = 2.0
 
 
 async def neighbours_grammar(attacker: Attacker) -> None:
-    """Ask, as the neighbour, for an answer under a new small grammar, again and again."""
+    """Request, as the neighbour, answers under new small grammars, one after the other."""
     headers = {"Authorization": f"Bearer {attacker.target.neighbour_key}"}
     while attacker.going:
         body = {"model": attacker.target.base_model, "prompt": "a", "max_tokens": 2}
@@ -37,18 +37,18 @@ async def dear(attacker: Attacker, wide: int, make: Callable[[float], dict]) -> 
 
 
 def dear_regex(seed: float) -> dict[str, str]:
-    """The dearest pattern of 4 KiB that is served, made new by its seed."""
+    """Return the most expensive accepted pattern of 4 KiB, unique per seed."""
     return {"regex": f"{seed}" + r"\w*" * 500}
 
 
 def dear_grammar(seed: float) -> dict[str, str]:
-    """A grammar of 100 terminals: 0.07 s, and a mask of 14 ms."""
+    """Return a grammar of 100 terminals: 0.07 s, and a mask of 14 ms."""
     terminals = [rf"A{i}: /x{i}\w*\w*\w*\w*/" for i in range(100)]
     return {"grammar": "\n".join([f'start: "{seed}" ' + " ".join(f"A{i}" for i in range(100)), *terminals])}
 
 
 def dear_schema(seed: float) -> dict[str, object]:
-    """A schema with as much as is served of three dear things: 1 s, and masks of 16 ms."""
+    """Return a schema with the accepted maximum of three expensive features: 1 s, and masks of 16 ms."""
     fields = {
         "objects": {"enum": [{f"{seed}-{i}": i} for i in range(500)]},
         "ranges": {"anyOf": [{"type": "number", "minimum": i, "maximum": 7 * i + 5.5} for i in range(300)]},
@@ -70,7 +70,7 @@ async def regexes(attacker: Attacker) -> None:
 @attack("refused-grammars", "grammars that are refused after the work, as fast as it goes")
 async def refused(attacker: Attacker) -> None:
     def make(seed: float) -> dict[str, str]:
-        # 1.1 s until the library finds that its lexer is too large, every other time refused by its size at once.
+        # Takes 1.1 s before the library finds its lexer too large; every second one is refused by its size at once.
         return {"grammar": f'start: "{seed}" A\nA: /' + r"\w*" * (500 if seed < 0.5 else 1000) + "/"}
 
     await dear(attacker, 16, make)

@@ -1,4 +1,4 @@
-"""The well-behaved tenant: short streamed chats at a steady slow rate, a small upload now and then."""
+"""The well-behaved tenant: short streamed chats at a steady slow rate, with an occasional small upload."""
 
 import asyncio
 import time
@@ -13,13 +13,13 @@ from benchmarks.hostile.attacker import BOUNDARY, form
 CHATS_PER_SECOND = 5.0
 UPLOAD_SECONDS = 3.0
 ANSWER_TOKENS = 8
-# An answer that takes longer has failed.
+# An answer that takes longer counts as failed.
 PATIENCE_SECONDS = 30.0
 
 
 @dataclass
 class Felt:
-    """The neighbour's measurements, in seconds. failures: answers that were none, in words."""
+    """The neighbour's measurements, in seconds. failures: failed answers, as text."""
 
     whole: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Felt:
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The nearest rank; 0 of none."""
+    """Return the nearest-rank percentile; 0 for no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * part))] if ordered else 0.0
 
@@ -48,11 +48,11 @@ class Neighbour:
         self._headers = {"Authorization": f"Bearer {key}"}
         self._model = model
         self._uploads = uploads
-        # A slow machine must not make this tenant exceed its own limit of uploads at once; waiting counts as time.
+        # Keeps a slow machine from exceeding this tenant's own limit of concurrent uploads. Waiting counts as time.
         self._one_upload = asyncio.Lock()
 
     async def measure(self, until: asyncio.Event) -> Felt:
-        """Measure until the event is set and every request that began has ended."""
+        """Measure until the event is set and every started request has ended."""
         felt = Felt()
         beats = [self._beat(1 / CHATS_PER_SECOND, self._chat, felt, until)]
         if self._uploads:

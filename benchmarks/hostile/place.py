@@ -1,4 +1,4 @@
-"""Stacks to attack: the whole service as `loraplex up` starts it, or a gateway before doubles of engines."""
+"""Stacks to attack: the whole service as `loraplex up` starts it, or a gateway before engine doubles."""
 
 import contextlib
 import json
@@ -26,9 +26,10 @@ BANK_CONTEXT = 65_536
 
 @dataclass(frozen=True)
 class Place:
-    """A running gateway and what surrounds it.
+    """A running gateway and its environment.
 
-    temporary: its processes' folder for temporary files. control: the URL at which doubles tell what they saw, if any.
+    temporary: its processes' folder for temporary files. control: the URL at which doubles report their observations,
+    if any.
     """
 
     url: str
@@ -42,7 +43,7 @@ class Place:
     control: str = ""
 
     def tenant(self, name: str, **limits: object) -> str:
-        """Make a tenant of ordinary limits, but for those that are given; return a key of the default scopes."""
+        """Create a tenant with the default limits, except the given ones; return a key of the default scopes."""
         body = json.dumps({"name": name} | limits).encode()
         made = http("POST", f"{self.url}/admin/api/tenants", self.admin_key, body)
         assert made.status == 201, made.body
@@ -72,7 +73,7 @@ def of_stack(stack: Stack) -> Place:
 
 @contextlib.contextmanager
 def up(folder: Path, *, postgres: bool) -> Iterator[Place]:
-    """Start everything with the demo model, on SQLite or on a PostgreSQL of its own."""
+    """Start everything with the demo model, on SQLite or on its own PostgreSQL."""
     with contextlib.ExitStack() as exits:
         arguments = ["--demo"]
         if postgres:
@@ -87,7 +88,7 @@ def up(folder: Path, *, postgres: bool) -> Iterator[Place]:
 
 
 def _stop(stack: Stack) -> None:
-    """Stop it; one that an attack has frozen is killed, and the report goes on."""
+    """Stop the stack; a process that an attack froze is killed, and the report continues."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         stack.stop()
 

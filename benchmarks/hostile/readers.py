@@ -1,4 +1,4 @@
-"""Readers as the weapon: those that leave at once, and those that hardly read."""
+"""Attacks by readers that leave at once or hardly read."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ async def storm(attacker: Attacker) -> None:
 
 
 async def read_slowly(attacker: Attacker, body: dict, path: str, every: float, size: int) -> None:
-    """Ask, then read `size` bytes every so many seconds; count how it was answered, and whether it was cut off."""
+    """Send a request, then read `size` bytes every few seconds; count the answer, and whether it was cut off."""
     raw = json.dumps({"model": attacker.target.base_model} | body).encode()
     reader, writer = await attacker.connect()
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Measure an attack in pairs of a quiet and an attacked round, and judge it."""
+"""Measurement of an attack in pairs of a quiet and an attacked round, and its verdict."""
 
 import asyncio
 import contextlib
@@ -21,17 +21,20 @@ from benchmarks.hostile.place import Place
 from benchmarks.hostile.watch import Seen, Watch
 from tests.e2e.stack import ROOT
 
-# The first requests of a stack warm caches that no attack should be charged for.
+# The first requests of a stack warm caches; no attack should be charged for that.
 WARM_SECONDS = 2.0
-# Worth a line in the report, beyond so many seconds.
+# Seconds beyond which the report shows a line.
 SLOW_TO_SETTLE = 5.0
 NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """latency: times quiet, for p50 and p99; None: not judged. upload, stall, refusal (of an
-    upload): seconds. memory: bytes."""
+    """Limits of a verdict.
+
+    latency: factor over the quiet p50 and p99; None: not judged. upload, stall, refusal (of an upload): seconds.
+    memory: bytes.
+    """
 
     latency: float | None = 1.2
     upload: float = 2.0
@@ -42,7 +45,11 @@ class Limits:
 
 @dataclass
 class Result:
-    """p50, p99: the neighbour's whole chats in times of the quiet ones; 0 where none ended. first: of first tokens."""
+    """Outcome of an attack.
+
+    p50, p99: time of the neighbour's whole chats as a factor of the quiet ones; 0 if no chat ended. first: the same for
+    first tokens.
+    """
 
     name: str
     p50: float = 0.0
@@ -75,7 +82,7 @@ class Child:
         self._process = process
 
     async def run(self, seconds: float) -> Round:
-        """Let it attack once."""
+        """Run one round of the attack."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{seconds}\n".encode())
@@ -114,7 +121,7 @@ async def child(attack: Attack, target: Target) -> AsyncIterator[Child]:
 async def run_attack(
     attack: Attack, place: Place, seconds: float, pairs: int, limits: Limits, mutations: int = 200
 ) -> Result:
-    """Attack `pairs` times for as many seconds, each time right after a quiet round of the same length."""
+    """Attack `pairs` times for `seconds` each, every time right after a quiet round of the same length."""
     number, seconds = next(NUMBERS), max(seconds, attack.least_seconds)
     neighbour_key = place.tenant(f"neighbour-{number}")
     watch = Watch(place)
@@ -132,7 +139,7 @@ async def run_attack(
 
         hostile = await attacker(attack, f"attacker-{number}")
         honest = await attacker(ATTACKS[attack.honest], f"honest-{number}") if attack.honest else None
-        # No connection is kept: what is open after a round is the attacker's.
+        # No keep-alive: connections that are open after a round belong to the attacker.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         session = await exits.enter_async_context(aiohttp.ClientSession(connector=connector))
         uploads = place.has_real_engine
@@ -157,7 +164,7 @@ async def run_attack(
 
 
 async def measure(neighbour: Neighbour, watch: Watch, child: Child | None, seconds: float) -> tuple[Felt, Seen, Round]:
-    """Measure the neighbour for a round, beside an attacker or an honest tenant or nobody."""
+    """Measure the neighbour for a round: beside an attacker, beside an honest tenant, or alone."""
     over = asyncio.Event()
     feeling = asyncio.ensure_future(neighbour.measure(over))
     seeing = asyncio.ensure_future(watch.observe(over))
@@ -197,7 +204,7 @@ def judge(
     quiet_stall: float,
     left: list[str],
 ) -> Result:
-    """Compare with the limits."""
+    """Compare a result with the limits."""
 
     def ratio(part: float, after: list[float], before: list[float]) -> float:
         return percentile(after, part) / percentile(before, part) if before and after else 0.0

@@ -1,4 +1,4 @@
-"""Observes a gateway from outside: its memory, its event loop's stalls, what an attack leaves behind."""
+"""External observation of a gateway: its memory, its event loop's stalls, and leftovers of an attack."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from benchmarks.hostile.place import Place
 PROBE_SECONDS = 0.01
 MEMORY_SECONDS = 0.02
 CHILDREN_SECONDS = 0.2
-# An attack's last requests may end this long after it: a lease that nobody extends lasts 30 s.
+# An attack's last requests may end this long after it: a lease that is not extended lasts 30 s.
 SETTLE_SECONDS = 45.0
 DIGEST = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}(/(adapter_config\.json|adapter_model\.safetensors))?")
 
@@ -38,13 +38,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Remains:
-    """Everything that may be left behind, by name, with how many of it."""
+    """Counts of everything that an attack may leave behind, by name."""
 
     counts: Counter[str]
     digests: frozenset[str]
 
     def beyond(self, before: "Remains", accepted: set[str]) -> list[str]:
-        """Return what is here and was not there before, in words. accepted: digests that may be in the store."""
+        """Return what is new since `before`, as text. accepted: digests that may be in the store."""
         more = [f"{number - before.counts[name]} {name}" for name, number in self.counts.items()]
         found = [
             words for words, name in zip(more, self.counts, strict=True) if self.counts[name] > before.counts[name]
@@ -93,7 +93,7 @@ class Watch:
             await asyncio.sleep(CHILDREN_SECONDS)
 
     async def _stalls(self, seen: Seen) -> None:
-        """Ask for /healthz, which does no work, every 10 ms over one connection; the slowest answer is the stall."""
+        """Request /healthz, which does no work, every 10 ms over one connection; the slowest answer is the stall."""
         parts = urlsplit(self._place.url)
         request = f"GET /healthz HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
         while True:
@@ -120,7 +120,7 @@ class Watch:
                 writer.close()
 
     async def settled(self, before: Remains | None = None, accepted: set[str] | None = None) -> Remains:
-        """Return what is there once nothing is left of `before`'s difference, or after SETTLE_SECONDS."""
+        """Return the remains once they no longer differ from `before`, or after SETTLE_SECONDS."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             remains = await self._remains()

@@ -1,4 +1,4 @@
-"""Uploads whose content is the weapon: headers, patterns, ranks, values, names; and what engines make of them."""
+"""Attacks by uploaded content (headers, patterns, ranks, values, names), and by its use on engines."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ QUESTION = "Why is the sky blue?"
 
 
 def tensors(rank: int, layers: int = 1, value: float | None = None, seed: int = 0) -> bytes:
-    """A safetensors file of LoRA on v_proj of the first layers. value: of every number; None for small random ones."""
+    """Return a safetensors file of LoRA on v_proj of the first layers. value: of every number; None: small random."""
     rng, header, parts, position = random.Random(seed), {}, [], 0
     for layer in range(layers):
         for side, shape in (("A", (rank, HIDDEN)), ("B", (KEY_VALUE, rank))):
@@ -50,7 +50,7 @@ def header_of_16_mib() -> bytes:
 
 @cache
 def dear_patterns() -> dict[str, bytes]:
-    """Keys of rank_pattern that cost a matcher the most for each module name."""
+    """Return keys of rank_pattern that cost a matcher the most for each module name."""
     nested = "(" * 40 + "(.*)*" + ")*" * 40 + "x"
     ahead = "(?=.*a)(?=.*b)(?=.*c)" * 90 + "x"
     wide = "(?:" + "|".join(f".*{i}.*" for i in range(400)) + "){4}x"
@@ -113,7 +113,7 @@ async def send_ranks(attacker: Attacker) -> None:
 
 @cache
 def huge_values() -> dict[str, bytes]:
-    """Numbers that are finite and whose products are not, and others that no training makes."""
+    """Return numbers that are finite but whose products overflow, and other numbers that no training produces."""
     made = {str(value): tensors(8, 2, value) for value in (1.6e38, -1.6e38, 1e30, 3e-39)}
     raw = bytearray(tensors(8))
     raw[-4:] = struct.pack("<f", math.nan)
@@ -121,7 +121,7 @@ def huge_values() -> dict[str, bytes]:
 
 
 async def greedy_answer(attacker: Attacker, words: str = QUESTION) -> str | None:
-    """The neighbour's own greedy answer, asked with the neighbour's key."""
+    """Return the neighbour's own greedy answer, requested with the neighbour's key."""
     body = {"model": attacker.target.base_model, "messages": [{"role": "user", "content": words}]}
     body |= {"temperature": 0, "max_tokens": 12, "cache_salt": str(random.random())}
     headers = {"Authorization": f"Bearer {attacker.target.neighbour_key}"}
@@ -145,7 +145,7 @@ async def send_mild_values(attacker: Attacker) -> None:
 
 
 async def use_beside_victim(attacker: Attacker, values: dict[str, bytes]) -> None:
-    """Store adapters of these weights and generate with them, while the neighbour asks for the same answer again."""
+    """Store adapters of these weights and generate with them, while the neighbour requests the same answer again."""
     expected = await greedy_answer(attacker)
     names = []
     for name, weights in values.items():
@@ -230,7 +230,7 @@ async def churn(attacker: Attacker) -> None:
 
 @cache
 def many_adapters() -> list[bytes]:
-    """24 adapters of 10 MB, more together than a host cache of a quarter GiB holds."""
+    """Return 24 adapters of 10 MB, together larger than a host cache of a quarter GiB."""
     return [tensors(64, layers=50 // 2, seed=seed) for seed in range(24)]
 
 
@@ -239,7 +239,7 @@ def many_adapters() -> list[bytes]:
     "24 adapters of 5 MB in turn, one token each, so that caches hold nothing else",
     prepare=many_adapters,
     honest="adapter-steady",
-    # 24 uploads, one check at a time, come before the cycling.
+    # The 24 uploads, checked one at a time, precede the cycling.
     least_seconds=20.0,
 )
 async def cycle(attacker: Attacker) -> None:
@@ -252,7 +252,7 @@ async def stay(attacker: Attacker) -> None:
 
 
 async def push_and_use(attacker: Attacker, step: int) -> None:
-    """Store 24 adapters, then ask for single tokens. step: adapters from one request to the next; 0: only the first."""
+    """Store 24 adapters, then request single tokens. step: adapters from one request to the next; 0: only the first."""
     names = []
     for index, weights in enumerate(many_adapters()):
         answer = await attacker.upload(f"cycle-{index}", {CONFIG: config(64), WEIGHTS: weights})

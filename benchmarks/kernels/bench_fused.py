@@ -1,4 +1,4 @@
-"""The fused element-wise kernels on Llama-3.1-8B's widths, against the copy bandwidth."""
+"""The fused element-wise kernels at Llama-3.1-8B's widths, compared with the copy bandwidth."""
 
 from collections.abc import Iterator
 
@@ -41,7 +41,7 @@ def works(quick: bool) -> Iterator[Work]:
 
 
 def dry_run(device: torch.device, dtype: torch.dtype) -> None:
-    """One small case of each against the reference, on any device. Raises AssertionError if they differ."""
+    """Check one small case of each against the reference, on any device. Raises AssertionError if they differ."""
     x, weight = torch.randn(3, 64, dtype=dtype, device=device), torch.randn(64, dtype=dtype, device=device)
     residual, twin = x.clone(), x.clone()
     close = torch.testing.assert_close

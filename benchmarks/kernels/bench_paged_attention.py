@@ -15,7 +15,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 
 
 def make(lengths: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
-    """Arguments of paged_attention up to context_lens, its blocks lying shuffled; lengths: (queries, context) each."""
+    """Return arguments of paged_attention up to context_lens, with shuffled blocks; lengths: (queries, context)."""
     num_heads, num_kv_heads, head_dim = heads
     width = max(-(-context // BLOCK_SIZE) for _, context in lengths)
     num_blocks = len(lengths) * width
@@ -69,7 +69,7 @@ def works(quick: bool) -> Iterator[Work]:
 
 
 def dry_run(device: torch.device, dtype: torch.dtype) -> None:
-    """One small case against the reference, on any device. Raises AssertionError if they differ."""
+    """Check one small case against the reference, on any device. Raises AssertionError if they differ."""
     arguments = make([(1, 300), (9, 20), (1, 1)], (4, 2, 32), dtype, device)
     expected = reference.paged_attention(*arguments, 0.2)
     torch.testing.assert_close(paged_attention(*arguments, 0.2), expected, atol=2e-2, rtol=2e-2)

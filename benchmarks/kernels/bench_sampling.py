@@ -42,7 +42,7 @@ def works(quick: bool) -> Iterator[Work]:
 
 
 def dry_run(device: torch.device, dtype: torch.dtype) -> None:
-    """One small case of each kind against the reference, on any device. Raises AssertionError if they differ."""
+    """Check one small case of each kind against the reference, on any device. Raises AssertionError if they differ."""
     x = torch.randn(len(KINDS), 300, generator=torch.Generator().manual_seed(0)) * 3
     columns = [torch.cat(rows) for rows in zip(*(parameters(kind, 1, x.device) for kind in KINDS), strict=True)]
     got = sample(x.to(device), *(column.to(device) for column in columns))

@@ -1,4 +1,4 @@
-"""Segmented LoRA on Llama-3.1-8B's projections, beside the base projection that it is added to."""
+"""Segmented LoRA on Llama-3.1-8B's projections, beside the base projection whose output it adds to."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from kernels.reference import LoraGroup, LoraRouting
 
 TITLE = "Segmented LoRA"
 PAGE_RANK = 8
-NUM_SLOTS = 256  # the pool has more slots than adapters in a step: its size must cost nothing
+NUM_SLOTS = 256  # more slots than adapters in a step: unused slots must cost nothing
 # in_features, offsets
 GROUPS = {
     "qkv": (4096, (0, 4096, 5120, 6144)),
@@ -25,7 +25,7 @@ MIXED = (8, 16, 32, 64, 128)
 
 
 def make_routing(num_tokens: int, ranks: list[int], max_rank: int, device: torch.device) -> tuple[LoraRouting, int]:
-    """Tokens go round the adapters. Returns the routing and the number of pages in use."""
+    """Assign tokens to the adapters in turn; return the routing and the number of used pages."""
     pages_of = [-(-rank // PAGE_RANK) for rank in ranks]
     free = torch.randperm(sum(pages_of), generator=torch.Generator().manual_seed(0)).tolist()
     page_table = torch.full((NUM_SLOTS, -(-max_rank // PAGE_RANK)), -1, dtype=torch.int32)
@@ -54,7 +54,7 @@ def work(name: str, group_name: str, num_tokens: int, ranks: list[int]) -> Work:
     in_features, offsets = GROUPS[group_name]
     slices, out_features = len(offsets) - 1, offsets[-1]
     routing, num_pages = make_routing(num_tokens, ranks, max(ranks), device)
-    # As in a graph: the number of adapters is not known to the host when few tokens are decoded.
+    # As in a graph: with few decoded tokens, the host does not know the number of adapters.
     adapters = len(ranks) if num_tokens > 256 else None
     segments = build_segments(routing, PAGE_RANK, num_adapters=adapters)
     weights = 2 * sum(ranks) * (slices * in_features + out_features)
@@ -77,7 +77,7 @@ def work(name: str, group_name: str, num_tokens: int, ranks: list[int]) -> Work:
 
 
 def works(quick: bool) -> Iterator[Work]:
-    """Decode of 64 rows over 1 to 64 adapters, mixed ranks, and prefill of 2,048 rows."""
+    """Return decode of 64 rows over 1 to 64 adapters, mixed ranks, and prefill of 2,048 rows."""
     for group in ["qkv"] if quick else GROUPS:
         for adapters in [1, 64] if quick else [1, 8, 32, 64]:
             for rank in [16] if quick else [16, 64]:
@@ -89,7 +89,7 @@ def works(quick: bool) -> Iterator[Work]:
 
 
 def dry_run(device: torch.device, dtype: torch.dtype) -> None:
-    """One small case against the reference, on any device. Raises AssertionError if they differ."""
+    """Check one small case against the reference, on any device. Raises AssertionError if they differ."""
     routing, num_pages = make_routing(20, [8, 16, 40], 40, device)
     group = make_group(64, (0, 48, 80), num_pages, dtype, device)
     x, y = torch.randn(20, 64, dtype=dtype, device=device), torch.zeros(20, 80, dtype=dtype, device=device)

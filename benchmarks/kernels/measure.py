@@ -1,7 +1,8 @@
-"""Times device work: calls rotated over more memory than the L2 holds, in one CUDA graph, by events, as a median.
+"""Timing of device work: calls rotate over more memory than the L2 cache holds, in one CUDA graph.
 
-A graph, because that is how decode runs, and because a launch from Python takes longer than the kernels measured here.
-What the memory and the tensor cores can do is measured in the same run, never taken from a data sheet.
+Reports the median of event times. A graph, because decode runs as a graph, and because a launch from Python takes
+longer than the kernels measured here. The limits of memory and tensor cores are measured in the same run, never taken
+from a data sheet.
 """
 
 import statistics
@@ -16,7 +17,7 @@ REPLAYS = 30
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One row of a table. calls: the same work on different memory. num_bytes, flops: of one call, at least."""
+    """One row of a table. calls: the same work on different memory. num_bytes, flops: lower bounds for one call."""
 
     name: str
     calls: list[Callable[[], object]]
@@ -39,17 +40,17 @@ class Row:
 
 
 def copies_past_l2(bytes_per_call: int) -> int:
-    """How many copies of the inputs to rotate over, so that none is left in the L2 when its turn comes."""
+    """Return how many copies of the inputs to rotate over, so that no copy is in the L2 cache when its call runs."""
     l2 = torch.cuda.get_device_properties("cuda").L2_cache_size
     return max(2, min(64, -(-2 * l2 // bytes_per_call)))
 
 
 def microseconds(calls: list[Callable[[], object]]) -> float:
-    """Median device time of one call."""
+    """Return the median device time of one call."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
-            call()  # compiles, picks cuBLAS's algorithm
+            call()  # compiles, and lets cuBLAS choose its algorithm
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -69,7 +70,7 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
 
 @cache
 def bandwidth() -> float:
-    """Bytes a second of a device-to-device copy, read and written bytes both counted."""
+    """Return bytes per second of a device-to-device copy, counting read and written bytes."""
     source = [torch.empty(512 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
     target = torch.empty_like(source[0])
     return 2 * target.numel() / microseconds([lambda s=s: target.copy_(s) for s in source]) * 1e6
@@ -77,7 +78,7 @@ def bandwidth() -> float:
 
 @cache
 def matrix_rate() -> float:
-    """Operations a second of a bf16 product of 8,192 x 8,192 matrices."""
+    """Return operations per second of a bf16 product of 8,192 x 8,192 matrices."""
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     return 2 * 8192**3 / microseconds([lambda: a @ b] * 4) * 1e6
 
@@ -97,14 +98,14 @@ HOLDS, MISSED = "- holds: ", "- MISSED: "
 
 
 def asked(what: str, found: float, *, least: float | None = None, most: float | None = None) -> str:
-    """A line of the report that says whether a figure is as large, or as small, as was asked for."""
+    """Return a report line that compares a figure with its target, a lower or an upper bound."""
     holds = (least is None or found >= least) and (most is None or found <= most)
     bounds = [f"{name} {bound:g}" for name, bound in (("at least", least), ("at most", most)) if bound is not None]
     return f"{HOLDS if holds else MISSED}{what}: {found:.3g}; asked: {' and '.join(bounds)}"
 
 
 def verdicts(work: Work, row: Row) -> list[str]:
-    """Whether the work is as fast as it is asked to be, if it is."""
+    """Return the verdict on each target of the work."""
     shares = (
         ("copy bandwidth", row.bandwidth_share, work.least_bandwidth),
         ("matrix rate", row.matrix_share, work.least_matrix),
@@ -113,7 +114,7 @@ def verdicts(work: Work, row: Row) -> list[str]:
 
 
 def header(title: str) -> str:
-    """Of a table in Markdown."""
+    """Return a table header in Markdown."""
     return f"\n### {title}\n\n| case | µs | of copy bandwidth | of matrix rate | added to, µs |\n|---|---|---|---|---|"
 
 

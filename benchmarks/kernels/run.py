@@ -1,6 +1,6 @@
-"""`python -m benchmarks.kernels.run`: measures every kernel on this machine's GPU and prints the tables.
+"""`python -m benchmarks.kernels.run`: measurement of every kernel on this machine's GPU, printed as tables.
 
-Without a GPU it says so and exits with 2. `--dry-run` checks each kernel on a small shape instead, in Triton's
+Without a GPU it prints a message and exits with 2. `--dry-run` checks each kernel on a small shape instead, in Triton's
 interpreter if there is no GPU; it measures nothing.
 """
 
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def check(names: Sequence[str], device: "torch.device", dtype: "torch.dtype") -> Iterator[str]:
-    """Each kernel on a small shape against the reference. Raises AssertionError where they differ."""
+    """Check each kernel on a small shape against the reference. Raises AssertionError if they differ."""
     for name in names:
         module = importlib.import_module(f"benchmarks.kernels.bench_{name}")
         module.dry_run(device, dtype)
@@ -59,7 +59,7 @@ def check(names: Sequence[str], device: "torch.device", dtype: "torch.dtype") ->
 
 
 def measure_all(names: Sequence[str], quick: bool = False, json_file: Path | None = None) -> Iterator[str]:
-    """Tables as they are measured; `json_file` gets the figures at the end."""
+    """Yield tables as they are measured; `json_file` receives the figures at the end."""
     import torch
 
     from benchmarks.kernels.measure import bandwidth, header, line, matrix_rate, measure, verdicts

@@ -1,4 +1,4 @@
-"""Adapter folders made by hand, byte by byte, so that tests can also make broken ones."""
+"""Adapter folders written byte by byte, so that tests can also write broken ones."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def tensors(
     seed: int = 0,
     base: BaseShape = BASE,
 ) -> Tensors:
-    """F32 A and B of the modules."""
+    """Return F32 A and B tensors for the modules."""
     rng, result = random.Random(seed), {}
     for layer, projection in modules:
         out_features, in_features = base.projections[projection]
@@ -64,7 +64,7 @@ def safetensors(content: Tensors) -> bytes:
 
 
 def write(folder: Path, content: Tensors | bytes | None = None, config: object = None) -> Path:
-    """An adapter folder; content as tensors, or as the bytes of the weights file."""
+    """Write an adapter folder; `content` is tensors, or the bytes of the weights file."""
     folder.mkdir(parents=True, exist_ok=True)
     content = tensors() if content is None else content
     raw = content if isinstance(content, bytes) else safetensors(content)

@@ -1,4 +1,4 @@
-"""The store's form of an adapter: the same digest, the same bytes for the same digest, and what PEFT makes of it."""
+"""The store's canonical form of an adapter: stable digest, identical bytes for a digest, identical results in PEFT."""
 
 import json
 import random
@@ -93,7 +93,7 @@ def tiny() -> LlamaForCausalLM:
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_computes_the_same_from_it(rslora: bool, tmp_path: Path):
-    """Ranks and alphas by pattern, on some layers, with the embedding and the head."""
+    """PEFT computes the same with rank and alpha patterns, on some layers, with the embedding and the head."""
     config = LoraConfig(
         r=8,
         lora_alpha=12,

@@ -1,4 +1,4 @@
-"""Adapter files: the digest names the content that matters, and every broken file is refused by name."""
+"""Adapter files: the digest covers the content that matters, and every broken file is refused by name."""
 
 import json
 import os
@@ -160,7 +160,7 @@ def test_tensors_that_we_would_not_apply_are_refused(tmp_path, name, message):
 
 
 def test_dora_and_bias_are_named_before_their_shape(tmp_path):
-    """Both are vectors, whatever the config says of them."""
+    """DoRA and bias tensors are vectors, and are named before the shape check, whatever the config states."""
     content, prefix = tensors(), "base_model.model.model.layers.0.self_attn.q_proj."
     vector = ("F32", [16], content[key(0, "q_proj", "B")][2][:64])
     for name, message in (

@@ -1,4 +1,4 @@
-"""The device tier: pages by rank, pins, eviction, and promises to whoever is furthest behind."""
+"""The device tier: pages by rank, pins, eviction, and pages promised to the request of the tenant furthest behind."""
 
 import random
 import threading
@@ -48,7 +48,7 @@ def make(host: HostCache) -> Iterator[Make]:
 
 @pytest.fixture
 def adapter(host: HostCache, tmp_path: Path) -> Callable[..., str]:
-    """Makes an adapter of a rank known to the host cache; returns its digest."""
+    """Return a factory that adds an adapter of a rank to the host cache and returns its digest."""
 
     def make(rank: int = 4, seed: int = 0, modules: tuple[tuple[int, str], ...] = ALL) -> str:
         config = {**CONFIG, "r": rank, "target_modules": sorted({p for _, p in modules})}
@@ -66,7 +66,7 @@ def wait_for(pool: AdapterPool, digest: str, wanted: Residency = Residency.READY
 
 
 def check_pages(pool: AdapterPool, host: HostCache, digest: str, slot: int) -> None:
-    """What the pool holds for an adapter is the adapter, and zeros in the rest of its last page."""
+    """Assert that the pool's pages hold the adapter, and zeros in the rest of its last page."""
     held = host.get(digest)
     assert held is not None
     pages = -(-held.rank // PAGE_RANK)
@@ -110,9 +110,9 @@ def test_an_adapter_takes_pages_by_its_own_rank_and_reads_back(
 
 
 class LateLane:
-    """A device that copies as late as it may: when somebody waits, and from what the source holds by then.
+    """A device that copies as late as possible: when a caller waits, with the source's content at that moment.
 
-    A step is over when `step_ended` is set; copies behind it run no sooner.
+    A step is over when `step_ended` is set; copies queued behind it run no sooner.
     """
 
     in_place = False
@@ -162,7 +162,7 @@ def test_pages_are_written_behind_the_steps_that_read_them_and_read_when_the_las
     slot = pool.pin(first)
     check_pages(pool, host, first, slot)
     lane.step_ended.clear()
-    pool.unpin(first)  # its request has ended, but a step that was launched with it still runs
+    pool.unpin(first)  # its request has ended, but a step launched with it still runs
     try:
         deadline = time.monotonic() + 60
         while pool.resident:
@@ -183,7 +183,7 @@ def test_pages_are_written_behind_the_steps_that_read_them_and_read_when_the_las
 
 @pytest.mark.gpu
 def test_pages_on_a_gpu(host: HostCache, adapter: Callable[..., str]) -> None:
-    """Adapters that take each other's pages, while the stream of the steps is kept busy."""
+    """Pages on a GPU stay correct while adapters take each other's pages and the stream of the steps is busy."""
     device = torch.device("cuda")
     pool = AdapterPool(BASE, host, memory=1 << 20, max_rank=16, dtype=torch.float32, device=device)
     matrix = torch.randn(2048, 2048, device=device)
@@ -230,7 +230,7 @@ def test_who_waits_longest_is_promised_pages_and_nobody_else_gets_them(make: Mak
     pool.pin(busy)
     wait_for(pool, big, Residency.NO_ROOM)
     pool.drain_for(big, [busy])
-    # One page is free, but it is promised; and the busy adapter takes no new request.
+    # One page is free, but promised; and the busy adapter accepts no new request.
     for _ in range(20):
         assert pool.ensure(late) is Residency.LOADING
         assert pool.ensure(busy) is Residency.LOADING
@@ -243,7 +243,7 @@ def test_who_waits_longest_is_promised_pages_and_nobody_else_gets_them(make: Mak
 
 
 def test_what_nobody_used_at_a_promise_does_not_take_its_pages(make: Make, adapter: Callable[..., str]) -> None:
-    """Else one use of it after the other would hold them for ever."""
+    """An adapter idle at the promise does not take the promised pages; repeated uses would hold them for ever."""
     pool = make(4, max_rank=24)
     busy, small, large = adapter(seed=1), adapter(seed=2), adapter(rank=16, seed=3)
     big = adapter(rank=24, seed=4)

@@ -1,4 +1,4 @@
-"""The committed demo adapters are what the demo says: small, different from each other, and for the demo model."""
+"""The committed demo adapters: small, different from each other, and for the demo model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Threads that tenants share: turns by recent use, a thread kept free, bounds, and what is cancelled."""
+"""Threads shared by tenants: turns by recent use, a thread kept free, bounds, and cancellation."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ def threads():
 
 
 class Gate:
-    """Work that waits until it is let go, and notes who ran."""
+    """Work that waits until the gate opens, and records the names in order."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -47,7 +47,7 @@ def test_a_second_tenant_starts_at_once_behind_many_of_the_first(threads):
     gate = Gate()
     greedy = [threads.submit("greedy", gate.work("greedy")) for _ in range(48)]
     assert threads.submit("neighbour", gate.work("neighbour", wait=False)).result(TIMEOUT) == "neighbour"
-    # A thread of the pool may have taken its job and not begun it yet.
+    # A thread of the pool may have taken its job but not started it.
     until(lambda: gate.ran.count("greedy") == 2)
     gate.open.set()
     assert [job.result(TIMEOUT) for job in greedy] == ["greedy"] * 48
@@ -144,7 +144,7 @@ def test_cpu_time_is_limited_by_tenant_and_given_back(monkeypatch):
         assert 1 <= refused.value.retry_after <= 60
         assert not gate.ran
         assert pool.num_pending == 0
-        # Time that a job sleeps is no CPU time.
+        # A sleeping job uses no CPU time.
         for _ in range(2):
             pool.submit("neighbour", lambda: time.sleep(0.06)).result(TIMEOUT)
         assert pool.submit("neighbour", lambda: 1).result(TIMEOUT) == 1

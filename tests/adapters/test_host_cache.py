@@ -1,4 +1,4 @@
-"""The host tier: bounded, pins held, one load at a time for a digest, failures told and remembered for a moment."""
+"""The host tier: bounded, pins respected, one load at a time per digest, failures reported and briefly cached."""
 
 import threading
 import time
@@ -121,7 +121,7 @@ def test_pinned_adapters_stay_and_a_load_waits_for_their_room(make, digests):
 
 
 def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(make, store, digests, monkeypatch):
-    """Tenants a and b fill all threads with loads that find no room; c's adapter would fit."""
+    """Loads of tenants a and b, which find no room, fill all threads for a bounded time; c's adapter would fit."""
     monkeypatch.setattr(host_cache, "ROOM_SECONDS", 0.5)
     cache = make(2 * SIZE)
     load(cache, digests[0])
@@ -299,7 +299,7 @@ def test_close_ends_loads_that_wait(make, digests):
     cache.pin(digests[0])
     waiting = cache.fetch(digests[1])
     deadline = time.monotonic() + TIMEOUT
-    while not waiting.running():  # one that has not begun would be cancelled
+    while not waiting.running():  # a job that has not begun would be cancelled
         assert time.monotonic() < deadline
         time.sleep(0.002)
     cache.close()
@@ -348,7 +348,7 @@ def test_a_tenants_loads_wait_for_themselves_only(make, digests, monkeypatch):
     greedy = [cache.fetch(digest, "greedy") for digest in digests[:5]]
     gates[digests[5]].set()
     assert cache.fetch(digests[5], "neighbour").result(TIMEOUT).digest == digests[5]
-    # A load that another tenant has asked for too is in that one's queue as well.
+    # A load that a second tenant requests is in that tenant's queue as well.
     gates[digests[4]].set()
     assert cache.fetch(digests[4], "neighbour").result(TIMEOUT).digest == digests[4]
     assert not any(load.done() for load in greedy[:4])

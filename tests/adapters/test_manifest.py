@@ -1,4 +1,4 @@
-"""Every field of PEFT's LoraConfig is honoured, harmless or refused; ranks, scales and targets are PEFT's own."""
+"""Every field of PEFT's LoraConfig is applied, ignored as harmless, or refused; ranks and scales equal PEFT's."""
 
 import copy
 import dataclasses
@@ -118,7 +118,7 @@ def test_bad_values_are_refused_by_name(name, value):
         ({**CONFIG, "layers_to_transform": [0], "target_modules": ".*q_proj"}, "layers_to_transform"),
         ({**CONFIG, "layers_to_transform": [0], "target_modules": "all-linear"}, "layers_to_transform"),
         ({**CONFIG, "layers_pattern": "layers"}, "layers_pattern"),
-        ({**CONFIG, "kasa_config": {}}, "kasa_config"),  # to PEFT this is KaSA with its defaults
+        ({**CONFIG, "kasa_config": {}}, "kasa_config"),  # PEFT reads this as KaSA with its defaults
         ([CONFIG], "adapter_config.json"),
     ],
 )
@@ -201,7 +201,7 @@ LORA_CONFIGS = {
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", LORA_CONFIGS)
 def test_ranks_and_scales_are_those_of_peft(llama, tmp_path, name):
-    """As PEFT loads the folder: its save sorts the keys of the patterns, and their order decides."""
+    """Ranks and scales equal those of the folder as PEFT loads it, because its save sorts the pattern keys."""
     lora = LoraConfig(task_type="CAUSAL_LM", **LORA_CONFIGS[name])
     get_peft_model(copy.deepcopy(llama), lora).save_pretrained(tmp_path, save_embedding_layers=False)
     expected = {}
@@ -254,7 +254,7 @@ _LORA_CONFIG = st.fixed_dictionaries(
 def test_of_any_config_targets_ranks_and_scales_are_those_of_pefts_own_rules(fields):
     try:
         theirs = LoraConfig(**fields)
-    except ValueError:  # what PEFT does not load is not compared
+    except ValueError:  # configs that PEFT does not load are not compared
         return
     ours = parse_manifest({"peft_type": "LORA", **fields})
     if theirs.target_modules == "all-linear":

@@ -1,4 +1,4 @@
-"""Uploaded patterns match as `re` does, and none can hold the process."""
+"""Uploaded patterns match like `re`, and none can block the process."""
 
 import contextlib
 import re

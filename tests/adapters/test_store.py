@@ -1,4 +1,4 @@
-"""The directory store: atomic, idempotent, safe for racing processes, and repaired when damaged."""
+"""The directory store: atomic, idempotent, safe for concurrent processes, and repaired when damaged."""
 
 import errno
 import os
@@ -96,7 +96,7 @@ def test_a_put_that_dies_before_the_rename_is_not_seen(tmp_path, monkeypatch):
     assert len(leftovers(store)) == 2  # the folder and its lock
     assert list(store.list()) == []
     DirectoryStore(store.root)
-    assert len(leftovers(store)) == 2  # readers clean nothing
+    assert len(leftovers(store)) == 2  # readers delete nothing
     with store.spool() as spool:
         store.clean()
         assert sorted(leftovers(store)) == sorted((spool.folder.name, f"{spool.folder.name}.lock"))
@@ -108,7 +108,7 @@ def test_leftovers_of_the_release_before_go_by_their_age(tmp_path):
     folder = tmp_path / ".tmp-0123"
     folder.mkdir()
     store.clean()
-    assert leftovers(store) == [folder.name]  # it may still be at work
+    assert leftovers(store) == [folder.name]  # its writer may still run
     old = time.time() - 2 * adapters.spool.STALE_SECONDS
     os.utime(folder, (old, old))
     store.clean()
@@ -116,7 +116,7 @@ def test_leftovers_of_the_release_before_go_by_their_age(tmp_path):
 
 
 def test_a_reader_needs_no_right_to_write(tmp_path, monkeypatch):
-    """Open a store that is mounted read-only and holds a folder that a gateway left behind."""
+    """A reader opens a store that is mounted read-only and holds a folder left behind by a gateway."""
     store = DirectoryStore(tmp_path / "store")
     digest = store.put(write(tmp_path / "a"), BASE).digest
     old = store.root / ".tmp-old"
@@ -158,7 +158,7 @@ def test_many_puts_and_deletes_at_once_leave_a_whole_adapter_or_none(tmp_path):
                 found = open_checkpoint(path).digest
             except (AdapterError, FileNotFoundError) as error:
                 found = digest if "missing" in str(error) or "no such" in str(error).lower() else str(error)
-            assert found == digest  # or it was deleted between two looks, file by file
+            assert found == digest  # or it was deleted file by file between two reads
 
     def delete() -> None:
         store.delete(digest)

@@ -1,4 +1,4 @@
-"""One running stack for the whole session; tests that stop or break one start their own."""
+"""One running stack for the whole session. Tests that stop or break a stack start their own."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/e2e/" in str(item.path):
             item.add_marker(pytest.mark.integration)
-            # The first test waits for the model to be fetched and the stack to start.
+            # The first test waits until the model is downloaded and the stack has started.
             item.add_marker(pytest.mark.timeout(420))
 
 

@@ -1,4 +1,4 @@
-"""The real thing for tests: `loraplex up --demo` as a newcomer starts it, on a free port."""
+"""The real stack for tests: `loraplex up --demo`, as a new user starts it, on a free port."""
 
 import base64
 import json
@@ -20,14 +20,14 @@ import openai
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# The model is fetched and converted once; CI may keep this folder between runs.
+# The model is downloaded and converted once; CI may keep this folder between runs.
 CACHE = Path(os.environ.get("LORAPLEX_TEST_CACHE", ROOT / ".loraplex-test"))
 START_SECONDS = 300
 READY = "Ctrl-C stops everything."
 
 
 def data_dir(root: Path) -> Path:
-    """A new data directory that shares only the models with other runs."""
+    """Return a new data directory that shares only the models with other runs."""
     (CACHE / "models").mkdir(parents=True, exist_ok=True)
     root.mkdir(parents=True, exist_ok=True)
     (root / "models").symlink_to(CACHE / "models")
@@ -35,18 +35,18 @@ def data_dir(root: Path) -> Path:
 
 
 def loraplex(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs one command to its end."""
+    """Run one command to its end."""
     command = (sys.executable, "-m", "loraplex.cli", *arguments)
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, **options)
 
 
 def children(pid: int) -> list[int]:
-    """The live processes that `pid` started."""
+    """Return the live processes that `pid` started."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
-        except (FileNotFoundError, ProcessLookupError):  # ended while we looked
+        except (FileNotFoundError, ProcessLookupError):  # ended during the listing
             continue
         if int(fields[1]) == pid and fields[0] != "Z":
             found.append(int(stat.parent.name))
@@ -54,13 +54,13 @@ def children(pid: int) -> list[int]:
 
 
 class Stack:
-    """One `loraplex up`. Its output goes to a file, so that it never blocks on us."""
+    """One `loraplex up`. Its output goes to a file, so that it never blocks on a full pipe."""
 
     def __init__(self, data: Path, *arguments: str) -> None:
         self.data = data
         self.port = free_port()
         self.output = data / "up.log"
-        # A short path, because Valkey's socket may lie there. Whatever its processes leave there is theirs.
+        # A short path, because Valkey's socket may lie there. Files that its processes leave there stay.
         self.temporary = Path(tempfile.mkdtemp(prefix="lpx-"))
         with open(self.output, "w") as out:
             self.process = subprocess.Popen(
@@ -97,7 +97,7 @@ class Stack:
         return json.loads((self.data / "demo.json").read_text())
 
     def stop(self, number: int = signal.SIGINT) -> int:
-        """The exit code. Kills what does not end within 40 s, so that no test leaves processes behind."""
+        """Stop the stack and return its exit code. Kills it after 40 s, so that no test leaves processes behind."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
@@ -114,7 +114,7 @@ _clients: dict[tuple[str, str], openai.OpenAI] = {}
 
 
 def close_clients() -> None:
-    """A socket left to the garbage collector would fail whichever test runs then."""
+    """Close every client. A socket left to the garbage collector would fail a later test."""
     while _clients:
         _clients.popitem()[1].close()
 
@@ -128,10 +128,10 @@ class Tenant:
 
     @property
     def client(self) -> openai.OpenAI:
-        """One for each tenant and stack; `close_clients` ends them all."""
+        """Return the client of a tenant on a stack; `close_clients` closes them all."""
         place = self.url, self.key
         if place not in _clients:
-            # No connection is kept: one that the server closes for its age must not meet a request, without retries.
+            # No keep-alive and no retries: the server closes old connections, and a request on one would fail.
             headers = {"Connection": "close"}
             _clients[place] = openai.OpenAI(
                 api_key=self.key, base_url=f"{self.url}/v1", max_retries=0, default_headers=headers
@@ -143,7 +143,7 @@ class Tenant:
         return openai.AsyncOpenAI(api_key=self.key, base_url=f"{self.url}/v1", max_retries=0)
 
     def ask(self, model: str, question: str, **options: Any) -> str:
-        """The greedy answer to one chat message."""
+        """Return the greedy answer to one chat message."""
         answer = self.client.chat.completions.create(
             model=model,
             messages=[{"role": "user", "content": question}],
@@ -171,7 +171,7 @@ def http(
     kind: str = "application/json",
     basic: str | None = None,
 ) -> Answer:
-    """One plain HTTP request; an error status is an answer like any other."""
+    """Send one plain HTTP request; an error status is returned like any other."""
     headers = {"Content-Type": kind}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"

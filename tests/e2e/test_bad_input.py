@@ -1,4 +1,4 @@
-"""Bad requests at the gateway: each a 4xx in OpenAI's shape that names the field, and the service goes on."""
+"""Bad requests at the gateway: each gets a 4xx in OpenAI's shape that names the field, and the service continues."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The demo through the official client: what a newcomer sees, and what one tenant must not see of another."""
+"""The demo through the official client: a new user's view, and the isolation of tenants."""
 
 import json
 import os

@@ -1,5 +1,7 @@
-"""The engine on the real demo model against transformers + peft: base rows, the demo's adapters and five of other ranks
-in one batch, greedy in fp32."""
+"""The engine on the real demo model against transformers + peft, greedy in fp32.
+
+One batch holds base rows, the demo's adapters and five adapters of other ranks.
+"""
 
 from pathlib import Path
 
@@ -47,7 +49,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def peft_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PeftModel, dict[str, Path]]:
-    """The dense twin with every adapter on, and the adapters' folders."""
+    """Return the dense twin with every adapter loaded, and the adapters' folders."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     torch.manual_seed(0)
     twin: PeftModel | None = None
@@ -102,7 +104,7 @@ def test_a_mixed_batch_on_the_demo_model_equals_peft(
                 logprobs[output.request_id] += [entry.logprob for entry in output.logprobs or []]
         for name, prompt in prompts.items():
             mine = answers[str(name)]
-            # Each position of our own answer, judged by the twin in one pass: equal there means equal token for token.
+            # The twin scores each position of our own answer in one pass: equality there means equal token for token.
             rows = logits_of(twin, name, prompt + mine[:-1])[len(prompt) - 1 :]
             assert mine == rows.argmax(-1).tolist(), name
             expected = rows.log_softmax(-1).gather(1, torch.tensor(mine)[:, None])[:, 0]

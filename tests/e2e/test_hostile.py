@@ -1,6 +1,7 @@
-"""A small run of `python -m benchmarks.hostile`: attacks that hold a neighbour up, crash a part or leave anything fail.
+"""A small run of `python -m benchmarks.hostile`: no attack delays a neighbour, crashes a part or leaves anything
+behind.
 
-Latencies are not judged, because tests share their machine; stalls generously.
+Latencies are not judged, because tests share their machine; the limit on stalls is generous.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ def place(stack: Stack) -> Place:
 
 @pytest.fixture
 def doubles(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
-    """A gateway before the engine doubles of a kind."""
+    """Start a gateway before the engine doubles of a kind."""
     with before_doubles(tmp_path, request.param) as place:
         yield place
 

@@ -1,4 +1,4 @@
-"""How `loraplex up` starts, refuses to start, dies and stops."""
+"""Start, refusal to start, failure and stop of `loraplex up`."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.e2e.stack import Stack, Tenant, children, data_dir, http, loraplex
 
 
 def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
-    """The error if it is one line on stderr, with no trace and nothing on stdout."""
+    """Return the error, after a check that it is one line on stderr, with no traceback and nothing on stdout."""
     lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
     assert len(lines) == 1, done.stderr
     assert "Traceback" not in done.stderr
@@ -83,13 +83,13 @@ def wait_gone(pids: list[int]) -> None:
 
 
 def requests_of(tenant: Tenant, model: str) -> int:
-    """In the usage rows, of this run and earlier ones."""
+    """Return the requests in the usage rows, of this run and earlier ones."""
     rows = http("GET", f"{tenant.url}/v1/usage", tenant.key).json["data"]
     return sum(row["requests"] for row in rows if row["model"] == model)
 
 
 def child(stack: Stack, program: bytes) -> int:
-    """The process of `loraplex engine` or `loraplex gateway`."""
+    """Return the process of `loraplex engine` or `loraplex gateway`."""
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children(stack.process.pid)}
     [pid] = [pid for pid, words in lines.items() if program in words]
     return pid
@@ -103,7 +103,7 @@ def test_a_second_run_keeps_everything_and_ctrl_c_leaves_nothing(tmp_path: Path)
         pids = children(first.process.pid)
         acme = Tenant("acme", demo["tenants"][0]["api_key"], tuple(demo["tenants"][0]["models"]), demo["gateway"])
         answer = acme.ask("pirate", "Why is the sky blue?")
-        # An engine that dies is started again; until it serves, the gateway says when to come back.
+        # A killed engine is restarted. Until it serves, the gateway answers with a retry time.
         os.kill(child(first, b"engine"), signal.SIGKILL)
         body = json.dumps({"model": "pirate", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]})
         away = []
@@ -113,7 +113,7 @@ def test_a_second_run_keeps_everything_and_ctrl_c_leaves_nothing(tmp_path: Path)
             assert len(away) < 1000
             time.sleep(0.1)
         assert "engine was killed by SIGKILL; it starts again in 1 s" in first.text()
-        # The first may have been sent before the gateway knew of the death.
+        # The first request may have been sent before the gateway learned of the failure.
         assert away[0].status in (502, 503)
         assert {reply.status for reply in away[1:]} == {503}
         assert all(int(reply.headers["retry-after"]) >= 1 for reply in away[1:])
@@ -122,7 +122,7 @@ def test_a_second_run_keeps_everything_and_ctrl_c_leaves_nothing(tmp_path: Path)
             assert time.monotonic() < deadline
             time.sleep(0.2)
         before = requests_of(acme, "pirate")
-        # Another part that dies takes the rest down in order, and says what happened.
+        # A failure of another part stops all parts in order, and is reported.
         os.kill(child(first, b"gateway"), signal.SIGKILL)
         assert first.process.wait(60) == 1
         assert "Error: gateway was killed by SIGKILL; its log is" in first.text()
@@ -167,7 +167,7 @@ def test_stopped_while_starting_it_leaves_nothing(number: int, tmp_path: Path):
 
 
 def test_a_model_by_folder_without_the_demo(tmp_path: Path, stack: Stack, demo: dict):
-    """`--model PATH` serves the folder under its own name, with no tenants until one is made; here on two engines."""
+    """`--model PATH` serves the folder under its own name, without tenants until one is created; on two engines."""
     [folder] = [path.parent for path in (stack.data / "models").glob("*/config.json")]
     plain = Stack(data_dir(tmp_path), "--model", str(folder), "--engines", "2", "--engine-args", "--max-num-seqs 7")
     try:

@@ -1,4 +1,4 @@
-"""What is counted, refused and freed: quotas, the usage rows, a client that goes away."""
+"""Quotas, usage rows, and the effect of a client's disconnection on both."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def test_a_token_quota_counts_prompt_and_answer(demo: dict):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
 async def test_a_shortened_answer_ends_at_its_length_and_costs_what_it_was(endpoint: str, stream: bool, demo: dict):
-    """Two answers of a request that asks for far more tokens than the tenant may have at once."""
+    """A request for more tokens than the tenant may hold gets two shortened answers and pays for their length."""
     limit, choices = 120, 2
     name = f"short-{endpoint.replace('/', '-')}-{stream}".lower()
     tenant = new_tenant(demo, name, max_concurrent_tokens=limit, on_token_limit="shorten")
@@ -73,7 +73,7 @@ async def test_a_shortened_answer_ends_at_its_length_and_costs_what_it_was(endpo
     assert reasons == dict.fromkeys(range(choices), "length")
     usage = parts[-1]["usage"]
     assert usage["completion_tokens"] == choices * each
-    # All that there was, but for what does not go evenly into the answers.
+    # The whole allowance, except the remainder of its division among the answers.
     assert 0 <= limit - usage["prompt_tokens"] - choices * each < choices
     await until(lambda: asyncio.to_thread(usage_by_model, tenant))
     row = usage_by_model(tenant)[demo["base_model"]]
@@ -85,7 +85,9 @@ async def test_a_shortened_answer_ends_at_its_length_and_costs_what_it_was(endpo
 
 
 async def until(condition: Callable[[], Awaitable[object]], seconds: float = 60) -> None:
-    """Waits for what happens behind an answer: usage rows are written in batches, a cancel takes a step."""
+    """Wait for a condition that becomes true after the response: usage rows are batched, and a cancellation takes a
+    step.
+    """
     deadline = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < deadline
@@ -105,7 +107,9 @@ IDLE_GAUGES = ("requests_running", "requests_waiting", "kv_blocks_used")
 
 
 async def test_usage_adds_up_to_what_32_clients_received(acme: Tenant, globex: Tenant):
-    """Three adapters of two tenants at once, streamed and not, of different lengths."""
+    """Usage equals the received tokens of three adapters of two tenants at once, streamed and not, of different
+    lengths.
+    """
     work = [(acme, acme.models[0]), (acme, acme.models[1]), (globex, globex.models[0])]
     before = {tenant.name: usage_by_model(tenant) for tenant in (acme, globex)}
 

@@ -1,4 +1,4 @@
-"""Structured output through gateway and engine on the demo model: JSON that fits, whoever's adapter writes it."""
+"""Structured output through gateway and engine on the demo model: valid JSON from every tenant's adapter."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""One trace over the gateway and the engine, as a collector gets it."""
+"""One trace across the gateway and the engine, as a collector receives it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ SECRET = "what nobody else may read"
 
 @asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[Gateway]:
-    """A gateway and a real engine on a tiny model, both as the environment says."""
+    """Start a gateway and a real engine on a tiny model, both configured by the environment."""
     model = folder / "model"
     await asyncio.to_thread(save_model, model)
     tracing = start_tracing("loraplex-engine")
@@ -53,7 +53,7 @@ async def test_one_trace_over_gateway_and_engine(stream: bool, tmp_path: Path, m
                 return len(collector.named("POST /v1/chat/completions")) == 2
 
             await until(ended)
-        # Both have been closed, so all has been sent.
+        # Both are closed, so all spans have been sent.
         trace = [span for span in collector.spans if span.trace_id == PARENT.split("-")[1]]
         check(trace, acme.key or "", got.headers["x-request-id"])
         assert SECRET.encode() not in collector.raw
@@ -90,7 +90,7 @@ def check(trace: list[Seen], key: str, request_id: str) -> None:
     assert whole.attributes | who == whole.attributes
     assert upstream.attributes["server.address"] == "127.0.0.1"
 
-    # Where the engine's time went: the events in their order, and the same as seconds.
+    # The division of the engine's time: the events in order, and the same as seconds.
     assert inside.events["queue"] <= inside.events["prefill"] <= inside.events["decode"] <= inside.end
     parts = ("time_in_queue", "time_in_model_prefill", "time_in_model_decode")
     seconds = [inside.attributes[f"gen_ai.latency.{part}"] for part in parts]

@@ -1,4 +1,4 @@
-"""An adapter that is uploaded is used by the next request; what is not an adapter is refused with the reason."""
+"""An uploaded adapter serves the next request; an invalid upload is refused with the reason."""
 
 import io
 import json
@@ -18,7 +18,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def multipart(parts: dict[str, bytes]) -> tuple[bytes, str]:
-    """A form body by hand: no client library between the test and the wire."""
+    """Return a form body written by hand, so that the test controls the exact bytes."""
     body = b""
     for name, content in parts.items():
         file = b"" if name == "name" else b'; filename="%s"' % name.encode()
@@ -56,7 +56,7 @@ def tarred(content: dict[str, bytes]) -> bytes:
 
 @pytest.mark.parametrize("form", ["files", "zip", "tar.gz"])
 def test_an_upload_is_used_at_once(form: str, acme: Tenant, globex: Tenant):
-    """globex uploads acme's pirate under a name of its own: same content, same answer."""
+    """globex uploads acme's pirate under its own name, and gets the same answer at once."""
     content = files("pirate")
     bundle = {"files": content, "zip": {"bundle.zip": zipped(content)}, "tar.gz": {"bundle.tar.gz": tarred(content)}}
     name = f"sailor-{form.replace('.', '-')}"
@@ -69,7 +69,7 @@ def test_an_upload_is_used_at_once(form: str, acme: Tenant, globex: Tenant):
     assert http("DELETE", f"{globex.url}/v1/adapters/{name}", globex.key).status in (200, 204)
     with pytest.raises(openai.NotFoundError):
         globex.ask(name, "Why is the sky blue?")
-    # The content is shared by digest: deleting one name must not take it from another.
+    # The content is shared by digest: the deletion of one name must not affect the other.
     assert acme.ask("pirate", "Why is the sky blue?")
 
 
@@ -90,7 +90,7 @@ def test_the_command_line_pushes_too(globex: Tenant, demo: dict):
 
 
 def for_another_base(folder: Path) -> dict[str, bytes]:
-    """The pirate as trained on a model with half the hidden size."""
+    """Return the pirate as trained on a model with half the hidden size."""
     tensors = load_file(adapters_folder() / "pirate" / WEIGHTS)
     halved = {name: (t[:, : t.shape[1] // 2] if "lora_A" in name else t).contiguous() for name, t in tensors.items()}
     save_file(halved, folder / WEIGHTS)

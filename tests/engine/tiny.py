@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 def save_byte_level_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
-    """As GPT-2's, Llama 3's and SmolLM's: any text is some of 256 bytes and merges of them."""
+    """Save a byte-level tokenizer like GPT-2's, Llama 3's and SmolLM's: 256 byte tokens, and merges, cover any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def save_byte_level_tokenizer(folder: Path, template: str | None = TEMPLATE) -> 
 
 
 def save_byte_fallback_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
-    """As Llama 2's and Mistral's: pieces with a mark for the space, and bytes for what no piece covers."""
+    """Save a tokenizer like Llama 2's and Mistral's: a marker for the space, byte tokens for uncovered characters."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -66,7 +66,7 @@ def _save(tokenizer: Tokenizer, folder: Path, template: str | None) -> None:
 def save_model(
     folder: Path, max_model_len: int = 4096, save_tokenizer: Callable[[Path], None] = save_byte_level_tokenizer
 ) -> None:
-    """Weights in fp32, tokenizer and configs: a folder as the engine takes it."""
+    """Save weights in fp32, tokenizer and configs as a folder that the engine loads."""
     save_tokenizer(folder)
     vocab_size = len(transformers.AutoTokenizer.from_pretrained(folder))
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def save_model(
 
 
 def save_adapter(folder: Path, rank: int = 4, seed: int = 1, hidden: int = 64) -> None:
-    """A LoRA on every layer's q_proj, strong enough to change what is said."""
+    """Save a LoRA on every layer's q_proj, strong enough to change the generated text."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -1,4 +1,4 @@
-"""A cluster of three real Valkey servers, with a replica of the first if a test is to kill that one."""
+"""A cluster of three real Valkey servers, with a replica of the first node if a test kills that node."""
 
 import subprocess
 import time
@@ -15,7 +15,7 @@ from tests.ports import free_port
 SLOTS = 16384
 NODES = 3
 START_SECONDS = 60.0
-# After so long without an answer the others take a node for dead.
+# The cluster declares a node dead after this many milliseconds without an answer.
 PATIENCE_MS = 15_000
 SHORT_PATIENCE_MS = 3_000
 
@@ -28,11 +28,11 @@ class Node:
 
 
 class Cluster:
-    """nodes: the three, and the first one's replica if there is one."""
+    """Running cluster. nodes: the three nodes, then the first node's replica if there is one."""
 
     def __init__(self, nodes: list[Node]) -> None:
         self.nodes = nodes
-        # That of the last of the three, which nobody kills.
+        # URL of the third node, which no test kills.
         self.url = f"redis+cluster://127.0.0.1:{nodes[NODES - 1].port}"
 
     def first_has(self, key: str) -> bool:
@@ -40,7 +40,7 @@ class Cluster:
         return int(slot) < SLOTS // NODES
 
     def copied(self) -> None:
-        """Returns once the replica has all that the first one was given by this connection or any before it."""
+        """Wait until the replica has every write that the first node received on this connection or before it."""
         node = self.nodes[0].client
         node.set(next(key for number in count() if self.first_has(key := f"last{number}")), "one")
         assert node.wait(1, int(START_SECONDS * 1000)) == 1

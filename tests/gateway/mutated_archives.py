@@ -1,4 +1,4 @@
-"""Archives that must be refused, made from an adapter's files, for `mutated_uploads`.."""
+"""Archives that the gateway must refuse, made from an adapter's files for `mutated_uploads`."""
 
 import bz2
 import gzip
@@ -34,7 +34,7 @@ def tarred(files: Files, change: Callable[[tarfile.TarInfo], None] = lambda info
 
 
 def zip_field(at: int, size: int, signature: bytes) -> Callable[[Files, random.Random], Files]:
-    """A number of a zip's record (its directory's entry, its end, a local header) is another one."""
+    """Change a number of a zip record (directory entry, end record or local header)."""
 
     def make(files: Files, rng: random.Random) -> Files:
         raw = bytearray(zipped(files))
@@ -56,7 +56,7 @@ def zip_bomb(files: Files, rng: random.Random) -> Files:
 
 
 def many_entries(count: int) -> bytes:
-    """A zip whose directory has so many entries, of no content."""
+    """Return a zip whose directory has too many entries, all empty."""
     local = struct.pack("<4s5H3I2H", b"PK\x03\x04", 20, 0, 0, 0, 0, 0, 0, 0, 1, 0) + b"a"
     entry = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", 20, 20, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"a"
     said = min(count, 0xFFFF)
@@ -69,7 +69,7 @@ def many(_: Files, rng: random.Random) -> Files:
 
 
 def member(files: Files, rng: random.Random) -> Files:
-    """A member that points elsewhere, or is no file."""
+    """Return an archive with a member that points outside it or is no regular file."""
     name = rng.choice(["../x", "/etc/x", "a/../../x", "a\\b", "../" + CONFIG])
     pack = rng.choice([zipped, tarred, lambda content: gzip.compress(tarred(content))])
     return {"file": pack(files | {name: b"x"})}
@@ -100,7 +100,7 @@ def tar_header(name: bytes, kind: bytes, size: bytes) -> bytes:
 
 
 def extended(kind: bytes, payload: bytes, size: int | None = None) -> bytes:
-    """A tar with one extended header. size: as it says."""
+    """Return a tar with one extended header. size: the size that the header declares."""
     said = b"%011o\0" % (len(payload) if size is None else size)
     return tar_header(b"x", kind, said) + payload + bytes(-len(payload) % 512)
 
@@ -133,7 +133,7 @@ def tar_size(files: Files, rng: random.Random) -> Files:
 
 
 def tar_byte(files: Files, rng: random.Random) -> Files:
-    """A byte of a header is another one: its check sum is wrong."""
+    """Change one byte of a tar header, so that its checksum is wrong."""
     raw = bytearray(tarred(files))
     raw[rng.randrange(0, 100)] ^= 1 << rng.randrange(7)
     return {"file": bytes(raw)}
@@ -161,7 +161,7 @@ def other_archive(files: Files, rng: random.Random) -> Files:
 
 
 def nested(files: Files, rng: random.Random) -> Files:
-    """An archive in an archive in an archive."""
+    """Return an archive in an archive in an archive."""
     raw = zipped(files)
     for _ in range(rng.randint(1, 20)):
         raw = zipped({"file.zip": raw})

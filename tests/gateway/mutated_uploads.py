@@ -1,7 +1,7 @@
-"""Uploads that must be refused, made from a good one: `mutated(files, seed, count)`, the same for the same seed.
+"""Uploads that the gateway must refuse, made from a valid one: `mutated(files, seed, count)`, deterministic per seed.
 
-Each kind breaks what it breaks for sure, at a place that the seed chooses; so none of them may be taken. Used by the
-tests (a few) and by the hostile benchmark (all). Needs nothing but the standard library.
+Each kind makes the upload invalid, at a place that the seed chooses; so all of them must be refused. Used by the tests
+(a few) and by the hostile benchmark (all). Needs only the standard library.
 """
 
 import json
@@ -20,7 +20,7 @@ Files = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Mutated:
-    """kind: what was broken. body, content_type: of a POST to /v1/adapters."""
+    """An invalid upload. kind: the defect. body, content_type: of a POST to /v1/adapters."""
 
     kind: str
     body: bytes
@@ -28,7 +28,7 @@ class Mutated:
 
 
 def form(parts: dict[str, bytes], name: bytes = b"mutated") -> bytes:
-    """A form with the name and the files."""
+    """Return a multipart form with the name and the files."""
     body = b""
     for field, content in {"name": name, **parts}.items():
         file = b"" if field == "name" else b'; filename="%s"' % field.encode()
@@ -119,7 +119,7 @@ def _longer(files: Files, rng: random.Random) -> Files:
 
 
 def _not_finite(files: Files, rng: random.Random) -> Files:
-    """A NaN in one tensor, whatever its dtype: all bits are ones."""
+    """Put a NaN into one tensor by setting all bits, which is a NaN in every dtype."""
     header, data = split(files[WEIGHTS])
     entry = header[rng.choice([name for name in header if name != "__metadata__"])]
     begin, end = entry["data_offsets"]
@@ -147,12 +147,12 @@ def _config_bytes(*contents: bytes) -> Callable[[Files, random.Random], Files]:
 
 
 def _raw_field(*texts: bytes) -> Callable[[Files, random.Random], Files]:
-    """A field as JSON's text, which json.dumps would not write."""
+    """Insert a field as raw JSON text that json.dumps would not write."""
     return lambda files, rng: files | {CONFIG: files[CONFIG].rstrip()[:-1] + b", " + rng.choice(texts) + b"}"}
 
 
 def dear_patterns(rng: random.Random) -> dict[str, int]:
-    """Expressions that cost a backtracking matcher, or a careless one, for ever."""
+    """Return regular expressions that take a backtracking or careless matcher exponential time."""
     bomb = rng.choice(
         [r"(\w+)+x", r"(?:(?:(?:){40}){40}){40}y", "[" + "a-z0-9" * 500 + "]*x", r"(?=(\w|\d)*x)(.*.*.*)z"]
     )
@@ -160,7 +160,7 @@ def dear_patterns(rng: random.Random) -> dict[str, int]:
 
 
 def _dear(files: Files, rng: random.Random) -> Files:
-    """Dear patterns, of an adapter that would be refused behind them too."""
+    """Return expensive patterns in an adapter that is invalid for a later reason too."""
     field = rng.choice(["rank_pattern", "alpha_pattern"])
     config = json.loads(files[CONFIG]) | {field: dear_patterns(rng)}
     return _not_finite(files, rng) | {CONFIG: json.dumps(config).encode()}

@@ -1,4 +1,4 @@
-"""Who asks, with any limits, for tests that need no database."""
+"""Principals with any limits, for tests that need no database."""
 
 import uuid
 from collections.abc import Mapping
@@ -19,7 +19,10 @@ def principal(
     key_family: str = "",
     **fields: Any,
 ) -> TenantPrincipal:
-    """tenant, key, model: what each is limited to; of the model "base". fields: other fields of the tenant."""
+    """Return a principal.
+
+    tenant, key, model: limits of each, for the model "base". fields: other fields of the tenant.
+    """
     return TenantPrincipal(
         key_id=key_id,
         key_family=key_family,

@@ -1,4 +1,4 @@
-"""A quota as its tests use it, on one Valkey or on a cluster."""
+"""A quota for its tests, on a single Valkey or on a cluster."""
 
 import uuid
 from typing import Any
@@ -9,7 +9,7 @@ from gateway.redis.client import Client
 
 
 async def take(quota: Quota, who: Any, tokens: int = 1, **options: Any) -> Reservation:
-    """A request for so many tokens, all of them completion."""
+    """Reserve a request of this many tokens, all of them completion."""
     request_id = options.pop("request_id", None) or uuid.uuid4().hex
     return await quota.acquire(who, options.pop("model", "base"), request_id, 0, tokens, **options)
 
@@ -19,7 +19,7 @@ async def settle(quota: Quota, reservation: Reservation, tokens: int, cost: int 
 
 
 async def dump(redis: Client, who: Any) -> dict[str, Any]:
-    """All that is kept of a tenant, by the last part of its key."""
+    """Return everything stored about a tenant, by the last part of its key."""
     tag = f"loraplex:{{{who.tenant.id}}}:"
     kept = {
         "quota": await redis.hgetall(tag + "quota"),

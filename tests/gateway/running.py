@@ -1,4 +1,4 @@
-"""A whole gateway on a free port, and what tests ask of it."""
+"""A whole gateway on a free port, with its clients."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ ADMIN_KEY = "tests-admin-5f0c9a1e7b3d4826"
 PEPPER = "tests-pepper-c41d07e96ab2f358"
 BASE_MODEL = "base"
 CONTEXT = 256
-# One token a byte, so that a test can count: the template adds 2 a message and 1 at the end.
+# One token per byte, so that a test can count: the template adds 2 per message and 1 at the end.
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "<{{ m['content'] }}>{% endfor %}:"
@@ -39,7 +39,7 @@ HI_TOKENS = 5
 
 
 def save_model(folder: Path) -> Path:
-    """A model folder as the gateway reads it: a byte tokenizer, a chat template, a config; no weights."""
+    """Save a model folder as the gateway reads it: a byte tokenizer, a chat template and a config, but no weights."""
     vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,20 +61,20 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object, its shape checked."""
+        """Return the error object, after a check of its shape."""
         error = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
         return error
 
     @property
     def events(self) -> list[Any]:
-        """A stream's events, decoded; "[DONE]" as it is."""
+        """Return a stream's events, decoded; "[DONE]" stays a string."""
         lines = [line[6:] for line in self.body.decode().split("\n\n") if line]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 class Client:
-    """Someone with a key (or none)."""
+    """A client with a key, or without one."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, key: str | None) -> None:
         self.session, self.url, self.key = session, url, key
@@ -114,7 +114,7 @@ class Gateway:
         return Client(self.session, self.url, key)
 
     async def tenant(self, name: str, **limits: Any) -> Client:
-        """A new tenant's client with a key of all scopes."""
+        """Create a tenant and return its client, with a key of all scopes."""
         assert (await self.admin.post("/admin/api/tenants", {"name": name} | limits)).status == 201
         made = await self.admin.post(f"/admin/api/tenants/{name}/keys")
         assert made.status == 201
@@ -122,7 +122,7 @@ class Gateway:
 
 
 def settings(folder: Path, model_dir: Path, engines: list[str], redis_url: str, **overrides: Any) -> Settings:
-    """For a gateway of tests: a port of its own choosing, short patience."""
+    """Return settings for a test gateway: a port that it chooses itself, and short time-outs."""
     values: dict[str, Any] = {
         "database_url": f"sqlite:///{folder}/gateway.db",
         "redis_url": redis_url,
@@ -136,11 +136,11 @@ def settings(folder: Path, model_dir: Path, engines: list[str], redis_url: str, 
         "admin_key": ADMIN_KEY,
         "port": 0,
         "migrate_on_start": True,
-        # Far more than a machine can be slow: no test is refused for its sake.
+        # Much longer than a slow machine needs, so that no test is refused for lag.
         "redis_timeout": 10.0,
         "shutdown_seconds": 1.0,
         "default_max_tokens": 64,
-        # A test is no flood.
+        # No test counts as a flood.
         "unserved_per_second": 1e6,
     }
     return Settings.load({}, **values | overrides)
@@ -153,7 +153,7 @@ async def running(of: Settings) -> AsyncIterator[Gateway]:
 
 
 async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 30.0) -> None:
-    """Waits for what happens behind an answer."""
+    """Wait for a condition that becomes true after the response."""
     deadline = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < deadline, "it never came to be"

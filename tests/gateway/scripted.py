@@ -1,4 +1,4 @@
-"""The quota's script under a clock that a test moves."""
+"""The quota's script on a clock that the test sets."""
 
 import uuid
 from importlib import resources
@@ -13,7 +13,7 @@ from gateway.records.prices import Price
 
 SOURCE = resources.files("gateway.quota").joinpath("quota.lua").read_text("utf-8")
 CLOCK = "redis.call('TIME')"
-# 2026-02-27, 23:59:58: a month's end is near.
+# 2026-02-27, 23:59:58: close to the end of a month.
 START = 1_772_236_798_000_000
 MS, SECOND, DAY = 1000, 1_000_000, 86_400_000_000
 
@@ -48,7 +48,7 @@ class Script:
         call = ("acquire", request_id, 10**9, *asked, price.highest_input, price.output, "{}", *flat)
         reply = self.call(*call)
         if reply[0] == UNKNOWN:
-            # Nothing was used before.
+            # No usage before.
             for i in range(1, len(reply), 2):
                 limit = limits[reply[i]]
                 self.call("recall", limit.field, limit.value, reply[i + 1], 0, 0)
@@ -68,9 +68,9 @@ class Script:
 
 
 class Bucket:
-    """The reference: filled by real use when it happens, emptied as time passes, whatever the clock shows.
+    """Reference token bucket: real use fills it when it happens, and passing time empties it, whatever the clock shows.
 
-    Moments are microseconds since the test's begin.
+    Times are microseconds since the test began.
     """
 
     def __init__(self, limit: Limit) -> None:
@@ -79,5 +79,5 @@ class Bucket:
     def use(self, amount: int, moment: int) -> None:
         drained = (moment - self.at) * self.limit.value / WINDOW[self.limit.kind]
         self.level, self.at = max(0.0, self.level - drained) + amount, moment
-        # A thousandth of a token is the script's slack for fractions, at each admission.
+        # The script allows 0.001 token of slack for fractions at each admission.
         assert self.level <= self.limit.value + 1

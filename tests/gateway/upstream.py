@@ -1,5 +1,7 @@
-"""A small real engine server for tests of the proxying: the engine's routes and SSE format over real sockets, the
-tokens made up. What it does is said in the request's own `x_engine` field, which also shows that unknown fields pass.
+"""A small real engine server for proxying tests: the engine's routes and SSE format over real sockets.
+
+Its tokens are made up. The request's own `x_engine` field controls its behaviour, which also shows that unknown fields
+pass through.
 """
 
 import asyncio
@@ -21,46 +23,54 @@ CACHED_TOKENS = 3
 
 
 class Upstream:
-    """x_engine: tokens (2), delay (seconds between tokens), status (answer this instead), fail_after (an error event
-    after so many tokens), drop_after (cut the connection after so many), per_event (tokens in one event), pad (bytes
-    that the answer and each event are larger by), mixed_after (the receipt says "mixed" in that event).
+    """Engine double. Fields of `x_engine`, per request:
 
-    With `keeps_allowances` it keeps allowances and reports whole answers, for tests that leave time to raise one.
+    tokens (2): tokens to generate
+    delay: seconds between tokens
+    status: answer this status instead
+    fail_after: send an error event after this many tokens
+    drop_after: cut the connection after this many tokens
+    per_event: tokens in one event
+    pad: extra bytes in the answer and in each event
+    mixed_after: the receipt is "mixed" in that event
+
+    With `keeps_allowances` it keeps allowances and reports whole answers, for tests that leave time to raise an
+    allowance.
     """
 
     def __init__(self) -> None:
         self.url = ""
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.cancelled = 0
-        # What each request has cost, by its id, as `GET /finished` says.
+        # The cost of each request, by its id, as returned by `GET /finished`.
         self.finished: dict[str, dict[str, Any]] = {}
         self.events = 0
         self.healthy = True
         self.token = TOKEN
         self.resident: list[str] = []
-        # What others have running here; whether it is on its way out; whether it pushes its state.
+        # Requests of other gateways here; whether it is draining; whether it pushes its state.
         self.running = 0
         self.draining = False
         self.pushes = True
         self.followers = 0
-        # Request id -> the completion tokens that it may have.
+        # Request id -> the completion tokens that it may generate.
         self.keeps_allowances = False
         self.allowances: dict[str, int] = {}
         self._generation = 0
         self._told: tuple[object, ...] = ()
         self.model = "base"
-        # Instead of any answer to a request: a status and an error's code, or None to cut the connection.
+        # Refusal of every request: a status and an error code, or None to cut the connection.
         self.refuses: tuple[int, str] | Literal[False] | None = False
-        # An engine that doesn't speak our extension, as vLLM.
+        # False: an engine without our extensions, like vLLM.
         self.says_progress = True
         self.remembers = True
-        # Says nothing of itself any more, as if stopped; begins no answer.
+        # Sends no state and starts no answer, as if stopped.
         self.mute = False
         self.holds = False
-        # The receipt: of the model that was asked for, another one, or none, as vLLM and older engines.
+        # The receipt: True for the requested model, another model's, or None, as from vLLM and older engines.
         self.receipt: str | Literal[True] | None = True
         self.instance = "one"
-        # Streams of requests that ask for a `pause` wait after their first event.
+        # Streams of requests with `pause` wait after their first event.
         self.paused = True
 
     @asynccontextmanager
@@ -98,7 +108,7 @@ class Upstream:
             while self.healthy and self.pushes:
                 state = self._state_now()
                 now = time.monotonic()
-                # By the clock, however slow the machine: silence is the sign of an engine that hangs.
+                # Paced by the clock, however slow the machine: silence is the sign of a hung engine.
                 if not self.mute and (state["generation"] != generation or now - told_at >= 0.5):
                     generation, told_at = state["generation"], now
                     await response.write(json.dumps(state).encode() + b"\n")
@@ -193,7 +203,7 @@ class Upstream:
     async def _generate_whole(
         self, request: web.Request, body: dict[str, Any], how: dict[str, Any], mine: dict[str, Any]
     ) -> web.StreamResponse | None:
-        """Return the report, if it needed one."""
+        """Return the report, if the request needed one."""
         report: web.StreamResponse | None = None
         tokens = min(how.get("tokens", 2), body["max_tokens"])
         for made in range(1, tokens + 1):

@@ -1,6 +1,6 @@
-"""vLLM's server (0.32) as far as a gateway meets it: its routes, its statuses and its words, the tokens made up.
+"""Double of vLLM's server (0.32) as a gateway sees it: its routes, statuses and messages, with made-up tokens.
 
-What vLLM does and does not say was read in its own sources; `test_vllm_real.py` holds the gateway against the real one.
+Its behaviour is taken from vLLM's sources; `test_vllm_real.py` tests the gateway against a real vLLM.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ API_KEY = "the-key-of-one-vllm-server"
 
 
 class VllmDouble:
-    """api_key: as --api-key, "" for none. loads, unloads: names in the order they were asked for. hold: while clear,
-    requests run on without ending; served: tenants' salts in the order in which requests began."""
+    """vLLM double. api_key: as --api-key, "" for none. loads, unloads: adapter names in request order. hold: while
+    clear, requests run without ending. served: tenants' salts in the order in which requests began.
+    """
 
     def __init__(self, api_key: str = API_KEY, base_model: str = "base") -> None:
         self.url = ""
@@ -32,9 +33,9 @@ class VllmDouble:
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.served: list[str] = []
         self.load_seconds = 0.0
-        # Where requests are sent by a redirect; nowhere if "".
+        # Target of redirects; "" sends none.
         self.redirect = ""
-        # None: it has no such route.
+        # None: the version route is missing.
         self.version: str | None = "0.32.0"
         self.fail_loads: str | None = None
         self.running = self.most_running = 0
@@ -166,6 +167,6 @@ def usage(tokens: int) -> dict[str, Any]:
 
 
 def error(status: int, kind: str, message: str, param: str | None = None) -> web.Response:
-    """vLLM repeats the status as the code, a number."""
+    """Return an error body; vLLM repeats the status as the code, a number."""
     detail = {"message": message, "type": kind, "param": param, "code": status}
     return web.json_response({"error": detail}, status=status)

@@ -1,8 +1,8 @@
-"""Compiles what the launchers launch for an H200 (sm_90), on a machine without a GPU; run by test_compiles.py.
+"""Compiler run of every launch for an H200 (sm_90), on a machine without a GPU; run by test_compiles.py.
 
-Triton needs no device to compile, only a driver that names a target. So the real launch functions run here with
-tensors in host memory, and every launch stops after compilation. Prints one JSON line a compiled variant:
-kernel, label, uses of tensor-core instructions, bytes of stack (spilled registers), bytes of shared memory.
+Triton needs no device to compile, only a driver that names a target. So the real launch functions run here with tensors
+in host memory, and every launch stops after compilation. Prints one JSON line per compiled variant: kernel, label, uses
+of tensor-core instructions, bytes of stack (spilled registers), bytes of shared memory.
 """
 
 import json
@@ -22,14 +22,14 @@ from kernels.gpu import attention_tiles as attention_plan
 from kernels.gpu import fused, paged_attention, sampling, segmented_lora, segments
 from kernels.reference import LoraGroup, LoraRouting
 
-# Triton compiles anew for 1 and for multiples of 16; beside these, lengths around powers of two and any others.
+# Triton compiles separate variants for 1 and for multiples of 16. Other lengths: around powers of two, and any.
 OTHER_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 50)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class H200:
-    """As much of a Triton driver as compilation asks for."""
+    """The part of a Triton driver that compilation needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -72,7 +72,7 @@ def compile_only(self, *args, grid, warmup=False, **kwargs):
 
 
 def anywhere(tensor: torch.Tensor) -> torch.Tensor:
-    """The same off the grid of 16 bytes, as a part of a packed buffer may lie; on it at first."""
+    """Return the tensor unaligned to 16 bytes, as a part of a packed buffer may lie; at first aligned."""
     odd = step["label"] != "first"
     return torch.cat((tensor.flatten()[:1], tensor.flatten()))[odd:][: tensor.numel()].view(tensor.shape)
 
@@ -94,7 +94,7 @@ def lora(num_tokens: int, offsets: tuple[int, ...], page_dtype: torch.dtype = to
 
 
 def attend(query_lens: list[int], context_len: int, cache_dtype: torch.dtype = torch.bfloat16) -> None:
-    """Llama-3.1-8B's heads."""
+    """Launch attention with Llama-3.1-8B's heads."""
     starts = anywhere(torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32))
     q = torch.empty(sum(query_lens), 32, 128, dtype=torch.bfloat16)
     cache, scales = cache_of(cache_dtype)
@@ -121,7 +121,7 @@ def elementwise(num_tokens: int) -> None:
 
 
 def draw(num_rows: int) -> None:
-    """Llama-3.1-8B's vocabulary."""
+    """Launch sampling with Llama-3.1-8B's vocabulary."""
     zeros = anywhere(torch.zeros(num_rows))
     sampling.sample(
         torch.zeros(num_rows, 128256),
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def run(decodes: int, prompt: int) -> None:
-    """A decode step of some requests, and one that has a prompt in it."""
+    """Launch a step of decoding requests only, then a step with a prompt."""
     offsets = (0, 4096, 5120, 6144)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
         lora(decodes, offsets, dtype, plan=segments.DECODE)

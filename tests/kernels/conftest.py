@@ -1,4 +1,4 @@
-"""Kernel tests run compiled where there is a GPU and in Triton's interpreter elsewhere (see tests/conftest.py)."""
+"""Fixtures of the kernel tests: compiled on a GPU, in Triton's interpreter elsewhere (see tests/conftest.py)."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from kernels.threads import usable_cpus
 
 @pytest.fixture(autouse=True)
 def as_many_threads_as_cores():
-    """Compute with a team, also in the processes of `pytest -n` (see tests/conftest.py)."""
+    """Compute with a team of threads, also in the processes of `pytest -n` (see tests/conftest.py)."""
     before = torch.get_num_threads()
     torch.set_num_threads(usable_cpus())
     yield
@@ -24,7 +24,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def round_fp8_as_hardware_does(monkeypatch):
-    """Triton's interpreter loses the carry when a value rounds up to the next power of two: 125 becomes 64, not 128."""
+    """Round as hardware does; Triton's interpreter loses a carry into the next power of two (125 becomes 64)."""
     if torch.cuda.is_available():
         return
     from triton.runtime import interpreter

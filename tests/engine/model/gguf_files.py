@@ -1,4 +1,4 @@
-"""Writes the GGUF files that llama.cpp's converter would write of a small Hugging Face model."""
+"""Writer of GGUF files as llama.cpp's converter writes them for a small Hugging Face model."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def ggml_name(name: str) -> str:
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's convert_hf_to_gguf.py, LlamaModel.permute."""
+    """Permute Q or K rows as llama.cpp's convert_hf_to_gguf.py does (LlamaModel.permute)."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
@@ -43,7 +43,10 @@ def write(
     rope: dict[str, Any] | None = None,
     vocabulary: bool = False,
 ) -> Path:
-    """kind: of every matrix; vectors stay F32. extra: more tensors by ggml's names. rope: scaling fields."""
+    """Write the GGUF file.
+
+    kind: type of every matrix; vectors stay F32. extra: more tensors, by ggml name. rope: scaling fields.
+    """
     config = json.loads((model / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = GGUFWriter(out, architecture)
@@ -87,7 +90,7 @@ def write(
 def quantized(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     try:
         return quantize(tensor, kind)
-    except NotImplementedError:  # gguf can read K-quants only: any bytes are weights, small ones have finite scales
+    except NotImplementedError:  # gguf cannot write K-quants: any bytes are valid, small ones have finite scales
         block, block_bytes = GGML_QUANT_SIZES[kind]
         shape = (*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
         return np.random.default_rng(0).integers(0, 32, shape, np.uint8)

@@ -1,4 +1,4 @@
-"""Bodies for the fuzz test: what the published description allows, what it forbids, and what is not even JSON."""
+"""Request bodies for the fuzz test: allowed by the published description, forbidden by it, and not JSON at all."""
 
 import json
 import random
@@ -20,11 +20,11 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
-# The two that generate are asked most.
+# The two routes that generate are drawn most often.
 PATHS = [path for path in BASES for _ in range(8 if path.startswith(("/v1/c",)) else 1)]
 
 
-# Deeper than Python's encoder goes: put in as text.
+# Nested deeper than Python's encoder allows, so inserted as text.
 DEEP = "as deep as it gets"
 DEEP_JSON = b'{"a": [' * 1500 + b"]}" * 1500
 
@@ -64,9 +64,9 @@ ANYTHING = st.recursive(
 
 
 def from_schema(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """What the schema allows; where it allows anything, anything."""
+    """Return a strategy for values that the schema allows; anything where the schema allows anything."""
     if schema.get("description") == NOT_SERVED:
-        # What refuses most of what it is given: seldom enough that the other fields are looked at too.
+        # These fields refuse most values. They are set in one draw of ten, so that the other fields are checked too.
         return st.integers(0, 9).flatmap(lambda n: st.none() if n else ANYTHING)
     if "$ref" in schema:
         return st.deferred(lambda: from_schema(SCHEMAS[schema["$ref"].rsplit("/", 1)[1]]))
@@ -119,7 +119,7 @@ FIELDS = {path: {name: from_schema(part) for name, part in body_schema(path)["pr
 
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
-    """(path, body): a good body with some fields as described, some as nobody should send them, and then spoilt."""
+    """Return (path, body): a valid body with some fields drawn from the schema and some invalid, then corrupted."""
     path = draw(st.sampled_from(PATHS))
     body = dict(BASES[path])
     names = draw(st.lists(st.sampled_from(sorted(FIELDS[path])), max_size=5, unique=True))

@@ -1,4 +1,4 @@
-"""One tiny model for the session; servers on it by module, as each test file needs them."""
+"""One tiny model for the session and one server on it per module, configured as the test file needs."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.engine.tiny import save_adapter, save_model
 
 @pytest.fixture(scope="session")
 def model(starts_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, which tests start servers on."""
+    """Return the tiny model that the test servers run."""
     folder = tmp_path_factory.mktemp("tiny")
     save_model(folder)
     return folder

@@ -1,4 +1,4 @@
-"""A real server on a real engine, in a thread with an event loop of its own."""
+"""A real server on a real engine, in a thread with its own event loop."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from engine.http.app import Server, listening
 
 
 class RunningServer:
-    """`url` answers until `close`. Options are those of EngineConfig (as `config`) and Server."""
+    """Server that answers at `url` until `close`. Options are those of EngineConfig (as `config`) and Server."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RunningServer:
 
 
 class Client:
-    """The shortest way to ask and read."""
+    """Minimal client: sends one request and reads the answer."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.session = session
@@ -95,7 +95,7 @@ class Client:
         return await self.ok("/v1/chat/completions", {"model": "tiny", "temperature": 0} | fields)
 
     async def events(self, path: str, body: Any, **options: Any) -> list[Any]:
-        """A stream's chunks, the [DONE] after them checked and left out."""
+        """Return a stream's chunks without the final [DONE], which is checked."""
         async with self.session.post(self.url + path, data=json.dumps(body | {"stream": True}), **options) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"

@@ -1,4 +1,4 @@
-"""Models that take tools: the tiny one with a template in either family's manner, and what a test asks of it."""
+"""Models that accept tools: the tiny model with a chat template of either family, and the test requests."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def save_tool_model(folder: Path, parser: str) -> Path:
 
 
 def calls_of(events: list[Any]) -> list[dict[str, Any]]:
-    """A stream's tool calls put together, as an OpenAI client does."""
+    """Assemble a stream's tool calls as an OpenAI client does."""
     calls: list[dict[str, Any]] = []
     for delta in (choice["delta"] for event in events for choice in event["choices"]):
         for piece in delta.get("tool_calls", ()):

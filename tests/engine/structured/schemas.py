@@ -1,4 +1,4 @@
-"""Random small JSON schemas, and whether a value fits one: what the property tests hold the engine to."""
+"""Random small JSON schemas and a validator: the reference of the property tests for structured output."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ _TYPES = {"string": str, "integer": int, "boolean": bool, "null": type(None), "o
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """JSON Schema's rules for the keywords above. A bool is no integer."""
+    """Check a value by JSON Schema's rules for the keywords above. A bool is not an integer."""
     if "anyOf" in schema:
         return any(fits(value, option) for option in schema["anyOf"])
     if "enum" in schema:
