@@ -1,8 +1,8 @@
-"""The canonical form in which the store keeps an adapter: a function of its digest alone.
+"""The store's canonical form of an adapter, a function of its digest alone.
 
-Two uploads of the same digest give the same bytes, so no tenant ever reads another's `__metadata__`, file order or
-config. `adapter_config.json` names each module in full, with its rank and alpha: there is no pattern left to evaluate,
-and PEFT and vLLM load the folder like any other.
+Two uploads of the same digest give the same bytes, so no tenant can read another tenant's `__metadata__`, file order or
+config. `adapter_config.json` names each module in full, with its rank and alpha, so no pattern remains to be evaluated;
+PEFT and vLLM load the folder like any other.
 """
 
 import json
@@ -25,7 +25,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def write_canonical(source: Path, target: Path) -> None:
-    """Write the adapter of the folder `source` into the folder `target`, and sync it. Raises AdapterError, OSError."""
+    """Write the adapter of the folder `source` into the folder `target` and sync it. Raises AdapterError, OSError."""
     _, modules, copies = read_headers(source)
     tensors = _tensors(modules, copies)
     with (source / WEIGHTS_NAME).open("rb") as reader, (target / WEIGHTS_NAME).open("xb") as writer:
@@ -49,7 +49,9 @@ def _name(layer: int, projection: str) -> str:
 
 
 def _tensors(modules: Modules, copies: Mapping[str, TensorSpan]) -> dict[str, TensorSpan]:
-    """Return the tensors by canonical name: wide dtypes first, so that each is aligned, then by name."""
+    """Return the tensors by canonical name, sorted by dtype width (widest first, so that all are aligned), then by
+    name.
+    """
     named = {}
     for (layer, projection), module in modules.items():
         name = _PREFIX + _name(layer, projection)
@@ -87,7 +89,7 @@ def _copy(reader: BinaryIO, writer: BinaryIO, span: TensorSpan) -> None:
 def _config(modules: Modules) -> dict[str, Any]:
     """Return adapter_config.json: the most frequent rank and alpha as r and lora_alpha, the others by full name.
 
-    Raises AdapterError for scales that no alpha gives.
+    Raises AdapterError for a scale that no alpha produces.
     """
     plain = {key: _alpha(module.rank, module.scale, float(module.rank)) for key, module in modules.items()}
     rooted = {key: _alpha(module.rank, module.scale, math.sqrt(module.rank)) for key, module in modules.items()}
@@ -116,7 +118,7 @@ def _config(modules: Modules) -> dict[str, Any]:
 
 
 def _most_frequent(values: Iterator[Any]) -> Any:
-    """Return the most frequent value; among equals the largest, whatever their order."""
+    """Return the most frequent value; on a tie the largest, independent of the order."""
     counts = Counter(values)
     return max(counts, key=lambda value: (counts[value], value))
 
@@ -128,7 +130,7 @@ def _alpha(rank: int, scale: float, divisor: float) -> float | int | None:
         return None
     down, up = math.nextafter(middle, -math.inf), math.nextafter(middle, math.inf)
     for alpha in (float(round(middle)), middle, down, up):
-        # By hex: -0.0 equals 0.0 and has another digest.
+        # Compare as hex, because -0.0 equals 0.0 but has another digest.
         if (alpha / divisor).hex() == scale.hex() and abs(alpha) < 1e30:
             return int(alpha) if alpha and alpha.is_integer() and abs(alpha) < 1 << 53 else alpha
     return None

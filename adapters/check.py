@@ -1,9 +1,9 @@
-"""Unpack and check one upload in a child process: `python -c BOOT`, a job as JSON in, a result as JSON out.
+"""Child process that unpacks and checks one upload: `python -c BOOT`, a job as JSON in, a result as JSON out.
 
-A hostile upload can exhaust or crash this process only. Before it reads the job it limits its own memory, CPU time,
-wall-clock time, file size and open files; it lowers its priority first of all, because the imports are most of an
-ordinary check, and the kernel kills it when its parent dies. It imports neither torch nor site-packages, so it starts
-in a tenth of a second.
+A hostile upload can exhaust or crash only this process. Before reading the job it limits its own memory, CPU time,
+wall-clock time, file size and open files. Before that it lowers its priority, because the imports are most of an
+ordinary check. The kernel kills it when its parent dies. It imports neither torch nor site-packages, so it starts in a
+tenth of a second.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ from adapters.checkpoint import Checkpoint
 from adapters.manifest import AdapterError, BaseShape
 from adapters.store import DirectoryStore
 
-# The archive and the canonical form lie in the job's folder under these names.
+# Names of the archive and of the canonical form within the job's folder.
 ARCHIVE, PREPARED = "upload.archive", "adapter"
-# Run as `python -I -S -c BOOT ROOT PARENT_PID PRIORITY`: without site-packages, sys.path needs the folder of this
+# Run as `python -I -S -c BOOT ROOT PARENT_PID PRIORITY`. Without site-packages, sys.path needs the folder of this
 # package. PRIORITY: LOW or IDLE.
 BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); from adapters import priority; "
@@ -45,7 +45,7 @@ def main(parent: int) -> None:
     try:
         answer = _answer(job)
     except OSError as error:
-        # Python turns the limit of a file's size into EFBIG.
+        # Python reports the file size limit as EFBIG.
         answer = _refusal("too_large", "file", "") if error.errno == errno.EFBIG else None
         failure = errno.errorcode.get(error.errno or 0, "OSError")
     except Exception as error:  # noqa: BLE001  (the boundary: the gateway logs it and answers that the check failed)
@@ -72,7 +72,7 @@ def _die_with(parent: int) -> None:
 
 def _limit(job: dict[str, Any]) -> None:
     with suppress(OSError):
-        # When a container runs out of memory, the kernel kills this process, not the gateway.
+        # If a container runs out of memory, the kernel kills this process instead of the gateway.
         Path("/proc/self/oom_score_adj").write_text("1000")
     # SIGALRM ends the process even if the parent, which has the same limit, hangs.
     signal.alarm(int(job["seconds"]) + 1)
@@ -84,12 +84,12 @@ def _limit(job: dict[str, Any]) -> None:
         resource.RLIMIT_CORE: 0,
     }
     for kind, value in limits.items():
-        # The hard limit of CPU time is a second above the soft one, so that the signal tells which limit was reached.
+        # The hard limit of CPU time is one second above the soft one, so that the signal shows which limit was reached.
         resource.setrlimit(kind, (value, value + 1 if kind == resource.RLIMIT_CPU else value))
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the result, or the refusal: its code, the field at fault and the message."""
+    """Return the result, or a refusal with its code, the field at fault and the message."""
     try:
         checkpoint, stored = _check(job)
     except ArchiveTooLarge as error:

@@ -1,10 +1,10 @@
-"""A LoRA adapter folder as PEFT saves it: checked by header and content, and named by its digest.
+"""A LoRA adapter folder as PEFT saves it, checked by header and content, and named by its digest.
 
-Reads safetensors by hand (json and struct), so that the gateway checks uploads without torch. Never unpickles.
+Reads safetensors with json and struct, so that the gateway checks uploads without torch. Never unpickles.
 
-The digest is the SHA-256 of what changes the result: for each module in order its rank and scale, and its two tensors'
-dtypes, shapes and bytes. The order of tensors in the file, of keys in the config, and fields that only tell how the
-adapter was trained do not matter.
+The digest is the SHA-256 of everything that affects the result: for each module in order its rank and scale, and the
+dtypes, shapes and bytes of its two tensors. It does not depend on the order of tensors in the file, the order of keys
+in the config, or fields that only describe the training.
 """
 
 import hashlib
@@ -46,9 +46,9 @@ _TENSOR = re.compile(
 _EMBEDDING = re.compile(
     r"base_model\.model\.(?P<module>model\.embed_tokens)\.lora_embedding_(?P<side>[AB])(?:\.default)?"
 )
-# PEFT saves the base model's own embedding and head beside an adapter of theirs.
+# PEFT saves the base model's embedding and head together with an adapter that targets them.
 _BASE_COPY = re.compile(r"base_model\.model\.(?:model\.)?(?P<name>embed_tokens|lm_head)(?:\.base_layer)?\.weight")
-# Tensors of what a config may turn on, by the field that does: refused in its words, whatever the config says.
+# Tensors that exist only if a config field is on. They are refused with that field's message, even if the field is off.
 _TURNED_ON = {
     "use_dora": re.compile(r".*\.lora_magnitude_vector(?:\.default)?(?:\.weight)?"),
     "lora_bias": re.compile(r".*\.lora_B(?:\.default)?\.bias"),
@@ -57,7 +57,7 @@ _TURNED_ON = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """Where a tensor lies in the file. shape: A `[rank, in]`, B `[out, rank]`; start, end: file offsets in bytes."""
+    """Position of a tensor in the file. shape: A `[rank, in]`, B `[out, rank]`; start, end: file offsets in bytes."""
 
     name: str
     dtype: str
@@ -68,7 +68,7 @@ class TensorSpan:
 
 @dataclass(frozen=True, slots=True)
 class LoraModuleInfo:
-    """One projection of one layer: y += scale * (x A^T) B^T."""
+    """LoRA on a projection of a layer: y += scale * (x A^T) B^T."""
 
     rank: int
     scale: float
@@ -78,11 +78,11 @@ class LoraModuleInfo:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checked adapter. rank: the largest of its modules. num_bytes: of its tensors, as in the file.
+    """A checked adapter. rank: the largest of its modules. num_bytes: size of its tensors in the file.
 
-    modules: by layer and projection; embed_tokens (A over the vocabulary) and lm_head are of layer OUTSIDE.
-    base_copies: the base model's own embed_tokens or lm_head as the adapter's trainer saved it. Whoever loads the
-    adapter sees to it that they equal the base model's, because PEFT would put them in their place.
+    modules: by layer and projection; embed_tokens (A over the vocabulary) and lm_head have layer OUTSIDE. base_copies:
+    copies of the base model's embed_tokens or lm_head that the adapter's trainer saved. The loader must check that they
+    equal the base model's tensors, because PEFT would load them in their place.
     """
 
     folder: Path
@@ -94,7 +94,7 @@ class Checkpoint:
     base_copies: Mapping[str, TensorSpan] = field(default_factory=dict)
 
     def check_base(self, base: BaseShape) -> None:
-        """Raises AdapterError unless every module exists in the base model with these sizes."""
+        """Raise AdapterError unless every module exists in the base model with these sizes."""
         for (layer, projection), module in self.modules.items():
             if layer >= base.num_layers:
                 raise AdapterError(
@@ -120,14 +120,14 @@ class Checkpoint:
     def check_served(self, max_rank: int, max_bytes: int) -> None:
         """Check that the engines serve this rank and size. Raises AdapterError.
 
-        max_bytes: host memory of an engine for adapters; 0 is unknown.
+        max_bytes: an engine's host memory for adapters; 0 means unknown.
         """
         for module in self.modules.values():
             if module.rank > max_rank:
                 raise AdapterError(
                     module.a.name, f"its rank is {module.rank}; the engines here serve ranks up to {max_rank}"
                 )
-        # Engines convert adapters to their own dtype, which has at least two bytes a number.
+        # Engines convert adapters to their own dtype, which has at least two bytes per number.
         size = 2 * sum(math.prod(span.shape) for m in self.modules.values() for span in (m.a, m.b))
         if max_bytes and size > max_bytes:
             raise AdapterError("adapter", f"takes {size} bytes of host memory; the engines here have {max_bytes}")
@@ -138,9 +138,9 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Read and check an adapter folder, all of its bytes. Raises AdapterError, OSError."""
+    """Read and check an adapter folder completely. Raises AdapterError, OSError."""
     folder = Path(folder)
-    # Not mapped: a file that somebody writes anew while it is read would end the process.
+    # The file is not memory-mapped: truncating a mapped file during the read would crash the process.
     manifest, modules, copies = read_headers(folder)
     with (folder / WEIGHTS_NAME).open("rb") as file:
         digest = _digest(file, modules, copies)
@@ -156,7 +156,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def read_headers(folder: Path) -> tuple[AdapterManifest, dict[tuple[int, str], LoraModuleInfo], dict[str, TensorSpan]]:
-    """Return the manifest, the modules and the copies of base weights of an adapter folder without reading a tensor.
+    """Return the manifest, the modules and the copies of base weights of an adapter folder without reading tensors.
 
     Raises AdapterError, OSError.
     """
@@ -170,7 +170,7 @@ def read_headers(folder: Path) -> tuple[AdapterManifest, dict[tuple[int, str], L
 
 
 def check_files(folder: Path) -> None:
-    """Raises AdapterError unless the folder holds an adapter's two files, by name and size only."""
+    """Raise AdapterError unless the folder contains an adapter's two files; checks only names and sizes."""
     if not folder.is_dir():
         raise AdapterNotFound("adapter", f"no such folder: {folder}")
     for name in (CONFIG_NAME, WEIGHTS_NAME):
@@ -251,7 +251,7 @@ def _sizes(value: Any) -> bool:
 
 
 def _pair(spans: list[TensorSpan], manifest: AdapterManifest) -> dict[tuple[int, str], LoraModuleInfo]:
-    """A and B of every module, in order of (layer, projection), with the rank and scale that PEFT would use."""
+    """Pair A and B of every module, in order of (layer, projection), with the rank and scale that PEFT would use."""
     names: dict[tuple[int, str], str] = {}
     sides: dict[tuple[int, str], dict[str, TensorSpan]] = {}
     for span in spans:
@@ -312,14 +312,17 @@ def _add(digest: "hashlib._Hash", file: BinaryIO, span: TensorSpan) -> None:
         digest.update(chunk)
 
 
-# A number whose exponent bits are all ones is NaN or infinite. F16 has them all in its high byte; F32 and BF16 have
-# seven of eight there, so values from 1.7e38 on are refused with them: no trained weight comes near.
+# A number whose exponent bits are all ones is NaN or infinite. In F16 the high byte has the whole exponent. In F32 and
+# BF16 it has seven of the eight bits, so values of 1.7e38 and more are refused too; no trained weight is that large.
 _HIGH_BYTE_MASK = {"F32": 0x7F, "BF16": 0x7F, "F16": 0x7C}
 _BAD_HIGH_BYTE = {dtype: bytes(int(i & m == m) for i in range(256)) for dtype, m in _HIGH_BYTE_MASK.items()}
 
 
 def _check_finite(span: TensorSpan, chunk: bytes) -> None:
-    """chunk: little-endian numbers of span.dtype, whole ones (a chunk is a multiple of every item size)."""
+    """Raise AdapterError for NaN or infinite values.
+
+    chunk: little-endian numbers of span.dtype, complete ones (a chunk's size is a multiple of every item size).
+    """
     width = DTYPE_BYTES[span.dtype]
     if 1 in chunk[width - 1 :: width].translate(_BAD_HIGH_BYTE[span.dtype]):
         raise AdapterError(span.name, "holds NaN or infinite values")

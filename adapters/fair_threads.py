@@ -1,9 +1,8 @@
-"""A small pool of threads that is shared fairly between tenants.
+"""A small thread pool shared fairly between tenants.
 
-Each tenant has a queue of its own. The tenant whose work has held threads for the least time lately is served next. No
-tenant holds all threads, so a second tenant's work starts at once. A limit of CPU time bounds a tenant's share of the
-cores.
-Knows nothing of the work.
+Each tenant has its own queue. The next job comes from the tenant whose jobs recently used the least thread time. No
+tenant occupies all threads, so a second tenant's work starts at once. A limit of CPU time bounds a tenant's share of
+the cores. Knows nothing about the work.
 """
 
 import math
@@ -23,17 +22,17 @@ T = TypeVar("T")
 
 # Half-life of recent use, in seconds.
 HALF_LIFE_S = 30.0
-# Beyond this recent use a tenant's work runs at low priority, so that the engine's steps get the cores.
+# Above this recent use, a tenant's work runs at low priority, so that the engine's steps get the cores.
 HEAVY_SECONDS = 1.0
-# A job that runs for longer goes on at low priority, whoever its tenant is.
+# A job that runs longer than this continues at low priority, regardless of its tenant.
 LONG_SECONDS = 0.05
 HEAVY_NICE = 10
 
 
 class TooManyPending(RuntimeError):
-    """The queue or the tenant's part of it is full, or the tenant's CPU time is used up. The message says which.
+    """The queue or the tenant's share of it is full, or the tenant's CPU time is used up. The message names the limit.
 
-    retry_after: seconds until there may be room.
+    retry_after: seconds until there may be capacity.
     """
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
@@ -50,10 +49,10 @@ class _Job:
 
 
 class FairThreads:
-    """Runs at most `num_threads` jobs at once, and leaves a thread free by each tenant. Thread-safe.
+    """A pool that runs at most `num_threads` jobs at once; no tenant may use the last free thread. Thread-safe.
 
-    max_pending, max_pending_per_tenant: jobs that may wait for a thread. max_cpu_seconds: CPU time that a tenant's jobs
-    may have used recently (it halves every `HALF_LIFE_S`), so also the rate: 2.3 % of it in each second.
+    max_pending, max_pending_per_tenant: maximum number of waiting jobs. max_cpu_seconds: maximum recent CPU time of a
+    tenant's jobs. It halves every `HALF_LIFE_S`, so this also limits the rate: 2.3 % of it per second.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class FairThreads:
         self._queues: dict[str, deque[_Job]] = {}
         self._running: set[_Job] = set()
         self._threads: set[threading.Thread] = set()
-        # Seconds on threads, for turns and priority, and CPU time, for the limit.
+        # Thread seconds, for turns and priority, and CPU time, for the limit.
         self._used, self._cpu_used = RecentUse(HALF_LIFE_S), RecentUse(HALF_LIFE_S)
         self._num_pending = 0
         self._closed = False
@@ -83,7 +82,7 @@ class FairThreads:
         return self._num_pending
 
     def submit(self, tenant: str, work: Callable[[], T], *, bounded: bool = True) -> "Future[T]":
-        """Queue work for a tenant. Cancelling the future before its start removes it from the queue.
+        """Queue work for a tenant. Cancelling the future before its start removes the job from the queue.
 
         Raises TooManyPending, unless `bounded` is false, and RuntimeError once closed. The future raises TooManyPending
         if the tenant's CPU time is used up before its turn.
@@ -105,7 +104,7 @@ class FairThreads:
         return job.future
 
     def share(self, tenant: str, future: "Future[Any]") -> None:
-        """Queue a waiting job for a further tenant that needs it; it runs at whichever turn comes first."""
+        """Queue a waiting job for another tenant that needs it too; it runs at whichever turn comes first."""
         with self._lock:
             job = next((job for queue in self._queues.values() for job in queue if job.future is future), None)
             if job is not None and tenant not in job.tenants:
@@ -118,12 +117,12 @@ class FairThreads:
             self._cpu_used.add(tenant, cpu_seconds)
 
     def is_heavy(self, tenant: str) -> bool:
-        """Return whether the tenant's work runs at low priority now."""
+        """Return whether the tenant's work currently runs at low priority."""
         with self._lock:
             return self._use(tenant, time.monotonic()) > HEAVY_SECONDS
 
     def close(self, *, wait: bool = True) -> None:
-        """Cancel the waiting jobs; wait for the running ones if asked to."""
+        """Cancel the waiting jobs; with `wait`, also wait for the running ones."""
         with self._lock:
             self._closed = True
             waiting = {job for queue in self._queues.values() for job in queue}
@@ -133,7 +132,7 @@ class FairThreads:
         for thread in threads if wait else ():
             thread.join()
 
-    # The methods below are called with the lock held.
+    # The methods below require the lock.
 
     def _enqueue(self, tenant: str, job: _Job) -> None:
         job.tenants.add(tenant)
@@ -174,7 +173,7 @@ class FairThreads:
             thread.start()
 
     def _use(self, tenant: str, now: float) -> float:
-        """Return the seconds of threads that the tenant has used recently, including its running jobs."""
+        """Return the thread seconds that the tenant has used recently, including its running jobs."""
         return self._used.of(tenant) + sum(now - job.started for job in self._running if tenant in job.tenants)
 
     def _charge(self, job: _Job, seconds: float, cpu_seconds: float) -> None:
@@ -193,7 +192,7 @@ class FairThreads:
         )
 
     def _may_start(self, tenant: str, job: _Job) -> bool:
-        """Refuse a job that waited while the tenant's other jobs used up its CPU time."""
+        """Refuse a job whose tenant used up its CPU time with other jobs while it waited."""
         try:
             self._check_cpu(tenant)
         except TooManyPending as error:
@@ -221,7 +220,7 @@ class FairThreads:
             if job.future.set_running_or_notify_cancel():
                 try:
                     result = job.work()
-                except BaseException as exc:  # noqa: BLE001 - handed to whoever waits, panics of Rust code too
+                except BaseException as exc:  # noqa: BLE001 - passed on to the callers, panics of Rust too
                     job.future.set_exception(exc)
                 else:
                     job.future.set_result(result)
@@ -233,13 +232,15 @@ class FairThreads:
                 self._start_jobs()
 
     def _slow_down(self, job: _Job, thread_id: int) -> None:
-        """Lower the priority of a job's thread while it runs. A thread serves one job, so no other inherits it."""
-        with self._lock:  # the job's thread does not end while this holds it
+        """Lower the priority of a job's thread while it runs. A thread serves one job, so no other job inherits the
+        priority.
+        """
+        with self._lock:  # the job's thread cannot end while the lock is held
             if job in self._running:
                 _lower_priority(thread_id)
 
 
 def _lower_priority(thread_id: int) -> None:
-    """Lower this thread's priority. Linux only: elsewhere threads have no priority of their own."""
+    """Lower the priority of this thread. Linux only: elsewhere threads have no priority of their own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, thread_id, HEAVY_NICE)

@@ -1,4 +1,4 @@
-"""Parse PEFT's `adapter_config.json` into the fields that are served, or refuse it with the field and the reason.
+"""Parser of PEFT's `adapter_config.json`; refuses unsupported configs with the field and the reason.
 
 Every field of PEFT's `LoraConfig` is honoured, ignored (it does not change a trained adapter's output) or refused. An
 unknown field is refused unless it is empty. No torch.
@@ -15,23 +15,23 @@ from typing import Any
 
 from adapters.patterns import Budget, ModulePattern, PatternError, pattern_key_matcher
 
-# Modules outside of the decoder's layers, and the number that stands for their layer.
+# Modules outside of the decoder's layers, and the layer number that represents them.
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 OUTSIDE = -1
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_PATTERNS = 4096
-# No engine serves a larger rank; the limit of this deployment's engines is checked on upload.
+# No engine serves a larger rank; uploads are also checked against the limit of this deployment's engines.
 MAX_RANK = 4096
 
 HONOURED = {
     *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights", "ensure_weight_tying"),
 }
-# Where the adapter came from, how it was trained, or settings of something that is itself refused when on.
+# The adapter's origin and training, or options of settings that are refused when on.
 HARMLESS = {
     *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout"),
     *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
-    # PEFT itself sets it back to false for the linear layers of the families we serve.
+    # PEFT itself resets it to false for the linear layers of the served families.
     *("qalora_group_size", "fan_in_fan_out"),
 }
 REFUSED = {
@@ -50,9 +50,9 @@ REFUSED = {
     "kasa_config": "KaSA's singular values are not served",
     "target_parameters": "LoRA on bare parameters is not served",
 }
-# To PEFT an empty object turns a setting on, with its defaults.
+# PEFT treats an empty object as a setting that is on, with its defaults.
 _OFF: tuple[Any, ...] = (None, False, [])
-# These set up the adapter by changing the base weights, so the file is no delta to the base model that we serve.
+# These initialise the adapter by changing the base weights, so the file is not a delta to the served base model.
 _BASE_CHANGING_INIT = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -60,12 +60,12 @@ _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 # A refusal quotes uploaded names and values, so its field and message are cut to these lengths.
 MAX_FIELD_CHARS = 160
 MAX_MESSAGE_CHARS = 400
-# A module's full name as in the canonical patterns. As a regular expression it matches nothing else.
+# A module's full name as in the canonical patterns. As a regular expression it matches only itself.
 _FULL_NAME = re.compile(r"model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj|model\.embed_tokens|lm_head", re.ASCII)
 
 
 class AdapterError(ValueError):
-    """An adapter we refuse. `field` names the PEFT field, tensor or file; `message` says what was expected.
+    """An adapter that is refused. `field` names the PEFT field, tensor or file; `message` states what was expected.
 
     Both are cut and escaped, so that they fit any log and any encoding.
     """
@@ -89,14 +89,14 @@ def quoted(value: object) -> str:
 
 
 class AdapterNotFound(AdapterError):
-    """No adapter of this digest or path."""
+    """The store has no adapter of this digest, or the folder does not exist."""
 
 
 @dataclass(frozen=True)
 class BaseShape:
-    """The base model's sizes as an adapter sees them. projections: name -> (out_features, in_features).
+    """The base model's sizes that adapters depend on. projections: name -> (out_features, in_features).
 
-    outside: the same of embed_tokens (a vocabulary in, hidden out) and lm_head; empty where the vocabulary isn't known.
+    outside: the same for embed_tokens (vocabulary in, hidden out) and lm_head; empty if the vocabulary is unknown.
     """
 
     num_layers: int
@@ -105,7 +105,7 @@ class BaseShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
-        """From a Hugging Face `config.json` of the Llama family. Raises ValueError naming the key."""
+        """Read the sizes from a Hugging Face `config.json` of the Llama family. Raises ValueError naming the key."""
 
         def size(key: str, default: int | None = None) -> int:
             value = config.get(key)
@@ -127,7 +127,7 @@ class BaseShape:
 
     @classmethod
     def from_config_dir(cls, path: str | PathLike[str]) -> "BaseShape":
-        """From a model folder's `config.json`. Raises ValueError, OSError."""
+        """Read the sizes from a model folder's `config.json`. Raises ValueError, OSError."""
         config = json.loads((Path(path) / "config.json").read_text("utf-8"))
         if not isinstance(config, dict):
             raise ValueError("base model's config.json: expected a JSON object")
@@ -136,9 +136,9 @@ class BaseShape:
 
 @dataclass(frozen=True)
 class AdapterManifest:
-    """The fields of an adapter's config that change the result, checked.
+    """The checked fields of an adapter's config that change the result.
 
-    Module names below are PEFT's, as in `model.layers.3.self_attn.q_proj`.
+    Module names below are PEFT's, such as `model.layers.3.self_attn.q_proj`.
     """
 
     rank: int
@@ -162,17 +162,17 @@ class AdapterManifest:
         object.__setattr__(self, "_matchers", matchers)
 
     def targets(self, module: str, layer: int) -> bool:
-        """Whether PEFT would put LoRA on this module of this decoder layer. Raises AdapterError on a costly pattern."""
+        """Return whether PEFT would put LoRA on this module of this layer. Raises AdapterError for a costly pattern."""
         if self._ask("exclude_modules", module) or not self._ask("target_modules", module):
             return False
-        # A module's full name wins over layers_to_transform, and lm_head's is just that.
+        # A module's full name overrides layers_to_transform, and lm_head's name is a full name.
         return self.layers is None or layer in self.layers or module in self.target_modules
 
     def rank_of(self, module: str) -> int:
         return int(self._ask("rank_pattern", module))
 
     def scale_of(self, module: str) -> float:
-        """The factor on B A x: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        """Return the factor on B A x: alpha / r, or alpha / sqrt(r) with rsLoRA."""
         rank, alpha = self.rank_of(module), float(self._ask("alpha_pattern", module))
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
@@ -190,7 +190,7 @@ def parse_manifest(config: object) -> AdapterManifest:
         raise AdapterError("adapter_config.json", "expected a JSON object")
     _refuse(config)
     layers = _layers(config)
-    targets = _names(config, "target_modules", default=("q_proj", "v_proj"))  # PEFT's for Llama, Mistral and Qwen
+    targets = _names(config, "target_modules", default=("q_proj", "v_proj"))  # PEFT's, for Llama, Mistral and Qwen
     if isinstance(targets, str) and layers is not None:
         raise AdapterError("layers_to_transform", "works only with a list of target_modules, not with a pattern")
     if isinstance(targets, str) and targets.lower() == "all-linear":
@@ -311,9 +311,9 @@ def _module_matcher(name: str, wanted: tuple[str, ...] | str, budget: Budget) ->
 
 
 def _pattern_lookup(name: str, patterns: Mapping[str, Any], default: float, budget: Budget) -> Callable[[str], float]:
-    """Return a lookup in which the first matching pattern wins, in the file's order, as in PEFT.
+    """Return a lookup in which the first matching pattern in the file's order wins, as in PEFT.
 
-    Patterns that are full names of modules, as the store's are, need no regular expression.
+    Patterns that are full module names, such as the store's, need no regular expression.
     """
     if all(_FULL_NAME.fullmatch(key) for key in patterns):
         return lambda module: patterns.get(module, default)

@@ -1,8 +1,9 @@
-"""Regular expressions that came with an upload, matched against module names in bounded time.
+"""Regular expressions from uploads, matched against module names in bounded time.
 
-PEFT lets `target_modules`, `rank_pattern` and others be regular expressions. They are a stranger's input and Python's
-`re` backtracks: `(\\w+)+x` over one module name can hold a process for ever. Here the parsed pattern is run over the
-set of all positions at once (Thompson 1968, the set kept in the bits of an int), so a match costs pattern times name.
+PEFT allows regular expressions in `target_modules`, `rank_pattern` and others. They are untrusted input, and Python's
+`re` backtracks: `(\\w+)+x` over one module name can occupy a process for ever. Here the parsed pattern runs over the
+set of all positions at once (Thompson 1968, with the set as bits of an int), so a match costs pattern length times name
+length.
 """
 
 import re
@@ -12,7 +13,8 @@ from re import _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any
 
 MAX_PATTERN_LENGTH = 4096
-# Shared by all patterns of one adapter. Real ones take a few hundred steps a module; hostile ones stop within seconds.
+# Budget of all patterns of one adapter. Real ones take a few hundred steps per module; hostile ones stop within
+# seconds.
 MAX_STEPS = 2_000_000
 # Steps charged for compiling one pattern with `re` (measured: 100 to 200 us).
 _COMPILE_STEPS = 200
@@ -28,11 +30,11 @@ _CATEGORIES: dict[Any, Callable[[str], bool]] = {
 
 
 class PatternError(ValueError):
-    """The pattern isn't a regular expression, uses what we don't match, or costs too much."""
+    """A pattern that is not a regular expression, uses an unsupported feature, or costs too much."""
 
 
 class Budget:
-    """Steps that all patterns of one adapter share."""
+    """The steps shared by all patterns of one adapter."""
 
     def __init__(self, steps: int = MAX_STEPS) -> None:
         self._left = steps
@@ -45,9 +47,9 @@ class Budget:
 
 
 class ModulePattern:
-    """One pattern. `fullmatch(name)` and `match(name)` answer as `re` would, whether there is a match.
+    """A regular expression. `fullmatch(name)` and `match(name)` return whether `re` would find a match.
 
-    Not matched and refused: back-references, look-behind, possessive and atomic groups, conditionals, inline flags.
+    Refused: back-references, look-behind, possessive and atomic groups, conditionals, inline flags.
     """
 
     def __init__(self, pattern: str, budget: Budget | None = None) -> None:
@@ -70,7 +72,7 @@ class ModulePattern:
         return self._run(name) != 0
 
     def _run(self, name: str) -> int:
-        """Bits of the positions where a match that begins at 0 may end."""
+        """Return the bits of the positions where a match that begins at 0 may end."""
         try:
             return self._sequence(self._nodes, name, {}, 1)
         except RecursionError:
@@ -114,7 +116,8 @@ class ModulePattern:
     def _repeat(self, arg: Any, name: str, classes: dict[int, int], starts: int) -> int:
         least, most, nodes = arg
         current = starts
-        # After as many rounds as the name has positions the set no longer changes: each walk of that length loops.
+        # After as many rounds as the name has positions, the set no longer changes, because a path of that length has a
+        # loop.
         for _ in range(min(least, len(name) + 1)):
             self._budget.spend(1)
             current = self._sequence(nodes, name, classes, current)
@@ -137,13 +140,15 @@ class ModulePattern:
 
 
 def pattern_key_matcher(key: str, budget: Budget | None = None) -> Callable[[str], bool]:
-    """PEFT's rule for the keys of `rank_pattern` and `alpha_pattern`: the key, at the end, after a dot or the start."""
+    """Return PEFT's matcher for a key of `rank_pattern` or `alpha_pattern`: the key at the end of the name, after a dot
+    or at its start.
+    """
     spending = budget or Budget()
     pattern = rf"(.*\.)?({key})$"
     if len(key) <= MAX_PATTERN_LENGTH and _LITERAL.fullmatch(key):
         try:
             spending.spend(_COMPILE_STEPS + len(pattern))
-            compiled = re.compile(pattern)  # without repeats or branches of its own `re` is fast and safe
+            compiled = re.compile(pattern)  # without repeats or branches in the key, `re` is fast and safe
         except re.error as error:
             raise PatternError(f"not a regular expression: {error}") from None
 
@@ -176,7 +181,7 @@ def _in_item(c: str, kind: Any, value: Any) -> bool:
 
 
 def _anchor(where: Any, name: str) -> int:
-    """Bits of the positions at which an anchor holds."""
+    """Return the bits of the positions at which an anchor matches."""
     if where in (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING):
         return 1
     if where in (sre.AT_END, sre.AT_END_STRING):

@@ -1,4 +1,4 @@
-"""Low scheduling priority for processes that work for one tenant beside everybody's requests."""
+"""Low scheduling priority for processes that do one tenant's work on a machine that serves all tenants."""
 
 import os
 from contextlib import suppress
@@ -9,9 +9,8 @@ LOW_NICE, LEAST_NICE = 10, 19
 def lower(*, only_idle: bool) -> None:
     """Lower this process's priority. Call it before other threads start.
 
-    only_idle: to SCHED_IDLE, so that a thread of any other process that becomes ready gets the core at once. With a
-    niceness alone, this process keeps it for some milliseconds. Where there is no SCHED_IDLE, the highest niceness is
-    set.
+    only_idle: use SCHED_IDLE, so that any other process's thread that becomes ready gets the core at once. With
+    niceness alone, this process keeps the core for some milliseconds. Without SCHED_IDLE, the highest niceness is set.
     """
     os.nice(LEAST_NICE if only_idle else LOW_NICE)
     if only_idle and hasattr(os, "SCHED_IDLE"):

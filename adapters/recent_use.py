@@ -1,31 +1,31 @@
-"""Recent use by owner: a sum for each, which halves with each half-life."""
+"""Recent use per owner: sums that decay with a half-life."""
 
 import time
 
-# Smaller sums are forgotten, so that only recent owners are held.
+# Smaller sums are dropped, so that only recent owners use memory.
 FORGOTTEN = 0.001
 
 
 class RecentUse:
-    """Sums of seconds by owner. Not thread-safe."""
+    """Sums of seconds per owner. Not thread-safe."""
 
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
-        # The sum at a moment; it decays from there.
+        # The sum and the time at which it had this value; it decays from there.
         self._sums: dict[str, tuple[float, float]] = {}
 
     def __len__(self) -> int:
         return len(self._sums)
 
     def add(self, owner: str, seconds: float) -> None:
-        """Add to the owner's sum, and forget the owners whose sums have decayed to nothing."""
+        """Add to the owner's sum, and drop owners whose sums have decayed to nothing."""
         now = time.monotonic()
         self._sums[owner] = self._at(owner, now) + seconds, now
         for idle in [owner for owner in self._sums if self._at(owner, now) < FORGOTTEN]:
             del self._sums[idle]
 
     def of(self, owner: str) -> float:
-        """Return the owner's sum as it has decayed to now."""
+        """Return the owner's sum, decayed to now."""
         return self._at(owner, time.monotonic())
 
     def _at(self, owner: str, now: float) -> float:

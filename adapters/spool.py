@@ -1,7 +1,7 @@
 """Temporary folders for uploads on the store's own file system: `<root>/.tmp-<random>`.
 
-The writing process holds a lock file beside its folder. A folder whose lock is free belongs to a process that died; the
-next writer removes it. Engines only read and remove nothing.
+The writing process holds a lock on a file beside its folder. If the lock is free, the writer has died and the next
+writer removes the folder. Engines only read and remove nothing.
 """
 
 import fcntl
@@ -15,14 +15,14 @@ from types import TracebackType
 
 PREFIX = ".tmp-"
 _LOCK = ".lock"
-# A folder without a lock file is removed at this age: it is left by the release before or by an interrupted deletion.
+# Age at which a folder without a lock file is removed: an earlier release or an interrupted deletion left it behind.
 STALE_SECONDS = 3600.0
-# On a file system without locks a folder is removed at this age, which no upload reaches.
+# Age at which a folder on a file system without locks is removed; no upload takes that long.
 UNLOCKED_SECONDS = 24 * 3600.0
 
 
 class Spool:
-    """The temporary folder of one upload: made on entry, removed on exit."""
+    """The temporary folder of one upload: created on entry, removed on exit."""
 
     def __init__(self, root: Path) -> None:
         self.folder = root / f"{PREFIX}{uuid.uuid4().hex}"
@@ -37,7 +37,7 @@ class Spool:
         self.remove()
 
     def make(self) -> None:
-        """Make the folder, its lock first. Raises OSError."""
+        """Create the lock file, then the folder. Raises OSError."""
         while True:
             lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -53,7 +53,7 @@ class Spool:
         self.folder.mkdir(mode=0o755)
 
     def remove(self) -> None:
-        """Remove the folder and its content, if it was made."""
+        """Remove the folder and its content, if it was created."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):
             self._lock_path.unlink()
@@ -89,7 +89,7 @@ def _remove_dead(lock_path: Path) -> None:
 
 
 def _take(lock: int) -> bool:
-    """Return whether the lock was free. Raises OSError on a file system without locks."""
+    """Take the lock and return whether it was free. Raises OSError on a file system without locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,8 @@
-"""Adapters by digest, at rest: `<root>/<digest[:2]>/<digest>/{adapter_config.json, adapter_model.safetensors}`.
+"""Store of adapters by digest: `<root>/<digest[:2]>/<digest>/{adapter_config.json, adapter_model.safetensors}`.
 
-A folder is complete or not there: it is written in its canonical form (adapters/canonical.py) under a temporary name,
-synced, checked as written, then renamed. Several processes (gateways, engines) may share the root; engines only read
-and may have it mounted read-only. Knows nothing of names, versions or tenants.
+A folder is either complete or absent: it is written in its canonical form (adapters/canonical.py) under a temporary
+name, synced, checked as written, then renamed. Several processes (gateways, engines) may share the root; engines only
+read and may mount it read-only. Knows nothing about names, versions or tenants.
 """
 
 import errno
@@ -46,16 +46,17 @@ class Store(Protocol):
 
 
 class DirectoryStore:
-    """Adapters in a local or shared directory, made if it isn't there. Safe for threads and processes."""
+    """Adapters in a local or shared directory, which is created if missing. Safe for threads and processes."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
         self.root.mkdir(parents=True, exist_ok=True)
 
     def put(self, folder: str | Path, base: BaseShape) -> Checkpoint:
-        """Write an adapter folder in its canonical form and return it as stored; the same content changes nothing.
+        """Write an adapter folder in its canonical form and return it as stored. Storing the same content again has no
+        effect.
 
-        Raises AdapterError if we can't serve it on this base model, OSError if it can't be written.
+        Raises AdapterError if it cannot be served on this base model, OSError if it cannot be written.
         """
         source = Path(folder)
         with self.spool() as spool:
@@ -67,7 +68,7 @@ class DirectoryStore:
     def prepare(self, source: Path, target: Path, base: BaseShape) -> tuple[Checkpoint, Stored]:
         """Write the canonical form of `source` into the folder `target` and check the written files.
 
-        Returns the checkpoint, and how the store's own copy compares with it. Raises AdapterError, OSError.
+        Returns the checkpoint, and how the store's existing copy compares with it. Raises AdapterError, OSError.
         """
         check_files(source)
         for name in FILES:
@@ -85,7 +86,7 @@ class DirectoryStore:
         final = self._folder(digest)
         if stored == "same":
             try:
-                os.utime(final)  # `set_aside` goes by this time
+                os.utime(final)  # `set_aside` reads this time
             except FileNotFoundError:
                 stored = "absent"
             else:
@@ -106,20 +107,22 @@ class DirectoryStore:
         raise OSError(f"could not replace a damaged adapter in the store: {digest}")
 
     def spool(self) -> Spool:
-        """Return a folder inside the store for an upload, not yet made."""
+        """Return a temporary folder inside the store for an upload; it is not created yet."""
         return Spool(self.root)
 
     def clean(self) -> None:
-        """Remove the temporary folders of dead writers. Called by writers at their start."""
+        """Remove the temporary folders of dead writers. Writers call it when they start."""
         clean(self.root)
 
     def path(self, digest: str) -> Path | None:
-        """The folder of an adapter, or None. Its content was checked when put; open_checkpoint checks it again."""
+        """Return the folder of an adapter, or None. Its content was checked when put; open_checkpoint
+        checks it again.
+        """
         folder = self._folder(digest)
         return folder if (folder / WEIGHTS_NAME).is_file() else None
 
     def delete(self, digest: str) -> bool:
-        """Remove an adapter at once for new readers; False if it wasn't there."""
+        """Remove an adapter, at once for new readers. Returns False if it did not exist."""
         doomed = self.root / f"{PREFIX}{uuid.uuid4().hex}"
         try:
             self._folder(digest).rename(doomed)
@@ -153,7 +156,7 @@ class DirectoryStore:
         return aside
 
     def bring_back(self, aside: Spool, digest: str) -> None:
-        """Undo `set_aside`, unless the same content was put again since. Raises OSError."""
+        """Undo `set_aside`, unless the same content has been put again. Raises OSError."""
         try:
             (aside.folder / ASIDE).rename(self._folder(digest))
         except OSError as error:
@@ -183,7 +186,7 @@ class DirectoryStore:
 
 
 def open_store(url_or_path: str | Path) -> Store:
-    """A store by path or `file://` URL. Raises ValueError for other schemes."""
+    """Open a store by path or `file://` URL. Raises ValueError for other schemes."""
     text = str(url_or_path)
     if not text:
         raise ValueError("adapter store: expected a directory or a file:// URL, got an empty string")

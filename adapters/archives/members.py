@@ -1,4 +1,4 @@
-"""Choose the members of an archive to unpack, and refuse archives with unsafe names or too much content."""
+"""Selection of the archive members to unpack; refuses archives with unsafe names or too much content."""
 
 from pathlib import Path, PurePosixPath
 
@@ -10,15 +10,15 @@ MAX_MEMBERS = 1000
 
 
 class ArchiveError(ValueError):
-    """The archive is refused; the message names the member and the reason."""
+    """An archive that is refused; the message names the member and the reason."""
 
 
 class ArchiveTooLarge(ArchiveError):
-    """The archive's members are larger than an upload may be."""
+    """An archive whose members are larger than an upload may be."""
 
 
 class Members:
-    """Selects the members that are an adapter's two files, and the temporary paths to write them to."""
+    """Selection of the members that are an adapter's two files, and the temporary paths to write them to."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
@@ -26,11 +26,11 @@ class Members:
         self._members = 0
         self._declared = 0
         self._names: set[str] = set()
-        # Adapter folders in the archive: "" is its root.
+        # Adapter folders in the archive, by path; "." is its root.
         self._found: dict[str, dict[str, Path]] = {}
 
     def check(self, name: str, size: int) -> None:
-        """Count a member. Raises ArchiveError for a name that points elsewhere, too many members, too many bytes."""
+        """Count a member. Raises ArchiveError for a name that points outside, too many members, or too many bytes."""
         self._members += 1
         if self._members > MAX_MEMBERS:
             raise ArchiveError(f"The archive has more than {MAX_MEMBERS} members.")
@@ -42,7 +42,7 @@ class Members:
             raise ArchiveTooLarge(f"The archive's members are larger than {self._max_bytes} bytes together.")
 
     def target(self, name: str) -> Path | None:
-        """Return the path to write a regular file to; None to skip it. Raises ArchiveError for a second one."""
+        """Return the path to write a regular file to; None to skip it. Raises ArchiveError for a duplicate name."""
         path = PurePosixPath(name)
         if path.name not in FILES or len(path.parts) > 2:
             return None
@@ -51,14 +51,16 @@ class Members:
         self._names.add(str(path))
         folder = str(path.parent)
         if folder not in self._found and len(path.parts) == 2 and sum(key != "." for key in self._found) >= 2:
-            # Several folders are refused, unless the root has the files: a third folder is never needed.
+            # Several folders are refused unless the root has the files, so a third folder is never needed.
             return None
         target = self._folder / f"member-{len(self._names)}"
         self._found.setdefault(folder, {})[path.name] = target
         return target
 
     def finish(self) -> None:
-        """Give the chosen files their names and remove the others. Raises ArchiveError where the choice is unclear."""
+        """Rename the chosen files to their final names and remove the others. Raises ArchiveError if the choice is
+        ambiguous.
+        """
         folders = [name for name in self._found if name != "."]
         if "." not in self._found and len(folders) > 1:
             names = ", ".join(quoted_name(name) for name in folders[:2])
@@ -73,7 +75,7 @@ class Members:
 
 
 def unsafe(name: str) -> ArchiveError:
-    """Return the refusal of a member that points elsewhere or is no plain file."""
+    """Return the refusal of a member that points outside or is not a plain file."""
     return ArchiveError(
         f"The archive's member {quoted_name(name)} is refused: expected plain files inside the archive's own folder."
     )

@@ -1,4 +1,6 @@
-"""Read tar archives, plain or gzipped, with ustar, pax and GNU names; each header is bounded before it is read."""
+"""Reader of tar archives, plain or gzipped, with ustar, pax and GNU names; each header's size is checked before
+reading.
+"""
 
 import zlib
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ class _Source(Protocol):
 
 
 class Plain:
-    """A tar on disk: members are skipped by seeking."""
+    """A tar on disk; members are skipped by seeking."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -93,7 +95,7 @@ class Gunzip:
 
 
 def read_tar(source: _Source, members: Members) -> None:
-    """Walk over ustar, pax and GNU headers."""
+    """Read ustar, pax and GNU headers and write the selected members."""
     extended: dict[str, bytes] = {}
     headers = 0
     while True:
@@ -174,7 +176,7 @@ def _read_extended(source: _Source, kind: bytes, size: int, extended: dict[str, 
 
 
 def _pax_records(payload: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Return the records `<length> <key>=<value>\\n` of a pax header."""
+    """Yield the records `<length> <key>=<value>\\n` of a pax header."""
     position = 0
     while position < len(payload) and payload[position]:
         length, space, _ = payload[position : position + 8].partition(b" ")

@@ -1,8 +1,8 @@
-"""Unpack an adapter's two files from a .zip, .tar or .tar.gz without trusting any header.
+"""Unpacking of an adapter's two files from a .zip, .tar or .tar.gz without trusting any header.
 
-Runs in the child process that checks uploads (adapters/check.py). Bytes are counted as they are written; a header that
-states a wrong size is an error that names the member. The two files are written under fixed names, all others are
-skipped unread. A member that points elsewhere (`..`, absolute paths, links, devices) refuses the whole archive.
+Runs in the child process that checks uploads (adapters/check.py). Bytes are counted as they are written; a header with
+a wrong size is an error that names the member. The two files get fixed names; all others are skipped unread. A member
+that points outside (`..`, absolute paths, links, devices) refuses the whole archive.
 """
 
 from pathlib import Path
@@ -13,9 +13,9 @@ from adapters.archives.zip import ZIP_MAGIC, read_zip
 
 
 def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
-    """Write those of the adapter's two files that the archive holds into `folder`.
+    """Write the adapter files that the archive contains into `folder`.
 
-    They are taken from the archive's root, else from its only folder that has them. Raises ArchiveError, OSError.
+    They come from the archive's root, or else from the only folder that contains them. Raises ArchiveError, OSError.
     """
     with archive.open("rb") as file:
         magic = file.read(4)

@@ -1,4 +1,6 @@
-"""Read zip archives of stored and deflated members; the directory is bounded before an entry is built."""
+"""Reader of zip archives with stored and deflated members; the directory's size is checked before entries
+are parsed.
+"""
 
 import binascii
 import struct
@@ -113,7 +115,7 @@ def _zip_entry(file: BinaryIO, directory: bytes, at: int, limit: int, members: M
 
 
 def _zip64_values(extra: bytes, values: list[int], name: str) -> list[int]:
-    """Return size, packed size and offset; a value of 0xFFFFFFFF is taken from the entry's zip64 field."""
+    """Return size, packed size and offset; a value of 0xFFFFFFFF is replaced from the entry's zip64 field."""
     if 0xFFFFFFFF not in values:
         return values
     at = 0

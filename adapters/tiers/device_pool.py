@@ -1,10 +1,10 @@
-"""The device tier: adapters' rank pages beside the model's weights, pinned while used, evicted when not.
+"""Device tier of adapters: rank pages next to the model's weights, pinned while in use, evictable otherwise.
 
-A page holds `page_rank` rank rows of A and of B-transposed for every projection of every layer, so an adapter takes as
-many pages as its own rank needs and one page table serves all layers. Pages are handed out by the engine thread; the
-bytes are copied by a thread of the pool's own into pages that nobody reads yet, so a load never stands in a step.
-The few adapters of embed_tokens or lm_head bring tensors of their own for these, within a bound of their own.
-Layout of the pages: `kernels.reference.LoraGroup`.
+A page holds `page_rank` rank rows of A and of B-transposed for every projection of every layer, so an adapter uses as
+many pages as its own rank needs, and one page table serves all layers. The engine thread allocates pages. The pool's
+copy thread writes the bytes into pages that no step reads yet, so a load never delays a step. The few adapters with
+LoRA on embed_tokens or lm_head have separate tensors for these, within a separate limit. Layout of the pages:
+`kernels.reference.LoraGroup`.
 """
 
 from collections import OrderedDict, deque
@@ -25,7 +25,7 @@ from kernels.reference import LARGEST, LoraGroup
 
 PAGE_RANK = 8
 
-# Projections that read the same input are one group: one shrink, one expand.
+# Projections that read the same input form a group: one shrink, one expand.
 GROUPS: dict[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
@@ -43,7 +43,7 @@ class Residency(Enum):
 
 @dataclass(slots=True)
 class Resident:
-    """An adapter that owns pages. `loading` is its copy, None once it is readable."""
+    """An adapter that owns pages. `loading`: its copy, None once the pages can be read."""
 
     slot: int
     pages: list[int]
@@ -54,7 +54,9 @@ class Resident:
 
 @dataclass(slots=True)
 class _Held:
-    """Sum of what some adapters hold or need. Kept up to date, because each waiting request asks in each step."""
+    """Total resources that some adapters hold or need. Updated incrementally, because each waiting request reads it in
+    each step.
+    """
 
     slots: int = 0
     pages: int = 0
@@ -71,7 +73,9 @@ class _Held:
 
 @dataclass(slots=True)
 class _Reservation:
-    """draining_held: held by those adapters in `draining` that a request still uses."""
+    """Pages promised to an adapter. draining_held: resources of the adapters in `draining` that a request
+    still uses.
+    """
 
     digest: str
     size: _Held
@@ -82,9 +86,10 @@ class _Reservation:
 class AdapterPool:
     """Rank pages for one base model on one device.
 
-    memory: bytes for pages; LoRA on embed_tokens and lm_head may take a quarter as much beside them. max_rank: the
-    largest rank that is taken. dtype: of the pages; the model's, or one of 8 bits. pack: the backend's `pack_linear`.
-    lane: the order of copies, the device's own if None. Raises ValueError if not one adapter of that rank would fit.
+    memory: bytes for pages; LoRA on embed_tokens and lm_head may use a quarter as much in addition. max_rank: the
+    largest accepted rank. dtype: of the pages; the model's dtype, or one of 8 bits. pack: the backend's `pack_linear`.
+    lane: the order of copies; None selects the device's own. Raises ValueError if not even one adapter of `max_rank`
+    fits.
     """
 
     def __init__(
@@ -134,8 +139,8 @@ class AdapterPool:
         self.page_table = torch.full((self.num_slots, self.max_pages), -1, dtype=torch.int32, device=device)
         self.ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
         self.page_rank = PAGE_RANK
-        # The digest of the weights that were last written to each slot, "" while there are none: the copy thread sets
-        # it from the adapter that it wrote, so it is a witness independent of `_residents`.
+        # The digest of the weights last written to each slot, "" if there are none. The copy thread sets it from the
+        # adapter that it wrote, so the receipt is evidence independent of `_residents`.
         self.slot_digests = [""] * self.num_slots
         self.generation = 0
         self.num_loads = 0
@@ -143,14 +148,15 @@ class AdapterPool:
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._residents: dict[str, Resident] = {}
-        # Each resident is in one of three states. idle: in order of use, the least recently used first.
+        # Each resident is in one of three states: idle, copying or pinned. `_idle` is in order of use, least recent
+        # first.
         self._idle: OrderedDict[str, Resident] = OrderedDict()
         self._copying: dict[str, Resident] = {}
         self._pinned_held, self._copying_held, self._all_held = _Held(), _Held(), _Held()
         self._fetching: dict[str, Future[HostAdapter]] = {}
         self._fetched: deque[tuple[str, Future[HostAdapter]]] = deque()  # appended to by the loading threads
         self._errors: dict[str, Exception] = {}
-        # Digests that a request waits for, each with its size once it is known: to count its modules takes 20 us.
+        # Digests that a request waits for, with their sizes once known: counting an adapter's modules takes 20 us.
         self._wanted: dict[str, _Held | None] = {}
         self._reservation: _Reservation | None = None
         host_cache.refuse_beyond(max_rank=max_rank, max_outside_bytes=self._max_outside_bytes)
@@ -160,7 +166,7 @@ class AdapterPool:
 
     @property
     def resident(self) -> list[str]:
-        """Digests whose pages can be read now."""
+        """Return the digests whose pages can be read now."""
         return [digest for digest, r in self._residents.items() if r.loading is None]
 
     @property
@@ -172,11 +178,11 @@ class AdapterPool:
         return bool(self._fetching or self._copying)
 
     def is_resident(self, digest: str) -> bool:
-        """Whether the adapter's pages can be read now."""
+        """Return whether the adapter's pages can be read now."""
         return digest in self._residents and digest not in self._copying
 
     def ensure(self, digest: str) -> Residency:
-        """Return whether the adapter is usable in this step; if not, start to bring it. Never blocks."""
+        """Return whether the adapter is usable in this step; if not, start loading it. Never blocks."""
         self._wanted.setdefault(digest, None)
         if digest in self._errors:
             return Residency.FAILED
@@ -208,11 +214,11 @@ class AdapterPool:
             )
             return Residency.FAILED
         if reserved is not None and reserved.digest != digest:
-            return Residency.LOADING  # free pages are being gathered for another
+            return Residency.LOADING  # free pages are being collected for another adapter
         return self._place(digest, adapter, size)
 
     def pin(self, digest: str) -> int:
-        """Holds a READY adapter in place; returns its slot."""
+        """Pin a READY adapter and return its slot."""
         resident = self._residents[digest]
         if not resident.pins:
             del self._idle[digest]
@@ -236,9 +242,9 @@ class AdapterPool:
         return self._errors.pop(digest)
 
     def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:
-        """Promises `digest` the pages of adapters in `furthest_ahead` order; they take no new request until then.
+        """Promise `digest` the pages of the adapters in `furthest_ahead` order; until then these accept no new request.
 
-        Nor does an adapter that nobody uses now, if the promised one would not fit beside it.
+        An idle adapter accepts no new request either if the promised adapter would not fit beside it.
         """
         if self._reservation is not None:
             return
@@ -282,7 +288,7 @@ class AdapterPool:
         return True
 
     def poll(self) -> None:
-        """Process fetches and copies that have ended. Called by the engine thread before it schedules."""
+        """Process finished fetches and copies. The engine thread calls it before it schedules."""
         while self._fetched:
             digest, fetched = self._fetched.popleft()
             if self._fetching.get(digest) is not fetched:
@@ -299,7 +305,7 @@ class AdapterPool:
                 self._copying_held.remove(resident)
                 self._idle[digest] = resident
                 if error is not None:
-                    if digest in self._wanted:  # else a later request would get an error that is not its own
+                    if digest in self._wanted:  # otherwise a later request would get another request's error
                         self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
                     self.evict(digest)
                 self.num_loads += 1
@@ -317,7 +323,9 @@ class AdapterPool:
         return size
 
     def _fits_beside_kept(self, reservation: _Reservation, idle: Resident | None = None) -> bool:
-        """Return whether the promised adapter has room beside those that stay in use meanwhile, and beside `idle`."""
+        """Return whether the promised adapter fits beside the adapters that stay in use until then, and
+        beside `idle`.
+        """
         kept, draining = self._pinned_held, reservation.draining_held
         held = _Held(
             kept.slots - draining.slots, kept.pages - draining.pages, kept.outside_bytes - draining.outside_bytes
@@ -341,7 +349,7 @@ class AdapterPool:
             self.evict(next(iter(self._idle)))  # the least recently used
         pages = [self._free_pages.pop() for _ in range(size.pages)]
         slot = self._free_slots.pop()
-        # Steps in flight may still read what was evicted; a step launched from now on does not.
+        # Steps in flight may still read the evicted pages; a step launched from now on does not.
         copying = self._copier.submit(self._copy, adapter, slot, pages, self._lane.launched())
         resident = Resident(slot, pages, size.outside_bytes, loading=copying)
         self._residents[digest] = self._copying[digest] = resident
@@ -352,7 +360,7 @@ class AdapterPool:
         return Residency.LOADING
 
     def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: Fence) -> None:
-        """Copy an adapter, on the copy thread. Its pages and slot belong to it alone until the copy is done."""
+        """Copy an adapter, on the copy thread, which owns its pages and slot until the copy is done."""
         self._writer.write(adapter, slot, pages, behind)
         self._copy_outside(adapter, slot)
         self.slot_digests[slot] = adapter.digest
@@ -368,7 +376,7 @@ class AdapterPool:
 
 
 def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # As bytes, which every backend can fill with zeros.
+    # Allocate as bytes, which every backend can fill with zeros.
     return lazy_zeros((*shape[:-1], shape[-1] * dtype.itemsize), torch.uint8, device).view(dtype)
 
 

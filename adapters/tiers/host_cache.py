@@ -1,4 +1,4 @@
-"""The host-memory tier: adapters as torch tensors, evicted least recently used first, within a bound in bytes.
+"""Host-memory tier of adapters: torch tensors, evicted in least-recently-used order, within a limit in bytes.
 
 Loads run on a few threads that tenants share fairly, so only `add_path` blocks its caller. Thread-safe.
 """
@@ -26,17 +26,17 @@ from adapters.store import Store
 BaseTensor = Callable[[str], Tensor]
 """The base model's `[vocab, hidden]` embed_tokens or lm_head, in the dtype that is served, on the CPU."""
 
-# Loads that one tenant may have queued; more are refused.
+# Queued loads in all and per tenant; more are refused.
 MAX_PENDING, MAX_PENDING_PER_TENANT = 1024, 64
 # A failed load is not retried for this time, however many requests need it.
 FAILURE_SECONDS = 5.0
-# Longest wait of a load, which holds a thread, for an adapter in use to be unpinned.
+# Longest time that a load, which holds a thread, waits for an adapter in use to be unpinned.
 ROOM_SECONDS = 30.0
 MAX_FAILURES = 1024
-# Digests whose last requesting tenant is remembered.
+# Number of digests whose last requesting tenant is remembered.
 MAX_ASKED = 4096
 LIMITLESS = 1 << 62
-# The base model's copies in adapters are read and compared in pieces of this many bytes.
+# Copies of base weights in adapters are read and compared in pieces of this many bytes.
 PIECE_BYTES = 4 << 20
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,9 +44,9 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """One projection of one layer: y += scale * (x a^T) b^T. a: `[r, in]`, b: `[out, r]`, in the cache's dtype.
+    """LoRA on a projection of a layer: y += scale * (x a^T) b^T. a: `[r, in]`, b: `[out, r]`, in the cache's dtype.
 
-    An embedding's is the same with one-hot x: a's column of the token takes the place of x a^T.
+    For an embedding x is one-hot: the token's column of a takes the place of x a^T.
     """
 
     a: Tensor
@@ -56,7 +56,7 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter in host memory. rank: the largest of its modules; num_bytes: of its tensors as held here."""
+    """An adapter in host memory. rank: the largest of its modules; num_bytes: size of its tensors in this cache."""
 
     digest: str
     rank: int
@@ -65,7 +65,7 @@ class HostAdapter:
 
     @property
     def rank_in_layers(self) -> int:
-        """The largest rank of its modules in decoder layers; 1 if it has none there."""
+        """Return the largest rank of its modules in decoder layers; 1 if it has none there."""
         return max((len(m.a) for (layer, _), m in self.modules.items() if layer != OUTSIDE), default=1)
 
 
@@ -81,10 +81,10 @@ class HostCacheStats:
 class HostCache:
     """Adapters by digest, from a store or from folders registered with `add_path`.
 
-    max_bytes bounds the tensors held and being read. Pinned adapters are never evicted. A load that finds no room but
-    theirs waits on its thread, for ROOM_SECONDS at most, so that tenants whose loads hold all threads delay another
-    tenant's load by that and one read. base_tensor: returns the base
-    model's embedding or head, with which an adapter's copy is compared; without it adapters with a copy are refused.
+    max_bytes limits the tensors held and being read. Pinned adapters are never evicted. A load that could only evict
+    pinned adapters waits on its thread, for at most ROOM_SECONDS; so tenants whose loads occupy all threads delay
+    another tenant's load by at most that and one read. base_tensor: returns the base model's embedding or head, to
+    which an adapter's copy is compared; without it, adapters with a copy are refused.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class HostCache:
         self._num_bytes = self._num_loads = self._num_evictions = 0
         self._closed = False
         self._max_rank = self._max_outside_bytes = LIMITLESS
-        # Waiting requests by digest, and the tenant that last requested each digest.
+        # Number of waiting requests per digest, and the tenant that last requested each digest.
         self._askers: Counter[str] = Counter()
         self._asked: OrderedDict[str, str] = OrderedDict()
         self._failures: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
@@ -120,23 +120,24 @@ class HostCache:
         )
 
     def refuse_beyond(self, *, max_rank: int, max_outside_bytes: int) -> None:
-        """Refuse adapters that the device tier could not place, before they are read.
+        """Refuse, before they are read, adapters that the device tier could not place.
 
         max_outside_bytes: bytes of tensors on embed_tokens and lm_head.
         """
         self._max_rank, self._max_outside_bytes = max_rank, max_outside_bytes
 
     def get(self, digest: str) -> HostAdapter | None:
-        """The adapter if it is here; marks it as used."""
+        """Return the adapter if it is in the cache, and mark it as used."""
         with self._changed:
             return self._touch(digest)
 
     def fetch(self, digest: str, tenant: str | None = None) -> "Future[HostAdapter]":
         """Load an adapter. Calls for one digest share one load and one future: call `leave`, never cancel it.
 
-        The future raises AdapterNotFound (no such adapter), AdapterError (one that cannot be served, or damaged) or
-        OSError. The last two are remembered for `FAILURE_SECONDS`. tenant: in whose queue the load waits; None: in that
-        of the tenant who asked for it last, however long that is. Raises TooManyPending where a tenant is given.
+        The future raises AdapterNotFound (no such adapter), AdapterError (cannot be served, or damaged) or OSError. The
+        last two are remembered for `FAILURE_SECONDS`. tenant: the tenant whose queue the load joins; None for the
+        tenant that last requested the digest, with no limit on that queue. Raises TooManyPending only if a tenant is
+        given.
         """
         with self._changed:
             self._dropped.discard(digest)
@@ -163,8 +164,8 @@ class HostCache:
             return load
 
     def leave(self, digest: str, load: "Future[HostAdapter]") -> None:
-        """Undo the `fetch` that returned `load`: a load without other waiting requests is dropped if it has not
-        begun.
+        """Undo the `fetch` that returned `load`. A load without other waiting requests is dropped if it has
+        not begun.
         """
         with self._changed:
             if self._loads.get(digest) is not load:
@@ -176,12 +177,12 @@ class HostCache:
             self._dropped.discard(digest)
 
     def pin(self, digest: str) -> None:
-        """Keeps an adapter from eviction, from now or from its arrival, until as many calls of unpin."""
+        """Protect an adapter from eviction, from now or from its arrival, until as many calls of unpin."""
         with self._changed:
             self._pins[digest] += 1
 
     def unpin(self, digest: str) -> None:
-        """Raises KeyError if it isn't pinned."""
+        """Undo one `pin`. Raises KeyError if the adapter is not pinned."""
         with self._changed:
             if digest not in self._pins:
                 raise KeyError(digest)
@@ -193,7 +194,9 @@ class HostCache:
             self._changed.notify_all()
 
     def drop(self, digest: str) -> None:
-        """Forgets an adapter and its folder; its memory goes now, or when it is unpinned. Unknown digests are fine."""
+        """Remove an adapter and its folder; its memory is freed now, or when it is unpinned. Ignores
+        unknown digests.
+        """
         with self._changed:
             self._paths.pop(digest, None)
             if digest in self._loads or digest in self._pins:
@@ -205,7 +208,7 @@ class HostCache:
     def add_path(self, path: str | Path) -> str:
         """Register an adapter folder outside the store and return its digest. Reads the whole file.
 
-        The folder must stay as it is: it is read again after an eviction. Raises AdapterError, OSError.
+        The folder must not change, because it is read again after an eviction. Raises AdapterError, OSError.
         """
         checkpoint = open_checkpoint(Path(path).absolute())
         self._check(checkpoint)
@@ -270,7 +273,7 @@ class HostCache:
         return checkpoint
 
     def _check(self, checkpoint: Checkpoint) -> int:
-        """Return the adapter's bytes in host memory. Raises AdapterError for another base model's adapter, or one
+        """Return the adapter's bytes in host memory. Raises AdapterError if it is for another base model or
         too large.
         """
         checkpoint.check_base(self._base)
@@ -298,8 +301,8 @@ class HostCache:
         return error
 
     def _remember(self, digest: str, error: BaseException) -> None:
-        """Remember a failure for `FAILURE_SECONDS`, except that of a missing adapter, which may be uploaded at any
-        moment.
+        """Remember a failure for `FAILURE_SECONDS`, except for a missing adapter, which may be uploaded at
+        any moment.
         """
         if isinstance(error, AdapterError | OSError) and not isinstance(error, AdapterNotFound) and not self._closed:
             with self._changed:
@@ -309,7 +312,7 @@ class HostCache:
                     self._failures.popitem(last=False)
 
     def _reserve(self, size: int) -> None:
-        """Count `size` more bytes, after evicting until they fit. Waits for an unpin while all that is left is pinned.
+        """Count `size` more bytes, after evicting adapters until they fit. Waits for an unpin if all others are pinned.
 
         Raises OSError if none is unpinned within ROOM_SECONDS.
         """
@@ -330,7 +333,7 @@ class HostCache:
             for name, span in checkpoint.base_copies.items():
                 self._compare(name, file, span)
             modules = {
-                # b's column of a rank in one piece, as the pages take it.
+                # Make each rank's column of b contiguous, as the pages store it.
                 key: LoraModule(
                     self._tensor(file, module.a), self._tensor(file, module.b).T.contiguous().T, module.scale
                 )
@@ -339,7 +342,7 @@ class HostCache:
         return HostAdapter(checkpoint.digest, checkpoint.rank, modules, size)
 
     def _compare(self, name: str, file: BinaryIO, span: TensorSpan) -> None:
-        """Check a copy of the base model's embedding or head by its hash, in pieces: neither is held whole."""
+        """Compare a copy of the base model's embedding or head by hash, in pieces, so that neither is held whole."""
         if self._base_tensor is None:
             raise AdapterError(span.name, f"a copy of the base model's {name} can't be checked here; save without it")
         dtype, found = _DTYPES[span.dtype], hashlib.sha256()
@@ -350,7 +353,7 @@ class HostCache:
             raise AdapterError(span.name, f"differs from the base model's {name}; trained embeddings are not served")
 
     def _base_digest(self, name: str) -> bytes:
-        """Hash the base model's tensor, once: the tensor itself takes gigabytes."""
+        """Return the hash of the base model's tensor, computed once, because the tensor itself takes gigabytes."""
         assert self._base_tensor is not None
         with self._base_lock:
             if name not in self._base_digests:

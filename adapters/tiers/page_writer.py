@@ -1,8 +1,9 @@
-"""Brings adapters into their pages while steps run: behind the steps that may still read there, and never in their way.
+"""Writer of adapters into their pages while steps run, without delaying the steps.
 
-On a GPU copies have a stream of their own, which waits for what was launched before the pages were given away, and
-nobody is told that an adapter is there before its last byte is. They leave pinned memory through a few buffers in turn,
-so that little is under way at any time: a step's own upload, which shares the bus, waits for no more than that.
+A write waits for the steps that may still read the pages' previous content. On a GPU, copies have their own stream,
+which waits for all work launched before the pages were allocated. An adapter counts as loaded only after its last byte
+is written. Copies leave pinned memory through a few buffers in rotation, so little is in flight at any time: a step's
+own upload, which shares the bus, waits only for that.
 """
 
 from collections.abc import Sequence
@@ -21,29 +22,31 @@ class Fence(Protocol):
     """A point in the order of a device's work."""
 
     def synchronize(self) -> None:
-        """Blocks the calling thread until everything before it is done."""
+        """Block the calling thread until all work before the fence is done."""
         ...
 
 
 class Lane(Protocol):
-    """An order of copies of its own, beside the steps'. in_place: its memory is the host's, where no copy is needed."""
+    """A sequence of copies, separate from the steps' work. in_place: the device's memory is the host's, so no copy is
+    needed.
+    """
 
     in_place: bool
 
     def launched(self) -> Fence:
-        """All work that the calling thread has launched on its own stream until now."""
+        """Return a fence behind all work that the calling thread has launched on its own stream."""
         ...
 
     def wait(self, fence: Fence) -> None:
-        """Copies from now on run behind the fence. Blocks nobody."""
+        """Order all later copies behind the fence. Does not block."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> Fence:
-        """Starts a copy from the host, of one dtype and shape. source stays as it is until the fence."""
+        """Start a copy from the host, of one dtype and shape. source must not change until the fence."""
         ...
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device, behind the last fence waited for. Returns when it can be read."""
+        """Return the tensor on the device, ordered behind the last fence. Returns when it can be read."""
         ...
 
 
@@ -53,7 +56,7 @@ class _Done:
 
 
 class HostLane:
-    """Where the device is the host, no step runs on after its call."""
+    """The lane of a device that is the host: steps finish within their call, so there is nothing to wait for."""
 
     in_place = True
 
@@ -71,7 +74,7 @@ class HostLane:
 
 
 class CudaLane:
-    """A stream of the lowest priority, which is that of every stream that asks for none."""
+    """A lane on a CUDA stream of the lowest priority, which is also the default priority of streams."""
 
     in_place = False
 
@@ -90,7 +93,7 @@ class CudaLane:
     def copy(self, target: Tensor, source: Tensor) -> Any:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event(blocking=True)  # who waits sleeps: the step loop needs the cores
+        done = torch.cuda.Event(blocking=True)  # waiting threads sleep, because the step loop needs the cores
         done.record(self._stream)
         return done
 
@@ -104,7 +107,8 @@ def lane_for(device: torch.device) -> Lane:
 
 
 class PageWriter:
-    """groups: each layer's pages. page_table, ranks: as in `kernels.reference.LoraRouting`. For one thread.
+    """Writer of adapters into the pages of each layer's `groups`. page_table, ranks: as in
+    `kernels.reference.LoraRouting`. For one thread.
 
     projections: those of each group, in the order of its slices.
     """
@@ -127,7 +131,9 @@ class PageWriter:
         self._turn = 0
 
     def write(self, adapter: HostAdapter, slot: int, pages: Sequence[int], behind: Fence) -> None:
-        """Returns when the adapter can be read. behind: the last work that may read what pages and slot held before."""
+        """Write an adapter; return when it can be read. behind: the last work that may read the pages' and slot's old
+        content.
+        """
         self._lane.wait(behind)
         for layer, groups in enumerate(self._groups):
             for name, group in groups.items():
@@ -169,8 +175,9 @@ class PageWriter:
         self._start(target, self._zeros(target).copy_(values))
 
     def _zeros(self, target: Tensor) -> Tensor:
-        """The next buffer, in the target's shape and dtype, when the copy that was made from it before has ended; the
-        target itself where that is as good."""
+        """Return the next buffer, zeroed, in the target's shape and dtype, once its previous copy has ended. Return the
+        target itself if copies are in place.
+        """
         if self._lane.in_place:
             return target.zero_()
         fence = self._fences[self._turn]
@@ -185,7 +192,7 @@ class PageWriter:
 
 
 class Rows(NamedTuple):
-    """A module by rows of its rank: a `[r, in]`, b `[r, out]`; scales `[r]` fp32, of rows of 8 bits."""
+    """A module by rows of its rank: a `[r, in]`, b `[r, out]`; scales `[r]` fp32, the scales of rows of 8 bits."""
 
     a: Tensor
     b: Tensor
@@ -193,7 +200,9 @@ class Rows(NamedTuple):
 
 
 def rows_of(module: LoraModule, dtype: torch.dtype) -> Rows:
-    """In the dtype of the pages: its own, or 8 bits, A's and B's scales of a row in one as they meet in its sum."""
+    """Return the module's rows in the dtype of the pages: its own, or 8 bits. A row's scale is the product of A's and
+    B's, because both apply to its sum.
+    """
     if dtype not in LARGEST:
         return Rows(module.a, module.b.T, torch.ones(len(module.a)))
     a, a_scales = quantize_rows(module.a, dtype)
