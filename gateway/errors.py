@@ -174,7 +174,7 @@ class Overloaded(GatewayError):
 
 
 class UpstreamFailed(GatewayError):
-    """The engine's response is malformed or an unexpected error."""
+    """The engine failed, or its response is malformed."""
 
     status, code = 502, "engine_error"
 

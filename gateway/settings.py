@@ -111,7 +111,8 @@ class Settings:
     # Maximum size of an answer that is not streamed. A request whose tokens, choices and log-probabilities could exceed
     # it is refused.
     max_answer_bytes: int = 8 * 2**20
-    # Unread bytes of a stream at which the gateway stops reading from its engine; also the maximum size of an event.
+    # Unread bytes of a stream at which its engine place is released for other requests; also the maximum size of an
+    # event.
     # Then the memory of one worker for the unread answers of all clients; a tenant gets at most half of it.
     reader_buffer_bytes: int = 2**20
     answer_memory_bytes: int = 32 * 2**20

@@ -9,14 +9,14 @@ MODES = get_args(Mode)
 # Modes of the check of Redis' own settings: `LORAPLEX_REDIS_CHECK`.
 Check = Literal["warn", "refuse", "off"]
 CHECKS: tuple[Check, ...] = get_args(Check)
-# Of limits, as gateway.quota.limits.CLASSES names them.
+# Classes of limits; gateway.quota.limits.CLASSES maps each kind to one.
 LIMIT_CLASSES = ("requests", "tokens", "concurrency", "budget")
 
 
 def parse_fallback(items: Iterable[str]) -> Mapping[str, Mode]:
-    """`open` for all classes, `tokens=local` for one; later items win over earlier ones, and without any it is closed.
+    """Return the mode of each class from items like `open` (all classes) or `tokens=local` (one class).
 
-    Raises ValueError.
+    Later items override earlier ones; a class without an item is closed. Raises ValueError.
     """
     found: dict[str, Mode] = dict.fromkeys(LIMIT_CLASSES, "closed")
     for item in items:
@@ -31,7 +31,7 @@ def parse_fallback(items: Iterable[str]) -> Mapping[str, Mode]:
 
 
 def parse_check(text: str) -> Check:
-    """Return the mode of that name. Raises ValueError."""
+    """Return the text as a mode of the check. Raises ValueError."""
     if text not in CHECKS:
         raise ValueError(f"expected {', '.join(CHECKS)}; got {text!r}")
     return text

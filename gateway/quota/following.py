@@ -1,4 +1,4 @@
-"""Streams that are followed by what they hold: where each one's hold comes from, grows, and what its end teaches."""
+"""Holds of running requests: their creation, their growth, and the completion lengths learnt from their ends."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +17,10 @@ from gateway.records.catalog import Model
 
 
 class Following:
-    """script: a call of the quota's script for a tenant. without: admits and grows while Redis is away."""
+    """Creates holds and predicts their first size.
+
+    script: calls the quota's script for a tenant. without: admits requests and grows holds while Redis is away.
+    """
 
     def __init__(self, script: Callable[..., Awaitable[Any]], without: WithoutRedis) -> None:
         self._script = script
@@ -25,13 +28,13 @@ class Following:
         self._expectations = Expectations()
 
     def expected(self, tenant_id: str, model: Model | str, max_tokens: int, choices: int) -> int:
-        """Return the completion tokens of all choices that a stream holds at first."""
+        """Return the completion tokens that a request holds at first, for all its choices together."""
         return min(max_tokens, self._expectations.expect(tenant_id, _key(model))) * choices
 
     def follow(
         self, reservation: Reservation, demand: Demand, model: Model | str, limits: Sequence[Limit]
     ) -> Reservation:
-        """Return the reservation with the hold of its stream; without one where no rate of tokens holds for it."""
+        """Return the reservation with a hold, or unchanged if no token rate applies to it or its hold does not grow."""
         rates = {limit.field: limit for limit in limits if limit.kind in STAGED}
         if demand.expected is None or not rates:
             return reservation
@@ -43,7 +46,7 @@ class Following:
                 return local
             reply = await self._script(tenant_id, "grow", request_id, used, wanted)
             if reply is None:
-                # Redis has lost the lease: it is put back with its next extension.
+                # Redis has lost the lease; the next extension restores it.
                 return Grown(used + wanted, 0, "")
             return Grown(reply[0], reply[1], reply[2].decode())
 

@@ -1,7 +1,7 @@
-"""Holds that follow an answer: it holds the completion that is expected of it, and asks for more before it needs more.
+"""Holds that grow with an answer: it starts with the expected completion and requests growth before it runs out.
 
-An answer for which its limits have no more room is ended. Our engines keep an allowance: they generate no token beyond
-the hold. Of other engines' streams no token is delivered beyond it.
+An answer is ended when its limits have no more room. Our engines get the hold as an allowance and generate no token
+beyond it. Of other engines' streams, no token beyond it is delivered.
 """
 
 import asyncio
@@ -13,42 +13,42 @@ from gateway.errors import RateLimited, Unavailable
 from gateway.quota.local import Grown
 from wire.responses import ASK_TOKENS
 
-# Streams that need no growth at their tenant's usual length, as a share. Chosen by simulation, as are the figures
-# below: docs/lab-notes.md, 2026-11-22.
+# Share of a tenant's streams that should end within their first hold. Chosen by simulation, as are the constants below:
+# docs/lab-notes.md, 2026-11-22.
 QUANTILE = 0.9
 # The estimate rises by 22 % with a longer completion and falls by 2 % with a shorter one.
 GAIN = 1.25
-# The estimate before the first completion: with 512, a tenant's first burst of long streams has 7 % of them ended.
+# Estimate before the first completion. With 512, 7 % of the long streams of a tenant's first burst are ended.
 FIRST = 1024.0
 LEAST, MOST = 64.0, 2.0**22
-# Tenants and models of which completions are remembered.
+# Maximum number of pairs of tenant and model with an estimate.
 KNOWN = 10_000
-# The share of its use that a stream's limit pays off while it runs is not held: so much time pays off all.
+# Time in which a limit a minute pays off all of its debt. The tokens that it pays off while a stream runs need no hold.
 WINDOW_SECONDS = 60.0
-# Tokens of each choice that are left when more are asked for.
+# Tokens of each choice that are left when growth is requested.
 MARGIN = ASK_TOKENS
-# The fewest tokens of each choice that are asked for; a longer stream asks for half of what it has used.
+# Minimum growth in tokens of each choice. A longer stream requests half of the tokens that it has used.
 SLICE = 128
-# Seconds until a growth that was not granted is asked for again.
+# Seconds until growth that was denied is requested again.
 RETRY_SECONDS = 0.5
 
 
 class Expectations:
-    """The completion that a stream of each tenant and model needs to hold at first, learnt from those that ended.
+    """Estimates of the completion that a stream should hold at first, by tenant and model, learnt from ended streams.
 
-    An estimate follows a quantile by stochastic approximation (Robbins and Monro, 1951) of the logarithm: the steps up
-    and down balance where a share of QUANTILE is shorter.
+    An estimate follows a quantile by stochastic approximation (Robbins and Monro, 1951) of its logarithm: the steps up
+    and down balance when a share of QUANTILE is shorter.
     """
 
     def __init__(self) -> None:
         self._estimates: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def expect(self, tenant_id: str, model: str) -> int:
-        """Return the tokens that one choice holds at first, the margin included."""
+        """Return the tokens that one choice holds at first, including the margin."""
         return round(self._estimates.get((tenant_id, model), FIRST)) + MARGIN
 
     def learn(self, tenant_id: str, model: str, completion: float, seconds: float) -> None:
-        """Note that one choice had so many tokens within so many seconds."""
+        """Update the estimate with the tokens and the duration of one choice that has ended."""
         needed = completion / (1 + seconds / WINDOW_SECONDS)
         estimate = self._estimates.pop((tenant_id, model), FIRST)
         estimate *= GAIN ** (QUANTILE if needed > estimate else QUANTILE - 1)
@@ -58,45 +58,46 @@ class Expectations:
 
 
 class Pace:
-    """When a stream asks for more, and for how much: arithmetic without a clock.
+    """Arithmetic of a stream's growth, without a clock: when it requests more tokens, and how many.
 
-    used, allowed, most: tokens of the rates, the prompt's included: generated so far; held or charged; reserved.
+    In tokens of the rates, including the prompt's, `used` counts the generated ones, `allowed` those that are held or
+    charged, and `most` those that are reserved.
     """
 
     def __init__(self, prompt: int, expected: int, most: int, choices: int) -> None:
-        """choices: tokens of the rates that one token of each choice costs."""
+        """choices: the cost in tokens of the rates of one token of each choice."""
         self.prompt, self.used, self.allowed, self.most = prompt, prompt, min(prompt + expected, most), most
         self._choices = choices
         self._again = 0.0
 
     @property
     def is_used_up(self) -> bool:
-        """Whether more was generated than may be delivered."""
+        """Return whether more tokens were generated than may be delivered."""
         return self.used > self.allowed < self.most
 
     @property
     def delivered(self) -> int:
-        """Tokens that may have been delivered."""
+        """Return the tokens that may have been delivered."""
         return min(self.used, self.allowed)
 
     @property
     def slice(self) -> int:
-        """Tokens beyond the used ones that a growth asks for."""
+        """Return the tokens beyond the used ones that a growth requests."""
         return max(SLICE * self._choices, (self.used - self.prompt) // 2)
 
     def wanted(self, now: float) -> int:
-        """Return the tokens to ask for now, 0 for none."""
+        """Return the tokens to request now, 0 for none."""
         is_enough = self.allowed >= self.most or self.allowed - self.used >= MARGIN * self._choices
         return 0 if is_enough or now < self._again else self.slice
 
     def grown(self, grown: Grown, now: float) -> None:
-        """Note what was granted."""
+        """Apply the answer to a growth."""
         self.allowed = max(self.allowed, grown.allowed)
         self._again = now + RETRY_SECONDS if grown.field else 0.0
 
 
 class Hold:
-    """The tokens that one running stream holds of its rates."""
+    """Tokens that one running request holds of its rates."""
 
     def __init__(
         self,
@@ -105,16 +106,17 @@ class Hold:
         refusal: Callable[[Grown], RateLimited],
         ended: Callable[[int], None],
     ) -> None:
-        """grow: asked with the tokens used and those wanted beyond them; raises Unavailable. refusal: the error for a
-        growth that was not granted. ended: called with the tokens used in all."""
+        """grow: called with the tokens used and those wanted beyond them; raises Unavailable. refusal: returns the
+        error for a denied growth. ended: called with the total of tokens used.
+        """
         self.pace = pace
         self.ended = ended
-        # Tokens that are debt.
+        # Tokens that have become debt.
         self.charged = 0
         self.started = time.monotonic()
         # Tokens of the rates that a token of the completion costs.
         self.weight = 1
-        # Tells the engine its raised allowance; None for an engine that keeps none.
+        # Sends the raised allowance to the engine; None for an engine without allowances.
         self.raise_allowance: Callable[[int], Awaitable[None]] | None = None
         self._grow = grow
         self._refusal = refusal
@@ -124,7 +126,7 @@ class Hold:
 
     @property
     def allowance(self) -> int | None:
-        """Return the tokens of completion that may be generated for now; None if all that were asked for may."""
+        """Return the completion tokens that may be generated so far; None if the whole reservation is held."""
         return None if self.pace.allowed >= self.pace.most else self._completion
 
     @property
@@ -132,14 +134,14 @@ class Hold:
         return (self.pace.allowed - self.pace.prompt) // self.weight
 
     def use(self, completion: int) -> None:
-        """Note the completion's tokens so far and ask for more in the background."""
+        """Record the completion tokens so far, and request growth in the background if it is needed."""
         pace = self.pace
         pace.used = max(pace.used, pace.prompt + self.weight * completion)
         if self._asking is None and (wanted := pace.wanted(time.monotonic())):
             self._ask(wanted)
 
     async def cover(self) -> None:
-        """Wait until what was generated may be delivered: for the growth that was asked for, then for a last one.
+        """Wait until the generated tokens may be delivered: for the growth in progress, then for a last one.
 
         Raises RateLimited.
         """
@@ -151,7 +153,7 @@ class Hold:
                 raise self.refused()
 
     async def cover_all(self) -> None:
-        """Hold all that was asked for, because nobody counts while it is generated. Raises RateLimited."""
+        """Hold the whole reservation, for an answer whose tokens are not counted while it runs. Raises RateLimited."""
         while self._asking is not None:
             await asyncio.wait({self._asking})
         if self.allowance is not None:
@@ -160,12 +162,12 @@ class Hold:
                 raise self.refused()
 
     def cover_all_behind(self, failed: Callable[[RateLimited], None]) -> None:
-        """Do `cover_all` in the background, the first time that this is called."""
+        """Start `cover_all` in the background. Only the first call has an effect."""
         if self._covering is None:
             self._covering = asyncio.create_task(self._cover_all(failed))
 
     def refused(self) -> RateLimited:
-        """Return the error for the growth that was last denied."""
+        """Return the error for the last denied growth."""
         return self._refusal(self._denied or Grown(self.pace.allowed, 0, ""))
 
     async def _cover_all(self, failed: Callable[[RateLimited], None]) -> None:
@@ -186,7 +188,7 @@ class Hold:
                 grown = await self._grow(delivered, wanted)
                 self.charged = max(self.charged, delivered)
             except Unavailable:
-                # While Redis is away, or has lost the lease, what runs goes on. Its use is charged later.
+                # While Redis is away, running requests continue. Their use is charged later.
                 grown = Grown(min(self.pace.most, delivered + wanted), 0, "")
             self.pace.grown(grown, time.monotonic())
             if grown.field:

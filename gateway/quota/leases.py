@@ -1,4 +1,4 @@
-"""Leases of this process's running requests: extended while they run, restored if Redis has lost them."""
+"""Leases of this process's running requests: extended while the requests run, restored if Redis has lost them."""
 
 import asyncio
 import logging
@@ -15,9 +15,9 @@ from gateway.redis.client import Store
 
 log = logging.getLogger(__name__)
 
-# Leases that one call extends.
+# Maximum number of leases that one call extends.
 PAGE = 200
-# Tenants whose calls share a round trip.
+# Number of tenants whose calls share a round trip.
 TENANTS_AT_ONCE = 100
 
 
@@ -30,15 +30,15 @@ class _Held(msgspec.Struct):
 
 class Leases:
     def __init__(self, store: Store, lease_ms: int, register: Callable[[set[str]], Awaitable[None]]) -> None:
-        """register: says which tenants have leases, to whoever settles for dead gateways."""
+        """register: registers tenants with leases for the sweeps that settle for dead gateways."""
         self._store = store
         self._lease_ms = lease_ms
         self._register = register
-        # Tenant -> request.
+        # Tenant id -> request id -> lease.
         self._held: dict[str, dict[str, _Held]] = {}
 
     def hold(self, reservation: Reservation, limits: Sequence[Limit], note: bytes) -> None:
-        """limits: all it was taken of. note: what another gateway needs to settle it."""
+        """Add a lease. limits: all limits of the reservation. note: the data with which another gateway settles it."""
         held = _Held(reservation, limits, note)
         self._held.setdefault(reservation.tenant_id, {})[reservation.request_id] = held
 
@@ -58,20 +58,20 @@ class Leases:
             held.progress = progress
 
     async def keep_extending(self) -> None:
-        """Extend all leases, without end. Run it as a task."""
+        """Extend all leases periodically until cancelled. Run it as a task."""
         while True:
             await asyncio.sleep(self._lease_ms / 3000)
             try:
                 if self._held:
-                    # Each time: Redis may have come back without its data.
+                    # Register each time, because Redis may have come back without its data.
                     await self._register(set(self._held))
                 await self.extend_all()
             except Unavailable:
-                # The requests go on; if Redis stays away their leases end, and are revived when it is back.
+                # The requests continue. If Redis stays away, their leases end and are restored when it is back.
                 log.debug("leases of running requests could not be extended: redis is away, as its own log says")
 
     async def extend_all(self) -> None:
-        """Extend the leases of all tenants, many tenants in a round trip. A tenant's error does not stop the others.
+        """Extend the leases of all tenants, TENANTS_AT_ONCE in a round trip. One tenant's error does not affect others.
 
         Raises Unavailable.
         """
@@ -86,7 +86,7 @@ class Leases:
                     raise error
 
     async def extend(self, tenant_id: str) -> None:
-        """Extend the leases of a tenant and restore those that Redis has lost. Raises Unavailable."""
+        """Extend a tenant's leases and restore those that Redis has lost. Raises Unavailable."""
         held = list(self._held.get(tenant_id, {}).items())
         for start in range(0, len(held), PAGE):
             page = held[start : start + PAGE]
@@ -104,14 +104,16 @@ class Leases:
             for request in page:
                 if (hold := request[1].reservation.hold) is not None and request[0].encode() not in answer:
                     hold.charged = max(hold.charged, used[request[0]])
-            # Missing: Redis has lost it, or the request has ended since.
+            # A missing lease was lost by Redis, or its request has ended during the call.
             running = self._held.get(tenant_id, {})
             lost = [each for request_id in answer if (each := running.get(request_id.decode())) is not None]
             await asyncio.gather(*(self._restore(each) for each in lost))
 
     async def _restore(self, held: _Held) -> None:
-        """Put back a lease that Redis has lost, with all that its settlement corrects; rates of requests have
-        forgotten it."""
+        """Restore a lease that Redis has lost, with the limits that its settlement corrects.
+
+        Rates of requests are left out, because their state is lost with the lease.
+        """
         reservation = held.reservation
         limits = [limit for limit in held.limits if not (limit.kind in SINGLE and limit.kind in WINDOW)]
         await self._store.script(

@@ -1,4 +1,4 @@
-"""The limits that apply to a request, and the amount it takes of each: the tenant's own, its key's, its model's."""
+"""Limits that apply to a request (the tenant's, its key's, its model's), and the amount that it takes of each."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from gateway.billing.past import ALL, Part
 from gateway.records.catalog import Model
 from gateway.records.tenants import ANY_ADAPTER, Limits
 
-# A limit's name -> how the script (quota.lua) and `local.py` know its kind.
+# Name of a limit -> letter of its kind in the script (quota.lua) and in `local.py`.
 KINDS = {
     "requests_per_minute": "r",
     "tokens_per_minute": "t",
@@ -21,9 +21,9 @@ KINDS = {
 # Kinds of a tenant's limits on adapter uploads and deletes; the same script checks them.
 ADAPTER_KINDS = {"adapter_changes_per_minute": "m", "max_concurrent_uploads": "u"}
 NAMES = {kind: name for name, kind in {**KINDS, **ADAPTER_KINDS}.items()}
-# Each request, upload or change takes 1 of these kinds, whatever its size.
+# Kinds of which each request, upload or change takes 1, whatever its size.
 SINGLE = frozenset("rcmu")
-# A refusal's `type`; `LORAPLEX_QUOTA_FALLBACK` sets a mode for each class.
+# Class of each kind: the `type` of a refusal. `LORAPLEX_QUOTA_FALLBACK` sets a mode for each class.
 CLASSES = {
     "r": "requests",
     "t": "tokens",
@@ -37,9 +37,9 @@ CLASSES = {
 
 
 class Limit(msgspec.Struct, frozen=True, gc=False):
-    """field: unique within the tenant, ends with the kind. owner: "tenant", "key" or "model".
+    """Limit of a tenant. field: its unique key within the tenant, which ends with the kind.
 
-    part: the part of the tenant's usage that counts against it.
+    owner: "tenant", "key" or "model". part: the part of the tenant's usage that counts against it.
     """
 
     field: str
@@ -53,7 +53,7 @@ class Limit(msgspec.Struct, frozen=True, gc=False):
         return NAMES[self.kind]
 
     def amount(self, tokens: int, cost: int) -> int:
-        """Return the amount that a request of so many tokens, at that cost, takes of this limit."""
+        """Return the amount that a request with these tokens and this cost takes of the limit."""
         if self.kind in SINGLE:
             return 1
         return cost if self.kind == "b" else tokens
@@ -63,10 +63,11 @@ NO_LIMITS = Limits()
 
 
 def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ...]:
-    """Return the limits that are set for a request.
+    """Return the limits that apply to a request.
 
     model: a plain name has the limits of this name only. For an adapter the limits of each of `Model.names` apply, so
-    that the same content under another name counts against the same limits; a name without limits has those of "*".
+    that the same content under another name counts against the same limits; if none of them has limits, those of "*"
+    apply.
     """
     name, names = (model, ()) if isinstance(model, str) else (model.name, model.names)
     tenant = principal.tenant
@@ -85,7 +86,7 @@ def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ..
 
 
 def adapter_limits(per_minute: int | None, at_once: int | None) -> tuple[Limit, ...]:
-    """Return the tenant's limits on uploads and deletes of adapters; None is unlimited."""
+    """Return a tenant's limits on uploads and deletes of adapters. None means unlimited."""
     values = {"m": per_minute, "u": at_once}
     return tuple(Limit(f"tenant:{kind}", "tenant", kind, value) for kind, value in values.items() if value is not None)
 

@@ -1,6 +1,6 @@
-"""Limits in one process's memory, used while Redis is away: the same arithmetic as quota.lua, step by step.
+"""Limits in the memory of one process, used while Redis is away, with the same arithmetic as quota.lua, step by step.
 
-A test drives both through the same requests and compares every answer. See quota.lua for why the arithmetic holds.
+A test sends the same requests to both and compares every answer. quota.lua explains the arithmetic.
 """
 
 import calendar
@@ -14,21 +14,21 @@ import msgspec
 from gateway.quota.limits import SINGLE, Limit
 from gateway.records.prices import Price
 
-# Microseconds, by kind.
+# Window of each kind of rate, in microseconds.
 WINDOW = {"r": 60_000_000, "t": 60_000_000, "d": 86_400_000_000, "m": 60_000_000}
-# Kinds of which a running request holds the tokens that it may still use; used ones become debt.
+# Token rates: a running request holds the tokens that it may still use, and used tokens become debt.
 STAGED = frozenset("td")
-# The part of a rate's limit that a new request leaves to the growth of running ones.
+# A new request leaves 1 / HEADROOM of a token rate's limit to the growth of running ones.
 HEADROOM = 4
 GAUGE_WAIT_MS = 1000
-# If the clock is set back by more than this, debts decay again at once.
+# If the clock is set back by more than this (microseconds), debts decay again at once.
 MAX_STEP = 3_600_000_000
-# Beyond this number of states, those that are paid off are dropped.
+# Number of states beyond which those that are paid off are dropped.
 MAX_STATES = 100_000
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
-    """states: remaining, wait (ms) and reset (ms) of each limit, in the limits' order."""
+    """Answer to `acquire`. states: remaining, wait (ms) and reset (ms) of each limit, in the order of the limits."""
 
     allowed: bool
     granted: int
@@ -36,8 +36,10 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Grown(msgspec.Struct, frozen=True, gc=False):
-    """The answer to a growth. allowed: tokens that may be used in all. wait: ms until the part that was not granted
-    could be. field: the limit in the way, or empty."""
+    """Answer to `grow`. allowed: the total of tokens that may be used. wait: ms until the denied part could be granted.
+
+    field: the field of the exceeded limit, empty if everything was granted.
+    """
 
     allowed: int
     wait: int
@@ -45,7 +47,7 @@ class Grown(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Lease(msgspec.Struct):
-    """held, charged: tokens of the rates that are held, and that are debt."""
+    """Lease of a running request. held, charged: tokens of the rates that are held, and that have become debt."""
 
     tokens: int
     completion: int
@@ -58,10 +60,11 @@ class _Lease(msgspec.Struct):
 
 
 class LocalLimits:
-    """now: returns microseconds since 1970."""
+    """Limits and leases of one process. `now` is in microseconds since 1970, by default the current time."""
 
     def __init__(self) -> None:
-        # State by field: a rate's is (when, debt then), a budget's (month, spent in it), a count's (amount, 0).
+        # Tenant id and field -> state: (time, debt at that time) of a rate, (month, amount spent in it) of a budget,
+        # (amount, 0) of a count.
         self._states: dict[str, tuple[float, float]] = {}
         self._held: dict[str, int] = {}
         self._leases: dict[str, _Lease] = {}
@@ -78,7 +81,7 @@ class LocalLimits:
         now: int | None = None,
         expected: int | None = None,
     ) -> Answer:
-        """Do the script's `acquire`. scope: the tenant's id. expected: all of the completion where it is not given."""
+        """Do the script's `acquire`. scope: the tenant's id. expected: the whole completion by default."""
         now = _now() if now is None else now
         expected = completion if expected is None else expected
         month, month_left_ms = _month(now)
@@ -183,7 +186,7 @@ class LocalLimits:
                     more = (tokens - lease.charged) * unit
                 else:
                     more = 0 if counts else -unit
-                # The part of what was too much that is not paid off yet.
+                # Of an excess, refund only the part that is not paid off yet.
                 debt += more if more >= 0 else -max(0, -more - max(0, decays_from - lease.at))
                 if state is not None or debt > 0:
                     self._states[field] = (decays_from, max(0, debt))
@@ -259,7 +262,7 @@ def _debt(state: tuple[float, float] | None, now: int) -> float:
 
 
 def _decays_from(state: tuple[float, float] | None, now: int) -> float:
-    """Return when a rate's new state begins to decay: now, or later where the clock was set back."""
+    """Return the time from which a rate's new state decays: now, or later if the clock was set back."""
     at = now if state is None else state[0]
     return now if at - now > MAX_STEP else max(at, now)
 
@@ -269,7 +272,7 @@ def _spent(state: tuple[float, float] | None, month: int) -> float:
 
 
 def _month(now: int) -> tuple[int, int]:
-    """Return the calendar month, as a number, and the milliseconds until the next."""
+    """Return the calendar month as a number, and the milliseconds until the next month."""
     today = datetime.fromtimestamp(now // 1_000_000, UTC)
     days = calendar.monthrange(today.year, today.month)[1]
     next_month = datetime(today.year, today.month, 1, tzinfo=UTC).timestamp() + days * 86400

@@ -1,4 +1,4 @@
-"""How many gateways there are: each says every few seconds that it lives, on Redis' clock."""
+"""Count of live gateways: each registers itself in Redis every few seconds, by Redis' clock."""
 
 import uuid
 from typing import Any
@@ -7,7 +7,7 @@ from gateway.redis.client import Client
 
 GATEWAYS = "loraplex:gateways"
 ALIVE_SECONDS = 10
-# KEYS: the set. ARGV: this gateway, seconds that its word holds, 1 to stay or 0 to leave.
+# KEYS: the sorted set. ARGV: this gateway's name, seconds for which an entry is valid, 1 to register or 0 to leave.
 SCRIPT = """
 local now = tonumber(redis.call('TIME')[1])
 if ARGV[3] == '1' then redis.call('ZADD', KEYS[1], now, ARGV[1]) else redis.call('ZREM', KEYS[1], ARGV[1]) end
@@ -17,7 +17,7 @@ return redis.call('ZCARD', KEYS[1])
 
 
 class Presence:
-    """count: gateways that live, this one among them, as of the last time that Redis said."""
+    """Presence of this gateway. count: the number of live gateways, including this one, when Redis last answered."""
 
     def __init__(self, redis: Client) -> None:
         self._redis = redis
@@ -25,11 +25,11 @@ class Presence:
         self.count = 1
 
     async def stay(self) -> None:
-        """Raises RedisError and its like."""
+        """Register this gateway as alive and update the count. Raises what the Redis client raises."""
         self.count = max(1, await self._say(1))
 
     async def leave(self) -> None:
-        """Raises RedisError and its like."""
+        """Remove this gateway. Raises what the Redis client raises."""
         await self._say(0)
 
     async def _say(self, here: int) -> Any:

@@ -1,87 +1,90 @@
--- The limits of one tenant, its keys and its models: checked and taken all or nothing, on the server's own clock.
+-- Limits of one tenant, its keys and its models, by the server's own clock. A request is reserved on all or on none.
 --
--- Rates are leaky buckets used as meters (GCRA; ITU-T I.371, annex A). A bucket's debt is the time until all that was
--- used is paid off: one unit costs T = window / limit, and the debt shrinks by a second every second. A request for
--- tokens passes two stages:
---   held   While it runs, it holds the tokens that it may still use. Held tokens do not decay: they may be used at any
---          moment. A whole answer holds its reservation, a stream its prompt and the completion that is expected.
---   debt   The tokens that it really used become debt, which decays from then on: at its end, and while it runs with
---          each `grow` and `extend`. A stream that needs more than was expected grows its hold, or is ended.
--- Holds are made and grow while debt + T * held stays within the window. So in any t seconds the tokens really used are
--- at most limit * (1 + t / window): used tokens left debt, of which t was paid off at most, or are still held. A new
--- request leaves a quarter of the window, or as much as it could grow, to the growth of streams. A request counts
--- towards a rate of requests when it is admitted.
+-- Rates are leaky buckets used as meters (GCRA; ITU-T I.371, annex A). A bucket's debt is the time until all usage is
+-- paid off: one unit costs T = window / limit, and the debt shrinks by a second every second. The tokens of a request
+-- pass two stages:
+--   held   While the request runs, it holds the tokens that it may still use. Held tokens do not decay, because they
+--          may be used at any moment. A hold is the whole reservation, or starts with the prompt and the expected
+--          completion and grows.
+--   debt   The tokens that it really used become debt, which decays from then on: at its end, and with each `grow` and
+--          `extend` while it runs. A request that needs more than was expected grows its hold, or is ended.
+-- A hold is made or grows only if debt + T * held stays within the window. So in any t seconds the tokens really used
+-- are at most limit * (1 + t / window): used tokens are either debt, of which at most t was paid off, or still held. A
+-- new request leaves a quarter of the window, or as much as it could grow, to the growth of running ones. A request
+-- counts towards a rate of requests when it is admitted.
 --
--- A budget and a day's tokens outlive this server's data: the ledger in SQL has them. While such a limit has no state,
--- nothing is admitted, from a moment (`since`) that is noted, until `recall` brings the usage before that moment from the
--- ledger. A request that was admitted before `since` reaches the state through the ledger only: `recall` is repeated
--- and adds what has become known (`known`). A request that was admitted later is counted here only.
+-- A budget and a day's tokens outlive this server's data, because the ledger in SQL has them. If such a limit has no
+-- state, the script stores the current moment (`since`) and admits nothing until `recall` brings the usage before
+-- `since` from the ledger. A request that was admitted before `since` reaches the state through the ledger only:
+-- `recall` is repeated and adds the rows that have arrived (`known`). A request that was admitted later is counted here
+-- only.
 --
--- Another server (a restart, a failover) may hold older data. The state therefore remembers the server's run id: where
--- it differs, budgets and days have no state any more and are recalled.
+-- Another server (a restart, a failover) may hold older data. The state therefore contains the server's run id: if it
+-- differs, the states of budgets and days are dropped and recalled.
 --
--- KEYS: state (hash: a limit's field -> its state), leases (sorted set: request id -> when the lease ends, ms; negative
---   once that is past and the request's slots are released), held (hash: request id -> its record, id .. PROGRESS -> how
---   far it is), usage (stream)
+-- KEYS: state (hash: a limit's field -> its state), leases (sorted set: request id -> end of the lease, ms; negative
+--   once the lease has ended and the request's slots are released), held (hash: request id -> its record,
+--   id .. PROGRESS -> its progress), usage (stream)
 -- ARGV[1] is the call; moments are in microseconds:
 --   acquire, id, lease ms, prompt, completion, expected, step, input price, output price, note, then of each limit:
 --     field, limit
---     A request for `prompt` and at most `completion` tokens, of which it is granted a multiple of `step` or refused.
+--     Reserves `prompt` and at most `completion` tokens; of the completion it grants a multiple of `step` or refuses.
 --     Rates hold `expected` of the completion at first.
---     -> {1 allowed or 0, completion tokens granted, now, of each limit: remaining, wait, reset (the last two in ms),
---         of each to be checked: its number from 0 on, since}
---     -> {2, of each to be recalled: its number, since}, and then nothing was taken
+--     -> {1 if allowed or 0, completion tokens granted, moment of the ledger's row, of each limit: remaining, wait,
+--         reset (the last two in ms), of each limit whose recall is to be repeated: its number from 0 on, since}
+--     -> {2, of each limit to be recalled: its number, since}; nothing is reserved
 --   recall, field, limit, since, owed, known
---     owed: the part of the usage before `since` that still counts then. known: all of it. The first call makes the
---     state; a later one for the same `since` adds what has become known, in any order and however often.
+--     known: the total usage before `since`. owed: the part of it that still counts at `since`. The first call creates
+--     the state; later ones for the same `since` add the difference in `known`, in any order and however often.
 --   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none
---     -> the event's id in the stream (the request's own without an event); nothing if the id holds no lease, and then
---        nothing was done
+--     -> the event's id in the stream, the request's id if there is no event; nil, without any change, if the id holds
+--        no lease
 --   grow, id, used, wanted
---     `used` tokens are debt from now on, and up to `wanted` more are held; never less than is left of the hold.
---     -> {tokens that may be used in all, wait (ms) for what was not granted, field of the limit in the way or ''};
---        nothing if the id holds no lease
+--     Turns `used` tokens into debt and holds up to `wanted` more, but never less than is left of the hold.
+--     -> {total of tokens that may be used, wait (ms) for the denied part, field of the exceeded limit or ''};
+--        nil if the id holds no lease
 --   extend, lease ms, then of each request: id, progress or '', tokens used or ''     -> the ids that hold no lease
---   restore, lease ms, id, admitted when, tokens, completion, cost, held, charged, note, then of each limit: field, limit
---     Puts back a lease that was lost with this server's data, without asking whether there is room. Without the limits
---     on requests a minute.
---   expired, at most   -> of each lease that has ended: id, tokens taken, note, progress or '', taken when, ended when (ms)
+--   restore, lease ms, id, admission, tokens, completion, cost, held, charged, note, then of each limit: field, limit
+--     Restores a lease that was lost with this server's data, without a check for room. The limits do not include rates
+--     of requests.
+--   expired, at most   -> of each ended lease: id, tokens reserved, note, progress or '', moment of the ledger's row,
+--     end (ms)
 --
 -- A field ends with its limit's kind: r requests a minute, t tokens a minute, d tokens a day, c requests at once,
 -- o tokens at once, b micro-units of money a calendar month (UTC), m changes of adapters a minute, u uploads at once.
--- Prices are micro-units per million tokens; with at most 10^9 of them and 4 * 10^6 tokens all products are exact.
+-- Prices are micro-units per million tokens; up to prices of 10^9 and 4 * 10^6 tokens all products are exact.
 
 local STATE, LEASES, HELD, USAGE = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local PROGRESS = ':progress'
--- Suffixes of a limit's field: the moment noted for a recall, and the tokens that running requests hold.
+-- Suffixes of a limit's field: the moment `since` of a pending recall, and the tokens that running requests hold.
 local NOTED, HOLD = '?', '#'
--- Fields that belong to no limit: the server's run id with the moment (ms) when it was last compared, and the moment
--- when the counts of running requests were last compared with their records.
+-- Fields of no limit: the server's run id with the moment (ms) when it was last compared, and the moment (ms) when the
+-- counts of running requests were last compared with their records.
 local SERVER, COUNTED = '@', '!'
--- The release before had no stages: its records lack this number and their reservations are in the debt. Records of
--- version 2 without `held` hold their whole reservation; gateways that know no `held` take the others for such, and
--- count too much rather than too little.
+-- Version of a record. The previous release had no stages: its records have no version, and their reservations are in
+-- the debt. A record of version 2 without `held` holds its whole reservation. Gateways that do not support `held` treat
+-- every record like that, and so count too much rather than too little.
 local VERSION = 2
 local WINDOW = {r = 60000000, t = 60000000, d = 86400000000, m = 60000000}
--- Kinds of which a request takes one; kinds that are held only while it runs; kinds with both stages.
+-- Kinds of which a request takes one; kinds that it holds only while it runs; kinds with both stages.
 local SINGLE = {r = true, c = true, m = true, u = true}
 local GAUGE = {c = true, o = true, u = true}
 local STAGED = {t = true, d = true}
--- The part of a rate's limit that a new request leaves to the growth of running ones.
+-- A new request leaves 1 / HEADROOM of a token rate's limit to the growth of running ones.
 local HEADROOM = 4
--- The longest period of any limit is a month; a key that nobody touches for longer expires.
+-- Expiry of an unused key. The longest period of any limit is a month.
 local KEEP_MS = 35 * 86400000
--- The end of a running request is not known; after a second it is worth asking again.
+-- Wait for a limit on running requests, whose end is unknown: a retry is reasonable after a second.
 local GAUGE_WAIT_MS = 1000
--- The age at which recalled usage is checked first: a ledger is about as far behind as this. The check is repeated at
--- twice the age, in the first hour (the longest that a request may run) at least every 30 s.
+-- Age at which a recall is repeated first: the ledger lags by about as much. It is repeated each time that the age has
+-- doubled, and at least every 30 s in the first hour (the longest time that a request may run).
 local FIRST_CHECK, MAX_CHECK, OFTEN = 250000, 30000000, 3600000000
--- How often the server's run id and the counts of running requests are compared.
+-- Intervals at which the server's run id and the counts of running requests are compared.
 local SERVER_MS, COUNT_MS = 5000, 15000
--- The clock may be set back. A rate's debt does not decay again until the clock is where it was, unless that is further
--- away than this.
+-- Maximum step of a clock that is set back. A rate's debt does not decay until the clock has caught up, unless the step
+-- is larger than this.
 local MAX_STEP = 3600000000
--- Leases that one call ends, and fields it looks at for what is paid off.
+-- Maximum number of leases that one call ends, and of fields that it checks for paid-off states.
 local SWEEP, SAMPLE = 100, 10
 
 local floor, ceil, max, min = math.floor, math.ceil, math.max, math.min
@@ -90,8 +93,8 @@ local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local now_ms = floor(now / 1000)
 
--- Return the calendar month of a moment (seconds) as a number, its start (microseconds) and its end (ms). Hinnant's
--- civil_from_days: years begin in March.
+-- Return the calendar month of a moment (seconds) as a number, its start (microseconds) and its end (ms). The algorithm
+-- is Hinnant's civil_from_days, in which years begin in March.
 local function calendar(seconds)
   local days = floor(seconds / 86400)
   local era = floor((days + 719468) / 146097)
@@ -101,7 +104,7 @@ local function calendar(seconds)
   local of_year = floor((5 * day + 2) / 153)
   local next_month = floor((153 * (of_year + 1) + 2) / 5)
   if of_year == 11 then
-    -- February belongs to the year that begins with it in January.
+    -- The length of February depends on the civil year, which began in January.
     local civil = year + era * 400 + 1
     local leap = civil % 4 == 0 and (civil % 100 ~= 0 or civil % 400 == 0)
     next_month = leap and 366 or 365
@@ -117,9 +120,9 @@ local function this_month()
   end
 end
 
--- State: of a rate {when, debt in microseconds then}, of a budget {month, spent in it}, as two doubles: exact, unlike
--- decimals. A recalled limit has three more: {since, known, when to check}. A count of running requests or of the tokens
--- that they hold is a decimal integer.
+-- Return the debt of a rate's state. States are two doubles, which are exact, unlike decimals: {moment, debt in
+-- microseconds at that moment} of a rate, {month, amount spent in it} of a budget. A recalled limit has three more:
+-- {since, known, moment of the next recall}. A count of running requests or of their held tokens is a decimal integer.
 local function debt_of(state)
   if not state then
     return 0
@@ -128,13 +131,13 @@ local function debt_of(state)
   return max(0, debt - max(0, now - at))
 end
 
--- Return the moment from which a rate's new state decays: now, or later where the clock was set back.
+-- Return the moment from which a rate's new state decays: now, or later if the clock was set back.
 local function decays_from(state)
   local at = state and struct.unpack('d', state) or now
   return at - now > MAX_STEP and now or max(at, now)
 end
 
--- Return the part of `amount` that may be taken off a debt to which it was added at `at`: the rest may be paid off.
+-- Return the part of `amount`, added to a debt at the moment `at`, that can be refunded: the rest may be paid off.
 local function refundable(amount, at, state)
   return max(0, amount - max(0, decays_from(state) - at))
 end
@@ -147,7 +150,7 @@ local function spent_of(state)
   return of_month == month and spent or 0
 end
 
--- Return a new state of a rate or a budget. `state`: the one before, whose last three numbers are kept.
+-- Return a new state of a rate or a budget. `state`: the old one, whose last three numbers are kept.
 local function packed(first, second, state)
   return struct.pack('dd', first, second) .. string.sub(state or '', 17)
 end
@@ -164,7 +167,7 @@ local function is_recalled(kind)
   return kind == 'b' or kind == 'd'
 end
 
--- Return the amount of a limit that a request takes.
+-- Return the amount that a request takes of a limit.
 local function amount_of(kind, tokens, cost)
   if SINGLE[kind] then
     return 1
@@ -179,7 +182,7 @@ local function change(field, by)
   end
 end
 
--- Add `sign` times the slots of a record: requests, uploads and tokens at once.
+-- Add `sign` times the slots of a record (requests, uploads and tokens at once) to the counts.
 local function hold(record, sign)
   for i = 1, #record.limits, 2 do
     local kind = kind_of(record.limits[i])
@@ -189,7 +192,7 @@ local function hold(record, sign)
   end
 end
 
--- Return the tokens that a record holds of rates.
+-- Return the tokens of a record that are held of rates.
 local function held_of(record)
   return record.v == VERSION and (record.held or record.tokens) or 0
 end
@@ -199,12 +202,12 @@ local function charged_of(record)
   return record.v == VERSION and (record.charged or 0) or record.tokens
 end
 
--- Return the moment of a record's row in the ledger. Records of the release before have none.
+-- Return the moment of a record's row in the ledger. Records of the previous release lack it; their admission counts.
 local function row_of(record)
   return record.row or record.at
 end
 
--- Add to the tokens that a record's rates hold.
+-- Add `more` to the tokens that are held of a record's rates.
 local function reserve(record, more)
   for i = 1, #record.limits, 2 do
     if more ~= 0 and STAGED[kind_of(record.limits[i])] then
@@ -218,15 +221,15 @@ local function record_of(id)
   return packed and cmsgpack.unpack(packed)
 end
 
--- Set the counts of running requests to the sums of their records. They differ where this server has lost some of its
--- keys, or where a gateway of the release before, which does not count the tokens held, has settled a request.
+-- Set the counts of running requests to the sums of their records. They differ if this server has lost some of its
+-- keys, or if a gateway of the previous release, which does not count held tokens, has settled a request.
 local function recount()
   local sums = {}
   local leases = redis.call('ZRANGE', LEASES, 0, -1, 'WITHSCORES')
   for i = 1, #leases, 2 do
     local record = record_of(leases[i])
     if not record then
-      -- Nobody can settle it. If its request runs, its gateway restores it.
+      -- Without a record the lease cannot be settled. If its request runs, its gateway restores it.
       redis.call('ZREM', LEASES, leases[i])
     else
       for j = 1, #record.limits, 2 do
@@ -252,8 +255,8 @@ local function recount()
   end
 end
 
--- End the leases whose time is past: release their slots; the rest waits to be settled. A lease without a note (an
--- upload's) needs no settlement and is removed.
+-- End the leases that were not extended in time: release their slots; rates and budgets wait for the settlement. A
+-- lease without a note (an upload's) needs no settlement and is removed.
 local function sweep()
   local ended = redis.call('ZRANGEBYSCORE', LEASES, 1, now_ms, 'WITHSCORES', 'LIMIT', 0, SWEEP)
   local complete = true
@@ -277,7 +280,7 @@ local function sweep()
   end
 end
 
--- Drop the states of budgets and days where another server wrote them: they may be older than what was used.
+-- Drop the states of budgets and days if another server wrote them, because they may lack later usage.
 local function notice_another_server()
   local seen = redis.call('HGET', STATE, SERVER) or ''
   local run_id, at = string.match(seen, '^(%x+) (%d+)$')
@@ -287,7 +290,7 @@ local function notice_another_server()
   local info = redis.pcall('INFO', 'server')
   local current = type(info) == 'string' and string.match(info, 'run_id:(%x+)')
   if not current then
-    -- This server's rules forbid the question.
+    -- The server's access rules forbid INFO.
     return
   end
   if current ~= run_id then
@@ -303,7 +306,7 @@ local function notice_another_server()
   redis.call('PEXPIRE', STATE, KEEP_MS)
 end
 
--- Return the moment from which nothing is admitted on a limit that has no state; note it if it is new.
+-- Return the moment `since` of a limit without state, from which nothing is admitted on it; store it if it is new.
 local function noted(field, kind)
   local since = tonumber(redis.call('HGET', STATE, field .. NOTED))
   if not since or kind == 'b' and since < month_start then
@@ -335,14 +338,14 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
 
   local states = count > 0 and redis.call('HMGET', STATE, unpack(names)) or {}
   local unknown = {2}
-  -- The moment of the request's row in the ledger: never before a `since`, even where the clock was set back, because
-  -- what it uses is counted here.
+  -- Moment of the request's row in the ledger. It is never before a `since`, even if the clock was set back, because
+  -- the request's usage is counted here.
   local row = now
   for i = 1, count do
     if is_recalled(kinds[i]) then
       local since = states[i] and struct.unpack('d', states[i], 17)
       if since and since - now > MAX_STEP then
-        -- Recalled while the clock was far ahead: what is known counts as known now.
+        -- The recall was made while the clock was far ahead. Treat its sums as those of now.
         local _, known = struct.unpack('dd', states[i], 17)
         states[i] = string.sub(states[i], 1, 16) .. struct.pack('ddd', now, known, now + FIRST_CHECK)
         redis.call('HSET', STATE, fields[i], states[i])
@@ -359,8 +362,8 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
     return unknown
   end
 
-  -- The used part of each limit, in its own unit (of a rate: microseconds, held tokens included), and how many tokens
-  -- of completion that leaves.
+  -- Compute the used part of each limit in its own unit (of a rate: microseconds, held tokens included), and the
+  -- completion tokens that this leaves.
   local used, held, room = {}, {}, {}
   local granted = completion
   for i = 1, count do
@@ -368,13 +371,13 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
     if WINDOW[kind] then
       local unit = WINDOW[kind] / limit
       if states[i] and struct.unpack('d', states[i]) - now > MAX_STEP then
-        -- Written while the clock was far ahead: the debt begins to decay now.
+        -- The state was written while the clock was far ahead. Its debt begins to decay now.
         states[i] = packed(now, debt_of(states[i]), states[i])
         redis.call('HSET', STATE, fields[i], states[i])
       end
       held[i] = STAGED[kind] and (states[count + i] or 0) * unit or 0
       used[i] = debt_of(states[i]) + held[i]
-      -- Sums of T's fractions may miss the window by less than a thousandth of a unit.
+      -- Rounding errors in sums of T stay below a thousandth of a unit.
       room[i] = max(0, floor((WINDOW[kind] - used[i]) / unit + 0.001))
     else
       used[i] = kind == 'b' and spent_of(states[i]) or tonumber(states[i] or 0)
@@ -382,7 +385,7 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
     end
     if kind == 'b' then
       if price_out > 0 then
-        -- Never more than the largest cost there is, so that the product is exact.
+        -- The bound is above the highest possible cost and keeps the product exact.
         granted = min(granted, floor((min(room[i], 8000000000) * 1000000 - prompt * price_in) / price_out))
       end
     elseif not SINGLE[kind] and not (STAGED[kind] and prompt + expected + floor(limit / HEADROOM) <= room[i]) then
@@ -390,7 +393,7 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
     end
   end
 
-  -- A call that is sent again because its answer was lost has taken its share already.
+  -- A call that is repeated because its answer was lost has already made its reservation.
   local again = record_of(id)
   if again then
     granted = again.completion
@@ -443,7 +446,7 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
         end
         used[i] = used[i] + more
       elseif kind == 'b' then
-        -- A new month begins with nothing spent, as a rule: nobody waits for the ledger to confirm it.
+        -- A new month begins with nothing spent, without a recall.
         local before = struct.unpack('d', states[i]) == month and states[i] or struct.pack('ddddd', month, 0, now, 0, 0)
         state = packed(month, used[i] + amount, before)
       end
@@ -469,7 +472,7 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
       redis.call('PEXPIRE', KEYS[i], KEEP_MS)
     end
   elseif not allowed and redis.call('EXISTS', LEASES) == 0 then
-    -- Nothing runs: a count that is in the way is wrong.
+    -- No request runs, so counts above zero are wrong.
     recount()
   end
 
@@ -522,12 +525,13 @@ local function recall(field, limit, since, owed, known)
   return 1
 end
 
--- Return whether the ledger will bring what a request used of a limit: its state was lost after the admission.
+-- Return whether a request's usage reaches the state of a limit through the ledger: it was admitted before the state's
+-- `since`, or there is no state.
 local function is_the_ledgers(record, kind, state)
   return is_recalled(kind) and (not state or row_of(record) < struct.unpack('d', state, 17))
 end
 
--- Correct one limit to what a request used.
+-- Correct one limit to the real usage of a request.
 local function settle_limit(record, field, limit, tokens, cost, requests)
   local kind, state = kind_of(field), redis.call('HGET', STATE, field)
   if is_the_ledgers(record, kind, state) then
@@ -542,7 +546,7 @@ local function settle_limit(record, field, limit, tokens, cost, requests)
     end
   elseif kind == 'b' then
     local of_month, spent = struct.unpack('dd', state)
-    -- The cost of a request of last month belongs to last month.
+    -- The cost of a request that was admitted last month belongs to last month.
     if of_month == record.month then
       redis.call('HSET', STATE, field, packed(of_month, max(0, spent + cost - record.cost), state))
     end
@@ -568,8 +572,8 @@ local function settle(id, tokens, cost, requests, event)
   return event == '' and id or redis.call('XADD', USAGE, '*', 'event', event)
 end
 
--- Charge the tokens that a request used, `more` than before, to its rates; make its hold of `held` tokens one of up to
--- `wanted`. Return the hold, the wait for what was not granted and the field of the limit in the way.
+-- Add `more` used tokens of a request to the debt of its rates, and compute its new hold: up to `wanted` tokens instead
+-- of `held`. Return the hold, the wait for the denied part and the field of the exceeded limit.
 local function move(record, held, more, wanted)
   local granted, wait, blocking = wanted, 0, ''
   for i = 1, #record.limits, 2 do
@@ -612,7 +616,7 @@ local function grow(id, used, wanted)
   for i = 1, #record.limits, 2 do
     local field, kind = record.limits[i], kind_of(record.limits[i])
     if more > 0 and kind == 'd' and is_the_ledgers(record, kind, redis.call('HGET', STATE, field)) then
-      -- The use is held until the request ends: the ledger brings it then.
+      -- The ledger counts the usage when the request has ended. Until then the used tokens stay held.
       wanted, more = wanted + more, 0
     end
   end
@@ -633,7 +637,7 @@ local function extend(lease_ms)
     local lease, record = redis.call('ZSCORE', LEASES, id), record_of(id)
     if lease and record then
       if tonumber(lease) < 0 then
-        -- Ended too early: its gateway could not reach this server, but lives.
+        -- The lease ended although its gateway lives, because the gateway could not reach this server.
         hold(record, 1)
       end
       redis.call('ZADD', LEASES, now_ms + lease_ms, id)
@@ -667,7 +671,7 @@ local function restore(lease_ms, id, at, tokens, completion, cost, held, charged
   for i = 11, #ARGV do
     record.limits[i - 10] = i % 2 == 1 and ARGV[i] or tonumber(ARGV[i])
   end
-  -- `extend` has found it missing and counted all others again.
+  -- `extend` has found the lease missing and recounted all others.
   hold(record, 1)
   reserve(record, held)
   redis.call('HSET', HELD, id, cmsgpack.pack(record))
@@ -678,7 +682,7 @@ local function restore(lease_ms, id, at, tokens, completion, cost, held, charged
   return 1
 end
 
--- Forget the states of some limits that equal the default, so that a key or a model that is gone leaves nothing behind.
+-- Drop the states of some limits that equal the default, so that deleted keys and models leave no state behind.
 local function forget_some()
   local sample = redis.call('HRANDFIELD', STATE, SAMPLE, 'WITHVALUES')
   this_month()
@@ -689,7 +693,7 @@ local function forget_some()
     if kind == 'b' then
       gone = struct.unpack('d', state) < month - 1
     elseif kind == 'd' then
-      -- The ledger as well must know of nothing that counts.
+      -- The ledger, too, must have no usage that still counts.
       gone = debt_of(state) == 0 and struct.unpack('d', state) < now - 2 * WINDOW[kind]
     elseif kind == NOTED then
       gone = tonumber(state) < now - WINDOW.d

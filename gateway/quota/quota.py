@@ -1,8 +1,8 @@
 """Limits of each tenant, key and model: reserved by an atomic Redis script, settled with the real use.
 
-A reservation is a lease. Its gateway extends it while the request runs and settles it at the end; the leases of a
-gateway that died are listed by `expired`, with the data that another gateway needs to settle them. Without Redis the
-operator's choice applies, by class of limit: see `fallback.py`.
+Each reservation has a lease. Its gateway extends it while the request runs and settles it at the end. `expired` lists
+the leases of a gateway that died, with the data that another gateway needs to settle them. While Redis is away, each
+class of limit has the mode that the operator chose: see `fallback.py`.
 """
 
 import asyncio
@@ -34,23 +34,23 @@ from gateway.redis.settings_check import StoreCheck
 
 log = logging.getLogger(__name__)
 
-# Is there while a gateway looks after what dead ones held.
+# Key that exists while a gateway settles the leases of dead gateways.
 SWEEPER = "loraplex:sweeper"
 CLOSED = parse_fallback(())
-# A lease with an empty note needs no settlement: its end releases all that it holds.
+# Note of a lease that needs no settlement: its end releases everything that it holds.
 NO_NOTE = b""
 SETTLE_TRIES = 2
-# The script's word for limits of which it must be told first what was used; and how often that is tried.
+# The script's reply if it needs the past usage of limits first, and how often the recall is tried.
 UNKNOWN = 2
 RECALL_TRIES = 3
 PRESENCE_SECONDS = 2.0
-# Leases that one call lists, and tenants that one asks of.
+# Maximum number of leases in one listing, and of tenants in one count.
 PAGE = 200
 
 
 class Quota:
-    """Raises RateLimited (429), BadRequest for a request that can never pass, Unavailable without Redis if its class is
-    closed.
+    """Quota of all tenants. Raises RateLimited (429), BadRequest for a request that can never be admitted, and
+    Unavailable if Redis is away and the class of a limit is closed.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Quota:
     ) -> None:
         """admitted_without: called with "open" or "local" for each request that is admitted without Redis.
 
-        past: the ledger, for a month's spend and a day's tokens that Redis does not know.
+        past: the ledger's sums, for a month's spend and a day's tokens that Redis has lost.
         """
         self._redis = redis
         self._store = Store(redis, timeout)
@@ -77,7 +77,7 @@ class Quota:
         self._without = WithoutRedis(fallback, lambda: self._presence.count, admitted_without)
         self._following = Following(self._store.script, self._without)
         self._leases = Leases(self._store, self._lease_ms, self._register)
-        # Of requests that are gone, what they used (tokens, cost, requests): settled when Redis answers.
+        # Tenant id -> request id -> (tokens, cost, requests) used, of ended requests to be settled when Redis answers.
         self._unwanted: dict[str, dict[str, tuple[int, int, int]]] = {}
         self._has_unwanted = asyncio.Event()
         self._registered = sweeps.Registrations(redis)
@@ -85,32 +85,32 @@ class Quota:
 
     @property
     def is_closed_without(self) -> bool:
-        """Whether most requests are refused while Redis is away."""
+        """Return whether a class of limits is closed while Redis is away, so that most requests are refused."""
         return "closed" in self.fallback.values()
 
     @property
     def gateways(self) -> int:
-        """How many live, this one among them, as Redis last said."""
+        """Return the number of live gateways, including this one, when Redis last answered."""
         return self._presence.count
 
     @property
     def store_warnings(self) -> str:
-        """Return the state of Redis' settings; it begins with "ok" unless it makes `/readyz` fail."""
+        """Return the result of the check of Redis' settings. `/readyz` fails unless it begins with "ok"."""
         return self._check.state
 
     @property
     def away(self) -> bool:
-        """Whether Redis does not answer."""
+        """Return whether Redis does not answer."""
         return self._store.away
 
     @property
     def answers_for(self) -> float:
-        """Seconds since Redis came back; without end where it was never away."""
+        """Return the seconds since Redis came back, infinite if it was never away."""
         return self._store.answers_for
 
     @property
     def in_order(self) -> bool:
-        """Whether what this process asks of Redis is done in the order in which it was asked."""
+        """Return whether Redis runs this process's calls in the order in which they were made."""
         return self._store.in_order
 
     async def acquire(
@@ -126,11 +126,11 @@ class Quota:
         lease: Mapping[str, Any] | None = None,
         grows: bool = False,
     ) -> Reservation:
-        """Take of every limit of the tenant, the key and the model, or of none.
+        """Reserve a request on every limit of the tenant, the key and the model, or on none.
 
-        model: as `limits_of` takes it. prompt_tokens: of all prompts together. max_tokens: for each of `choices`
-        answers. lease: the fields that another gateway needs to settle this request. grows: the rates of tokens
-        hold what is expected of it at first; `Reservation.hold` is to be told of its use.
+        model: see `limits_of`. prompt_tokens: of all prompts together. max_tokens: for each of `choices` answers.
+        lease: the fields with which another gateway settles this request. grows: the token rates hold the expected
+        completion at first; the caller must report the use to `Reservation.hold`.
         """
         tenant, completion = principal.tenant, max_tokens * choices
         limits = limits_of(principal, model)
@@ -151,10 +151,10 @@ class Quota:
     async def upload(
         self, tenant_id: str, request_id: str, per_minute: int | None, at_once: int | None
     ) -> AsyncIterator[None]:
-        """Count a change of the tenant's adapters, and hold a place for an upload while the block runs.
+        """Count a change of the tenant's adapters, and hold a slot for an upload during the block.
 
-        per_minute, at_once: 1 or more; None is unlimited. If the gateway dies, the place is free again after a lease's
-        time. Raises RateLimited, Unavailable.
+        per_minute, at_once: 1 or more; None is unlimited. If the gateway dies, the slot is released when the lease
+        ends. Raises RateLimited, Unavailable.
         """
         limits = adapter_limits(per_minute, at_once)
         if not limits:
@@ -164,7 +164,7 @@ class Quota:
         try:
             yield
         finally:
-            # Frees the place before the client reads its answer, even if this task is cancelled.
+            # Release the slot before the client reads its answer, even if this task is cancelled.
             ending = asyncio.create_task(self._end(taken))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
@@ -201,7 +201,7 @@ class Quota:
                 raise
             return self._following.follow(self._without.acquire(limits, demand), demand, model, limits)
         except asyncio.CancelledError:
-            # The client left; the script may have run.
+            # The client left, but the script may have run.
             self._give_back(tenant_id, request_id)
             raise
         allowed, granted, now, *flat = reply
@@ -227,20 +227,21 @@ class Quota:
         *,
         is_free: bool = False,
     ) -> None:
-        """Note a request's progress; the lease's next extension sends it to Redis."""
+        """Record a request's progress. The next extension of its lease sends it to Redis."""
         self._leases.progress(reservation, Progress(engine_url, prompt_tokens, completion_tokens, is_free))
 
     async def settle(
         self, reservation: Reservation, *, tokens: int, cost: int, event: bytes, counts: bool = True
     ) -> bytes | None:
-        """Frees what was held, corrects every limit to what was used, and adds `event` to the tenant's stream, in one
-        step and once however often it is called.
+        """Release the hold, correct every limit to the real use, and add `event` to the tenant's stream, in one step.
 
-        tokens: prompt and completion. cost: in micro-units. counts: False gives the request itself back as well.
+        Repeated calls settle once. tokens: prompt and completion. cost: in micro-units. counts: False if the request
+        itself does not count against request rates.
 
-        Returns the event's id in the stream. None: Redis holds no lease of this id, because it was settled before, was
-        admitted without Redis, or Redis has lost it; nothing was added, and the event is the caller's to keep.
-        Raises Unavailable; then, too, and the limits are corrected when Redis is back.
+        Returns the event's id in the stream, or None if Redis holds no lease of this id, because it was settled before,
+        was admitted without Redis, or was lost by Redis. In that case nothing was added, and the caller must keep the
+        event. Raises Unavailable; the caller must then keep the event too, and the limits are corrected when Redis is
+        back.
         """
         tenant_id, request_id = reservation.tenant_id, reservation.request_id
         held = self._leases.holds(tenant_id, request_id)
@@ -260,16 +261,17 @@ class Quota:
         raise AssertionError("unreachable")
 
     async def release(self, reservation: Reservation) -> None:
-        """Gives all of it back, the request as well, and adds nothing to the stream: it was never served."""
+        """Release a reservation whose request was not served: nothing counts, and no event is added to the stream."""
         try:
             await self.settle(reservation, tokens=0, cost=0, event=b"", counts=False)
         except Unavailable:
             log.debug("request %s is given back when redis answers", reservation.request_id)
 
     async def leave(self, reservation: Reservation) -> bool:
-        """Leaves a request, as far as it is known to be, to whoever settles what dead gateways held.
+        """Send a request's progress to Redis and leave its settlement to the sweep for dead gateways.
 
-        False: it cannot be left, for it was admitted without Redis. Raises Unavailable; then, too.
+        Returns False if it cannot be left because it was admitted without Redis. Raises Unavailable; it is not left
+        then either.
         """
         tenant_id, request_id = reservation.tenant_id, reservation.request_id
         if not self._leases.holds(tenant_id, request_id):
@@ -279,7 +281,7 @@ class Quota:
         return True
 
     async def expired(self, tenant_id: str) -> list[ExpiredLease]:
-        """Leases that nobody extended any more, some at a time, until they are settled. Raises Unavailable."""
+        """Return up to PAGE leases that have ended and are not settled. Raises Unavailable."""
         found = []
         for request_id, tokens, note, progress, at, ended_ms in await self._store.script(tenant_id, "expired", PAGE):
             ended = _moment(ended_ms * 1000)
@@ -302,12 +304,12 @@ class Quota:
         return found
 
     async def with_expired(self, tenant_ids: Sequence[str]) -> list[str]:
-        """Those of the tenants for which `expired` has something. Raises Unavailable."""
+        """Return those of the tenants that have expired leases. Raises Unavailable."""
         found: list[str] = []
         for start in range(0, len(tenant_ids), PAGE):
             page = tenant_ids[start : start + PAGE]
             counts = await self._store.call(partial(self._count_expired, page))
-            # An error is an answer too: `expired` says what it is about.
+            # A tenant with an error is included; `expired` raises it.
             found += [tenant_id for tenant_id, count in zip(page, counts, strict=True) if count]
         return found
 
@@ -319,12 +321,11 @@ class Quota:
         return await pipeline.execute(raise_on_error=False)
 
     async def is_first(self, seconds: float) -> bool:
-        """Whether no other gateway has asked this for so many seconds. Raises Unavailable."""
+        """Return whether no other gateway has asked this for so many seconds. Raises Unavailable."""
         return bool(await self._store.call(lambda: sweeps.is_first(self._redis, SWEEPER, seconds)))
 
     async def keep_leases(self) -> None:
-        """Extend this process's leases, retry unsent settlements, report this gateway as alive and check Redis'
-        settings.
+        """Extend this process's leases, retry failed settlements, register this gateway and check Redis' settings.
 
         Run it as a task.
         """
@@ -335,11 +336,11 @@ class Quota:
             group.create_task(self._check.watch())
 
     async def ping(self) -> None:
-        """Raises Unavailable if Redis does not answer in time."""
+        """Raise Unavailable if Redis does not answer in time."""
         await self._store.ping()
 
     async def close(self) -> None:
-        """Leaves the gateways that live."""
+        """Stop background work and remove this gateway from the live ones."""
         await self._recall.close()
         try:
             await self._store.call(self._presence.leave)
@@ -350,7 +351,7 @@ class Quota:
     async def _acquire_unknown(
         self, tenant_id: str, limits: Sequence[Limit], call: Sequence[Any], reply: list[Any]
     ) -> list[Any]:
-        """Brings what Redis does not know and asks again. Raises Unavailable, of the ledger's database as well."""
+        """Recall the usage that Redis has lost and repeat the call. Raises Unavailable for Redis and the ledger."""
         for _ in range(RECALL_TRIES):
             unknown = [(limits[reply[i]], reply[i + 1]) for i in range(1, len(reply), 2)]
             await self._recall.bring(tenant_id, unknown)
@@ -364,7 +365,7 @@ class Quota:
         self._has_unwanted.set()
 
     async def _register(self, tenant_ids: set[str]) -> None:
-        """Register the tenants for the sweeps, so that their requests are settled whatever becomes of this process."""
+        """Register the tenants for the sweeps, so that their requests are settled even if this process dies."""
         ids = list(tenant_ids)
         for start in range(0, len(ids), sweeps.PAGE):
             await self._store.call(partial(self._registered.add, ids[start : start + sweeps.PAGE]))

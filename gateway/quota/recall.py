@@ -1,7 +1,7 @@
-"""Recall of a month's spend and a day's tokens: copied from the ledger into Redis where Redis has lost them.
+"""Recall of a month's spend and a day's tokens: copied from the ledger into Redis if Redis has lost them.
 
-The script (quota.lua) admits nothing on a limit without state, and defines how the sums that several gateways copy at
-once add up: nothing counts twice.
+The script (quota.lua) admits nothing on a limit without state. It also merges the sums that several gateways copy at
+once, so that nothing counts twice.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ Script = Callable[..., Awaitable[Any]]
 
 
 class Past(Protocol):
-    """Usage sums from the ledger; `gateway.billing.past.UsagePast` implements it. Raises Unavailable."""
+    """Usage sums from the ledger, implemented by `gateway.billing.past.UsagePast`. Raises Unavailable."""
 
     async def cost(self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL) -> int: ...
 
@@ -33,25 +33,25 @@ class Past(Protocol):
 
 
 class Recall:
-    """script: `Store.script`. past: None without a ledger, where no earlier usage exists."""
+    """Recall of lost usage. script: `Store.script`. past: None without a ledger, that is without earlier usage."""
 
     def __init__(self, script: Script, past: Past | None) -> None:
         self._script = script
         self._past = past
-        # One at a time of each limit and moment, however many requests wait for it.
+        # One task for each limit and moment, however many requests wait for it.
         self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
 
     async def bring(self, tenant_id: str, unknown: Sequence[tuple[Limit, int]]) -> None:
-        """What was used of each before a moment (microseconds, Redis' clock). Raises Unavailable."""
+        """Recall the usage of each limit before a moment (microseconds, Redis' clock). Raises Unavailable."""
         for task in [self._start(tenant_id, limit, since) for limit, since in unknown]:
             await asyncio.shield(task)
 
     def check(self, tenant_id: str, limit: Limit, since: int) -> None:
-        """Brings, in the background, what the ledger has learnt of since the last time."""
+        """Recall again in the background, for rows that have reached the ledger since the last recall."""
         self._start(tenant_id, limit, since)
 
     async def close(self) -> None:
-        """Gives up what runs."""
+        """Cancel the running recalls."""
         for task in self._running.values():
             task.cancel()
         if self._running:
@@ -68,7 +68,7 @@ class Recall:
     def _done(self, of: tuple[str, str, int], task: "asyncio.Task[None]") -> None:
         del self._running[of]
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Whoever waits is told. Of a check the next one, at twice the age, makes up for this one.
+            # Waiting requests get the exception. A failed check is made up for by the next one, at twice the age.
             level = logging.WARNING if isinstance(error, Unavailable) else logging.ERROR
             log.log(level, "what was used of %s is not known: %s", of[1], error)
 
@@ -89,9 +89,10 @@ class Recall:
 
 
 def owed_tokens(hours: Sequence[tuple[datetime, int]], limit: int, until: datetime) -> float:
-    """What is not paid off yet at `until` of the tokens of those hours, where `limit` a day are.
+    """Return the tokens of these hours that are still owed at `until` if `limit` tokens a day are paid off.
 
-    As if all of an hour had been taken at its end, or at `until`: never too little, too much by an hour's worth.
+    All tokens of an hour count as taken at its end, or at `until`, so the result is never too low and at most an hour's
+    pay-off too high.
     """
     owed, at = 0.0, EPOCH
     for start, tokens in hours:

@@ -1,4 +1,4 @@
-"""Responses about limits: OpenAI's headers on every answer, and the reason of a refusal."""
+"""Responses about limits: OpenAI's headers on every answer, and the errors of refusals."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from gateway.records.prices import Price, format_money
 # Remaining, wait (ms) and reset (ms) of each limit.
 States = Sequence[tuple[int, int, int]]
 
-# The unit of each limit after its number; "{s}" is the plural's ending.
+# Text after the number of a limit, by kind; "{s}" is the plural's ending.
 UNITS = {
     "r": "request{s} per minute",
     "t": "token{s} per minute",
@@ -22,12 +22,12 @@ UNITS = {
     "m": "adapter change{s} per minute",
     "u": "concurrent upload{s}",
 }
-# What has headers, and the kinds of limits that are told there.
+# Suffix of the headers -> the kinds of limits that they report.
 HEADERS = {"requests": "r", "tokens": "td"}
 
 
 def check_possible(limits: Sequence[Limit], prompt_tokens: int, completion_tokens: int, price: Price) -> None:
-    """Refuse a request that could never pass. completion_tokens: the fewest that suffice. Raises BadRequest."""
+    """Raise BadRequest for a request that can never be admitted. completion_tokens: the fewest that suffice."""
     tokens = prompt_tokens + completion_tokens
     for limit in limits:
         kind = limit.kind
@@ -48,7 +48,7 @@ def check_possible(limits: Sequence[Limit], prompt_tokens: int, completion_token
 
 
 def refusal(limits: Sequence[Limit], states: States, tokens: int, cost: int, headers: dict[str, str]) -> RateLimited:
-    """Build the refusal for the exceeded limit with the longest wait. tokens, cost: the amounts that were needed."""
+    """Build the 429 for the exceeded limit with the longest wait. tokens, cost: the amounts that the request needs."""
     index = max(range(len(limits)), key=lambda i: states[i][1])
     limit, (remaining, wait, _) = limits[index], states[index]
     seconds = math.ceil(wait / 1000)
@@ -72,7 +72,7 @@ def refusal(limits: Sequence[Limit], states: States, tokens: int, cost: int, hea
 
 
 def cut_off(limit: Limit, wait: int) -> RateLimited:
-    """Build the error that ends an answer for which the limit has no more room. wait: ms until it has some."""
+    """Build the error that ends an answer when a limit has no more room. wait: ms until it has some."""
     seconds = math.ceil(wait / 1000)
     return RateLimited(
         f"Rate limit reached for this {limit.owner}: {_value(limit)}. The answer ends here; what was "
@@ -83,7 +83,7 @@ def cut_off(limit: Limit, wait: int) -> RateLimited:
 
 
 def rate_headers(limits: Sequence[Limit], states: States) -> dict[str, str]:
-    """`x-ratelimit-*`, of requests and of tokens, each for the limit with the least remaining."""
+    """Return the `x-ratelimit-*` headers of requests and tokens, each for the limit with the least remaining."""
     headers = {}
     for name, kinds in HEADERS.items():
         tightest = None
@@ -111,7 +111,7 @@ def format_duration(milliseconds: int) -> str:
 
 
 def describe_wait(seconds: int) -> str:
-    """For people, rounded up: `38 s`, `4 min`, `2 h 5 min`, `1 d 3 h`."""
+    """Format a wait for a message, rounded up: `38 s`, `4 min`, `2 h 5 min`, `1 d 3 h`."""
     if seconds < 120:
         return f"{seconds} s"
     minutes = math.ceil(seconds / 60)
@@ -131,6 +131,6 @@ def _value(limit: Limit) -> str:
 
 
 def _next_month(seconds: int) -> str:
-    """The day on which a wait for the next month ends; this clock may differ from Redis' by hours."""
+    """Return the first moment of the next month as text. The 12 hours allow for a difference from Redis' clock."""
     first = datetime.now(UTC) + timedelta(seconds=seconds, hours=12)
     return f"1 {first:%B %Y} 00:00 UTC"

@@ -1,4 +1,4 @@
-"""The amounts that a running request holds of its limits, and the data that another gateway needs to settle it."""
+"""Reservation of a running request: the amounts it holds, and the data with which another gateway settles it."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -11,13 +11,12 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """The amounts that a request took of its limits.
+    """Amounts that a request has reserved of its limits.
 
-    tokens: prompt and completion, the most it may generate over all its choices. max_tokens: of a single choice; fewer
-    than requested if the tenant's answers are shortened. cost: the highest possible, in micro-units. headers: OpenAI's
+    tokens: the prompt and the maximum completion of all choices. max_tokens: of a single choice; fewer than requested
+    if the tenant's answers are shortened. cost: the highest possible, in micro-units. headers: OpenAI's
     `x-ratelimit-*`, and `x-loraplex-max-tokens` if shortened. admitted_at: by Redis' clock, which defines the periods
-    of limits; the ledger's row must have it (`created_at`). hold: for a stream that does not hold all of its tokens
-    yet.
+    of limits; the ledger's row must have it (`created_at`). hold: set if the token rates hold only a part at first.
     """
 
     request_id: str
@@ -32,17 +31,17 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held(self) -> int:
-        """The tokens of the rates that are held."""
+        """Return the tokens of the rates that are held."""
         return self.tokens if self.hold is None else max(0, self.hold.pace.allowed - self.hold.charged)
 
     @property
     def charged(self) -> int:
-        """The tokens of the rates that are owed."""
+        """Return the tokens of the rates that have become debt."""
         return 0 if self.hold is None else self.hold.charged
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """The progress of a request: where it runs, and the counts so far.
+    """Progress of a request: its engine and its counts so far.
 
     is_free: whether it costs no money, because its engine died and it has no answer.
     """
@@ -54,8 +53,9 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway held that is gone. lease: as given to `acquire`. progress: the last it told; None: it had not
-    begun. last_heard: when its gateway last extended it. ended: when it ran out."""
+    """Lease of a gateway that stopped extending it. lease: as given to `acquire`. progress: the last that the gateway
+    sent, None if the request had not begun. last_heard: when its gateway last extended it. ended: when it ended.
+    """
 
     reservation: Reservation
     lease: dict[str, Any]

@@ -18,10 +18,10 @@ KNOWN_BUDGETS = 10_000
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """The amounts that a request needs.
+    """Amounts that a request needs.
 
     max_tokens: for each choice. step: the grant is a multiple of it. expected: the completion tokens of all choices
-    that the rates hold at first; None: all of them.
+    that the token rates hold at first, None for all of them.
     """
 
     tenant_id: str
@@ -39,7 +39,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held(self) -> int:
-        """The completion tokens that the rates hold at first."""
+        """Return the completion tokens that the token rates hold at first."""
         return self.completion if self.expected is None else min(self.expected, self.completion)
 
     @property
@@ -49,7 +49,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WithoutRedis:
-    """Applies `LORAPLEX_QUOTA_FALLBACK`."""
+    """Admission by `LORAPLEX_QUOTA_FALLBACK`."""
 
     def __init__(self, modes: Mapping[str, Mode], gateways: Callable[[], int], admitted: Callable[[str], None]) -> None:
         """modes: by class of limit. gateways: returns the number of live gateways. admitted: called with "open" or
@@ -59,7 +59,7 @@ class WithoutRedis:
         self._gateways = gateways
         self._admitted = admitted
         self._local = LocalLimits()
-        # Tenant and field -> the budget's remaining amount when Redis last answered.
+        # Tenant id and field -> the budget's remaining amount when Redis last answered.
         self._budgets: OrderedDict[str, int] = OrderedDict()
 
     def refuses(self, limits: Sequence[Limit]) -> bool:
@@ -91,15 +91,15 @@ class WithoutRedis:
         return reservation(demand, answer.granted, headers, datetime.now(UTC))
 
     def grow(self, tenant_id: str, request_id: str, used: int, wanted: int) -> Grown | None:
-        """Grow the hold of a request that was admitted here; None for others."""
+        """Grow the hold of a request that was admitted without Redis. Return None for others."""
         return self._local.grow(tenant_id, request_id, used, wanted)
 
     def settle(self, tenant_id: str, request_id: str, tokens: int, cost: int, *, counts: bool) -> None:
-        """Settle the request if it was admitted here; otherwise do nothing."""
+        """Settle the request if it was admitted without Redis; otherwise do nothing."""
         self._local.settle(tenant_id, request_id, tokens, cost, counts=counts)
 
     def remember_budgets(self, tenant_id: str, limits: Sequence[Limit], states: States) -> None:
-        """Keep each budget's remaining amount as Redis reported it; the share is a part of that."""
+        """Store the remaining amount of each budget as Redis reports it. This gateway's share is a part of it."""
         for limit, state in zip(limits, states, strict=True):
             if limit.kind == "b":
                 key = tenant_id + limit.field
