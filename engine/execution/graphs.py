@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs, one per number of rows and for steps with and without LoRA.
+"""Decode steps as CUDA graphs: one for each number of rows, with and without LoRA.
 
-Everything that changes from step to step lies in static buffers, which one copy refills; a graph reads them and replays
-with any requests, contexts and mix of adapters. Rows beyond the step's own are padding: a negative slot stores no key,
-a context of 0 reads none, adapter -1 is the base model. Where there is no GPU a replay is the same step called again.
+All data that changes between steps is in static buffers, which one copy refills. A graph reads them, so it replays with
+any requests, contexts and mix of adapters. Rows beyond the step's own are padding: a negative slot stores no key, a
+context of 0 reads none, adapter -1 is the base model. Without a GPU, a replay calls the step again.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,22 +20,27 @@ from kernels.batch import ANY_ADAPTERS, Batch
 Forward = Callable[[Batch], Tensor]
 Replay = Callable[[], Tensor]
 
-# The rows of `Graphs._fields`.
+# Row indices of `DecodeGraphs._fields`.
 _TOKEN_IDS, _SEATS, _POSITIONS, _SLOTS, _CONTEXT_LENS, _ADAPTERS = range(6)
 
 
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, then every 8 rows up to 64, every 16 beyond: a step computes few rows for nothing."""
+    """Return 1, 2, 4, then every 8 rows up to 64, every 16 beyond, so that few rows are padding."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 
 
 class DecodeGraphs:
-    """forward: `[L, vocab]` fp32 logits of a batch, launching nothing but device work that a graph can hold.
+    """CUDA graphs of decode steps, captured on construction.
 
-    sizes: numbers of rows to capture. last_tokens: the newest token of each seat. max_model_len: tokens of the longest
-    context, in blocks of block_size. Captures when made, the largest first, into one memory pool that all share: the
-    logits of a replay are good until the next one. progress: called with how many graphs are captured, of how many.
+    The largest is captured first, into one memory pool that all share, so the logits of a replay are valid until the
+    next one.
+
+    forward: returns `[L, vocab]` fp32 logits of a batch; launches only device work that a graph can contain.
+    sizes: numbers of rows to capture.
+    last_tokens: the newest token of each seat.
+    max_model_len: tokens of the longest context, in blocks of block_size.
+    progress: called with the number of captured graphs, and of all graphs.
     """
 
     def __init__(
@@ -66,8 +71,9 @@ class DecodeGraphs:
                 progress(len(self._replays), 2 * len(self._sizes))
 
     def run(self, layout: Layout) -> Tensor | None:
-        """The logits of the layout's `logits_rows`; None for a step that no graph serves: a prompt's, one larger than
-        the largest, or one with an adapter of embed_tokens or lm_head."""
+        """Return the logits of the layout's `logits_rows`. Return None for a step without a graph: one with prompt
+        tokens, one with more rows than the largest graph, or one with an adapter on embed_tokens or lm_head.
+        """
         num_rows, lora = len(layout.seats), self._lora
         if len(layout.token_ids) != num_rows or num_rows > self._sizes[-1]:
             return None
@@ -97,7 +103,7 @@ class DecodeGraphs:
 
         if self._device.type != "cuda":
             return step
-        # Outside of the graph first: kernels are compiled and libraries make their workspaces.
+        # Run once outside the graph, so that kernels are compiled and libraries allocate their workspaces.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""One step's plan as flat arrays on the host, and these as the tensors of `kernels.batch.Batch`."""
+"""Layout of a step: its plan as flat arrays on the host, and these as the tensors of `kernels.batch.Batch`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kernels.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The logits rows `row:row + num_tokens` of a request that wants prompt_logprobs, from position `first` on."""
+    """The logits rows `row:row + num_tokens` of a request with prompt_logprobs, from position `first` on."""
 
     request: Request
     first: int
@@ -25,8 +25,9 @@ class PromptRows:
 class Layout:
     """A step on the host, T tokens of B requests; dtypes and shapes as in `Batch`.
 
-    token_ids: -1 for a token that only the device knows. seats, adapters, counts: of each request, `[B]`.
-    sampled: the requests that get a token, and `sampled_rows` their rows of the logits.
+    token_ids: -1 for a token that only the device has.
+    seats, adapters, counts: per request, `[B]`.
+    sampled: the requests that receive a token; `sampled_rows`: their rows of the logits.
     """
 
     token_ids: np.ndarray
@@ -49,9 +50,9 @@ class Layout:
 
 
 class Planner:
-    """Lay plans flat. Each seat's block table stays, and only blocks that are new to it are written.
+    """Builder of layouts. Each seat's block table is kept between steps, so that only new blocks are written.
 
-    slot_digests: the digest of the adapter in each slot of the device pool, "" where there is none.
+    slot_digests: the digest of the adapter in each slot of the device pool, "" for an empty slot.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, slot_digests: Sequence[str] = ()) -> None:
@@ -62,8 +63,8 @@ class Planner:
         self._written = [0] * max_num_seqs
 
     def lay_out(self, plan: Mapping[Request, int]) -> Layout:
-        """Lay out the plan's requests in its order. Rows of the logits are every position of a prompt whose request
-        wants prompt_logprobs, else the last token of each request that this step brings to its end.
+        """Lay out the plan's requests in its order. The rows of logits are every position of a prompt with
+        prompt_logprobs, and otherwise the last token of each request whose tokens this step completes.
         """
         token_ids: list[int] = []
         seats: list[int] = []
@@ -123,16 +124,14 @@ class Planner:
         )
 
     def _served(self, slot: int) -> str:
-        """Return the receipt of a slot; pages of an unknown adapter count as mixed, because no request asked for
-        them.
-        """
+        """Return the receipt of a slot. Pages of an unknown adapter count as mixed, because no request named them."""
         if slot < 0:
             return BASE_SERVED
         digest = self._slot_digests[slot]
         return f"sha256:{digest}" if digest else MIXED_SERVED
 
     def _write(self, seat: int, blocks: list[int]) -> None:
-        if self._held[seat] is not blocks:  # another request's, or the same one's after it was preempted
+        if self._held[seat] is not blocks:  # blocks of another request, or of the same one after a preemption
             self._held[seat] = blocks
             self._written[seat] = 0
         written = self._written[seat]
@@ -142,7 +141,7 @@ class Planner:
 
 
 def make_batch(layout: Layout, last_tokens: Tensor) -> Batch:
-    """The layout on the device of `last_tokens`, the newest token of each seat, which -1 stands for."""
+    """Return the layout on the device of `last_tokens`, which has each seat's newest token. These replace ids of -1."""
     unknown = np.flatnonzero(layout.token_ids < 0)
     owners = np.searchsorted(layout.query_start, unknown, side="right") - 1
     arrays = (

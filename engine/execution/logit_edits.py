@@ -1,5 +1,6 @@
-"""The numbers that one request's sampling parameters need in each step, kept from step to step: a step costs the same
-however long the request's text is. Owned by the engine's thread."""
+"""Data of one request's logit edits, kept between steps, so that a step's cost does not depend on the length of the
+text. Owned by the engine's thread.
+"""
 
 import numpy as np
 
@@ -7,7 +8,7 @@ from engine.scheduling.request import Request
 
 
 class TokenCounts:
-    """The different tokens of a growing list, from `start` on, and how often each occurs."""
+    """The distinct tokens of a growing list, from `start` on, and the number of each."""
 
     __slots__ = ("_counts", "_next", "_places", "_tokens")
 
@@ -39,8 +40,12 @@ class TokenCounts:
 
 
 class LogitEdits:
-    """bias_ids, bias: `logit_bias`. ends: tokens that may not come before `min_tokens`. all, output: counts of the
-    prompt's and the answer's tokens together, and of the answer's alone."""
+    """Edits of one request's logits.
+
+    bias_ids, bias: `logit_bias`.
+    ends: tokens that are banned before `min_tokens`.
+    all, output: token counts of prompt and answer together, and of the answer alone.
+    """
 
     __slots__ = ("all", "bias", "bias_ids", "ends", "output")
 
@@ -54,7 +59,7 @@ class LogitEdits:
 
 
 def edits_of(request: Request) -> LogitEdits:
-    """Return the request's numbers, made at its first step."""
+    """Return the request's edits, created at its first step."""
     if request.edits is None:
         request.edits = LogitEdits(request)
     return request.edits

@@ -1,4 +1,4 @@
-"""Masks on logits, of grammars and allowed tokens: all constrained rows of a step. Knows neither's library."""
+"""Masks on logits, from grammars and allowed tokens, for all constrained rows of a step. Knows no grammar library."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,14 +12,18 @@ from engine.execution.transfer import upload
 
 
 class Mask(Protocol):
-    """`engine.structured.compiler.Matcher` or `engine.execution.token_rules.AllowedTokens`."""
+    """Source of a mask: `engine.structured.compiler.Matcher` or `engine.execution.token_rules.AllowedTokens`."""
 
     def fill(self, bits: np.ndarray) -> None:
-        """Writes which tokens may come next: bit i of uint32 `[ceil(vocab / 32)]`, given as zeros, is token i."""
+        """Set the bits of the tokens that may come next: bit i of uint32 `[ceil(vocab / 32)]`, all zero before, is
+        token i.
+        """
 
 
 def constrain(logits: Tensor, masks: Sequence[Mask | None]) -> None:
-    """logits `[n, vocab]` fp32, in place: -inf for each token that row i's mask forbids; rows of None untouched."""
+    """Set the logits of forbidden tokens to -inf in place. logits: `[n, vocab]` fp32. Row i has mask i; None changes
+    nothing.
+    """
     rows = [row for row, mask in enumerate(masks) if mask is not None]
     if not rows:
         return
@@ -35,9 +39,9 @@ def constrain(logits: Tensor, masks: Sequence[Mask | None]) -> None:
 
 
 def _forbid(row: np.ndarray, bits: np.ndarray) -> None:
-    """One row `[vocab]` on the CPU. A mask allows few tokens or nearly all: the fewer are the ones that are touched.
+    """Mask one row `[vocab]` on the CPU. A mask allows few tokens or nearly all, so only the smaller set is written.
 
-    numpy, not torch: 15 to 40 us a row of 49k tokens; torch's threads take longer to wake (docs/lab-notes.md).
+    Uses numpy, not torch: 15 to 40 us for a row of 49k tokens; torch's threads take longer to wake (docs/lab-notes.md).
     """
     allowed = np.unpackbits(bits.view(np.uint8), count=len(row), bitorder="little").view(np.bool_)
     if np.count_nonzero(allowed) * 2 > len(row):
@@ -50,13 +54,15 @@ def _forbid(row: np.ndarray, bits: np.ndarray) -> None:
 
 
 def _bias(masks: Tensor) -> Tensor:
-    """0 for allowed, -inf for forbidden, `[n, 8 * bytes]` fp32, from uint8 `[n, bytes]`, on the masks' device."""
+    """Return 0 for allowed and -inf for forbidden tokens, `[n, 8 * bytes]` fp32, from uint8 `[n, bytes]`, on the masks'
+    device.
+    """
     table = _bias_of_byte(masks.device)
     return table.index_select(0, masks.reshape(-1).int()).view(len(masks), -1)
 
 
 @lru_cache
 def _bias_of_byte(device: torch.device) -> Tensor:
-    """`[256, 8]`: what eight tokens' logits get for a byte of the mask."""
+    """Return `[256, 8]`: the bias of eight tokens' logits for each value of a mask's byte."""
     allowed = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
     return torch.where(allowed.bool(), 0.0, -torch.inf)

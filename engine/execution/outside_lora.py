@@ -1,6 +1,6 @@
-"""LoRA outside of the decoder's layers, on embed_tokens and lm_head: of a few adapters, so beside the step, not in it.
+"""LoRA outside the decoder's layers, on embed_tokens and lm_head. Few adapters have it, so it runs as a separate pass.
 
-A batch without such an adapter pays two look-ups in empty dicts.
+A batch without such an adapter costs two look-ups in empty dicts.
 """
 
 import torch
@@ -11,7 +11,9 @@ from kernels.batch import Batch
 
 
 def embed(embedding: Tensor, batch: Batch, ops: Ops, lora: LoraTables | None) -> Tensor | None:
-    """`[T, hidden]` embeddings of the batch's tokens with their adapters' deltas; None if no adapter here has any."""
+    """Return `[T, hidden]` embeddings of the batch's tokens with their adapters' deltas; None if no adapter of the
+    batch has any.
+    """
     slots = [slot for slot in batch.adapter_slots if slot in lora.embeddings] if lora is not None else []
     if lora is None or not slots:
         return None
@@ -25,7 +27,7 @@ def embed(embedding: Tensor, batch: Batch, ops: Ops, lora: LoraTables | None) ->
 
 
 def add_to_logits(logits: Tensor, hidden: Tensor, batch: Batch, ops: Ops, lora: LoraTables | None) -> None:
-    """Adds the heads' deltas in place. logits `[L, vocab]` fp32, hidden `[L, hidden]`: what lm_head saw."""
+    """Add the deltas of lm_head in place. logits: `[L, vocab]` fp32; hidden: `[L, hidden]`, the input of lm_head."""
     slots = [slot for slot in batch.adapter_slots if slot in lora.heads] if lora is not None else []
     if lora is None or not slots:
         return

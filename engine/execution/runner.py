@@ -1,7 +1,7 @@
-"""Run plans: batch, forward pass, next tokens. Owns the KV cache's tensors; knows no queues.
+"""Execution of plans: batch, forward pass, next tokens. Owns the KV cache's tensors; knows no queues.
 
-`forward` and `sample` launch and do not wait, so that on a GPU the host can plan and publish while the device computes:
-each seat's newest token stays in a table on the device, where the next forward pass finds it.
+`forward` and `sample` launch work and do not wait, so that on a GPU the host can plan and publish while the device
+computes. Each seat's newest token stays in a table on the device, from which the next forward pass reads it.
 """
 
 import functools
@@ -26,7 +26,7 @@ from kernels.reference import LARGEST
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A forward pass on its way. logits: `[L, vocab]` fp32, a row for each of the layout's `logits_rows`."""
+    """A forward pass in flight. logits: `[L, vocab]` fp32, a row for each of the layout's `logits_rows`."""
 
     layout: Layout
     logits: Tensor
@@ -34,14 +34,15 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A step's tokens while they are copied to the host."""
+    """A step's tokens during their copy to the host."""
 
     requests: list[Request]
     tokens: Download | None
     logprobs: list[tuple[list[Request | PromptRows], list[int], Download]]
 
     def wait(self) -> dict[Request, int]:
-        """Return the next token of each request whose tokens were all computed, and hand out logprobs.
+        """Return the next token of each request whose tokens are all computed, and append log-probabilities to the
+        requests.
 
         The token is `NOT_FINITE` where a request's logits are NaN or infinite.
         """
@@ -57,10 +58,11 @@ class Sampling:
 
 
 class Runner:
-    """num_blocks blocks of block_size tokens in every layer, in the decoder's dtype and on its device.
+    """Executor of plans, with a KV cache of num_blocks blocks of block_size tokens in every layer, on the decoder's
+    device.
 
-    A request may hold as many of them as max_model_len tokens need; max_num_seqs requests run at once. kv_dtype: the
-    cache's own, if it is another than the model's. graph_sizes: see `engine.execution.graphs`; empty: no graphs.
+    max_num_seqs: limit of requests that run at once. max_model_len: limit of a request's tokens. kv_dtype: the cache's
+    dtype; None: `dtype`. graph_sizes: see `engine.execution.graphs`; empty: no graphs.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, plan: Mapping[Request, int]) -> Launched:
-        """Starts the computation of the plan's tokens."""
+        """Launch the computation of the plan's tokens."""
         layout = self._planner.lay_out(plan)
         logits = self.graphs.run(layout) if self.graphs is not None else None
         if logits is None:
@@ -109,8 +111,8 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, launched: Launched) -> Sampling:
-        """Launch the sampling of the next tokens. Every earlier token of the requests must be known by now; requests
-        that have ended are left out.
+        """Launch the sampling of the next tokens. Every earlier token of the requests must be known. Requests that have
+        ended are skipped.
         """
         layout, logits = launched.layout, launched.logits
         logprobs = [self._prompt_logprobs(rows, logits) for rows in layout.prompt_rows]
@@ -125,7 +127,7 @@ class Runner:
         wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
         if wanted:
             [index] = upload(self.device, [np.array(wanted)])
-            raw = logits[index]  # as the model gave them, before penalties
+            raw = logits[index]  # the model's logits, before penalties
         tokens = sample(logits, requests, self.decoder.ops.sample)
         if wanted:
             top = [requests[i].params.logprobs or 0 for i in wanted]
@@ -152,7 +154,7 @@ class Runner:
 
 
 def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KvCache:
-    """One layer's cache `[num_blocks, num_kv_heads, block_size, head_dim]`, with scales where it has 8 bits."""
+    """Return one layer's cache `[num_blocks, num_kv_heads, block_size, head_dim]`, with scales if it has 8 bits."""
     zeros = functools.partial(lazy_zeros, device=device, huge_pages=True)
     if dtype not in LARGEST:
         return KvCache(zeros(shape, dtype), zeros(shape, dtype))

@@ -1,5 +1,7 @@
-"""Next tokens from logits, vectorised over the batch, without waiting for the device. Rows are independent: a request's
-draw depends on its own seed and position only, never on what else is in the batch."""
+"""Next tokens from logits, vectorised over the batch, without waiting for the device.
+
+Rows are independent: a request's draw depends on its own seed and position only, never on the rest of the batch.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +18,16 @@ from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
-# Rows of the vocabulary whose log-probabilities are computed together.
+# Number of logits rows whose log-probabilities are computed together.
 LOGPROB_ROWS = 64
 _LARGEST_U64 = 2**64 - 1
 
 
 def sample(logits: Tensor, requests: Sequence[Request], draw: Callable[..., Tensor]) -> Tensor:
-    """logits `[n, vocab]` fp32, edited in place; row i chooses `requests[i]`'s next token. Returns `[n]` int64.
+    """Return `[n]` int64, the next token of each request. logits: `[n, vocab]` fp32, edited in place; row i is
+    `requests[i]`'s.
 
-    draw: the backend's `sample`; a draw's position is that of its token in the output, from 1.
+    draw: the backend's `sample`. The position of a draw is that of its token in the output, from 1.
     """
     constrain(logits, [request.mask for request in requests])
     if any(request.params.edits_logits for request in requests):
@@ -44,24 +47,24 @@ def sample(logits: Tensor, requests: Sequence[Request], draw: Callable[..., Tens
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The index of each row's largest logit, the first of equals. `[n]` int64."""
+    """Return the index of each row's largest logit, the first among equals, `[n]` int64."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
-    # Not torch's: 16 rows of 49k take it 0.4 ms and more where its threads must wake, numpy 0.1 ms (docs/lab-notes.md).
+    # For 16 rows of 49k, torch takes 0.4 ms, and more if its threads must wake; numpy takes 0.1 ms (docs/lab-notes.md).
     return torch.tensor([int(row.argmax()) for row in logits.numpy()])
 
 
 def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
     """Return tokens `[n]` with `NOT_FINITE` where the chosen logit is NaN or infinite.
 
-    Products with an adapter's finite weights can overflow. A finite choice is kept, whatever the rest of its row is.
+    Products with an adapter's finite weights can overflow. A finite choice is kept, whatever else its row contains.
     """
     chosen = logits.gather(1, tokens[:, None])[:, 0]
     return torch.where(chosen < torch.inf, tokens, NOT_FINITE)
 
 
 def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
-    """Apply penalties, bias and bans in place: one gather and scatter for all rows of each kind.
+    """Apply penalties, bias and bans in place: one gather and scatter of each kind for all rows.
 
     A request whose edits fail ends by itself; no other row depends on it.
     """
@@ -96,7 +99,7 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
         rows, ids, _ = banned.upload(device)
         logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
     for row, found in banned_where_masked:
-        # A grammar may leave nothing but its end, or but a banned word: then that comes all the same.
+        # A ban is skipped if it would leave no token: a mask may allow only the end, or only a banned word.
         [ids] = upload(device, [found])
         rest = logits[row].index_fill(0, ids, -torch.inf)
         logits[row] = torch.where(rest.amax() > -torch.inf, rest, logits[row])
@@ -113,7 +116,9 @@ def _add_penalties(row: int, request: Request, scaled: "_Edits", lowered: "_Edit
 
 
 def _bans(request: Request) -> Iterator[np.ndarray]:
-    """Tokens that may not come next, the banned words' before the ends that would come too early. None is empty."""
+    """Yield non-empty sets of tokens that may not come next: first the banned words', then end tokens before
+    `min_tokens`.
+    """
     p = request.params
     if p.bad_words is not None:
         ids = p.bad_words.after(request.token_ids, request.num_output_tokens)
@@ -124,7 +129,7 @@ def _bans(request: Request) -> Iterator[np.ndarray]:
 
 
 class _Edits:
-    """(row, token, value) triples of many rows. No (row, token) comes twice with two values."""
+    """(row, token, value) triples of many rows. Each (row, token) has one value."""
 
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
@@ -145,7 +150,9 @@ class _Edits:
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """`[n]` of each row's own token, and the likeliest `[n, most]`; on the device, then on the host."""
+    """Log-probabilities of each row's own token, `[n]`, and of the likeliest, `[n, most]`; on the device, then on the
+    host.
+    """
 
     token_ids: Tensor
     logprobs: Tensor
@@ -158,13 +165,13 @@ class RowLogprobs:
         return self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
 
     def entries(self, top: Sequence[int]) -> list[TokenLogprobs]:
-        """Row i with its `top[i]` likeliest. Reads the tensors' values."""
+        """Return row i with its `top[i]` likeliest tokens. Reads the tensors' values."""
         rows = zip(*(t.tolist() for t in self.tensors), top, strict=True)
         return [TokenLogprobs(t, lp, rank, ids[:n], values[:n]) for t, lp, rank, ids, values, n in rows]
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> RowLogprobs:
-    """Return log-probabilities of each row's token and its `most` likeliest. logits `[n, vocab]` fp32, token_ids
+    """Return log-probabilities of each row's token and its `most` likeliest. logits: `[n, vocab]` fp32; token_ids:
     `[n]`.
 
     Works on a few rows at a time; all rows of a long prompt would take twice the memory of its logits.

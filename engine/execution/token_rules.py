@@ -1,6 +1,6 @@
 """Token rules without a grammar: `allowed_token_ids` and `bad_words`.
 
-Made once for a request and shared by its choices; the next tokens depend on the output tokens alone.
+Created once per request and shared by its choices; the next tokens depend on the output tokens alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,21 +9,21 @@ import numpy as np
 
 
 class AllowedTokens:
-    """A fixed set of tokens as a mask, filled in like a grammar's. largest: their largest id."""
+    """A fixed set of tokens as a mask. largest: the largest id."""
 
     __slots__ = ("_token_ids", "_words", "largest")
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """token_ids: at least 1, none negative. The mask is made when it is filled in, after the engine has checked
-        `largest` against the vocabulary, so that an id near 2**31 costs no 256 MiB.
+        """token_ids: at least 1, none negative. The mask is built at its first use, after the engine has checked
+        `largest` against the vocabulary, so that an id near 2**31 does not allocate 256 MiB.
         """
         self.largest = max(token_ids)
         self._token_ids: Sequence[int] = token_ids
         self._words: np.ndarray | None = None
 
     def fill(self, bits: np.ndarray) -> None:
-        """Set the bits of the tokens that may come next: bit i of uint32 `[ceil(vocab / 32)]`, given as zeros, is token
-        i.
+        """Set the bits of the tokens that may come next: bit i of uint32 `[ceil(vocab / 32)]`, all zero before, is
+        token i.
         """
         if self._words is None:
             allowed = np.zeros((self.largest // 32 + 1) * 32, np.bool_)
@@ -33,9 +33,9 @@ class AllowedTokens:
 
 
 class BannedWords:
-    """Token sequences that no output may hold: the last token of each is banned after the others.
+    """Token sequences that the output may not contain: the last token of each is banned after the others.
 
-    A step takes a lookup for each length among the sequences, whatever their number. largest: the largest of all ids.
+    A step makes one look-up per distinct length of the sequences, whatever their number. largest: the largest id.
     """
 
     __slots__ = ("_last_tokens", "_lengths", "largest")
@@ -50,7 +50,9 @@ class BannedWords:
         self.largest = max(max(*before, *ids) if before else max(ids) for before, ids in last_tokens.items())
 
     def after(self, token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:
-        """The tokens banned behind `token_ids`, whose last `num_output_tokens` are output; some may come twice."""
+        """Return the tokens banned after `token_ids`, whose last `num_output_tokens` are output; duplicates are
+        possible.
+        """
         found = [np.empty(0, np.int64)]
         for length in self._lengths:
             if length > num_output_tokens:

@@ -1,6 +1,6 @@
-"""Between host and device without waiting: one copy each way for all that a step needs.
+"""Copies between host and device without waiting: one copy each way for all data of a step.
 
-On a GPU copies go through pinned memory of torch's caching allocator, which reuses a buffer only when its copy is done.
+On a GPU copies use pinned memory of torch's caching allocator, which reuses a buffer only after its copy is done.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ _ALIGNMENT = 16
 
 
 def upload(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """The arrays on the device, in order. On the CPU the tensors share the arrays' memory."""
+    """Return the arrays on the device, in order. On the CPU the tensors share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     return unpack(pack(arrays, pinned=True).to(device, non_blocking=True), arrays)
 
 
 def pack(arrays: Sequence[np.ndarray], *, pinned: bool) -> Tensor:
-    """The arrays side by side in one buffer of bytes on the host, each where any dtype may begin."""
+    """Pack the arrays into one buffer of bytes on the host, each aligned for any dtype."""
     buffer = torch.empty(sum(_aligned(a.nbytes) for a in arrays), dtype=torch.uint8, pin_memory=pinned)
     to, at = buffer.numpy(), 0
     for array in arrays:
@@ -30,7 +30,7 @@ def pack(arrays: Sequence[np.ndarray], *, pinned: bool) -> Tensor:
 
 
 def unpack(buffer: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """The parts of a packed buffer on any device, shaped and typed as the arrays it was packed from."""
+    """Return the parts of a packed buffer on any device, with the shapes and dtypes of the packed arrays."""
     found, at = [], 0
     for array in arrays:
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
@@ -44,7 +44,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class Download:
-    """Tensors on their way to the host. Nothing waits for them but the host, when it calls `wait`."""
+    """Tensors during their copy to the host. Only `wait` blocks."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None

@@ -1,4 +1,4 @@
-"""Parse config.json of a Hugging Face folder, or a GGUF file's metadata, into the decoder's config.
+"""The decoder's config, parsed from config.json of a Hugging Face folder or from a GGUF file's metadata.
 
 Raises ConfigError with the field and the reason.
 """
@@ -12,14 +12,14 @@ from typing import Any
 from wire.errors import ConfigError
 from wire.model_config import context_length, positive, positive_number
 
-# Families the decoder serves, with what each fixes without saying so in config.json.
+# Served families, with the properties that each implies without a field in config.json.
 FAMILIES: dict[str, dict[str, bool]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": True},
     "Qwen2ForCausalLM": {"qkv_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
 }
-# Rope types, with the numbers that each cannot do without.
+# Rope types, with the parameters that each requires.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -31,9 +31,9 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: `kind` is default, linear, llama3, yarn, or factors (GGUF's divisors of the frequencies).
+    """Rotary embedding. `kind`: default, linear, llama3, yarn, or factors (GGUF's divisors of the frequencies).
 
-    `parameters` are that kind's own.
+    `parameters` are specific to the kind.
     """
 
     theta: float
@@ -66,14 +66,15 @@ class ModelConfig:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Keys and values of one token in all layers, in elements."""
+        """Return the number of elements in one token's keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a model folder with generation's own eos_token_id, or the same fields of a GGUF file.
+    """Return config.json of a model folder, with the eos_token_id of generation_config.json, or the same fields of a
+    GGUF file.
 
-    Raises ConfigError for what is neither.
+    Raises ConfigError if the path is neither.
     """
     if path.is_file():
         if path.suffix != ".gguf":
@@ -103,7 +104,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Raises ConfigError naming the field for a folder, a file or a model that cannot be served."""
+    """Return the config of a folder or file. Raises ConfigError naming the field if it cannot be served."""
     return parse_model_config(read_config(path))
 
 
@@ -160,7 +161,7 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _rope(raw: dict[str, Any]) -> RopeConfig:
-    # transformers 5 writes rope_parameters; before it, rope_theta stood alone and rope_scaling beside it.
+    # transformers 5 writes rope_parameters; older versions write rope_theta and rope_scaling.
     given = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     parameters = raw.get(given) or {}
     if not isinstance(parameters, dict):
@@ -199,7 +200,7 @@ def _check_optional_rope(kind: str, given: str, parameters: dict[str, Any]) -> N
 def _sliding_windows(raw: dict[str, Any], family: dict[str, bool], num_layers: int) -> tuple[int, ...]:
     if not (family.get("sliding_window") or raw.get("use_sliding_window")):
         return (0,) * num_layers
-    # Where config.json says nothing: transformers' own defaults.
+    # Missing fields get transformers' defaults.
     window = raw.get("sliding_window", 4096) or 0
     if family.get("sliding_window"):
         return (window,) * num_layers
@@ -209,9 +210,10 @@ def _sliding_windows(raw: dict[str, Any], family: dict[str, bool], num_layers: i
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[list[float], float]:
-    """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin, as transformers computes them.
+    """Return inverse frequencies `[head_dim / 2]` and the factor on cos and sin, computed as in transformers.
 
-    linear: kaiokendev's position interpolation. llama3: Llama 3.1's by-wavelength scaling.
+    linear: kaiokendev's position interpolation.
+    llama3: Llama 3.1's by-wavelength scaling.
     yarn: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023, section 3.
     """
     p = rope.parameters

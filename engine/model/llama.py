@@ -1,4 +1,5 @@
-"""The decoder: one family by configuration (Llama, Mistral, Qwen2, Qwen3, SmolLM), LoRA on all of its weights.
+"""The decoder of all served families (Llama, Mistral, Qwen2, Qwen3, SmolLM), selected by configuration, with LoRA on
+all weights.
 
 Knows no scheduler, no sampling and no device: the ops come from `kernels.backend`.
 """
@@ -17,7 +18,7 @@ from kernels.reference import LoraGroup
 
 
 class Decoder:
-    """Weights and forward pass over the caches and rank pages that `attach` gives it."""
+    """Weights and forward pass. `attach` sets the caches and rank pages that it uses."""
 
     def __init__(self, config: ModelConfig, ops: Ops, source: Checkpoint, max_model_len: int) -> None:
         self.config, self.ops = config, ops
@@ -42,12 +43,14 @@ class Decoder:
         self._fused: FusedForward | None = None
 
     def attach(self, kv: list[KvCache], lora: LoraTables) -> None:
-        """kv: each layer's cache, written by `forward`. lora: the adapters' rank pages."""
+        """Set the caches and the adapters. kv: each layer's cache, written by `forward`. lora: the adapters' rank
+        pages.
+        """
         self.kv, self._lora = kv, lora
         self._fused = self.ops.fuse(self.weights, kv, lora)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Runs one step of T flat tokens; returns `[L, vocab]` fp32 logits of the batch's `logits_rows`."""
+        """Run one step of T flat tokens. Return `[L, vocab]` fp32 logits of the batch's `logits_rows`."""
         if self._fused is None:
             return self.forward_by_ops(batch)
         inputs = outside_lora.embed(self.weights.embedding, batch, self.ops, self._lora)
@@ -56,7 +59,7 @@ class Decoder:
         return logits
 
     def forward_by_ops(self, batch: Batch) -> Tensor:
-        """The same step op by op: what a backend without a fused form runs, and that form's slow twin."""
+        """Run the same step op by op: on a backend without a fused form, and as the slow twin of that form."""
         w, ops, eps = self.weights, self.ops, self.config.rms_norm_eps
         plan = ops.plan(batch, self._lora)
         inputs = outside_lora.embed(w.embedding, batch, ops, self._lora)
@@ -121,7 +124,7 @@ _NO_LORA: dict[str, LoraGroup] = {}
 
 
 def rope_table(config: ModelConfig, max_model_len: int) -> Tensor:
-    """`[max_model_len, head_dim]` fp32: cos of every frequency, then sin."""
+    """Return `[max_model_len, head_dim]` fp32: per position, cos of every frequency, then sin."""
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), torch.tensor(frequencies))
     return torch.cat((angles.cos(), angles.sin()), -1) * factor
@@ -136,7 +139,7 @@ def load_decoder(
     max_model_len: int,
     progress: Progress,
 ) -> Decoder:
-    """path: a folder of safetensors, or a GGUF file."""
+    """Load a decoder. path: a folder of safetensors, or a GGUF file."""
     with open_weights(path, dtype, device, progress) as source:
         decoder = Decoder(config, ops, source, max_model_len)
         source.finish()

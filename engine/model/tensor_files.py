@@ -1,7 +1,7 @@
-"""Tensor files in mapped memory: what is copied out of one is given back to the system at once.
+"""Tensor files in mapped memory, whose pages are released to the system as soon as they are copied.
 
-A reader of a format checks the file's header against its size, then says where each tensor lies. So a model is never in
-memory twice: not as file pages beside tensors, and not as a whole in another dtype.
+The reader of a format checks the file's header against the file's size, then returns the place of each tensor. A model
+is never in memory twice: not as file pages beside tensors, and not as a whole in another dtype.
 """
 
 import json
@@ -25,7 +25,7 @@ _MAX_HEADER_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor as its file holds it. start, num_bytes: place in the file, in bytes; dtype: the format's own name."""
+    """A tensor in its file. start, num_bytes: place in the file, in bytes. dtype: the format's own name."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,7 +40,7 @@ class WeightsFile(Protocol):
     def entries(self) -> Mapping[str, Entry]: ...
 
     def read(self, name: str, out: Tensor) -> None:
-        """Copies a tensor into `out`, of its shape and any dtype and device. Raises ConfigError for damaged data."""
+        """Copy a tensor into `out`, of its shape and any dtype and device. Raises ConfigError for damaged data."""
         ...
 
     def close(self) -> None: ...
@@ -51,7 +51,7 @@ def damaged(path: Path, what: str) -> ConfigError:
 
 
 def check_ends(path: Path, size: int, entries: Mapping[str, Entry]) -> None:
-    """Raises ConfigError for a file of `size` bytes in which a tensor ends later than that."""
+    """Raise ConfigError if a tensor ends beyond the file's `size` bytes."""
     ends = {name: entry.start + entry.num_bytes for name, entry in entries.items()}
     for name, end in ends.items():
         if end > size:
@@ -59,7 +59,7 @@ def check_ends(path: Path, size: int, entries: Mapping[str, Entry]) -> None:
 
 
 class MappedFile:
-    """The bytes of a file. Raises ConfigError for one that can't be opened or is empty."""
+    """The bytes of a file. Raises ConfigError for a file that cannot be opened or is empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class MappedFile:
             with path.open("rb") as file:
                 if not os.fstat(file.fileno()).st_size:
                     raise damaged(path, "it is empty")
-                # Copy-on-write, because torch wants writable memory; nothing writes.
+                # Copy-on-write, because torch requires writable memory. Nothing writes to it.
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise ConfigError("model", f"{path} can't be read: {error.strerror}") from None
@@ -75,9 +75,9 @@ class MappedFile:
             raise ConfigError("model", f"{path} is a Git LFS pointer and not the file itself: run git lfs pull")
 
     def rows(self, entry: Entry) -> Iterator[tuple[int, int, Tensor]]:
-        """A tensor's bytes some rows at a time: first row, last row, uint8 `[rows, bytes of a row]`.
+        """Yield a tensor's bytes some rows at a time: first row, end row (exclusive), uint8 `[rows, bytes of a row]`.
 
-        What was handed out is given back to the system when the next rows are asked for.
+        The pages of the yielded rows are released to the system when the next rows are requested.
         """
         num_rows = entry.shape[0] if entry.shape else 1
         row_bytes = entry.num_bytes // num_rows
@@ -95,7 +95,7 @@ class MappedFile:
             self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close(self) -> None:
-        with suppress(BufferError):  # an error's traceback still holds a view: the map goes when that goes
+        with suppress(BufferError):  # a traceback may hold a view; the map is freed with it
             self.data.close()
 
 
@@ -103,7 +103,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class SafetensorsFile:
-    """One `.safetensors` file. Raises ConfigError for one that is cut off, damaged or of a dtype we don't serve."""
+    """A `.safetensors` file. Raises ConfigError if it is truncated or damaged, or if a tensor's dtype is not served."""
 
     def __init__(self, path: Path) -> None:
         self._file = MappedFile(path)
@@ -124,7 +124,7 @@ class SafetensorsFile:
     def _read_header(self) -> dict[str, Entry]:
         data, path = self._file.data, self._file.path
         length = int.from_bytes(data[:8], "little")
-        # The header is a JSON object: whatever begins otherwise is no such file, or one whose beginning is gone.
+        # The header is a JSON object. A file that begins otherwise has another format, or has lost its beginning.
         if len(data) >= 9 and (length > _MAX_HEADER_BYTES or data[8:9] != b"{"):
             raise damaged(path, "it does not begin as a safetensors file does")
         if len(data) < 9 or length > len(data) - 8:

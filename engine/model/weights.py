@@ -1,4 +1,4 @@
-"""Weights by name, straight from mapped files to the decoder's tensors: in one copy, in the dtype and on the device."""
+"""Weights by name, copied once from mapped files to the decoder's tensors, in the decoder's dtype and on its device."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,7 +17,9 @@ Progress = Callable[[str, int, int], None]
 
 
 class Checkpoint:
-    """Tensors by name over one or several files. Raises ConfigError naming the tensor for one missing or misshapen."""
+    """Tensors by name over one or several files. Raises ConfigError naming a tensor that is missing or has the wrong
+    shape.
+    """
 
     def __init__(
         self, files: list[WeightsFile], dtype: torch.dtype, device: torch.device, progress: Progress | None = None
@@ -35,7 +37,7 @@ class Checkpoint:
         return self.fused([(name, shape[0])], *shape[1:])
 
     def fused(self, parts: list[tuple[str, int]], *columns: int) -> Tensor:
-        """Rows of several tensors under one another: `[sum of rows, *columns]`."""
+        """Return the rows of several tensors, concatenated: `[sum of rows, *columns]`."""
         for name, rows in parts:
             self._check(name, (rows, *columns))
         out = torch.empty(sum(rows for _, rows in parts), *columns, dtype=self._dtype, device=self._device)
@@ -46,11 +48,13 @@ class Checkpoint:
         return out
 
     def finish(self) -> None:
-        """Says that all is read: tensors that the decoder has no use for are never asked for."""
+        """Report complete progress, because tensors that the decoder does not use are never read."""
         self._progress("Loading weights", self._num_bytes, self._num_bytes)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Before memory is taken: sizes that no tensor has may be far more than there is."""
+        """Check a tensor's shape before memory is allocated, because a wrong size may exceed the machine's memory.
+        Raises ConfigError.
+        """
         if name not in self.files:
             raise ConfigError("model", f"tensor {name} is missing from the weights")
         found = self.files[name].entries[name].shape
@@ -68,7 +72,9 @@ class Checkpoint:
 def open_weights(
     path: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
 ) -> Iterator[Checkpoint]:
-    """A folder's safetensors, by its index file if it has one, or its one GGUF file; or a GGUF file itself."""
+    """Open a folder's safetensors, listed by its index file if there is one, or its only GGUF file; or open a GGUF
+    file.
+    """
     with ExitStack() as stack:
         files: list[WeightsFile] = []
         for name in [path] if path.is_file() else _files_of(path):
@@ -79,7 +85,7 @@ def open_weights(
 
 
 def base_tensor(path: Path, config: ModelConfig, dtype: torch.dtype, name: str) -> Tensor:
-    """`[vocab, hidden]` embed_tokens or lm_head (the embedding again where they are tied), on the CPU."""
+    """Return embed_tokens or lm_head, `[vocab, hidden]` on the CPU. Tied models return the embedding for both."""
     with open_weights(path, dtype, torch.device("cpu")) as source:
         is_head = name == "lm_head" and not config.tie_word_embeddings and "lm_head.weight" in source
         return source.get(
@@ -90,7 +96,7 @@ def base_tensor(path: Path, config: ModelConfig, dtype: torch.dtype, name: str) 
 def _open_file(path: Path) -> WeightsFile:
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
-    from engine.model.gguf.model import GgufWeights  # a heavy import that a folder of safetensors does without
+    from engine.model.gguf.model import GgufWeights  # a heavy import that a folder of safetensors does not need
 
     return GgufWeights(path)
 

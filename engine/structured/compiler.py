@@ -1,7 +1,8 @@
-"""Grammars compiled for one vocabulary, and their matchers. All of llguidance is behind this file.
+"""Grammars compiled for one vocabulary, and their matchers. No other module uses llguidance.
 
-A `Grammar` is compiled once, off the step loop, and shared; each sequence has a `Matcher` of its own, whose state is a
-function of the sequence's output tokens alone. docs/lab-notes.md says why llguidance and where the limits come from.
+A `Grammar` is compiled once, outside the step loop, and shared. Each sequence has its own `Matcher`, whose state
+depends on the sequence's output tokens only. docs/lab-notes.md gives the reasons for llguidance and the source of the
+limits.
 """
 
 import json
@@ -23,12 +24,13 @@ from wire.structured import GrammarSpec
 
 logger = logging.getLogger(__name__)
 
-# Between two parts of JSON: nothing, a space, or a new line with its indentation. With no bound, a small model that
-# likes spaces writes spaces until max_tokens.
+# Whitespace between JSON tokens: none, a space, or a newline with indentation. Without a bound, a small model may write
+# spaces until max_tokens.
 WHITESPACE = r"[ ]?|\n[ ]{0,32}"
-# "Fuel" is llguidance's measure of work, so that a hostile grammar ends its own request instead of stalling the step
-# that it shares: its masks take at most some 20 ms, and not many of them. 500 items in a row are an object of about 120
-# optional properties; required ones cost nothing there. States cost some 1 kB each and live as long as the grammar.
+# Limits that make a hostile grammar end its own request instead of stalling the steps that it shares. "Fuel" is
+# llguidance's measure of work: masks take at most some 20 ms, and few take that long. 500 items in a row allow an
+# object of about 120 optional properties; required ones do not count. Each lexer state takes some 1 kB and lives as
+# long as the grammar.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
@@ -39,17 +41,18 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
-# An ordinary mask takes 0.01 to 0.5 ms; one that explores new lexer states up to 20 ms.
+# Time from which a mask is charged to its tenant. An ordinary mask takes 0.01 to 0.5 ms; one that explores new lexer
+# states takes up to 20 ms.
 DEAR_MASK_SECONDS = 0.002
 
 _BESIDE_MESSAGE = re.compile(r"<|\d+ \||\^+$")
-# In a grammar that is ours and not the client's.
+# Position of an error; the client cannot use it if the grammar was generated from its schema or list.
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
 @dataclass(slots=True)
 class MaskTime:
-    """CPU time of a grammar's dear masks. seconds: written by the engine's thread; charged: by the event loop."""
+    """CPU time of a grammar's expensive masks. seconds: written by the engine's thread; charged: by the event loop."""
 
     seconds: float = 0.0
     charged: float = 0.0
@@ -58,7 +61,8 @@ class MaskTime:
 class Matcher:
     """The state of a sequence in its grammar. Owned by the engine's thread.
 
-    Never raises: a fault of the library, panics included, ends this sequence and no other of the same step.
+    Its methods never raise: a failure of the library, panics included, ends this sequence and no other of the same
+    step.
     """
 
     __slots__ = ("_end_ids", "_fault", "_mask_time", "_state", "ended", "param")
@@ -76,12 +80,12 @@ class Matcher:
     def fill(self, bits: np.ndarray) -> None:
         """Set the bits of the tokens that may come next: bit i of uint32 `[ceil(vocab / 32)]` is token i.
 
-        An end token is among them only where the grammar accepts, and alone where nothing else can follow.
+        An end token is allowed only where the grammar accepts, and is the only one where nothing else can follow.
         """
         began = time.thread_time()
         try:
             self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        except BaseException as exc:  # noqa: BLE001 - pyo3's PanicException is no Exception
+        except BaseException as exc:  # noqa: BLE001 - pyo3's PanicException is not an Exception
             self._fail(exc)
             for end_id in self._end_ids:
                 bits[end_id // 32] |= np.uint32(1 << end_id % 32)
@@ -90,7 +94,9 @@ class Matcher:
             self._mask_time.seconds += took
 
     def advance(self, token_id: int) -> bool:
-        """Take the sampled token. False if the grammar's limits were passed or the library failed: see `error`."""
+        """Consume the sampled token. Return False if the grammar's limits were exceeded or the library failed; `error`
+        gives the reason.
+        """
         if self._fault:
             return False
         try:
@@ -111,7 +117,7 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar; `matcher()` costs microseconds. mask_time: of all its matchers."""
+    """A compiled grammar; `matcher()` takes microseconds. mask_time: total of all its matchers."""
 
     __slots__ = ("_end_ids", "_start", "mask_time", "param")
 
@@ -127,14 +133,15 @@ class Grammar:
         return Matcher(self._start.deep_copy(), self._end_ids, self.param, self.mask_time)
 
     def blaming(self, param: str) -> "Grammar":
-        """The same grammar for a request that gave it under another name."""
+        """Return the same grammar for a request that passed it as parameter `param`, which its errors then name."""
         return self if param == self.param else Grammar(self._start, self._end_ids, param, self.mask_time)
 
 
 class GrammarCompiler:
-    """Thread-safe. `compile` blocks for milliseconds, the first call longer: it reads the vocabulary.
+    """Thread-safe compiler for one vocabulary. `compile` blocks for milliseconds; the first call reads the vocabulary
+    and takes longer.
 
-    tokenizer_json: gives the text of a tokenizer.json, called once. vocab_size: width of the model's logits.
+    tokenizer_json: returns the text of a tokenizer.json; called once. vocab_size: width of the model's logits.
     """
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, end_ids: Collection[int]) -> None:
@@ -145,7 +152,7 @@ class GrammarCompiler:
         self._vocabulary: llguidance.LLTokenizer | None = None
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Raises RequestError naming `spec.param` for a grammar that cannot be compiled or that no text fits."""
+        """Compile a grammar. Raises RequestError naming `spec.param` if it does not compile, or if no text fits it."""
         vocabulary = self._read_vocabulary(spec.param)
         try:
             text = _to_llguidance(spec)
@@ -156,7 +163,7 @@ class GrammarCompiler:
         limits = llguidance.LLParserLimits(**LIMITS)
         start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if not start.is_error():
-            # The first mask is the dearest, and shows a grammar that is well-formed and can never be met.
+            # The first mask is the most expensive one, and reveals a well-formed grammar that no text fits.
             start.compute_bitmask()
         error = _first_line(start.get_error())
         if error in ("NoExtension", "NoExtensionBias") or (start.is_stopped() and not error):
@@ -188,7 +195,7 @@ def _to_llguidance(spec: GrammarSpec) -> str:
     matcher = llguidance.LLMatcher
     if spec.kind == "json":
         check_schemas([json.loads(spec.text)], spec.param)
-        # Given last, so that an "x-guidance" in the schema cannot say otherwise.
+        # Overrides are applied last, so that an "x-guidance" in the schema cannot change them.
         options: Any = {"whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "lenient": spec.lenient}
         return matcher.grammar_from_json_schema(spec.text, overrides=options)
     if spec.kind == "regex":
@@ -213,7 +220,8 @@ def _name(spec: GrammarSpec) -> str:
 
 
 def _first_line(error: str) -> str:
-    """llguidance adds the grammar around the place and its own state below its message; what is first is for the
-    client."""
+    """Return llguidance's message in one line of at most 300 characters, without the excerpt of the grammar and the
+    parser's state that follow it.
+    """
     lines = [line.strip() for line in error.splitlines()]
     return " ".join(line for line in lines if line and not _BESIDE_MESSAGE.match(line))[:300]

@@ -1,7 +1,8 @@
-"""What a grammar may cost to compile, where the library has no limit of its own. docs/lab-notes.md has the figures.
+"""Limits of a grammar's compilation cost, where the library has none. docs/lab-notes.md has the figures.
 
-Compiling cannot be interrupted, and takes time and memory with the square of a regular expression's length: a terminal
-of Lark's, which is one regular expression with all those that it names, is therefore measured as it is put together.
+Compilation cannot be interrupted, and its time and memory grow with the square of a regular expression's length. A Lark
+terminal is one regular expression together with all terminals that it names, so its size is measured after their
+expansion.
 """
 
 import json
@@ -17,21 +18,21 @@ from urllib.parse import unquote
 from wire.errors import RequestError
 from wire.structured import MAX_REGEX_BYTES
 
-# Each limit is where the dearest compilation that was found takes 0.1 to 0.3 s; docs/lab-notes.md has the figures.
+# At each limit, the most expensive compilation found takes 0.1 to 0.3 s; docs/lab-notes.md has the figures.
 MAX_MULTIPLES = 10_000
 MAX_RANGES = 300
 MAX_PATTERN_PROPERTIES = 64
 MAX_JOINED_PATTERNS = 12
 MAX_INTERSECTIONS = 4
 MAX_ENUM_OBJECTS = 500
-# Ways to choose one alternative of each `anyOf` that hold for the same value.
+# Limit of combinations: one alternative from each `anyOf` that applies to the same value.
 MAX_COMBINATIONS = 128
-# Steps while combinations are counted, about 0.3 s.
+# Limit of steps to count combinations, about 0.3 s.
 MAX_STEPS = 500_000
-# Weight of a repetition in characters: `\\w*` in a row costs fifty times as much as words in a row.
+# Weight of a repetition, in characters: a sequence of `\\w*` costs fifty times as much as a sequence of words.
 REPETITION = 6
 _REPETITION = re.compile(r"\\.|\(\?|([*+?{])", re.DOTALL)
-# Keys whose constraints hold beside those of a node's other keys, so that patterns of the same value are intersected.
+# Keys whose schemas apply to the same value as the node's other keys, so that patterns of both are intersected.
 _APPLICATORS = frozenset({"anyOf", "oneOf", "$ref"})
 _CONSTRAINTS = frozenset(
     {
@@ -45,12 +46,13 @@ _CONSTRAINTS = frozenset(
         "properties",
     }
 )
-# Keys whose schemas hold for a part of the value.
+# Keys whose schemas apply to a part of the value.
 _INNER = frozenset({"additionalProperties", "items", "patternProperties", "prefixItems", "properties"})
-# Of a terminal that is not the grammar's own (`%import`), in characters of a regular expression.
+# Size of an imported terminal (`%import`), in characters of a regular expression.
 _IMPORTED = 32
 _KEYWORD = re.compile(r"%(json|regex|llguidance)\s*")
-# Lark's as llguidance reads it; what is nothing of this says nothing of costs. A comment and `<"...">` may hold quotes.
+# Lexemes of llguidance's Lark; other text does not affect the cost. Comments and `<"...">` are skipped because they may
+# contain quotes.
 _LEXEME = re.compile(
     r"""(?P<skip>(?:\#|//)[^\n]*|<[^<>\s]+>)
     |(?P<string>"(?:\\.|[^"\\\x00-\x1f\x7f])*")
@@ -67,7 +69,7 @@ def regex_size(text: str) -> int:
 
 
 def check_regex(text: str, param: str) -> None:
-    """Raise RequestError for a regular expression that is too long, or has too many repetitions."""
+    """Raise RequestError for a regular expression that is too long or has too many repetitions."""
     size = regex_size(text)
     if size > MAX_REGEX_BYTES:
         raise RequestError(
@@ -79,7 +81,7 @@ def check_regex(text: str, param: str) -> None:
 
 @dataclass(slots=True)
 class _SchemaCosts:
-    """Counts over schemas of what the library has no limit for."""
+    """Counts over schemas, of the properties that the library does not limit."""
 
     multiples: list[int] = field(default_factory=list)
     ranges: set[tuple[Any, ...]] = field(default_factory=set)
@@ -90,7 +92,7 @@ class _SchemaCosts:
     is_joined: bool = False
 
     def add(self, node: dict[str, Any]) -> None:
-        """Count one object, which need not be a schema: `properties` are walked through as well."""
+        """Count one JSON object. It need not be a schema, because the walk also enters maps such as `properties`."""
         if isinstance(node.get("pattern"), str):
             self.patterns.append(node["pattern"])
         if isinstance(node.get("format"), str):
@@ -109,15 +111,17 @@ class _SchemaCosts:
             self.ranges.add((repr(node.get("type")), repr(node.get("multipleOf")), *bounds))
         value = node.get("multipleOf")
         if isinstance(value, int | float) and math.isfinite(value) and value:
-            # Its digits without the zeros: powers of ten are cheap.
+            # Takes the digits without trailing zeros, because powers of ten are cheap.
             self.multiples.append(int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits))))
 
 
 def check_schemas(schemas: Iterable[Any], param: str) -> None:
-    """Raise RequestError for JSON schemas that are dear to compile: by numbers in `multipleOf`, patterns or ranges.
+    """Raise RequestError for JSON schemas that are expensive to compile: by their alternatives, `multipleOf`, patterns
+    or ranges.
 
-    `multipleOf` becomes an automaton with as many states as it has units, or as the least common multiple of several.
-    Patterns of one value are intersected: time doubles with each beyond a dozen, and 20 never end.
+    A `multipleOf` becomes an automaton with as many states as its value has units; several of them together need their
+    least common multiple. Patterns of one value are intersected: the time doubles with each pattern beyond a dozen, and
+    20 never finish.
     """
     costs = _SchemaCosts()
     nodes = list(schemas)
@@ -150,8 +154,9 @@ def check_schemas(schemas: Iterable[Any], param: str) -> None:
 
 @dataclass(eq=False, slots=True)
 class _Shape:
-    """Alternatives of a schema, and the shapes of what its value holds: by name, `*` for all other names, `[n]` for an
-    item and `[]` for all other items."""
+    """The number of alternatives of a schema, and the shapes of its value's parts: by property name, `*` for all other
+    names, `[n]` for an item and `[]` for all other items.
+    """
 
     count: int = 1
     inner: "dict[str, _Shape]" = field(default_factory=dict)
@@ -165,8 +170,10 @@ class _Shape:
 
 
 class _Combinations:
-    """Counts the combinations of alternatives that the library builds where schemas hold for the same value, by `allOf`
-    or by keys beside each other: also behind `$ref`, and in properties of the same name. Each pair is merged once."""
+    """Counter of the combinations of alternatives that the library builds where several schemas apply to one value: by
+    `allOf` or by keys next to each other, also through `$ref` and in properties of the same name. Each pair is merged
+    once.
+    """
 
     def __init__(self, root: Any, param: str) -> None:
         self._root = root
@@ -177,12 +184,12 @@ class _Combinations:
         self._targets: dict[str, _Shape] = {}
 
     def most(self) -> int:
-        """Return the largest number of combinations. Raises RequestError if it takes too many steps to count them."""
+        """Return the largest number of combinations. Raises RequestError if counting them takes too many steps."""
         self._walk(self._root)
         return self._most
 
     def _walk(self, node: Any) -> _Shape:
-        """Return the shape of a schema; objects that are none, such as `$defs`, are walked through."""
+        """Return the shape of a schema. Objects that are not schemas, such as `$defs`, are walked too."""
         if not isinstance(node, dict):
             for item in node if isinstance(node, list) else ():
                 self._walk(item)
@@ -208,13 +215,13 @@ class _Combinations:
         others = node.get("patternProperties")
         shapes = [self._walk(value) for value in others.values()] if isinstance(others, dict) else []
         shapes += [self._walk(node["additionalProperties"])] if "additionalProperties" in node else []
-        if shapes:  # a name has one of them
+        if shapes:  # one of them applies to each name
             inner["*"] = self._reduce(shapes, are_alternatives=True)
         return inner
 
     def _target(self, pointer: str) -> _Shape:
         if pointer not in self._targets:
-            self._targets[pointer] = _Shape()  # for a reference to itself
+            self._targets[pointer] = _Shape()  # ends the walk of a reference to itself
             node = self._root
             for part in unquote(pointer).lstrip("#").split("/")[1:]:
                 node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
@@ -225,7 +232,9 @@ class _Combinations:
         return reduce(lambda a, b: self._merge(a, b, are_alternatives), shapes) if shapes else _Shape()
 
     def _merge(self, a: _Shape, b: _Shape, are_alternatives: bool) -> _Shape:
-        """Return the shape of either one, or of both at once. Of alternatives' values the larger number counts."""
+        """Return the shape of a value to which either schema applies, or both. For a part of alternatives, the larger
+        count is kept.
+        """
         if not are_alternatives and (a.is_plain or b.is_plain):
             return b if a.is_plain else a
         known = self._merged.get((id(a), id(b), are_alternatives))
@@ -244,7 +253,7 @@ class _Combinations:
         shape = _Shape(a.count + b.count if are_alternatives else a.count * b.count, inner)
         if not are_alternatives and a.count > 1 and b.count > 1:
             self._most = max(self._most, shape.count)
-        # With the operands, whose ids would else be others'.
+        # Stores the operands too, so that their ids are not reused.
         self._merged[id(a), id(b), are_alternatives] = shape, a, b
         return shape
 
@@ -256,8 +265,10 @@ def _at_most(most: int, found: int, name: str, param: str) -> None:
 
 @dataclass(slots=True)
 class _Definition:
-    """A rule or terminal. own: characters of its regular expressions, in a terminal also the number of its strings, and
-    `REPETITION` for each repetition. names: those in it. num_intersections: of the whole grammar, in its first one."""
+    """A rule or terminal. own: characters of its regular expressions, `REPETITION` for each repetition, and in a
+    terminal also 1 for each string. names: rules and terminals that it uses. num_intersections: count of the whole
+    grammar, kept in the first definition.
+    """
 
     is_terminal: bool = False
     own: int = 0
@@ -266,9 +277,9 @@ class _Definition:
 
 
 def check_lark(text: str, param: str) -> None:
-    """Raises RequestError for a Lark grammar whose terminals, put together, or whose `%json` schemas cost too much.
+    """Raise RequestError for a Lark grammar whose expanded terminals or `%json` schemas cost too much.
 
-    ValueError or RecursionError for one that cannot be read.
+    Raises ValueError or RecursionError for a grammar that cannot be read.
     """
     schemas: list[Any] = []
     definitions = _read_definitions(text, schemas)
@@ -279,9 +290,9 @@ def check_lark(text: str, param: str) -> None:
         if name not in definitions:
             return _IMPORTED
         if name not in sizes:
-            sizes[name] = 0  # one that names itself is refused by the library
+            sizes[name] = 0  # ends the recursion of a terminal that names itself, which the library refuses
             found = definitions[name]
-            # What a rule names is parsed, not put together.
+            # Only a terminal is expanded; the names in a rule are parsed.
             sizes[name] = found.own + sum(size(used) for used in found.names if found.is_terminal)
         return sizes[name]
 
@@ -296,7 +307,7 @@ def check_lark(text: str, param: str) -> None:
 
 
 def _read_definitions(text: str, schemas: list[Any]) -> dict[str, _Definition]:
-    """By name, twice the same name as one. `%json` schemas are added to `schemas`."""
+    """Return the definitions by name; those of one name are merged. `%json` schemas are added to `schemas`."""
     definitions: dict[str, _Definition] = {}
     current = definitions[""] = _Definition()
     before_options, last = 0, ""

@@ -1,7 +1,8 @@
-"""The GGUF container, versions 2 and 3: metadata and where each tensor lies, every size checked against the file.
+"""The GGUF container, versions 2 and 3: metadata and the place of each tensor, with every size checked against the
+file.
 
-Knows no model. The format: ggml's docs/gguf.md. Read by hand because the `gguf` package's own reader trusts the file
-and makes an object of every token of the vocabulary.
+Knows no model. The format is ggml's docs/gguf.md. This reader replaces that of the `gguf` package, which trusts the
+file and makes an object of every token of the vocabulary.
 """
 
 import math
@@ -26,9 +27,10 @@ _KINDS: dict[type, str] = {str: "a string", bool: "true or false", int: "an inte
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """metadata: values as Python's own, arrays as lists. tensors: by ggml's names, shapes as torch has them.
+    """An open GGUF file. metadata: values as Python's types, arrays as lists. tensors: by ggml's names, shapes in
+    torch's order.
 
-    Raises ConfigError for a file that is none of ours, is cut off or does not fit together.
+    Raises ConfigError for a file that has another format, is truncated or is inconsistent.
     """
 
     file: MappedFile
@@ -48,12 +50,14 @@ class GgufFile:
             raise damaged(path, str(error)) from None
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """A value of the metadata, None if it is not there. Raises ConfigError for one of another kind."""
+        """Return a value of the metadata, None if it is missing. Raises ConfigError for a value of another kind."""
         value = self.metadata.get(key)
         return None if value is None else self._checked(key, value, kind)
 
     def get_list(self, key: str, kind: type[T]) -> list[T]:
-        """Likewise; empty if it is not there. All items of a list are of one kind."""
+        """Return a list of the metadata, empty if it is missing. All items have one kind. Raises ConfigError like
+        `get`.
+        """
         items = self.metadata.get(key, [])
         if not isinstance(items, list):
             raise self._unexpected(key, list, items)
@@ -73,7 +77,7 @@ class GgufFile:
 
 
 def end_ids(gguf: GgufFile, vocab_size: int) -> list[int]:
-    """The tokens that end an answer. Raises ConfigError for one outside of the vocabulary."""
+    """Return the tokens that end an answer. Raises ConfigError for a token outside the vocabulary."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     found = {key: token_id for key in keys if (token_id := gguf.get(key, int)) is not None}
     for key, token_id in found.items():
@@ -128,7 +132,7 @@ class _Reader:
             return self._scalar(self._form(kind))
         kind, count = self._scalar("I"), self._scalar("Q")
         if kind == _STRING:
-            if count > len(self._data) // 8:  # each has a length of 8 bytes at least
+            if count > len(self._data) // 8:  # each string takes at least the 8 bytes of its length
                 raise ValueError(f"an array of {count} strings is longer than the file")
             return [self._string() for _ in range(count)]
         dtype = np.dtype(self._form(kind)).newbyteorder("<")

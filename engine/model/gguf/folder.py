@@ -1,7 +1,7 @@
-"""A model folder around a GGUF file: config, tokenizer and chat template written out, the weights a link.
+"""Model folder made from a GGUF file: config, tokenizer and chat template as files, the weights as a link.
 
-For those who read no GGUF, as the gateway, which has neither torch nor numpy:
-`python -m engine.model.gguf.folder FILE FOLDER`.
+Meant for programs that do not read GGUF, such as the gateway, which has neither torch nor numpy: `python -m
+engine.model.gguf.folder FILE FOLDER`.
 """
 
 import json
@@ -15,7 +15,7 @@ from wire.text.tokenizer import TokenizerError
 
 
 def write_folder(gguf: Path, folder: Path) -> None:
-    """Raises ConfigError, TokenizerError or OSError. `folder` is made; it must not be there."""
+    """Create `folder`, which must not exist. Raises ConfigError, TokenizerError or OSError."""
     config, parts = read_config(gguf), read_parts(gguf)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

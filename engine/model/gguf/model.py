@@ -1,6 +1,7 @@
-"""A GGUF model as the decoder wants it: config.json's fields from the metadata, tensors under Hugging Face's names.
+"""A GGUF model in the decoder's terms: config.json's fields from the metadata, tensors under Hugging Face's names.
 
-llama.cpp's converter orders the rows of q and k of the llama architecture for its own rotary embedding; that is undone.
+llama.cpp's converter permutes the rows of q and k of the llama architecture for its own rotary embedding; reading
+restores their order.
 """
 
 import re
@@ -17,7 +18,7 @@ from engine.model.gguf.file import GgufFile, end_ids
 from engine.model.tensor_files import Entry
 from wire.errors import ConfigError
 
-# general.architecture -> the family that serves it. Mistral's files say "llama".
+# general.architecture -> the family that serves it. Mistral's files contain "llama".
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -35,14 +36,14 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
-# Rotary frequencies' divisors (Llama 3.1's scaling): config, not weights.
+# Divisors of the rotary frequencies (Llama 3.1's scaling). They are config, not weights.
 _ROPE_FACTORS = "rope_freqs.weight"
-_MAX_SIZE = 1 << 24  # of any length in the metadata: what is larger is damage, and would be taken of memory
+_MAX_SIZE = 1 << 24  # limit of each size in the metadata; a larger one is damage, and would be allocated
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The fields of config.json that the engine reads. Raises ConfigError naming the metadata key."""
+    """Return the fields of config.json that the engine reads. Raises ConfigError naming the metadata key."""
     gguf = GgufFile.open(path)
     try:
         return _config(gguf, path)
@@ -99,7 +100,7 @@ def _config(gguf: GgufFile, path: Path) -> dict[str, Any]:
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "max_window_layers": 0,
-        # Not float16 for a file of it: bfloat16 holds its range and is what the CPU's fast path reads.
+        # A float16 file gets bfloat16 too, which covers its range and is the dtype of the CPU's fast path.
         "dtype": "float32" if set(matrices) == {"F32"} else "bfloat16",
         "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": end_ids(gguf, vocab_size) or None,
@@ -107,7 +108,9 @@ def _config(gguf: GgufFile, path: Path) -> dict[str, Any]:
 
 
 def _rope(gguf: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
-    """As transformers 5 writes it, and rope type `factors`: divisors of the frequencies, from a tensor of the file."""
+    """Return rope parameters in transformers 5's form, plus rope type `factors`: divisors of the frequencies, from a
+    tensor of the file.
+    """
 
     def number(name: str) -> float | None:
         value = gguf.get(f"{architecture}.rope.{name}", float) or None
@@ -119,7 +122,7 @@ def _rope(gguf: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
     kind = gguf.get(f"{architecture}.rope.scaling.type", str) or "none"
     linear = number("scaling.factor") or number("scale_linear")
     if kind == "none" and linear not in (None, 1.0):
-        kind = "linear"  # as files before rope.scaling.type said it
+        kind = "linear"  # older files have no rope.scaling.type
     if _ROPE_FACTORS in gguf.tensors:
         entry = gguf.tensors[_ROPE_FACTORS]
         factors = torch.empty(entry.shape)
@@ -145,7 +148,7 @@ def _rope(gguf: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
 
 
 class GgufWeights:
-    """A `weights_file.WeightsFile`. Raises ConfigError for a tensor that the architecture doesn't have."""
+    """The `WeightsFile` of a GGUF file. Raises ConfigError for a tensor that the architecture does not have."""
 
     def __init__(self, path: Path) -> None:
         self._gguf = GgufFile.open(path)
@@ -176,7 +179,9 @@ def _hf_name(name: str, path: Path) -> str:
 
 
 def _rotary_order(rows: int, heads: int) -> Tensor:
-    """Where each of the file's rows goes. In the file a head's dimensions i and i + D/2 lie side by side."""
+    """Return the destination row of each of the file's rows. In the file, dimensions i and i + D/2 of a head are
+    adjacent.
+    """
     dim = rows // heads
     return torch.arange(rows).view(heads, 2, dim // 2).transpose(1, 2).flatten()
 
@@ -196,7 +201,7 @@ def _copy(gguf: GgufFile, name: str, entry: Entry, out: Tensor, order: Tensor | 
 
 
 def _dequantized(name: str, kind: str, data: Tensor) -> Tensor:
-    """uint8 `[rows, bytes]` -> fp32 `[rows, columns]`."""
+    """Return uint8 `[rows, bytes]` as fp32 `[rows, columns]`."""
     try:
         values = dequantize(data.numpy(), GGMLQuantizationType[kind])
     except NotImplementedError:

@@ -1,7 +1,8 @@
-"""The tokenizer and chat template that lie in a GGUF file's metadata, as the `Tokenizer` that a folder would give.
+"""The tokenizer and chat template in a GGUF file's metadata, as the `Tokenizer` that a model folder would give.
 
-Byte-level vocabularies (`gpt2`) with the pre-tokenizers of the families we serve, and SentencePiece ones (`llama`),
-whose merges follow from the pieces' scores. For any other: TokenizerError, which asks for a tokenizer folder.
+Supported are byte-level vocabularies (`gpt2`) with the pre-tokenizers of the served families, and SentencePiece ones
+(`llama`), whose merges follow from the pieces' scores. Any other raises TokenizerError, which asks for a tokenizer
+folder.
 """
 
 from pathlib import Path
@@ -16,7 +17,7 @@ from wire.text.tokenizer import Tokenizer, TokenizerError
 _CONTROL, _USER_DEFINED = 3, 4
 _HINT = "give a folder with a tokenizer.json by --tokenizer"
 
-# Splits of the families' own tokenizer.json. `pre` names them in the metadata.
+# Split patterns of the families' own tokenizer.json, by their name in the metadata (tokenizer.ggml.pre).
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {
@@ -27,7 +28,7 @@ _PRE_TOKENIZERS = ("gpt-2", "smollm", *_SPLITS)
 
 
 class Parts(NamedTuple):
-    """What a `Tokenizer` is made of."""
+    """The arguments of a `Tokenizer`."""
 
     backend: tokenizers.Tokenizer
     special: dict[str, str]
@@ -36,12 +37,15 @@ class Parts(NamedTuple):
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Raises TokenizerError or ConfigError, as `read_parts`."""
+    """Return a GGUF file's tokenizer. Raises TokenizerError or ConfigError, as `read_parts` does."""
     return Tokenizer(*read_parts(path))
 
 
 def read_parts(path: Path) -> Parts:
-    """Raises TokenizerError for a vocabulary that we can't rebuild exactly, ConfigError for a damaged file."""
+    """Return the parts of a GGUF file's tokenizer.
+
+    Raises TokenizerError for a vocabulary that cannot be rebuilt exactly, ConfigError for a damaged file.
+    """
     gguf = GgufFile.open(path)
     gguf.file.close()
     tokens, kind = gguf.get_list("tokenizer.ggml.tokens", str), gguf.get("tokenizer.ggml.model", str)
@@ -92,7 +96,7 @@ def _byte_level(gguf: GgufFile, tokens: list[str], path: Path) -> tokenizers.Tok
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if not merges or any(not vocabulary.keys() >= {left, right, left + right} for left, right in merges):
         raise TokenizerError(f"{path}: its merges do not fit its vocabulary; is the file damaged?")
-    # Llama 3's vocabulary has words that no chain of its merges reaches.
+    # Llama 3's vocabulary has words that no sequence of its merges produces, hence ignore_merges.
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -126,7 +130,7 @@ def _sentence_piece(gguf: GgufFile, tokens: list[str], path: Path) -> tokenizers
             left, right = vocabulary.get(token[:at]), vocabulary.get(token[at:])
             if left is not None and right is not None:
                 merges.append((-scores[i], left, right))
-    merges.sort()  # best score first, as SentencePiece merges
+    merges.sort()  # best score first, the order in which SentencePiece merges
     unknown = gguf.get("tokenizer.ggml.unknown_token_id", int) or 0
     if not 0 <= unknown < len(tokens):
         raise TokenizerError(f"{path}: unknown_token_id {unknown} is outside of the vocabulary")
