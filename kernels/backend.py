@@ -1,4 +1,4 @@
-"""The ops of the model, and which implementation serves a device. Chosen once, when the engine starts."""
+"""Interface of the model's ops, and the choice of their implementation for a device, made once at engine start."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ from kernels.reference import LARGEST, LoraGroup, LoraRouting
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight in the layout its backend reads best. `weight` is the backend's own; bias `[out_features]` or None."""
+    """A weight in its backend's preferred layout. `weight` is backend-specific; bias `[out_features]` or None."""
 
     weight: Any
     bias: Tensor | None
@@ -21,7 +21,7 @@ class PackedLinear:
 
 
 def dense_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-    """The layout of backends whose products are torch's own."""
+    """Keep the weight's layout, for backends that use torch's own products."""
     return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
 
 
@@ -45,7 +45,9 @@ class HeadLora:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Norms `[hidden]`; q_norm and k_norm `[head_dim]` where the family norms heads."""
+    """The weights of a decoder layer. Norms `[hidden]`; q_norm and k_norm `[head_dim]` if the model family
+    norms heads.
+    """
 
     input_norm: Tensor
     qkv: PackedLinear
@@ -60,7 +62,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A whole decoder. embedding `[vocab, hidden]`, cos_sin `[max_model_len, head_dim]` fp32 (cos | sin)."""
+    """The weights of a decoder. embedding `[vocab, hidden]`, cos_sin `[max_model_len, head_dim]` fp32 (cos | sin)."""
 
     embedding: Tensor
     layers: list[LayerWeights]
@@ -74,7 +76,9 @@ class DecoderWeights:
 
 
 class KvCache(NamedTuple):
-    """One layer's keys and values, `[num_blocks, num_kv_heads, block_size, head_dim]`; scales beside 8 bits only."""
+    """The keys and values of a layer, `[num_blocks, num_kv_heads, block_size, head_dim]`; scales only for
+    8-bit caches.
+    """
 
     k: Tensor
     v: Tensor
@@ -83,9 +87,9 @@ class KvCache(NamedTuple):
 
 
 class LoraTables(Protocol):
-    """What a step needs of the device pool: where each adapter's rank pages are, and each layer's pages.
+    """The device pool's tables for a step: the location of each adapter's rank pages, and each layer's pages.
 
-    embeddings, heads: by slot, of the few adapters that have LoRA there.
+    embeddings, heads: by slot, for the few adapters that have LoRA there.
     """
 
     groups: list[dict[str, LoraGroup]]
@@ -98,24 +102,28 @@ class LoraTables(Protocol):
 
 
 class FusedForward(Protocol):
-    """A whole step in one call."""
+    """A backend's forward pass that runs a whole step in one call."""
 
     def __call__(self, batch: Batch, lora: LoraTables | None, inputs: Tensor | None = None) -> Tensor:
-        """`[L, vocab]` fp32 logits of the batch's `logits_rows`. inputs: `[T, hidden]`, in place of the embedding's."""
+        """Return `[L, vocab]` fp32 logits of the batch's `logits_rows`. inputs: `[T, hidden]`, replaces the embedding's
+        output.
+        """
         ...
 
     def hidden(self, num_rows: int) -> Tensor:
-        """What lm_head saw in the last call, `[num_rows, hidden]`; good until the next."""
+        """Return lm_head's input in the last call, `[num_rows, hidden]`; valid until the next call."""
         ...
 
 
 class Ops(Protocol):
-    """One step asks for a `plan` once and hands it to every op. Semantics are those of `kernels.reference`."""
+    """The ops of a backend. A step builds one `plan` and passes it to every op. Semantics are those of
+    `kernels.reference`.
+    """
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear: ...
 
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> FusedForward | None:
-        """The whole forward pass over these caches and pages as one call, if the backend has it."""
+        """Return the whole forward pass over these caches and pages as one call, or None if the backend has none."""
         ...
 
     def plan(self, batch: Batch, lora: LoraTables | None) -> Any: ...
@@ -147,7 +155,7 @@ class Ops(Protocol):
 
 
 def routing_of(batch: Batch, lora: LoraTables | None) -> LoraRouting | None:
-    """None when no token of the batch uses an adapter: then no LoRA code runs at all."""
+    """Return the batch's routing, or None if no token uses an adapter; then no LoRA code runs."""
     if lora is None or not batch.adapter_slots:
         return None
     return LoraRouting(batch.adapter_index, lora.page_table, lora.ranks)
@@ -161,10 +169,10 @@ def pick_ops(
     kv_dtype: torch.dtype | None = None,
     lora_dtype: torch.dtype | None = None,
 ) -> Ops:
-    """Triton on a GPU; on the CPU the native library where a compiler is at hand, else plain torch.
+    """Select the ops: Triton on a GPU; on the CPU the native library if a compiler is available, else plain torch.
 
-    kv_dtype, lora_dtype: of the caches and the rank pages, None for the model's. The native library has none of 8 bits:
-    plain torch serves them.
+    kv_dtype, lora_dtype: dtypes of the caches and the rank pages; None for the model's. The native library does not
+    support 8 bits; plain torch serves these.
     """
     if device.type == "cuda":
         from kernels.gpu.ops import TritonOps

@@ -1,20 +1,20 @@
-"""What every op is told about a step: one layout for prefill, decode and both together, on the CPU and the GPU."""
+"""Input of every op in a step: one layout for prefill, decode and mixed batches, on the CPU and the GPU."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-# `Batch.adapter_slots` of a graph's batch: which adapters it has only the device knows.
+# `Batch.adapter_slots` of a CUDA graph's batch, whose adapters are known only on the device.
 ANY_ADAPTERS = (-1,)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens of B requests laid flat. Shapes as `kernels.reference` names them.
+    """T tokens of B requests, concatenated. Shapes are named as in `kernels.reference`.
 
-    token_ids, positions, slot_mapping: `[T]` int64. query_start `[B + 1]`, context_lens `[B]`, block_tables
-    `[B, max_blocks]`, adapter_index `[T]`: int32. logits_rows: `[L]` int64, rows whose logits are wanted,
-    ascending, each once.
+    token_ids, positions, slot_mapping: `[T]` int64. query_start `[B + 1]`, context_lens `[B]`, block_tables `[B,
+    max_blocks]`, adapter_index `[T]`: int32. logits_rows: `[L]` int64, distinct rows whose logits are needed,
+    ascending.
     """
 
     token_ids: Tensor

@@ -1,4 +1,4 @@
-"""Large tables that cost memory only where they have been written."""
+"""Large tables that use memory only where they have been written."""
 
 import math
 import mmap
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, huge_pages: bool = False) -> Tensor:
-    """Zeros. On the CPU the pages come from the system as they are first touched (torch.zeros would touch them all).
+    """Return zeros. On the CPU the system supplies pages at their first access (torch.zeros would touch them all).
 
-    huge_pages: for tables that are read in long sweeps; the first touch of 2 MiB then takes them all.
+    huge_pages: for tables that are read sequentially; the first access then allocates 2 MiB at once.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -23,10 +23,10 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *
 
 
 class HugePages:
-    """Uninitialised memory on huge pages, where the system has them, for tensors that live side by side and as long.
+    """Uninitialised memory on huge pages, if the system has them, for tensors with the same lifetime.
 
-    A pass over hundreds of MiB on pages of 4 KiB is bound by address translation: 33 GB/s against 58 GB/s measured. The
-    memory goes back when the last tensor of its chunk does.
+    A pass over hundreds of MiB on pages of 4 KiB is bound by address translation: 33 GB/s against 58 GB/s measured. A
+    chunk is freed with its last tensor.
     """
 
     _CHUNK = 64 << 20
@@ -45,7 +45,7 @@ class HugePages:
 
 
 def _huge_pages(size: int) -> mmap.mmap:
-    # Private: the system backs shared memory with huge pages only where an administrator allowed it.
+    # MAP_PRIVATE, because the system backs shared memory with huge pages only if an administrator allows it.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,16 +1,16 @@
-"""The truth of every op: plain torch, any device, no thought for speed.
+"""Reference implementation of every op: plain torch, for any device, not optimised.
 
 Every fast path (CPU twins in `kernels.cpu.plain`, Triton kernels in their own files) is tested against this file.
 
-Shapes used throughout (T = tokens of all requests laid flat, B = requests in the batch):
+Shapes used throughout (T = tokens of all requests concatenated, B = requests in the batch):
 
 * `k_cache`, `v_cache`: `[num_blocks, num_kv_heads, block_size, head_dim]`, one pair per layer.
-* `block_tables`: `[B, max_blocks]` int32; logical block j of request i lies in physical block `block_tables[i, j]`.
+* `block_tables`: `[B, max_blocks]` int32; logical block j of request i is physical block `block_tables[i, j]`.
 * `query_start`: `[B + 1]` int32; request i owns tokens `query_start[i]:query_start[i + 1]`.
-* `context_lens`: `[B]` int32; tokens of request i in the cache *including* this step's, so its last query sits
+* `context_lens`: `[B]` int32; tokens of request i in the cache *including* this step's, so its last query is
   at position `context_lens[i] - 1`.
 * `slot_mapping`: `[T]` int64; token t's key and value go to block `slot // block_size`, row `slot % block_size`.
-* `k_scales`, `v_scales`: `[num_blocks, num_kv_heads, block_size]` fp32 beside caches of 8 bits, see `quantize_rows`.
+* `k_scales`, `v_scales`: `[num_blocks, num_kv_heads, block_size]` fp32 for caches of 8 bits, see `quantize_rows`.
 * LoRA pages: see `segmented_lora`.
 """
 
@@ -29,8 +29,8 @@ class LoraGroup:
     scales: `[num_slots, num_slices]` fp32, `alpha / r` (or `alpha / sqrt(r)`) of each adapter's projection,
         0 where the adapter does not target it.
     offsets: `num_slices + 1` column bounds in the group's fused output.
-    row_scales: `[num_pages, num_slices, page_rank]` fp32 beside pages of 8 bits (`quantize_rows`), else None. A row
-        of A and the row of B that it meets in the sum share one: the product of theirs.
+    row_scales: `[num_pages, num_slices, page_rank]` fp32 for pages of 8 bits (`quantize_rows`), else None. A row of A
+        and the corresponding row of B share one scale, the product of both.
     """
 
     a_pages: Tensor
@@ -42,7 +42,7 @@ class LoraGroup:
 
 @dataclass(frozen=True, slots=True)
 class LoraRouting:
-    """Which adapter each token uses, the same for every layer of a step.
+    """The adapter of each token, the same for every layer of a step.
 
     adapter_index: `[T]` int32, the adapter's slot, -1 for the base model.
     page_table: `[num_slots, max_pages]` int32, physical page of an adapter's logical page; -1 beyond its rank.
@@ -55,11 +55,11 @@ class LoraRouting:
 
 
 def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, routing: LoraRouting) -> None:
-    """`y[t, slice s] += scales[a, s] * (x[t] @ A[a, s].T) @ B[a, s].T` with `a = adapter_index[t]`, in place.
+    """Add `y[t, slice s] += scales[a, s] * (x[t] @ A[a, s].T) @ B[a, s].T` with `a = adapter_index[t]`, in place.
 
-    y `[T, offsets[-1]]`, x `[T, in_features]`, any float dtype; sums are made in fp32.
-    Rows with adapter_index -1 are not touched, bit for bit, and slices of scale 0 are not read: their pages may hold a
-    former adapter's weights, whose product may be infinite, and 0 times infinity is NaN.
+    y `[T, offsets[-1]]`, x `[T, in_features]`, any float dtype; sums are in fp32. Rows with adapter_index -1 stay
+    bitwise unchanged, and slices of scale 0 are not read: their pages may hold a former adapter's weights, whose
+    product may be infinite, and 0 times infinity is NaN.
     """
     page_rank = group.a_pages.shape[2]
     for slot in sorted(set(routing.adapter_index.tolist()) - {-1}):
@@ -80,40 +80,42 @@ def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, routing: LoraRouting)
 
 
 def take(table: Tensor, rows: Tensor) -> Tensor:
-    """`table[rows]`, of any dtype: torch cannot index fp8 but as bytes."""
+    """Return `table[rows]` for any dtype; torch indexes fp8 only as bytes."""
     return table.view(torch.uint8)[rows].view(table.dtype) if table.dtype in LARGEST else table[rows]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in fp32, cast before the weight as Llama does."""
+    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in fp32, cast before the weight as Llama
+    does.
+    """
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return weight * h.to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`residual += x` in place, then `rms_norm(residual)`."""
+    """Add `residual += x` in place, then return `rms_norm(residual)`."""
     residual += x
     return rms_norm(residual, weight, eps)
 
 
 def apply_rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary embedding, half-split form (GPT-NeoX): x `[T, heads, D]`, cos_sin `[max_positions, D]` (cos | sin)."""
+    """Rotate x `[T, heads, D]` in half-split form (GPT-NeoX); cos_sin `[max_positions, D]` (cos | sin)."""
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, -1)
     x1, x2 = x.float().chunk(2, -1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
 
 
-# The largest value of each dtype of 8 bits. A row of zeros has the smallest scale, so nothing divides by zero.
+# The largest value of each 8-bit dtype. A row of zeros has the smallest scale, so nothing divides by zero.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 SMALLEST_AMAX = 1e-20
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x `[..., D]` in 8 bits, one scale for each row: `x ~ values * scales`, scales `[...]` fp32.
+    """Quantise x `[..., D]` to 8 bits with one scale per row: `x ~ values * scales`, scales `[...]` fp32.
 
-    The scale maps the row's largest magnitude onto the dtype's largest; int8 rounds half to even. Raises ValueError for
-    a dtype that is neither float8_e4m3fn nor int8.
+    The scale maps the row's largest magnitude to the dtype's largest; int8 rounds half to even. Raises ValueError for a
+    dtype other than float8_e4m3fn and int8.
     """
     if dtype not in LARGEST:
         raise ValueError(f"dtype: expected float8_e4m3fn or int8, got {dtype}")
@@ -131,7 +133,7 @@ def write_kv(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> None:
-    """Stores k, v `[T, num_kv_heads, D]` at their slots, quantised where the caches come with scales.
+    """Store k, v `[T, num_kv_heads, D]` at their slots, quantised if scales are given.
 
     Tokens with a negative slot (padding) store nothing.
     """
@@ -143,7 +145,7 @@ def write_kv(
             cache[block, :, row] = x[stored]
         else:
             values, row_scales = quantize_rows(x[stored], cache.dtype)
-            # As bytes: torch cannot scatter fp8.
+            # Written as bytes, because torch cannot scatter fp8.
             cache.view(torch.uint8)[block, :, row] = values.view(torch.uint8)
             scales[block, :, row] = row_scales
 
@@ -158,7 +160,7 @@ def rope_and_write_kv(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> Tensor:
-    """Splits qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, rotates q and k, stores k and v; returns q `[T, Hq, D]`."""
+    """Split qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, rotate q and k, store k and v; return q `[T, Hq, D]`."""
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
@@ -167,7 +169,7 @@ def rope_and_write_kv(
 
 
 def read_kv(cache: Tensor, scales: Tensor | None, blocks: Tensor, num_tokens: int) -> Tensor:
-    """The first tokens of a request's keys or values, `[num_tokens, num_kv_heads, D]` fp32."""
+    """Return the first tokens of a request's keys or values, `[num_tokens, num_kv_heads, D]` fp32."""
     values = take(cache, blocks).transpose(1, 2).flatten(0, 1)[:num_tokens].float()
     return values if scales is None else values * scales[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens, :, None]
 
@@ -184,11 +186,11 @@ def paged_attention(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of flat queries over a paged cache; prefill, decode and mixed batches alike.
+    """Compute causal attention of concatenated queries over a paged cache, for prefill, decode and mixed batches.
 
-    q `[T, num_heads, D]`; returns the same shape and dtype. Query j of a request sits at position
-    `context_len - num_queries + j` and sees positions up to its own, the last `sliding_window` of them if not 0.
-    GQA: query head h reads key-value head `h // (num_heads / num_kv_heads)`.
+    q `[T, num_heads, D]`; returns the same shape and dtype. Query j of a request is at position `context_len -
+    num_queries + j` and attends to positions up to its own, only the last `sliding_window` of them if not 0. GQA: query
+    head h reads key-value head `h // (num_heads / num_kv_heads)`.
     """
     out = torch.empty_like(q)
     block_size = k_cache.shape[2]
@@ -212,7 +214,7 @@ def paged_attention(
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up `[T, 2 * intermediate]` -> `silu(gate) * up`, `[T, intermediate]`."""
+    """Return `silu(gate) * up`, `[T, intermediate]`, of gate_up `[T, 2 * intermediate]`."""
     gate, up = gate_up.chunk(2, -1)
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
@@ -226,12 +228,13 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """One token a row of logits `[B, vocab]` fp32; returns `[B]` int64. Parameters `[B]`.
+    """Sample a token for each row of logits `[B, vocab]` fp32; return `[B]` int64. Parameters `[B]`.
 
-    temperature fp32: 0 takes the likeliest, the first of equals. Otherwise tokens are left out, in this order: top_k
-    int32 (0: off), those smaller than the k-th largest; top_p fp32, those whose strictly likelier ones among the rest
-    make up top_p already; min_p fp32, those less likely than min_p times the likeliest. Of what is left, in the order
-    of the vocabulary, the first is taken whose cumulated probability exceeds `uniforms(seeds, positions)`.
+    temperature fp32: 0 selects the most likely token, the first on a tie. Otherwise tokens are removed, in this order:
+    top_k int32 (0: off) removes tokens smaller than the k-th largest; top_p fp32 removes tokens whose strictly more
+    likely tokens among the rest already reach top_p; min_p fp32 removes tokens less likely than min_p times the most
+    likely. Of the remaining tokens, in vocabulary order, the first one is taken whose cumulative probability exceeds
+    `uniforms(seeds, positions)`.
     """
     tokens = logits.argmax(-1)
     drawn = uniforms(seeds, positions)
@@ -252,10 +255,10 @@ def sample(
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) from each (seed, position), `[B]` int64 each; returns fp64.
+    """Return a number in [0, 1) for each (seed, position), `[B]` int64 each; fp64.
 
-    splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014), twice. Needs no state, so
-    a draw depends neither on what was drawn before nor on the batch.
+    splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014), twice. It has no state,
+    so a draw depends neither on earlier draws nor on the batch.
     """
     z = _mix(seeds) + positions * -0x61C8864680B583EB
     return _unsigned_shift(_mix(z), 11).double() * 2.0**-53

@@ -1,4 +1,4 @@
-"""Count the threads that a process may keep busy: the CPUs it may run on, within its container's quota."""
+"""Number of threads that a process may keep busy: the CPUs it may run on, within its container's quota."""
 
 import math
 import os
@@ -8,17 +8,15 @@ from pathlib import Path
 def usable_cpus(root: Path = Path("/")) -> int:
     """Return the CPUs of the affinity mask, or fewer if a cgroup (version 1 or 2) allows less CPU time; at least 1.
 
-    Threads beyond a quota make things slower: they use it up by spinning, and all threads stop for the rest of the
-    period. root: where proc and sys are mounted.
+    Threads beyond a quota slow the process down: they use up the quota by spinning, and then all threads stop for the
+    rest of the period. root: directory where proc and sys are mounted.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *(math.ceil(quota) for quota in _quotas(root))]))
 
 
 def _quotas(root: Path) -> list[float]:
-    """Return the CPUs that each cgroup of this process allows, its own and its parents'. Unreadable ones are
-    skipped.
-    """
+    """Return the CPUs that each cgroup of this process allows, its own and its parents'. Skips unreadable ones."""
     quotas = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _number, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -29,7 +27,7 @@ def _quotas(root: Path) -> list[float]:
             if not controllers
             else [root / "sys/fs/cgroup/cpu", root / "sys/fs/cgroup" / controllers]
         )
-        # In a container the path may be the host's; the mount itself is then this process's group.
+        # In a container the path may be the host's; then the mount itself is this process's group.
         for mount in mounts:
             folder = mount / path.lstrip("/")
             for group in [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))]:

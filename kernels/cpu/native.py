@@ -1,6 +1,8 @@
-"""The CPU's fast path: `native_src/`, compiled by `kernels.cpu.native_build`; each op, and a whole step in one call.
+"""Fast path of the CPU: `native_src/`, compiled by `kernels.cpu.native_build`; single ops, and a whole step in one
+call.
 
-The library is plain C++ behind C functions, without a build system or torch headers. `kernels.cpu.plain` replaces it.
+The library is plain C++ with C functions, without a build system or torch headers. `kernels.cpu.plain` replaces it if
+it cannot be compiled.
 """
 
 import ctypes
@@ -20,7 +22,7 @@ from kernels.cpu.sampling import sample
 from kernels.memory import HugePages
 from kernels.reference import LoraGroup, LoraRouting
 
-# Rows of one adapter that one thread takes at a time: small enough to share a long prompt between threads.
+# Rows of one adapter that a thread processes at a time, small enough to divide a long prompt between threads.
 LORA_ROWS = 16
 MAX_HEAD_DIM = 1024
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -88,7 +90,7 @@ class _Step(Structure):
 
 @dataclass(slots=True)
 class NativePlan:
-    """A step's LoRA routing as the library reads it. `keep` holds what its pointers point into."""
+    """A step's LoRA routing in the library's form. `keep` holds the objects that its pointers refer to."""
 
     batch: Batch
     routing: _Routing | None
@@ -96,9 +98,10 @@ class NativePlan:
 
 
 class NativeOps:
-    """float32 and bfloat16; block sizes and head dimensions in multiples of 16.
+    """Ops of the native library: float32 and bfloat16; block sizes and head dimensions in multiples of 16.
 
-    Same semantics as `kernels.reference` but for the order of elements inside a cache block, which is these ops' own.
+    Same semantics as `kernels.reference`, except for the order of elements inside a cache block, which only these ops
+    use.
     """
 
     sample = staticmethod(sample)
@@ -123,7 +126,7 @@ class NativeOps:
         return PackedLinear(packed, bias, weight.shape[1], weight.shape[0])
 
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> "NativeForward":
-        # Weights packed from now on belong to adapters, on a thread beside running steps.
+        # Weights packed from now on belong to adapters and are packed on a thread beside running steps.
         self._empty, self._pack_threads = torch.empty, 1
         return NativeForward(self, weights, kv, lora)
 
@@ -169,7 +172,7 @@ class NativeOps:
         return y
 
     def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: NativePlan) -> Tensor:
-        """q is rotated inside qkv: the result is a view of it, `[T, num_heads, D]`."""
+        """Rotate q inside qkv and return a view of it, `[T, num_heads, D]`; store k and v."""
         shape = _cache_shape(kv.k, qkv.shape[1] // kv.k.shape[3] - 2 * kv.k.shape[1])
         self._functions[qkv.dtype]["rope_and_write_kv"](
             qkv.data_ptr(), plan.batch.positions.data_ptr(), cos_sin.data_ptr(), kv.k.data_ptr(),
@@ -218,7 +221,7 @@ class NativeForward:
             hidden=hidden, intermediate=intermediate, threads=ops.threads,
             cache=_cache_shape(kv[0].k, weights.num_heads), eps=weights.rms_norm_eps, scale=weights.head_dim**-0.5,
         )  # fmt: skip
-        # Elements a token needs in each of the four workspaces.
+        # Elements per token in each of the four workspaces.
         narrow = max(intermediate, weights.num_heads * weights.head_dim, hidden)
         self._widths = (hidden, hidden, max(first.qkv.out_features, 2 * intermediate), narrow)
         self._workspaces: list[Tensor] = []
@@ -232,12 +235,12 @@ class NativeForward:
         logits = torch.empty(len(batch.logits_rows), self._weights.lm_head.out_features)
         h = torch.empty(_shrunk_size(plan, 3), dtype=self._dtype)
         routing = last_routing = plan.routing
-        last_keep: tuple[object, ...] = ()  # until the call has ended
+        last_keep: tuple[object, ...] = ()  # kept until the call has ended
         if routing is not None and lora is not None and len(logits) < batch.num_tokens:
             last = LoraRouting(batch.adapter_index[batch.logits_rows], lora.page_table, lora.ranks)
             last_routing, last_keep = route(last, lora.page_rank, routing.width)
         model, token_ids = self._model, batch.token_ids
-        if inputs is not None:  # as if they were an embedding that the tokens number
+        if inputs is not None:  # treat the inputs as an embedding table, indexed by token number
             model, token_ids = _Model.from_buffer_copy(self._model), torch.arange(len(inputs))
             model.embedding = inputs.data_ptr()
         step = _Step(
@@ -257,7 +260,7 @@ class NativeForward:
 
 
 def route(found: LoraRouting, page_rank: int, width: int) -> tuple[_Routing, tuple[object, ...]]:
-    """The library's form of a routing, and what its pointers point into. width: columns of h, a projection's."""
+    """Return a routing in the library's form, and the objects that it points to. width: columns of h per projection."""
     order, items = segments(found.adapter_index.numpy())
     routing = _Routing(
         found.adapter_index.data_ptr(), order.ctypes.data, items.ctypes.data, found.page_table.data_ptr(),
@@ -267,7 +270,9 @@ def route(found: LoraRouting, page_rank: int, width: int) -> tuple[_Routing, tup
 
 
 def segments(adapter_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of adapters, sorted by adapter, and work items `[n, 3]` of (slot, first, last) into them; both int32."""
+    """Return the tokens that use adapters, sorted by adapter, and work items `[n, 3]` of (slot, first, last) into them;
+    int32.
+    """
     order = np.argsort(adapter_index, kind="stable").astype(np.int32)
     order = np.ascontiguousarray(order[int(np.searchsorted(adapter_index[order], 0)) :])
     slots = adapter_index[order]

@@ -1,7 +1,7 @@
-"""The native library, compiled once for this machine and kept in the user's cache.
+"""Build of the native library, compiled once for this machine and kept in the user's cache.
 
-The name of its file is the digest of all that it depends on: source, flags, compiler and processor. Behind its last
-byte is the digest of its content, so that a damaged file is noticed before it is opened.
+The file name is the digest of everything the library depends on: source, flags, compiler and processor. The digest of
+the content follows the last byte, so that a damaged file is detected before it is opened.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ def load() -> ctypes.CDLL | None:
         if _is_whole(path):
             try:
                 return ctypes.CDLL(str(path))
-            except OSError as error:  # another processor's, which nothing but opening it shows
+            except OSError as error:  # built for another processor, which only opening it shows
                 log.warning("the native ops' library cannot be opened and is built once more: %s", error)
         return ctypes.CDLL(str(path)) if _build(compiler, path) else None
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
@@ -57,10 +57,10 @@ def _cache_path(compiler: list[str]) -> Path:
 
 
 def _build(compiler: list[str], path: Path) -> bool:
-    """Compile the library and put its digest behind its last byte. Return False if the compiler fails.
+    """Compile the library and append its digest. Return False if the compiler fails.
 
-    Concurrent processes compile in separate folders, and the last one's file replaces the others' as a whole; a process
-    that has opened an earlier file keeps it. Raises OSError.
+    Concurrent processes compile in separate folders, and each replaces the file as a whole; a process that has opened
+    an earlier file keeps it. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -80,8 +80,8 @@ def _build(compiler: list[str], path: Path) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether the file ends with the digest of all before. To open one that was cut short can kill the process,
-    which maps pages that the file no longer has. Raises OSError if the file cannot be read.
+    """Return whether the file ends with the digest of the preceding bytes. Opening a truncated file can kill the
+    process, which maps pages that the file does not have. Raises OSError if the file cannot be read.
     """
     try:
         content = path.read_bytes()
@@ -99,12 +99,12 @@ def _version(compiler: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's features, on which -march=native depends: machines may share a cache directory."""
+    """Return the processor's features, on which -march=native depends; machines may share a cache directory."""
     known = ("flags", "Features", "CPU implementer", "CPU part", "model name", "isa")  # x86, ARM, RISC-V
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    # The kinds of cores without repetition: a big.LITTLE machine has two.
+    # Each kind of core once: a big.LITTLE machine has two.
     found = sorted({line for line in lines if line.startswith(known)})
     return "\n".join(found) or f"{platform.machine()} {platform.processor()}"

@@ -1,4 +1,4 @@
-"""The ops in plain torch for any CPU: the fallback where `kernels.cpu.native` cannot be compiled, and its slow twin."""
+"""Ops in plain torch for any CPU: the fallback if `kernels.cpu.native` cannot be compiled, and its slow twin."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class TorchPlan:
 
 
 class TorchOps:
-    """Stateless. Decodes are one padded gather and one SDPA; each prompt chunk is an SDPA of its own."""
+    """Plain torch ops, stateless. Decodes share one padded gather and one SDPA; each prefill chunk has its own SDPA."""
 
     sample = staticmethod(sample)
 
@@ -83,10 +83,11 @@ class TorchOps:
         return out
 
     def _attend(self, q: Tensor, kv: KvCache, tables: Tensor, seen: Tensor, scale: float) -> Tensor:
-        """q `[n, queries, heads, D]`, seen `[n, queries, keys]`; heads of a group are folded into the queries.
+        """Compute attention. q `[n, queries, heads, D]`, seen `[n, queries, keys]`; heads of a group are folded into
+        the queries.
 
-        Keys and values that no query of a request sees are replaced by zeros: they may be another request's, and a NaN
-        there passes through a weight of 0 and through a mask that is added.
+        Keys and values that no query of a request sees are replaced by zeros: they may belong to another request, and a
+        NaN there passes through a weight of 0 and through an additive mask.
         """
         n, queries, heads, dim = q.shape
         kv_heads, block_size, keys = kv.k.shape[1], kv.k.shape[2], seen.shape[-1]
@@ -112,7 +113,7 @@ def _gather(
     if scales is None:
         found = cache[tables]
     else:
-        # Written as bytes, because torch cannot index fp8.
+        # Indexed as bytes, because torch cannot index fp8.
         values = cache.view(torch.uint8)[tables].view(cache.dtype)
         found = (values.float() * scales[tables].unsqueeze(-1)).to(dtype)
     rows = found.transpose(2, 3).flatten(1, 2)[:, :keys]

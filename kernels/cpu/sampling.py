@@ -1,6 +1,6 @@
-"""Next tokens from logits on the CPU: `kernels.reference.sample` a row at a time in numpy, sorting what little it must.
+"""Sampling on the CPU: `kernels.reference.sample` row by row in numpy, sorting as little as possible.
 
-numpy, not torch: a row of 49k logits takes some 20 us a pass, less than torch's threads need to wake.
+numpy, not torch: a pass over a row of 49k logits takes about 20 us, less than waking torch's threads.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.reference import uniforms
 
-# Where a draw by top-p looks first: tokens at least this likely beside the likeliest one.
+# First candidates of a top-p draw: tokens at least this likely relative to the most likely one.
 _FIRST_CUT = 1e-2
 _RUN = 256  # tokens whose weights are summed before the sums are searched
 
@@ -23,9 +23,9 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """As `kernels.reference.sample`: logits `[B, vocab]` fp32, one parameter a row; returns `[B]` int64.
+    """Sample like `kernels.reference.sample`: logits `[B, vocab]` fp32, one parameter per row; returns `[B]` int64.
 
-    A row with NaN or infinity in it, as an adapter's weights may bring, gives some token.
+    A row with NaN or infinity, which an adapter's weights may cause, gives some valid token.
     """
     rows = logits.numpy()
     parameters = zip(
@@ -54,12 +54,12 @@ def _choose(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p
 
 
 def _least_of_top_p(weights: np.ndarray, top_p: float) -> np.float32:
-    """The smallest weight that is kept: those larger sum up to less than top_p of all."""
+    """Return the smallest weight that is kept: the larger weights sum up to less than top_p of the total."""
     wanted = top_p * weights.sum(dtype=np.float64)
     near = weights[weights >= _FIRST_CUT]
     above = 0.0
     if near.sum(dtype=np.float64) < wanted:
-        # A flat distribution: by the upper half of their bits, which order as the floats do, find the few to sort.
+        # For a flat distribution, narrow down the weights to sort by their upper 16 bits, which order like the floats.
         halves = weights.view(np.uint32) >> 16
         sums = np.bincount(halves, weights)[::-1].cumsum()
         at = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
@@ -71,7 +71,7 @@ def _least_of_top_p(weights: np.ndarray, top_p: float) -> np.float32:
 
 
 def _first_beyond(weights: np.ndarray, uniform: float) -> int:
-    """The first index up to which the weights sum up to more than `uniform` of all. Sums are fp64."""
+    """Return the first index at which the cumulative weight exceeds `uniform` times the total. Sums are fp64."""
     whole = len(weights) // _RUN * _RUN
     runs = weights[:whole].reshape(-1, _RUN).sum(1, dtype=np.float64)
     ends = np.append(runs, weights[whole:].sum(dtype=np.float64)).cumsum()
@@ -80,5 +80,5 @@ def _first_beyond(weights: np.ndarray, uniform: float) -> int:
     before = ends[run - 1] if run else 0.0
     part = weights[run * _RUN : (run + 1) * _RUN]
     found = int(np.searchsorted(before + part.cumsum(dtype=np.float64), target, side="right"))
-    # Rounding may leave the target at the run's very end: its last token of any weight is meant.
+    # Rounding may place the target at the end of the run; then take the run's last token with a weight.
     return run * _RUN + (found if found < len(part) else int(np.flatnonzero(part)[-1]))

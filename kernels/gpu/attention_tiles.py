@@ -1,4 +1,4 @@
-"""How paged attention cuts a step's queries and keys into programs: tile sizes, and the list of tiles of a step."""
+"""Division of a step's attention into programs: tile sizes, and the list of a step's tiles."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,10 +14,11 @@ MAX_SPLITS = 64
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """block_m: rows of a program, query tokens times the heads of a group; more where a group is wider.
+    """Tile sizes of paged attention.
 
-    block_n: keys it folds in at a time, half as many where a head's row is over 256 bytes. min_split: keys that a split
-    walks at least, or combining costs more than it wins.
+    block_m: rows of a program, query tokens times the heads of a group; larger for wider groups. block_n: keys per
+    iteration, half as many if a head's row exceeds 256 bytes. min_split: minimum keys per split; below it, combining
+    costs more than it saves.
     """
 
     block_m: int
@@ -27,9 +28,9 @@ class Tile:
     num_stages: int
 
 
-# Origin: not measured, until benchmarks/gpu/plans.py has run on a GPU. Of decode the smallest tile that tl.dot takes,
-# and splits of two steps, so that one request of 512 tokens keeps 32 programs busy; of prompts 128 rows, two warpgroups
-# of tensor-core work.
+# Not measured; benchmarks/gpu/plans.py has not run on a GPU yet. Decode: the smallest tile that tl.dot accepts, and
+# splits of two iterations, so that one request of 512 tokens keeps 32 programs busy. Prefill: 128 rows, tensor-core
+# work for two warpgroups.
 DECODE = Tile(16, 64, 128, num_warps=4, num_stages=3)
 PREFILL = Tile(128, 64, 128, num_warps=8, num_stages=3)
 
@@ -38,9 +39,9 @@ PREFILL = Tile(128, 64, 128, num_warps=8, num_stages=3)
 class AttentionMetadata:
     """Work list of a step, the same for every layer.
 
-    num_tiles: tiles the grid has room for. tiles: `[2, num_tiles]` int32, request and first query token (within the
-    request) of each tile; None in a decode step, where tile i is request i: what a graph of decode needs follows from
-    its shapes. tiles_in_use: `[1]` int32, None with `tiles`. block_q: query tokens in a tile. num_splits: most splits
+    num_tiles: capacity of the grid in tiles. tiles: `[2, num_tiles]` int32, request and first query token (within the
+    request) of each tile; None in a decode step, where tile i is request i, so a decode graph depends only on shapes.
+    tiles_in_use: `[1]` int32, None with `tiles`. block_q: query tokens in a tile. num_splits: maximum number of splits
     of a request's keys.
     """
 
@@ -63,10 +64,10 @@ def build_attention_metadata(
     max_context_len: int,
     tile: Tile | None = None,
 ) -> AttentionMetadata:
-    """Cuts the step's queries into tiles, by torch ops on the device and without a host sync.
+    """Divide the step's queries into tiles with torch ops on the device, without a host sync.
 
-    `max_query_len` and `max_context_len` are bounds, exact or not: the result is right for any queries not longer.
-    With a `max_query_len` of 1 no device op runs and the result depends on shapes and bounds alone.
+    `max_query_len` and `max_context_len` are upper bounds and need not be exact. With a `max_query_len` of 1, no device
+    op runs and the result depends only on shapes and bounds.
     """
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads: expected a multiple of {num_kv_heads} key-value heads, got {num_heads}")
@@ -89,5 +90,5 @@ def build_attention_metadata(
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    """Multiprocessors of the device; 16 in the interpreter, so that splits do happen there."""
+    """Return the device's number of multiprocessors; 16 in the interpreter, so that it also tests splits."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16

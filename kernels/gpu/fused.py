@@ -1,7 +1,7 @@
-"""The decoder's element-wise ops in Triton, each one launch: norms, rotary embedding with the cache write, SwiGLU.
+"""Element-wise ops of the decoder in Triton, one launch each: norms, rotary embedding with the cache write, SwiGLU.
 
-Same meaning as their namesakes in `kernels.reference`: sums and products in fp32, results rounded where the reference
-rounds. All are bound by memory; rows are read once and written once.
+Same semantics as their namesakes in `kernels.reference`: sums and products in fp32, results rounded where the reference
+rounds. All are memory-bound; rows are read once and written once.
 """
 
 import torch
@@ -13,7 +13,7 @@ from kernels.reference import LARGEST, SMALLEST_AMAX
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x, of any shape; contiguous result.
+    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x, of any shape; contiguous result.
 
     x `[T, width]` or `[T, heads, width]` may be a view whose last dimension is contiguous (heads of a qkv row).
     """
@@ -21,13 +21,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _check_weight(weight, x)
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     if out.numel():
-        # x stands in for the residual, which FUSE_ADD=False neither reads nor writes.
+        # x is passed as the residual too, which FUSE_ADD=False neither reads nor writes.
         _launch_norm(rows, rows, weight, out, eps, False)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`residual += x` in place, rounded to its dtype, then `rms_norm(residual)`. x and residual `[T, width]`."""
+    """Add `residual += x` in place, rounded to its dtype, then return `rms_norm(residual)`. x and residual `[T,
+    width]`.
+    """
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(f"residual: expected {tuple(x.shape)} {x.dtype}, got {tuple(residual.shape)} {residual.dtype}")
     if x.dim() != 2:
@@ -42,7 +44,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, fuse_add: bool) -> None:
     num_tokens, heads, width = x.shape
     block = triton.next_power_of_2(width)
-    # A program takes at least 1,024 elements, so that norms of single heads fill a warp's loads.
+    # A program processes at least 1,024 elements, so that norms of single heads use full warp loads.
     rows_per_program = max(1, 1024 // block)
     _rms_norm[(triton.cdiv(num_tokens * heads, rows_per_program),)](
         x,
@@ -73,10 +75,10 @@ def rope_and_write_kv(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> Tensor:
-    """Rotates q and k of qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, stores k and v, returns q `[T, num_heads, D]`.
+    """Rotate q and k of qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, store k and v, return q `[T, num_heads, D]`.
 
-    Tokens with a negative slot (padding of a graph's bucket) store nothing. Caches of 8 bits come with their scales
-    `[num_blocks, num_kv_heads, block_size]` fp32, which are written too (`kernels.reference.quantize_rows`).
+    Tokens with a negative slot (padding of a graph's bucket) store nothing. 8-bit caches have scales `[num_blocks,
+    num_kv_heads, block_size]` fp32, which are written too (`kernels.reference.quantize_rows`).
     """
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -118,7 +120,7 @@ def rope_and_write_kv(
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up `[T, 2 * intermediate]` -> `silu(gate) * up`, `[T, intermediate]`."""
+    """Return `silu(gate) * up`, `[T, intermediate]`, of gate_up `[T, 2 * intermediate]`."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"gate_up: expected contiguous rows of even width, got {tuple(gate_up.shape)}")
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -132,7 +134,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def check_kv_scales(k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None, v_scales: Tensor | None) -> None:
-    """Raises ValueError unless caches of 8 bits come with scales of their shape, and others without."""
+    """Raise ValueError unless 8-bit caches have scales of their shape, and other caches have none."""
     for name, cache, scales in (("k_scales", k_cache, k_scales), ("v_scales", v_cache, v_scales)):
         if (scales is not None) != (cache.dtype in LARGEST):
             raise ValueError(f"{name}: expected {'scales' if scales is None else 'none'} for a cache of {cache.dtype}")
@@ -146,7 +148,7 @@ def check_kv_scales(k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None, v
 
 
 def _as_rows(x: Tensor, name: str) -> Tensor:
-    """x as `[T, heads, width]`, copied only if its strides don't allow it (more than three dimensions)."""
+    """Return x as `[T, heads, width]`, copied only if its strides require it (more than three dimensions)."""
     if x.stride(-1) != 1:
         raise ValueError(f"{name}: expected its last dimension contiguous, got strides {x.stride()}")
     if x.dim() == 3:
@@ -183,7 +185,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     values = tl.load(x_at, mask=mask, other=0.0)
     if FUSE_ADD:
         residual_at = residual + (row * residual_stride)[:, None] + column[None, :]
-        # The sum is rounded before the norm: that is what the next layer adds to.
+        # The sum is rounded before the norm, because the next layer adds to the rounded sum.
         total = tl.load(residual_at, mask=mask, other=0.0).to(tl.float32) + values.to(tl.float32)
         values = total.to(values.dtype)
         tl.store(residual_at, values, mask=mask)
@@ -256,14 +258,16 @@ def _rope_and_write_kv(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _quantize(first, second, LARGEST: tl.constexpr, SMALLEST_AMAX: tl.constexpr, cache):  # type: ignore[no-untyped-def]
-    """Both halves of rows in the range of the cache's dtype, int8 already rounded, and the rows' scales."""
+    """Return both halves of the rows in the range of the cache's dtype, for int8 already rounded, and the
+    rows' scales.
+    """
     first = first.to(tl.float32)
     second = second.to(tl.float32)
     amax = tl.maximum(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1), SMALLEST_AMAX)
     first *= (LARGEST / amax)[:, None]
     second *= (LARGEST / amax)[:, None]
     if cache.dtype.element_ty == tl.int8:
-        # fp32 has no fraction bits left at 1.5 * 2^23, so adding and taking it away rounds, half to even.
+        # fp32 has no fraction bits at 1.5 * 2^23, so adding and subtracting it rounds half to even.
         first = (first + 12582912.0) - 12582912.0
         second = (second + 12582912.0) - 12582912.0
     return first, second, amax * (1.0 / LARGEST)

@@ -1,4 +1,6 @@
-"""`kernels.backend.Ops` on a GPU: matrix products by cuBLAS, everything else by our Triton kernels."""
+"""Implementation of `kernels.backend.Ops` on a GPU: matrix products by cuBLAS, everything else by our
+Triton kernels.
+"""
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from kernels.reference import LoraGroup, LoraRouting
 
 
 class TritonPlan:
-    """A step's work lists, each built when the first layer asks for it and read by all the others."""
+    """A step's work lists, each built when the first layer needs it and shared by all layers."""
 
     def __init__(self, batch: Batch, routing: LoraRouting | None) -> None:
         self.batch = batch
@@ -26,7 +28,7 @@ class TritonPlan:
     def segments(self, routing: LoraRouting, page_rank: int) -> Segments:
         if page_rank not in self._segments:
             batch, num_adapters = self.batch, len(self.batch.adapter_slots)
-            # Decode tables depend on shapes alone: a graph holds their build and replays it with any mix of adapters.
+            # Decode tables depend only on shapes: a graph contains their build and replays it with any mix of adapters.
             is_decode = batch.max_query_len == 1
             self._segments[page_rank] = build_segments(
                 routing,
@@ -52,10 +54,11 @@ class TritonPlan:
 
 
 class TritonOps:
-    """No op waits for the device.
+    """Triton ops; none of them waits for the device.
 
-    shrink_beside: in a CUDA graph, LoRA's shrink is a branch beside the base projection, which does not need it; so
-    only expand adds its latency to a step. Outside of graphs the events between streams would cost the host more.
+    shrink_beside: in a CUDA graph, run LoRA's shrink on a branch parallel to the base projection, which does not need
+    it, so that only expand adds its latency to a step. Outside of graphs, the events between streams would cost the
+    host more.
     """
 
     sample = staticmethod(sample)
@@ -87,12 +90,12 @@ class TritonOps:
             return torch.nn.functional.linear(x, packed.weight, packed.bias)
         segments = plan.segments(plan.routing, group.a_pages.shape[2])
         if self._side is None and x.is_cuda:
-            self._side = torch.cuda.Stream(x.device)  # in the run that warms up: none is made within a capture
+            self._side = torch.cuda.Stream(x.device)  # created in the warm-up run: a capture cannot create streams
         if self._side is None or not (self._shrink_beside and torch.cuda.is_current_stream_capturing()):
             y = torch.nn.functional.linear(x, packed.weight, packed.bias)
             segmented_lora(y, x, group, segments)
             return y
-        # Memory of the side stream is used again only behind a fork, which stands behind the expand that read it.
+        # The side stream's memory is reused only behind a fork, which comes after the expand that read it.
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             planes = shrink(x, group, segments)

@@ -1,14 +1,14 @@
-"""Causal attention over a paged cache in one varlen kernel: prefill, decode and mixed batches alike.
+"""Causal attention over a paged cache in one varlen kernel, for prefill, decode and mixed batches.
 
-`out[t, h] = softmax(scale * q[t, h] @ K[:p + 1].T) @ V[:p + 1]`, p the position of token t, K and V of t's request and
-of key-value head `h // group`. Layouts and arguments are those of `kernels.reference.paged_attention`.
+`out[t, h] = softmax(scale * q[t, h] @ K[:p + 1].T) @ V[:p + 1]`, where p is the position of token t, and K and V belong
+to t's request and key-value head `h // group`. Layouts and arguments are those of `kernels.reference.paged_attention`.
 
 A tile's rows are query tokens times the query heads that share a key-value head, so GQA reads each key once per tile.
-Keys are walked with the online softmax of FlashAttention-2 (Dao, 2023): first without a mask, then the diagonal.
-Long contexts of single-token queries are cut into splits (Flash-Decoding), whose partial results a second kernel
-combines in a fixed order: the same input gives the same bits. Grids and the number of splits depend on host-known
-bounds alone; which part of them is in use is decided on the device, so a CUDA graph can hold the launches, with no
-work list to refill where every query is one token.
+Keys are processed with the online softmax of FlashAttention-2 (Dao, 2023): first without a mask, then the diagonal.
+Long contexts of single-token queries are divided into splits (Flash-Decoding); a second kernel combines their partial
+results in a fixed order, so the same input gives the same bits. Grids and the number of splits depend only on bounds
+known to the host; the device decides which part of them is in use. A CUDA graph can therefore contain the launches, and
+needs no new work list if every query is one token.
 """
 
 import torch
@@ -34,12 +34,12 @@ def paged_attention(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> Tensor:
-    """As `kernels.reference.paged_attention`; returns `[T, num_heads, D]`.
+    """Compute `kernels.reference.paged_attention`; return `[T, num_heads, D]`.
 
-    `metadata` saves its being rebuilt for each layer; without it the lengths are read back from the device (a sync).
-    Caches of 8 bits (float8_e4m3fn or int8) come with their scales and are widened to q's dtype in the kernel.
-    Rows of q that no request owns (padding) are left unwritten. q may be a view whose last dimension is contiguous.
-    Raises ValueError for shapes, dtypes or layouts that don't fit.
+    `metadata` avoids rebuilding it for each layer; without it the lengths are read back from the device (a sync). 8-bit
+    caches (float8_e4m3fn or int8) need their scales and are widened to q's dtype in the kernel. Rows of q that no
+    request owns (padding) are not written. q may be a view whose last dimension is contiguous. Raises ValueError for
+    unsuitable shapes, dtypes or layouts.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, cache_dim = k_cache.shape
@@ -100,7 +100,7 @@ def paged_attention(
         block_tables.stride(0),
         q.stride(0),
         q.stride(1),
-        scale * 1.4426950408889634,  # log2(e): the softmax runs on exp2
+        scale * 1.4426950408889634,  # log2(e): the softmax uses exp2
         splits,
         BLOCK_SIZE=block_size,
         BLOCK_Q=metadata.block_q,
@@ -119,8 +119,9 @@ def paged_attention(
 
 @triton.jit
 def _keys_per_split(num_keys, query_len, num_splits, MIN_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys each split walks, so many that only the last one ends within a tile; all of them when the request has more
-    than one query."""
+    """Return the number of keys per split, chosen so that only the last split ends within a tile; all keys if the
+    request has more than one query.
+    """
     share = tl.maximum((num_keys + num_splits * 64 - 1) // (num_splits * 64) * 64, MIN_SPLIT)
     return tl.where(query_len == 1, share, num_keys)
 
@@ -149,11 +150,11 @@ def _walk(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Folds keys begin..end into the online softmax (acc, m, weight). Unmasked: whole tiles that every row sees."""
+    """Add keys begin..end to the online softmax (acc, m, weight). Unmasked: complete tiles that every row sees."""
     d = tl.arange(0, HEAD_PADDED)
     for key0 in range(begin, end, BLOCK_N):
         key = key0 + tl.arange(0, BLOCK_N)
-        # Beyond the context lie unwritten rows, perhaps NaN: 0 * NaN would reach the sum through V.
+        # Rows beyond the context are unwritten, perhaps NaN: 0 * NaN would reach the sum through V.
         live = key < end
         if MASKED:
             block = tl.load(table + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
@@ -169,8 +170,8 @@ def _walk(  # type: ignore[no-untyped-def]
             k_tile = tl.load(k_at)
             v_tile = tl.load(v_at)
         if k_scales is not None:
-            # Caches of 8 bits are exact in 16, and straight to bf16 is a conversion of many registers on Hopper.
-            # Their scales stand on columns, outside of both products.
+            # 8-bit values are exact in fp16; a direct conversion to bf16 needs many registers on Hopper. The scales
+            # apply to columns, outside of both products.
             k_tile = k_tile.to(tl.float16)
             v_tile = v_tile.to(tl.float16)
         scores = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision="ieee") * scale_log2
@@ -192,8 +193,8 @@ def _walk(  # type: ignore[no-untyped-def]
     return acc, m, weight
 
 
-# Lengths that change from step to step must not make new variants: each would be a compilation in the request path.
-# Nor may the place of a step's tables in the buffer that brought them.
+# Lengths that change between steps must not create new variants, because each is compiled while requests wait. The same
+# holds for the position of a step's tables in their upload buffer.
 _TABLES = ("block_tables", "query_start", "context_lens")
 
 
@@ -264,7 +265,7 @@ def _attend(  # type: ignore[no-untyped-def]
             q_tile = tl.load(q + q_at[:, None] + d[None, :], mask=mask, other=0.0)
 
             acc = tl.zeros((BLOCK_M, HEAD_PADDED), dtype=tl.float32)
-            # Finite, so that a row that has seen no key yet computes exp2(0), not exp2(nan).
+            # Finite, so that a row that has seen no key computes exp2(0), not exp2(nan).
             m = tl.full((BLOCK_M,), -1.0e30, dtype=tl.float32)
             weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
             table = block_tables + request.to(tl.int64) * table_stride
@@ -307,7 +308,7 @@ def _combine(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
 ):
-    """Weighs the splits of one request and head by their log-sum-exp, in a fixed order."""
+    """Combine the splits of one request and head by their log-sum-exp, in a fixed order."""
     request = tl.program_id(0)
     head = tl.program_id(1)
     query_at = tl.load(query_start + request)

@@ -1,10 +1,10 @@
-"""Next tokens from logits in one launch: no sort, no wait for the host, any mix of rows in one CUDA graph.
+"""Sampling in one launch: no sort, no wait for the host, any mix of rows in one CUDA graph.
 
-One program takes one row, so a row's token never depends on the rows beside it. Meaning: `kernels.reference.sample`.
-Top-k and top-p are cuts by value. Floats in the order of their bits are integers, and the cut is found by narrowing an
-interval of them to a quarter in each pass over the row (which the L2 holds): the largest t whose tokens `>= t` count k,
-or weigh top_p. The draw is an inverse CDF over the tokens left, in the order of the vocabulary, summed in fp64.
-A greedy row costs one pass, a plain draw three, each kind of cut sixteen more.
+A program processes one row, so a row's token never depends on the other rows. Semantics: `kernels.reference.sample`.
+Top-k and top-p are cuts by value. Floats ordered by their bits are integers. The cut is found by narrowing an interval
+of them to a quarter in each pass over the row (which the L2 holds): the largest t whose tokens `>= t` count k or weigh
+top_p. The draw is an inverse CDF over the remaining tokens, in vocabulary order, summed in fp64. A greedy row costs one
+pass, a plain draw three, each kind of cut sixteen more.
 """
 
 import torch
@@ -22,10 +22,10 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """As `kernels.reference.sample`: logits `[B, vocab]` fp32, one parameter a row; returns `[B]` int64.
+    """Sample like `kernels.reference.sample`: logits `[B, vocab]` fp32, one parameter per row; returns `[B]` int64.
 
-    Reads parameters from the device, so a graph replays with any. Rows of -inf alone give token 0. Raises ValueError
-    for shapes or dtypes that don't fit.
+    Parameters are read on the device, so a graph replays with any values. Rows of only -inf give token 0. Raises
+    ValueError for unsuitable shapes or dtypes.
     """
     if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"logits: expected float32 [B, vocab] with contiguous rows, got {logits.dtype} {logits.shape}")
@@ -45,7 +45,7 @@ def sample(
     return tokens
 
 
-# Row strides and vocabularies are the model's: constants of a process. Parameters lie anywhere in a step's buffer.
+# Row strides and the vocabulary size are constant for a process. Parameters can be anywhere in a step's buffer.
 @triton.jit(do_not_specialize_on_alignment=("temperature", "top_k", "top_p", "min_p", "seeds", "positions"))
 def _sample(  # type: ignore[no-untyped-def]
     logits,
@@ -70,7 +70,7 @@ def _sample(  # type: ignore[no-untyped-def]
         best_at = tl.where(x > best, first + lane, best_at)
         best = tl.maximum(best, x)
     largest = tl.max(best, 0)
-    # The first of equals.
+    # The first on a tie.
     token = tl.min(tl.where(best == largest, best_at, VOCAB), 0)
     heat = tl.load(temperature + row)
     if (heat > 0.0) & (largest > float("-inf")):
@@ -95,7 +95,7 @@ def _sample(  # type: ignore[no-untyped-def]
             drawn = tl.minimum(drawn, tl.min(tl.where(reached & (weight > 0.0), first + lane, VOCAB), 0))
             last = tl.maximum(last, tl.max(tl.where(weight > 0.0, first + lane, 0), 0))
             before += tl.sum(weight, 0)
-        # Sums that round differently can leave a target just below the whole unreached.
+        # Sums that round differently can end just below the total and miss the target.
         token = tl.minimum(drawn, last)
     tl.store(tokens + row, token.to(tl.int64))
 
@@ -104,7 +104,9 @@ def _sample(  # type: ignore[no-untyped-def]
 def _weights(  # type: ignore[no-untyped-def]
     logits, first, largest, inverse, cut, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of a tile's tokens: exp((x - largest) / temperature), so 1 for the likeliest; 0 for those that are cut."""
+    """Return the weights of a tile's tokens: exp((x - largest) / temperature), so 1 for the most likely; 0 for cut
+    tokens.
+    """
     lane = first + tl.arange(0, BLOCK)
     x = tl.load(logits + lane, mask=lane < VOCAB, other=float("-inf"))
     weight = tl.exp((x - largest) * inverse)
@@ -125,7 +127,7 @@ def _mass(  # type: ignore[no-untyped-def]
 def _cut(  # type: ignore[no-untyped-def]
     logits, largest, inverse, kept, wanted, VOCAB: tl.constexpr, BLOCK: tl.constexpr, WEIGHED: tl.constexpr
 ):
-    """The largest t such that tokens `>= t` of those kept so far weigh (or count) at least `wanted`."""
+    """Return the largest t such that the tokens `>= t` among those kept so far weigh (or count) at least `wanted`."""
     low = tl.full((), -2147483648, dtype=tl.int32)
     quarter = tl.full((), 1073741824, dtype=tl.int32)
     for _ in range(16):
@@ -153,14 +155,14 @@ def _cut(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _ordered(x):  # type: ignore[no-untyped-def]
-    """Integers in the order of the floats; 0 added, so that both zeros are one."""
+    """Return integers in the order of the floats; adding 0 makes both zeros equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _uniform(seed, position):  # type: ignore[no-untyped-def]
-    """As `kernels.reference.uniforms`."""
+    """Compute `kernels.reference.uniforms`."""
     z = _mix(seed.to(tl.uint64)) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
     return (_mix(z) >> 11).to(tl.float64) * 1.1102230246251565e-16
 

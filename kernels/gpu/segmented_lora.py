@@ -1,15 +1,15 @@
-"""Many adapters' LoRA deltas in two launches: `y[t, slice s] += scales[a, s] * (x[t] @ A[a, s].T) @ B[a, s].T`.
+"""LoRA deltas of many adapters in two launches: `y[t, slice s] += scales[a, s] * (x[t] @ A[a, s].T) @ B[a, s].T`.
 
-Shrink makes `h = x @ A.T` for every chunk of rows that share an adapter, split over K into planes
-`[split_k, T, num_slices * rank_padded]` fp32. Expand sums the planes in a fixed order, multiplies with B, scales, and
-adds into y. No atomics, so the same input gives the same bits; a plane's element is read only where it was written,
-so nothing is zeroed. Both kernels follow the adapter's page table to its own rank and no further, and skip slices
-with scale 0. The slices of a group (q, k, v; gate, up) share each launch.
+Shrink computes `h = x @ A.T` for every chunk of rows that share an adapter, split over K into planes `[split_k, T,
+num_slices * rank_padded]` fp32. Expand sums the planes in a fixed order, multiplies with B, scales, and adds to y. No
+atomics, so the same input gives the same bits; only written elements of a plane are read, so nothing is zeroed. Both
+kernels follow the adapter's page table only up to its own rank, and skip slices with scale 0. The slices of a group (q,
+k, v; gate, up) share each launch.
 
-Pages may have 8 bits, half the bytes that a decode step reads of its adapters: a row of A and the row of B that it
-meets share one scale, which the planes' sum is multiplied with.
+8-bit pages halve the bytes that a decode step reads of its adapters: a row of A and the corresponding row of B share
+one scale, which multiplies the sum of the planes.
 
-The grids depend on shapes only: persistent programs walk over work lists whose length stands on the device, so a CUDA
+The grids depend only on shapes: persistent programs process work lists whose length is stored on the device, so a CUDA
 graph replays with any mix of adapters, ranks and base rows (see `kernels.gpu.segments`).
 
 Source: the two-step gather form of Punica's SGMV (Chen et al., 2023), with S-LoRA's unified rank pages.
@@ -29,20 +29,21 @@ MAX_SLICES = 3
 
 
 def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> None:
-    """Adds every token's LoRA delta to y in place; costs nothing when `segments.active` is False.
+    """Add every token's LoRA delta to y in place; does nothing if `segments.active` is False.
 
-    y `[T, offsets[-1]]`, x `[T, in_features]`: one dtype (fp32, fp16 or bf16), the pages' too unless these have 8 bits;
-    last dimension contiguous. Base rows of y are neither read nor written. Raises ValueError for shapes or dtypes that
-    don't fit.
+    y `[T, offsets[-1]]`, x `[T, in_features]`: one dtype (fp32, fp16 or bf16), also the pages' dtype unless they have 8
+    bits; last dimension contiguous. Base rows of y are neither read nor written. Raises ValueError for unsuitable
+    shapes or dtypes.
     """
     if segments.active:
         expand(y, shrink(x, group, segments), group, segments)
 
 
 def shrink(x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
-    """`x @ A.T` of every adapter row, fp32 planes `[split_k, T, num_slices * rank_padded]` in sorted order.
+    """Return `x @ A.T` of every adapter row, fp32 planes `[split_k, T, num_slices * rank_padded]` in sorted order.
 
-    Apart from `expand` so that it can run beside the base projection on another stream. Needs `segments.active`.
+    Separate from `expand` so that it can run in parallel with the base projection on another stream. Requires
+    `segments.active`.
     """
     plan = segments.plan
     num_slices, in_features = group.a_pages.shape[1], group.a_pages.shape[3]
@@ -86,7 +87,7 @@ def shrink(x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
 
 
 def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments) -> None:
-    """`y[rows, slice s] += scale * planes.sum(0) @ B`, in place; `planes` as `shrink` made them."""
+    """Add `y[rows, slice s] += scale * planes.sum(0) @ B` in place; `planes` is the result of `shrink`."""
     plan = segments.plan
     num_slices = len(group.offsets) - 1
     _check(y, "y", group.offsets[-1], group, segments)
@@ -153,11 +154,13 @@ def _rank_padded(segments: Segments) -> int:
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    """Multiprocessors of the device; 2 in the interpreter, so that programs there do walk over several items."""
+    """Return the device's number of multiprocessors; 2 in the interpreter, so that programs there process several
+    items.
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-# Lengths that change from step to step must not make new variants: each would be a compilation in the request path.
+# Lengths that change between steps must not create new variants, because each is compiled while requests wait.
 _LENGTHS = ("num_tokens", "chunk_stride", "max_tiles", "programs")
 
 
@@ -221,7 +224,7 @@ def _shrink(  # type: ignore[no-untyped-def]
                     k_live = split * K_PER_SPLIT + k0 + k < IN_FEATURES
                     x_tile = tl.load(x_at + k0, mask=row_live[:, None] & k_live[None, :], other=0.0)
                     a_tile = tl.load(a_at + k0, mask=rank_live[None, :] & k_live[:, None], other=0.0)
-                if a_tile.dtype != x_tile.dtype:  # by way of fp32: straight to bf16 takes many registers on Hopper
+                if a_tile.dtype != x_tile.dtype:  # via fp32: a direct conversion to bf16 takes many registers on Hopper
                     a_tile = a_tile.to(tl.float32).to(x_tile.dtype)
                 acc = tl.dot(x_tile, a_tile, acc, input_precision="ieee")
             plane_row = (start.to(tl.int64) + m + split * num_tokens) * (NUM_SLICES * RANK_PADDED) + s * RANK_PADDED
@@ -264,7 +267,7 @@ def _expand(  # type: ignore[no-untyped-def]
     for item in range(tl.program_id(0), tl.load(counts) * COLUMN_TILES, programs):
         chunk = item // COLUMN_TILES
         tile = item % COLUMN_TILES
-        # Column tiles never cross a slice's bound: each slice has its own scale and its own h.
+        # Column tiles never cross a slice's bound, because each slice has its own scale and its own h.
         s = tl.where(tile >= TILES_2, 2, tl.where(tile >= TILES_1, 1, 0))
         first_tile = tl.where(s == 2, TILES_2, tl.where(s == 1, TILES_1, 0))
         first_column = tl.where(s == 2, OFFSET_2, tl.where(s == 1, OFFSET_1, 0))
@@ -302,7 +305,8 @@ def _expand(  # type: ignore[no-untyped-def]
                     h += tl.load(h_at + plane * plane_stride, mask=h_mask, other=0.0)
                 if row_scales is not None:
                     scale_at = row_scales + (page * NUM_SLICES + s) * PAGE_RANK + r % PAGE_RANK
-                    # Times 512 until the end, so that h keeps its bits in fp16, where the scale alone is subnormal.
+                    # Multiplied by 512 until the end, so that h keeps its precision in fp16, where the scale alone is
+                    # subnormal.
                     h *= (tl.load(scale_at, mask=rank_live, other=0.0) * 512.0)[None, :]
                     b_tile = b_tile.to(tl.float16).to(y_tile.dtype)
                 acc = tl.dot(h.to(b_tile.dtype), b_tile, acc, input_precision="ieee")

@@ -1,12 +1,12 @@
-"""Routing of a step's tokens to LoRA adapters, made once and read by every layer.
+"""Routing of a step's tokens to LoRA adapters, built once and read by every layer.
 
-Tokens are sorted by adapter and cut into chunks of at most `plan.block_m` rows of one adapter. Everything is built on
-the device of `adapter_index`, without a host sync, into tables whose sizes depend on shapes alone; how much of them is
-in use stands in `counts` on the device. A CUDA graph can therefore hold the build, or read tables that
-`build_segments(..., out=...)` refills, and replay with any mix of adapters.
+Tokens are sorted by adapter and divided into chunks of at most `plan.block_m` rows of one adapter. Everything is built
+on the device of `adapter_index`, without a host sync, into tables whose sizes depend only on shapes; `counts` on the
+device holds the part in use. A CUDA graph can therefore contain the build, or read tables that `build_segments(...,
+out=...)` refills, and replay with any mix of adapters.
 
-Up to `MAX_ROUTED` tokens (every decode step) the build is one launch of one program; beyond, a few torch ops, which a
-prefill of that length does not notice. Both give the same tables.
+Up to `MAX_ROUTED` tokens (every decode step) the build is one launch of one program. Longer inputs use a few torch ops,
+whose cost is negligible in a prefill of that length. Both give the same tables.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from kernels.reference import LoraRouting
 class Plan:
     """Tile sizes of the two segmented-LoRA kernels.
 
-    block_m: rows of one adapter in a chunk. block_r: rank rows in a tile (tl.dot wants at least 16 of both).
-    block_k: input features a shrink program loads at a time. k_per_split: input features one shrink program sums,
-    so split-K is `in_features / k_per_split` planes. block_n: output columns of an expand program.
-    programs_per_sm: persistent programs launched for each multiprocessor.
+    block_m: rows of one adapter in a chunk. block_r: rank rows in a tile (tl.dot wants at least 16 of both). block_k:
+    input features that a shrink program loads at a time. k_per_split: input features that one shrink program sums, so
+    split-K is `in_features / k_per_split` planes. block_n: output columns of an expand program. programs_per_sm:
+    persistent programs launched for each multiprocessor.
     """
 
     block_m: int
@@ -39,14 +39,14 @@ class Plan:
     programs_per_sm: int
 
 
-# Few rows per adapter: the adapters' weights are the traffic, so small chunks, wide loads and many programs.
+# Few rows per adapter: reading the adapters' weights dominates, so small chunks, wide loads and many programs.
 DECODE = Plan(16, 16, 256, 1024, 256, num_warps=4, num_stages=3, programs_per_sm=6)
-# Many rows per adapter: tensor-core tiles that reuse each weight tile over 64 rows. Two splits of 4,096 features: a
-# prompt chunk of 512 tokens has 8 chunks of rows, too few for 132 multiprocessors as they are.
+# Many rows per adapter: tensor-core tiles that reuse each weight tile for 64 rows. Two splits of 4,096 features: a
+# prefill chunk of 512 tokens has only 8 chunks of rows, too few for 132 multiprocessors without a split.
 PREFILL = Plan(64, 32, 64, 2048, 128, num_warps=4, num_stages=3, programs_per_sm=4)
 
-# (most rows per adapter, plan). Origin: not measured. Chosen by hand from Llama-3.1-8B shapes and the H200's shared
-# memory and latency, until benchmarks/gpu/plans.py has run on one.
+# (maximum rows per adapter, plan). Not measured: chosen by hand from Llama-3.1-8B shapes and the H200's shared memory
+# and latency; benchmarks/gpu/plans.py has not run on one yet.
 PLANS: tuple[tuple[float, Plan], ...] = ((32, DECODE), (float("inf"), PREFILL))
 
 
@@ -59,10 +59,10 @@ def choose_plan(rows_per_adapter: float) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """One step's routing; C = most chunks, X = most (chunk, rank tile) pairs that the shapes allow. All int32.
+    """The routing of a step; C = maximum chunks, X = maximum (chunk, rank tile) pairs for the shapes. All int32.
 
     active: False when the host knows that no token uses an adapter; `segmented_lora` then returns at once.
-    rows: `[T]` token index at each sorted position, base tokens last; None where one adapter has all tokens, in order.
+    rows: `[T]` token index at each sorted position, base tokens last; None if one adapter has all tokens, in order.
     chunks: `[2, C + 1]` slot and first sorted position of each chunk; a chunk ends where the next begins.
     tiles: `[2, X]` chunk and rank tile of each piece of shrink work.
     counts: `[2]` chunks and tiles in use.
@@ -91,14 +91,14 @@ def build_segments(
     plan: Plan | None = None,
     out: Segments | None = None,
 ) -> Segments:
-    """Sorts and cuts the routing's tokens. Runs no device op when `active` is False.
+    """Sort and divide the routing's tokens. Runs no device op if `active` is False.
 
-    `page_rank` is the pool's (`LoraGroup.a_pages.shape[2]`). `num_adapters`: the most distinct adapters among the
-    tokens, where the host knows it; it makes the tables smaller and picks the plan. Leave it out for a graph, which
-    must take any mix. `single_adapter`: the host knows that every token uses the same one; nothing is sorted then.
-    With `out`, the tables of an earlier result of the same shapes are refilled in place and `out` is returned;
-    ValueError if the shapes differ. `out` reads `page_table` and `ranks` from the routing it was first built with, so
-    the caller keeps those two up to date in place.
+    `page_rank` is the pool's (`LoraGroup.a_pages.shape[2]`). `num_adapters`: maximum number of distinct adapters among
+    the tokens, if the host knows it; it reduces the tables and selects the plan. Omit it for a graph, which must accept
+    any mix. `single_adapter`: the host knows that all tokens use the same adapter; then nothing is sorted. With `out`,
+    the tables of an earlier result of the same shapes are refilled in place and `out` is returned; raises ValueError if
+    the shapes differ. `out` reads `page_table` and `ranks` of the routing it was first built with, so the caller must
+    update those two in place.
     """
     num_tokens, num_slots = routing.adapter_index.shape[0], routing.ranks.shape[0]
     used = min(num_tokens, 1 if single_adapter else num_slots if num_adapters is None else num_adapters)
@@ -167,7 +167,7 @@ def _empty(
 
 
 def _cut(routing: LoraRouting, out: Segments, max_rank_tiles: int) -> None:
-    """One adapter has every token: chunks one after the other, each with all of its rank tiles."""
+    """Build the tables if one adapter has every token: consecutive chunks, each with all of its rank tiles."""
     slot = routing.adapter_index[:1].long()
     max_chunks = out.chunks.shape[1] - 1
     out.chunks[0] = slot
@@ -181,7 +181,7 @@ def _cut(routing: LoraRouting, out: Segments, max_rank_tiles: int) -> None:
 
 
 def _sort(routing: LoraRouting, out: Segments, rows: Tensor) -> None:
-    """The tables by torch ops, for any number of tokens."""
+    """Build the tables with torch ops, for any number of tokens."""
     plan, index, num_slots = out.plan, routing.adapter_index, routing.ranks.shape[0]
     max_chunks, max_tiles = out.chunks.shape[1] - 1, out.tiles.shape[1]
     order, sorted_rows = torch.where(index < 0, num_slots, index).to(torch.int32).sort(stable=True)
@@ -204,9 +204,10 @@ def _sort(routing: LoraRouting, out: Segments, rows: Tensor) -> None:
 
 
 def spread(counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists owner and ordinal of each of `counts[i]` items, in order of i, in tables of a fixed size; and the total.
+    """Return the owner and ordinal of each of `counts[i]` items, in order of i, in tables of a fixed size, and the
+    total.
 
-    Entries past the total are in range but mean nothing.
+    Entries past the total are in range but meaningless.
     """
     ends = counts.cumsum(0)
     item = torch.arange(size, device=counts.device)
@@ -234,7 +235,7 @@ def _route(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program: a counting sort by comparison, then chunks and tiles by prefix sums over the sorted positions."""
+    """Build the tables in one program: a counting sort by comparison, then prefix sums over the sorted positions."""
     OTHERS: tl.constexpr = 16
     t = tl.arange(0, BLOCK_T)
     live = t < num_tokens
@@ -248,7 +249,7 @@ def _route(  # type: ignore[no-untyped-def]
         before = (other[None, :] < slot[:, None]) | ((other[None, :] == slot[:, None]) & (u[None, :] < t[:, None]))
         position += tl.sum(before.to(tl.int32), 1)
     tl.store(rows + position, t, mask=live)
-    tl.debug_barrier()  # the program reads what its other threads wrote
+    tl.debug_barrier()  # the program reads data written by its other threads
 
     slot = tl.load(adapter_index + tl.load(rows + t, mask=live, other=0), mask=live, other=-1)
     follows = live & (t > 0)

@@ -1,6 +1,6 @@
 // Causal attention over paged keys and values, and the writes into the pages.
 //
-// A block of the cache holds what the reference's [block_size, dim] holds, in the order that the products read it:
+// A cache block holds the elements of the reference's [block_size, dim] in the order in which the products read them:
 // keys [dim / PAIR][block_size][PAIR], so 16 keys' scores are one vector, and values [block_size / PAIR][dim][PAIR].
 #pragma once
 #include <vector>
@@ -17,8 +17,8 @@ void write_key(const T* key, T* block, int64_t at, const CacheShape& s) {
     constexpr int64_t P = Elem<T>::PAIR;
     for (int64_t d = 0; d < s.dim; d += P) std::memcpy(block + (d * s.block_size + at * P), key + d, P * sizeof(T));
 }
-// `last`: no later token of the request is in the cache. What stands beside it in its pair is then cleared: it is read
-// with weight 0, which would not silence a NaN that a former owner of the block left there.
+// `last`: no later token of the request is in the cache. Then the other element of the value's pair is cleared: it is
+// read with weight 0, which would not hide a NaN left there by a former owner of the block.
 template <class T>
 void write_value(const T* value, T* block, int64_t at, bool last, const CacheShape& s) {
     constexpr int64_t P = Elem<T>::PAIR;
@@ -28,7 +28,7 @@ void write_value(const T* value, T* block, int64_t at, bool last, const CacheSha
         for (int64_t d = 0; d < s.dim; d++) to[d * P + P - 1] = T{};
 }
 
-// Root-mean-square norm of one row; a null weight is a row of ones.
+// Root-mean-square norm of one row; a null weight means a row of ones.
 template <class T>
 void rms_norm_row(const T* x, const T* w, T* out, int64_t n, float eps) {
     Float16 squares{};
@@ -60,7 +60,7 @@ void rotate(const T* x, const float* cos, const float* sin, T* out, int64_t half
     }
 }
 
-// One token: q and k normed (if the model norms heads) and rotated, q in place, k and v to the cache.
+// Processes one token: norms (if the model norms heads) and rotates q and k, q in place; writes k and v to the cache.
 template <class T>
 void rope_and_write(T* row, const float* cos_sin, const T* q_norm, const T* k_norm, float eps, T* k_cache, T* v_cache,
                     int64_t slot, bool last, const CacheShape& s, T* scratch) {
@@ -82,13 +82,13 @@ void rope_and_write(T* row, const float* cos_sin, const T* q_norm, const T* k_no
 
 constexpr int64_t kSpanKeys = 512;  // keys per partial result
 
-// Queries [first, last) of a request against one key-value head.
+// Queries [first, last) of a request for one key-value head.
 struct Tile {
     int32_t request, kv_head, first, last;
 };
 
-// Softmax-weighted values of some rows over some keys: sums [rows, dim] of weight 2^(score - top), their totals. Scores are
-// in units of log 2 (times log2 e), which saves a multiplication an exponent.
+// Softmax-weighted values of some rows over some keys: sums [rows, dim] with weights 2^(score - top), and their totals.
+// Scores are multiplied by log2(e), so that the exponential is a power of 2, which saves a multiplication.
 struct Partial {
     float *sums, *totals, *tops;
     Partial(float* memory, int64_t rows, int64_t dim) : sums(memory), totals(sums + rows * dim), tops(totals + rows) {}
@@ -106,22 +106,22 @@ struct Attention {
     int64_t max_blocks, window;
     float scale;
 
-    static constexpr int64_t kKeys = 64;    // keys per softmax step
-    static constexpr int kRows = 6;         // most query rows multiplied together
-    static constexpr int64_t kGroup = 16;   // keys in a vector of scores; a group never straddles a block
-    static constexpr float kSlack = 8.0f;   // how far, in powers of two, a score may pass its row's top
+    static constexpr int64_t kKeys = 64;   // keys per softmax step
+    static constexpr int kRows = 6;        // maximum number of query rows multiplied together
+    static constexpr int64_t kGroup = 16;  // keys in a vector of scores; a group never straddles a block
+    static constexpr float kSlack = 8.0f;  // how far, in powers of two, a score may exceed its row's top
 
     int64_t num_rows(const Tile& tile) const { return (tile.last - tile.first) * (shape.heads / shape.kv_heads); }
 
-    // Spans of kSpanKeys keys, from a multiple of it, that the tile sees. A row's spans follow from its own position,
-    // so what it adds up, and in which order, does not depend on how the work was cut.
+    // Spans of kSpanKeys keys, aligned to kSpanKeys, that the tile sees. A row's spans depend only on its position, so
+    // its summation order does not depend on the division of the work.
     Range spans(const Tile& tile) const {
         const int64_t first = position(tile), last = first + (tile.last - tile.first) - 1;
         return {window ? std::max<int64_t>(0, first - window + 1) / kSpanKeys : 0, last / kSpanKeys + 1};
     }
 
-    // The tile's rows over one span, by online softmax over kKeys at a time (Milakov and Gimelshein, 2018; Dao et al.,
-    // FlashAttention, 2022).
+    // Computes the tile's rows over one span, by online softmax over kKeys at a time (Milakov and Gimelshein, 2018; Dao
+    // et al., FlashAttention, 2022).
     void attend_span(const Tile& tile, int64_t span, const Partial& result, std::vector<float>& scratch) const {
         constexpr int64_t P = Elem<T>::PAIR;
         const CacheShape& s = shape;
@@ -135,7 +135,7 @@ struct Attention {
         std::fill(result.sums, result.sums + rows * s.dim, 0.0f);
         std::fill(masses, masses + rows * kGroup, 0.0f);
         std::fill(result.tops, result.tops + rows, -INFINITY);
-        for (int64_t t = tile.first; t < tile.last; t++)  // a token's heads of this group lie side by side
+        for (int64_t t = tile.first; t < tile.last; t++)  // a token's heads of this group are adjacent
             std::memcpy(queries + (t - tile.first) * group * s.dim, q + t * q_stride + tile.kv_head * group * s.dim,
                         group * s.dim * sizeof(T));
         const int64_t oldest = window ? std::max<int64_t>(0, first_position - window + 1) / kKeys * kKeys : 0;
@@ -145,7 +145,7 @@ struct Attention {
             const int64_t steps = (count + P - 1) / P;
             const T *keys[kKeys / kGroup], *values[kKeys / kGroup];
             find_groups(tile, key, groups, keys, values);
-            // Blocks lie anywhere: the next step's are asked for here, while this one's are multiplied.
+            // Blocks can be anywhere in memory, so the next step's are prefetched while this step's are multiplied.
             const T *next_keys[kKeys / kGroup], *next_values[kKeys / kGroup];
             const int64_t following = std::min(key + kKeys, end - 1) / kGroup * kGroup;
             const int64_t next_groups = std::min(kKeys / kGroup, (end - following + kGroup - 1) / kGroup);
@@ -179,11 +179,11 @@ struct Attention {
         for (int64_t row = 0; row < rows; row++) result.totals[row] = sum_lanes(load16(masses + row * kGroup));
     }
 
-    // into: what earlier spans gave; from: the next span's.
+    // into: the result of earlier spans; from: the next span's result.
     void merge(const Partial& into, const Partial& from, int64_t rows) const {
         for (int64_t row = 0; row < rows; row++) {
             const float top = std::max(into.tops[row], from.tops[row]);
-            if (top == -INFINITY) continue;  // the row has seen nothing yet
+            if (top == -INFINITY) continue;  // the row has not seen a key yet
             const float keep = std::exp2(into.tops[row] - top), take = std::exp2(from.tops[row] - top);
             into.tops[row] = top;
             into.totals[row] = into.totals[row] * keep + from.totals[row] * take;
@@ -239,8 +239,8 @@ struct Attention {
             for (int g = 0; g < GROUPS; g++) put16(scores + r * kKeys + g * kGroup, dots[r][g]);
     }
 
-    // A row's scores become probabilities; what it has added up shrinks if they raise its top. Tops are raised late, when the
-    // weights have grown by kSlack powers of two: most rows never rescale after their first keys.
+    // Turns a row's scores into probabilities and rescales its sums if the scores raise its top. The top is raised
+    // late, when the weights have grown by kSlack powers of two, so most rows never rescale after their first keys.
     template <int GROUPS>
     void soften(const float* scores, T* probabilities, float* sums, float* mass, float& top, int64_t key, int64_t at) const {
         constexpr int64_t count = GROUPS * kGroup;
@@ -264,7 +264,7 @@ struct Attention {
             for (int64_t d = 0; d < shape.dim; d += 16) put16(sums + d, load16(sums + d) * shrink);
             top = highest;
         }
-        // A row that has seen nothing yet: any top would do that makes all of it zeros.
+        // A row that has not seen a key yet: any finite base turns all of its probabilities into zeros.
         const float base = top == -INFINITY ? 0.0f : top;
         Float16 total = load16(mass);
         for (int g = 0; g < GROUPS; g++) {

@@ -1,5 +1,6 @@
-// A step's attention cut into pieces for a team. Most tiles are one piece; one that would keep the team waiting is cut by
-// spans of keys (split-KV: Dao et al., Flash-Decoding, 2023), and whoever ends its last span adds them up, in order.
+// Division of a step's attention into pieces for a team. Most tiles are one piece. A tile that would delay the team is
+// divided by spans of keys (split-KV: Dao et al., Flash-Decoding, 2023); the thread that finishes its last span merges
+// them in order.
 #pragma once
 #include <atomic>
 #include <vector>
@@ -40,7 +41,7 @@ class AttentionPlan {
         memory_.resize(used);
     }
 
-    // Every thread of the team calls it once in a phase. scratch: the thread's own.
+    // Every thread of the team calls it once per phase. scratch: the thread's own.
     template <class T>
     void run(const Attention<T>& attention, Team& team, std::vector<float>& scratch, std::vector<float>& results) {
         for (int64_t i = team.take(); i < int64_t(pieces_.size()); i = team.take()) {
@@ -63,7 +64,7 @@ class AttentionPlan {
                 attention.attend_span(tile, piece.span, partial(piece.tile, piece.span), scratch);
             Left& left = left_[piece.tile];
             if (left.done.fetch_add(1, std::memory_order_acq_rel) + 1 < left.spans) continue;
-            left.done.store(0, std::memory_order_relaxed);  // for the next layer, which a barrier divides from this
+            left.done.store(0, std::memory_order_relaxed);  // for the next layer, which is behind a barrier
             const Partial total = partial(piece.tile, spans.begin);
             for (int64_t span = spans.begin + 1; span < spans.end; span++)
                 attention.merge(total, partial(piece.tile, span), rows(tile));
@@ -93,6 +94,6 @@ class AttentionPlan {
     std::vector<Tile> tiles_;
     std::vector<Piece> pieces_;
     std::vector<Left> left_;
-    std::vector<int64_t> partials_;  // where each tile's begin in memory_
+    std::vector<int64_t> partials_;  // offset of each tile's partial results in memory_
     std::vector<float> memory_;
 };

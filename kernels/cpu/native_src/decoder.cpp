@@ -1,6 +1,6 @@
-// The CPU's fast path, called through ctypes (kernels/cpu/native.py): each op by itself, and a whole forward pass in one
-// parallel region. Semantics: kernels/reference.py. Sums are made in an order that depends on shapes alone, so a result
-// depends neither on timing nor on the number of threads.
+// Fast path of the CPU, called through ctypes (kernels/cpu/native.py): single ops, and a whole forward pass in one
+// parallel region. Semantics: kernels/reference.py. The summation order depends only on shapes, so a result depends
+// neither on timing nor on the number of threads.
 #include <omp.h>
 
 #include <vector>
@@ -40,7 +40,7 @@ struct Step {
     const int64_t *token_ids, *positions, *slots, *logits_rows;
     const int32_t *block_tables, *query_start, *context_lens;
     int64_t tokens, requests, max_blocks, num_logits;
-    const Routing *routing, *logits_routing;  // null: no LoRA in this step; of logits_rows alone
+    const Routing *routing, *logits_routing;  // null: no LoRA in this step; logits_routing: only of logits_rows
     T *residual, *normed, *wide, *narrow, *h;
     float* logits;
 };
@@ -69,7 +69,7 @@ bool is_last_of_request(const int64_t* slots, int64_t t, int64_t tokens) {
     return t + 1 == tokens || slots[t + 1] != slots[t] + 1;
 }
 
-// Products of a step's rows, with LoRA where it has any: how the rows are cut is the same in all of them.
+// Products of a step's rows, with LoRA for rows that use an adapter. All products share one division into row tiles.
 template <class T>
 class Product {
   public:
@@ -84,7 +84,7 @@ class Product {
             }
     }
 
-    // y = x W^T + b, with LoRA by way of h [rows, slices, width].
+    // y = x W^T + b, with LoRA through h [rows, slices, width].
     void run(const T* x, const Packed<T>& w, const LoraGroup<T>* lora, T* y, T* h, Team& team) const {
         if (routing_ == nullptr) return gemm<T, T>(x, w, nullptr, y, tiles_, team);
         const Delta<T> delta{*lora, *routing_, h};
@@ -101,7 +101,7 @@ class Product {
   private:
     const Routing* routing_;
     const std::vector<RowTile> tiles_;
-    std::vector<int32_t> all_, mixed_;  // rows of adapters; those in tiles of several
+    std::vector<int32_t> all_, mixed_;  // rows that use an adapter; mixed_: only those in tiles of several adapters
 };
 
 template <class T>
@@ -139,7 +139,7 @@ class Forward {
                 finish_layer(product_, layer, m_.layers[i + 1].input_norm, rows, team);
                 continue;
             }
-            // Of the last layer's outputs only those are needed whose logits are.
+            // The last layer's outputs are needed only for rows whose logits are needed.
             team.barrier();
             if (thread == 0) keep_logits_rows();
             team.barrier();
@@ -149,7 +149,7 @@ class Forward {
         gemm<T, float>(s_.narrow, m_.lm_head, nullptr, s_.logits, logits_tiles_, team);
     }
 
-    // From attention's output in `narrow` to the next layer's normed input, for some rows; this thread's are `rows`.
+    // Computes attention's output in `narrow` to the next layer's normed input; `rows` is this thread's share.
     void finish_layer(const Product<T>& product, const Layer<T>& layer, const T* next_norm, Range rows, Team& team) {
         linear(product, s_.narrow, layer.o, layer.lora[1], s_.normed, team);
         team.barrier();
@@ -164,7 +164,7 @@ class Forward {
         for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, next_norm, to);
     }
 
-    // The rows are in ascending order: none is overwritten before it is read.
+    // The rows are ascending, so no row is overwritten before it is read.
     void keep_logits_rows() {
         const int64_t width = m_.cache.heads * m_.cache.dim;
         for (int64_t n = 0; n < s_.num_logits; n++) {
@@ -175,7 +175,7 @@ class Forward {
         }
     }
 
-    // Starts with a barrier: the input is another phase's output, and y may still be read by one.
+    // Starts with a barrier, because another phase writes the input and may still read y.
     void linear(const Product<T>& product, const T* x, const Packed<T>& w, const LoraGroup<T>& lora, T* y, Team& team) {
         team.barrier();
         product.run(x, w, &lora, y, s_.h, team);

@@ -1,5 +1,6 @@
-// y = x W^T + b (+ LoRA) over weights packed once: panels of 32 output columns, [panel][in / PAIR][32][PAIR], so that a panel is
-// read in one sweep and each step multiplies two vectors of outputs by a broadcast element (or bf16 pair) of x.
+// y = x W^T + b (+ LoRA) over weights packed once: panels of 32 output columns, [panel][in / PAIR][32][PAIR], so that a
+// panel is read sequentially and each step multiplies two vectors of outputs by a broadcast element (or bf16 pair) of
+// x.
 #pragma once
 #include <omp.h>
 
@@ -10,8 +11,8 @@
 #include "team.h"
 
 constexpr int64_t kPanel = 32;
-// Rows of x that pass over a panel together. The registers would hold 12, but with more than 9 pointers to rows the
-// compiler keeps some in vector registers and fetches them at each step: 385 GFLOP/s against 428.
+// Rows of x per pass over a panel. The registers would hold 12, but with more than 9 row pointers the compiler keeps
+// some in vector registers and extracts them at each step: 385 GFLOP/s against 428.
 constexpr int kTileRows = 8;
 
 inline int64_t num_panels(int64_t out_features) { return (out_features + kPanel - 1) / kPanel; }
@@ -45,16 +46,17 @@ void pack(const T* w, T* packed, int64_t out_features, int64_t in_features, int6
     }
 }
 
-// Rows that pass over a panel together: of one adapter, or (-1) of several or the base.
+// Rows that share a pass over a panel. slot: their adapter, or -1 if they belong to several adapters or the base.
 struct RowTile {
     int64_t first, rows, slot;
 };
 
-// Tiles for a product's rows. An adapter's rows in a row make tiles of their own if they fill one. slots: of each row, or null.
+// Tiles for a product's rows. Consecutive rows of an adapter form their own tiles if they fill one. slots: of each row,
+// or null.
 inline std::vector<RowTile> cut_rows(int64_t rows, const int32_t* slots) {
     std::vector<RowTile> tiles;
     const auto add = [&](int64_t first, int64_t last, int64_t slot) {
-        // In even shares, so that no pass over the panel is thin.
+        // In equal shares, so that no pass over the panel has few rows.
         for (int64_t left = last - first, n; left > 0; left -= n) {
             const int64_t passes = (left + kTileRows - 1) / kTileRows;
             n = (left + passes - 1) / passes;
@@ -65,7 +67,7 @@ inline std::vector<RowTile> cut_rows(int64_t rows, const int32_t* slots) {
         add(0, rows, -1);
         return tiles;
     }
-    int64_t mixed = 0;  // the first row that is in no tile yet
+    int64_t mixed = 0;  // the first row that is not in a tile yet
     for (int64_t row = 0, end; row < rows; row = end) {
         for (end = row + 1; end < rows && slots[end] == slots[row];) end++;
         if (slots[row] < 0 || end - row < kTileRows) continue;
@@ -77,7 +79,7 @@ inline std::vector<RowTile> cut_rows(int64_t rows, const int32_t* slots) {
     return tiles;
 }
 
-// LoRA for one tile and panel: rows of h, and B packed as the panel is.
+// LoRA for one tile and panel: rows of h, and B packed like the panel.
 template <class T>
 struct PanelDelta {
     const T *h, *b;
@@ -88,7 +90,7 @@ struct PanelDelta {
 template <class T, int ROWS>
 inline void multiply_add_rows(Float16 (&sums)[ROWS][2], const T* x, int64_t x_stride, const T* panel, int64_t steps) {
     typedef Elem<T> E;
-    Float16 acc[ROWS][2];  // the compiler keeps these in registers, which it may not do with the caller's
+    Float16 acc[ROWS][2];  // the compiler keeps these in registers, unlike the caller's
     for (int row = 0; row < ROWS; row++)
         for (int v = 0; v < 2; v++) acc[row][v] = sums[row][v];
     for (int64_t k = 0; k < steps; k++) {
@@ -105,7 +107,7 @@ inline void multiply_add_rows(Float16 (&sums)[ROWS][2], const T* x, int64_t x_st
         for (int v = 0; v < 2; v++) sums[row][v] = acc[row][v];
 }
 
-// ROWS rows of x against one panel. The sums of a row depend on that row alone.
+// ROWS rows of x times one panel. The sums of a row depend on that row alone.
 template <class T, class Out, int ROWS>
 inline void multiply_rows(const T* x, int64_t x_stride, const T* panel, const T* bias, const PanelDelta<T>& delta, Out* y,
                           int64_t y_stride, int64_t in_features, int64_t columns) {
@@ -139,7 +141,8 @@ inline void multiply_rows(const T* x, int64_t x_stride, const T* panel, const T*
     }
 }
 
-// A product's LoRA: h is shrink's. Tiles of one adapter get it from the product, if panels do not straddle projections.
+// A product's LoRA; h is the output of shrink. The product adds it for tiles of one adapter if panels do not straddle
+// projections.
 template <class T>
 struct Delta {
     const LoraGroup<T>& group;
@@ -153,7 +156,7 @@ struct Delta {
     }
 };
 
-// x [rows, in_features], y [rows, out_features]; the team's threads share the panels. delta: null or LoRA's.
+// x [rows, in_features], y [rows, out_features]; the team's threads share the panels. delta: LoRA's, or null.
 template <class T, class Out>
 void gemm(const T* x, const Packed<T>& w, const Delta<T>* delta, Out* y, const std::vector<RowTile>& tiles, Team& team) {
     const int thread = omp_get_thread_num();

@@ -1,7 +1,7 @@
-// y[t] += scale (x[t] A^T) B, where t's adapter has rank pages of A and B (kernels/reference.py). `shrink` makes h = x A^T by
-// segments of tokens that use one adapter; h B is added where it costs least: in the product's own loop for eight tokens
-// of one adapter (gemm.h), by `expand` for the others, decoding's. Both add to y as it is rounded, in the same order, so a
-// row does not depend on which of them served it. h is rounded to the model's type, as PEFT's is.
+// y[t] += scale (x[t] A^T) B, where t's adapter has rank pages of A and B (kernels/reference.py). `shrink` computes h =
+// x A^T for segments of tokens that use one adapter. h B is added where it costs least: in the product's own loop for
+// eight tokens of one adapter (gemm.h), by `expand` for the others, i.e. for decoding. Both add to the rounded y in the
+// same order, so a row does not depend on which of them processed it. h is rounded to the model's type, as in PEFT.
 #pragma once
 #include <omp.h>
 
@@ -17,7 +17,7 @@ struct Routing {
     int64_t num_items, max_pages, page_rank, width;  // width: rank rows of the batch's largest adapter, in whole pages
 };
 
-constexpr int64_t kRanks = 4;  // rank rows taken together: they never straddle a page, those beyond an adapter's own are 0
+constexpr int64_t kRanks = 4;  // rank rows processed together, within one page; rows beyond an adapter's rank are 0
 
 template <class T>
 struct LoraGroup {
@@ -26,8 +26,8 @@ struct LoraGroup {
     int64_t slices, in_features, out_features;
     int64_t offsets[4];
 
-    // h: [tokens, slices, width]; rows of the base and slices that an adapter does not target are left as they are. May
-    // share a phase with a product.
+    // h: [tokens, slices, width]; base rows and slices that an adapter does not target stay unchanged. May share a
+    // phase with a product.
     void shrink(const T* x, T* h, const Routing& r, Team& team) const {
         const int64_t units = r.num_items * slices;
         const int thread = omp_get_thread_num();
@@ -44,9 +44,9 @@ struct LoraGroup {
         }
     }
 
-    // y += h B for these tokens, none of them the base's.
+    // y += h B for these tokens, all of which use an adapter.
     void expand(const T* h, T* y, const std::vector<int32_t>& tokens, const Routing& r, Team& team) const {
-        int64_t runs[4] = {};  // of columns, before each slice
+        int64_t runs[4] = {};  // runs of columns before each slice
         for (int64_t s = 0; s < slices; s++) runs[s + 1] = runs[s] + (offsets[s + 1] - offsets[s] + kColumns - 1) / kColumns;
         const int64_t units = int64_t(tokens.size()) * runs[slices];
         const int thread = omp_get_thread_num();
@@ -63,8 +63,8 @@ struct LoraGroup {
 
     bool targets(int64_t slot, int64_t slice) const { return scales[slot * slices + slice] != 0.0f; }
 
-    // B's rows of an adapter and `columns` columns from `first`, as a panel of the product: [rank / PAIR][columns][PAIR].
-    // Returns the number of steps.
+    // Packs `columns` columns of an adapter's B, from `first`, like a panel of the product: [rank /
+    // PAIR][columns][PAIR]. Returns the number of steps.
     int64_t pack_b(int64_t slot, int64_t first, int64_t columns, T* panel, const Routing& r) const {
         constexpr int64_t P = Elem<T>::PAIR;
         const int64_t rank = (r.ranks[slot] + kRanks - 1) / kRanks * kRanks;
@@ -121,7 +121,7 @@ struct LoraGroup {
         }
     }
 
-    // The columns stay in the first-level cache while the rank rows of B stream past them.
+    // The columns stay in the first-level cache while the rank rows of B are read.
     void add_columns(const T* h, T* y, int64_t slot, int64_t first, int64_t columns, const Routing& r) const {
         typedef Elem<T> E;
         alignas(64) float sums[kColumns];

@@ -1,5 +1,5 @@
-// Vectors of 16 floats or 16 pairs of bf16, in the compiler's own vector extension: any CPU compiles it, AVX-512 BF16
-// runs the pair product as one instruction. `Elem<T>` is what the templates know of an element type.
+// Vectors of 16 floats or 16 pairs of bf16, in the compiler's own vector extension: any CPU compiles it, and AVX-512
+// BF16 runs the pair product as one instruction. `Elem<T>` describes an element type to the templates.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -41,7 +41,7 @@ inline Float16 splat(float x) { return Float16{} + x; }
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return cast<float>(uint32_t(x.bits) << 16); }
 
-// Round to nearest even, as torch does; NaN stays NaN.
+// Rounds to nearest even, as torch does; NaN stays NaN.
 inline void put(float* p, float x) { *p = x; }
 inline void put(bf16* p, float x) {
     const uint32_t u = cast<uint32_t>(x);
@@ -94,7 +94,7 @@ struct Elem<bf16> {
         std::memcpy(&word, p, 4);
         return Vector{} + word;
     }
-    // 16 columns of two rows side by side.
+    // 16 columns of two rows, interleaved.
     static Vector pair(const bf16* p, int64_t stride) {
         return __builtin_convertvector(load_vector<Half16>(p), Word16) |
                __builtin_convertvector(load_vector<Half16>(p + stride), Word16) << 16;
@@ -109,7 +109,7 @@ struct Elem<bf16> {
     }
 };
 
-// In a fixed order: the same lanes always meet in the same way.
+// Fixed order: the same lanes are always added in the same way.
 inline float sum_lanes(Float16 x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)x);
@@ -129,10 +129,10 @@ inline float max_lanes(Float16 x) {
     return *std::max_element(lanes, lanes + 16);
 }
 
-// 2^x by splitting off the nearest whole number and a degree-6 polynomial (Cephes exp2f), about 2 ulp; 0 below -150.
+// 2^x by separating the nearest whole number and a degree-6 polynomial (Cephes exp2f), about 2 ulp; 0 below -150.
 inline Float16 exp2_16(Float16 x) {
 #if defined(__AVX512F__)
-    const Float16 clamped = (Float16)_mm512_max_ps((__m512)splat(-160.0f), (__m512)x);  // a NaN stays one
+    const Float16 clamped = (Float16)_mm512_max_ps((__m512)splat(-160.0f), (__m512)x);  // a NaN stays NaN
     const Float16 whole = (Float16)_mm512_roundscale_ps((__m512)clamped, 0);
 #else
     const Float16 clamped = x < -126.0f ? splat(-126.0f) : x > 127.0f ? splat(127.0f) : x;
@@ -155,7 +155,7 @@ inline Float16 exp2_16(Float16 x) {
 }
 constexpr float kLog2e = 1.44269504088896341f;
 
-// Calls f with n, from 1 to MOST, as a constant of the type system.
+// Calls f with n (1 to MOST) as a compile-time constant.
 template <int MOST, class F>
 inline void dispatch(int64_t n, F&& f) {
     if constexpr (MOST > 1) {

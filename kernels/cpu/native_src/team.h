@@ -1,5 +1,5 @@
-// Threads that share one parallel region for a whole forward pass: a barrier costs a fraction of a microsecond, where
-// leaving and entering a region would put threads to sleep and wake them.
+// Threads that share one parallel region for a whole forward pass. A barrier costs a fraction of a microsecond; leaving
+// and entering a region would put threads to sleep and wake them.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -15,7 +15,7 @@
 struct Range {
     int64_t begin, end;
 };
-// This thread's share of n pieces, in contiguous runs.
+// This thread's contiguous share of n pieces.
 inline Range share(int64_t n, int thread, int threads) { return {n * thread / threads, n * (thread + 1) / threads}; }
 
 class Team {
@@ -23,7 +23,7 @@ class Team {
     explicit Team(int size) : size_(size), taken_(kKinds * size) {}
     int size() const { return size_; }
 
-    // Every thread calls it; the last to arrive lets the others go.
+    // Every thread calls it; the last thread to arrive releases the others.
     void barrier() {
         const uint64_t round = round_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
@@ -37,18 +37,18 @@ class Team {
 #if defined(__x86_64__)
             _mm_pause();
 #endif
-            // The missing thread may have lost its core to another program: let it have ours.
+            // The missing thread may have lost its core to another program; yield ours to it.
             if (spins > 1000) sched_yield();
         }
     }
 
-    // The next piece of work of this phase; barrier() starts the counts again. Whoever is free takes it: a thread that
-    // lost its core to another program then delays one piece, not half of the phase.
+    // The next piece of work of this phase; barrier() resets the counts. Any free thread takes it, so a thread that
+    // lost its core to another program delays one piece, not half of the phase.
     int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
-    // The next of n pieces that lie in a row in memory, n when there are none left. A thread walks its own run, so that
-    // the processor's prefetchers see one stream across pieces, and helps with the others' runs once its own is done.
-    // A phase may hand out two kinds.
+    // The next of n pieces that are consecutive in memory; n if none are left. A thread processes its own run first, so
+    // that the processor's prefetchers see one stream across pieces, then helps with the others' runs. A phase may have
+    // two kinds of pieces.
     int64_t take_near(int64_t n, int thread, int kind = 0) {
         for (int i = 0; i < size_; i++) {
             const int owner = (thread + i) % size_;
@@ -71,8 +71,8 @@ class Team {
     std::vector<Count> taken_;
 };
 
-// Runs `work` on a team of at most `threads`. OpenMP may give fewer (OMP_DYNAMIC, OMP_THREAD_LIMIT): the team is as large
-// as what it gave, for a barrier would wait for the others without end.
+// Runs `work` on a team of at most `threads`. OpenMP may start fewer (OMP_DYNAMIC, OMP_THREAD_LIMIT). The team has
+// exactly as many as it started, because a barrier would wait for missing threads for ever.
 template <class Work>
 void in_parallel(int64_t threads, Work work) {
     std::optional<Team> team;
