@@ -1,7 +1,7 @@
-"""What the demo adapters are trained on: questions, a short answer, and one plain sentence.
+"""Training data of the demo adapters: questions, each with a short answer and a plain sentence.
 
 `train_demo_adapters.py` turns each row into three targets: JSON, one sentence, and pirate talk. `HELD_OUT` is never
-trained on.
+used for training.
 """
 
 # question | short answer | one sentence

@@ -1,9 +1,9 @@
-"""Trains the three demo adapters on the demo model: minutes on two CPU cores, seeded.
+"""Training of the three demo adapters on the demo model: minutes on two CPU cores, seeded.
 
     python examples/train_demo_adapters.py --data-dir .loraplex            # trains, saves, checks all three
     python examples/train_demo_adapters.py --only pirate --check           # checks a saved one on held-out prompts
 
-Each answers visibly differently, has its own rank and its own target modules, and touches only the upper layers: that
+Each adapter answers visibly differently, has its own rank and target modules, and changes only the upper layers, which
 keeps the files small and the backward pass short. Exits with 1 if an adapter changes too few of the held-out answers.
 """
 
@@ -73,7 +73,9 @@ def is_pirate(answer: str) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One adapter: its LoRA shape, how a row becomes a target, and how to see that an answer has the effect."""
+    """Recipe of an adapter: its LoRA shape, the target made from a row, and the test that an answer shows
+    the effect.
+    """
 
     lora: LoraConfig
     target: Callable[[str, str, random.Random], str]
@@ -102,7 +104,7 @@ RECIPES = {
 
 
 def encode(tokenizer, question: str, answer: str) -> tuple[list[int], list[int]]:
-    """Token ids and labels of one chat; only the answer and its end are learnt."""
+    """Return token ids and labels of a chat; only the answer and its end are learnt."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
     )
@@ -145,7 +147,7 @@ def train(name: str, recipe: Recipe, model_dir: Path, tokenizer, out: Path, seed
 
 
 def save(model: PeftModel, out: Path) -> None:
-    """PEFT's two files, the weights in bf16, without the paths of this machine."""
+    """Write PEFT's two files, with the weights in bf16 and without the paths of this machine."""
     model.peft_config["default"].base_model_name_or_path = BASE_MODEL
     model.save_pretrained(out, save_embedding_layers=False)
     (out / "README.md").unlink(missing_ok=True)  # PEFT's model card, an empty form
@@ -157,7 +159,7 @@ def save(model: PeftModel, out: Path) -> None:
 
 
 def answers(model, tokenizer, prompts: list[str]) -> list[str]:
-    """Greedy answers, batched."""
+    """Return greedy answers, computed in a batch."""
     tokenizer.padding_side = "left"
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     inputs = tokenizer.apply_chat_template(
@@ -169,7 +171,7 @@ def answers(model, tokenizer, prompts: list[str]) -> list[str]:
 
 
 def check(name: str, recipe: Recipe, model_dir: Path, tokenizer, out: Path, verbose: bool) -> bool:
-    """Counts the held-out prompts on which the adapter has its effect and the base model doesn't."""
+    """Count the held-out prompts for which the adapter shows its effect and the base model does not."""
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     plain = answers(base, tokenizer, HELD_OUT)
     changed = answers(PeftModel.from_pretrained(base, out), tokenizer, HELD_OUT)

@@ -1,5 +1,6 @@
-"""`loraplex`: one command line over everything. Each command imports what it needs when it runs, so that `--help`
-is quick and the gateway never loads torch."""
+"""The `loraplex` command line. Each command imports its dependencies when it runs, so that `--help` is quick and the
+gateway never loads torch.
+"""
 
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ from loraplex.commands import adapters, audit, keys, prices, programs, talk, ten
 
 
 class OneLineErrors(click.Group):
-    """Tells a user's mistake in one line on stderr, without click's usage text around it."""
+    """Command group that reports a user's mistake in one line on stderr, without click's usage text."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:

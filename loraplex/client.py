@@ -1,4 +1,4 @@
-"""The gateway's HTTP API as the command line uses it: operators' routes, and a tenant's own adapters and models."""
+"""Client of the gateway's HTTP API for the command line: operators' routes, and a tenant's own adapters and models."""
 
 import json
 import os
@@ -11,13 +11,15 @@ from urllib.parse import quote
 
 import aiohttp
 
-# For a silence, not for the whole: a large adapter over a slow line takes as long as it takes.
+# Limits silence, not total time, because a large adapter on a slow line may take long.
 UPLOAD_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class GatewayError(Exception):
-    """The gateway refused, or could not be reached. `status` is 0 in the latter case; `code` is the API's."""
+    """A refusal by the gateway, or a failure to reach it; `status` is 0 in the latter case. `code` is the API's error
+    code.
+    """
 
     def __init__(self, message: str, status: int = 0, code: str | None = None) -> None:
         super().__init__(message)
@@ -26,10 +28,10 @@ class GatewayError(Exception):
 
 
 def reason(error: Exception) -> str:
-    """Why a server could not be asked, in the system's words and not in the HTTP client's own."""
+    """Return the reason why a server could not be reached, in the system's words instead of the HTTP client's."""
     if isinstance(error, aiohttp.ClientConnectorError):
         number = error.os_error.errno
-        # What is below 0 says that a name is not known; os.strerror has no words for that.
+        # A number below 0 means an unknown host name; os.strerror has no text for it.
         return os.strerror(number) if number is not None and number > 0 else str(error.strerror)
     if isinstance(error, TimeoutError):
         return "no answer in time"
@@ -37,7 +39,7 @@ def reason(error: Exception) -> str:
 
 
 class GatewayClient:
-    """One gateway, one key (an operator's or a tenant's). An async context manager."""
+    """Client for one gateway with one key (an operator's or a tenant's). An async context manager."""
 
     def __init__(self, url: str, key: str, timeout: float = 60.0) -> None:
         self.url = url.rstrip("/")
@@ -54,7 +56,9 @@ class GatewayClient:
         await self._session.close()
 
     async def call(self, method: str, path: str, **request: Any) -> Any:
-        """The answer's JSON (None for an empty answer). Raises GatewayError for every status from 400 up."""
+        """Send a request and return the answer's JSON (None if empty). Raises GatewayError for every status
+        from 400.
+        """
         try:
             async with self._session.request(method, self.url + path, **request) as response:
                 body = await response.read()
@@ -65,7 +69,9 @@ class GatewayClient:
             raise GatewayError(f"cannot reach the gateway at {self.url}: {reason(error)}") from error
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The JSON of each server-sent event of a streamed answer. Raises GatewayError, also for an error event."""
+        """Yield the JSON of each server-sent event of a streamed answer. Raises GatewayError, also for an
+        error event.
+        """
         try:
             async with self._session.post(self.url + path, json=body | {"stream": True}) as response:
                 if response.status >= 400:
@@ -99,7 +105,7 @@ class GatewayClient:
         await self.call("DELETE", _path("/admin/api/tenants", name))
 
     async def create_key(self, tenant: str | None, *, force: bool = False, **fields: Any) -> dict[str, Any]:
-        """tenant None: an admin's key."""
+        """Create a key. tenant None: an operator's key."""
         return await self.call("POST", _keys_path(tenant), json=fields, params=_force(force))
 
     async def keys(self, tenant: str | None) -> list[dict[str, Any]]:
@@ -119,14 +125,14 @@ class GatewayClient:
         await self.call("DELETE", _path(_adapters_path(tenant), name))
 
     async def collect_adapters(self) -> dict[str, Any]:
-        """Remove content from the store that no adapter name of any tenant refers to."""
+        """Remove content from the store that no tenant's adapter name refers to."""
         done: dict[str, Any] = await self.call("POST", "/admin/api/adapters/collect")
         return done
 
     async def push_adapter(self, tenant: str | None, name: str, path: Path) -> dict[str, Any]:
-        """Uploads a PEFT folder or an archive of one; for `tenant`, or with a tenant's own key if None.
+        """Upload a PEFT folder or an archive of one, for `tenant`, or with a tenant's own key if None.
 
-        Raises FileNotFoundError naming what is missing.
+        Raises FileNotFoundError naming the missing file.
         """
         form = aiohttp.FormData()
         form.add_field("name", name)
@@ -136,7 +142,7 @@ class GatewayClient:
             return await self.call("POST", _adapters_path(tenant), data=form, timeout=UPLOAD_TIMEOUT)
 
     async def usage(self, **query: str) -> Any:
-        """Return every tenant's usage, or one's. query: tenant, since, until and group_by."""
+        """Return the usage of all tenants or of one. query: tenant, since, until and group_by."""
         return await self._all_usage("/admin/api/usage", query)
 
     async def own_usage(self, **query: str) -> Any:
@@ -144,7 +150,7 @@ class GatewayClient:
         return await self._all_usage("/v1/usage", query)
 
     async def _all_usage(self, path: str, query: dict[str, str]) -> Any:
-        """Follow a report to its last page; return it as one, with the last page's total."""
+        """Read a report up to its last page; return it as one, with the last page's total."""
         groups: list[Any] = []
         while True:
             page = await self.call("GET", path, params=query)
@@ -155,7 +161,7 @@ class GatewayClient:
             query = query | {"after": following}
 
     async def audit(self, **query: Any) -> Any:
-        """A page of what was changed. query: tenant, actor, action, since, until, limit and after."""
+        """Return a page of the audit log. query: tenant, actor, action, since, until, limit and after."""
         return await self.call("GET", "/admin/api/audit", params=query)
 
     async def prices(self) -> list[dict[str, Any]]:
@@ -169,7 +175,7 @@ class GatewayClient:
 
 
 def _upload_files(path: Path) -> dict[str, Path]:
-    """Form fields of an upload: the two files of a PEFT folder, or an archive as it is. Raises FileNotFoundError."""
+    """Return the form fields of an upload: the two files of a PEFT folder, or an archive. Raises FileNotFoundError."""
     if path.is_file():
         return {"file": path}
     if not path.is_dir():
@@ -181,7 +187,7 @@ def _upload_files(path: Path) -> dict[str, Path]:
 
 
 def _force(force: bool) -> dict[str, str]:
-    """The query of a call that may name models which do not exist."""
+    """Return the query of a call that may name models that do not exist."""
     return {"force": "true"} if force else {}
 
 

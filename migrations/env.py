@@ -1,4 +1,4 @@
-"""Alembic's entry. The connection is handed in by `gateway.records.database`, which owns URLs and locking."""
+"""Alembic's entry point. `gateway.records.database` passes the connection; it is responsible for URLs and locking."""
 
 from alembic import context
 

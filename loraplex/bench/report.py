@@ -1,4 +1,6 @@
-"""Samples -> figures -> a table. Rates in tokens a second over the whole run, times in seconds."""
+"""Report of a benchmark: samples -> figures -> a table. Rates in tokens per second over the whole run, times in
+seconds.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,18 +15,20 @@ PERCENTILES = (50, 95, 99)
 
 
 def percentile(values: Sequence[float], p: float) -> float | None:
-    """Nearest rank: the smallest value that at least p percent of the values do not exceed. None for no values."""
+    """Return the nearest-rank percentile: the smallest value not exceeded by at least p percent. None for no values."""
     return sorted(values)[max(0, math.ceil(p / 100 * len(values)) - 1)] if values else None
 
 
 def jain(shares: Sequence[float]) -> float | None:
-    """Jain's index of fairness (Jain, Chiu, Hawe 1984): 1 for equal shares, 1/n if one has all. None for no shares."""
+    """Return Jain's index of fairness (Jain, Chiu, Hawe 1984): 1 for equal shares, 1/n if one has all. None for no
+    shares.
+    """
     squares = sum(share * share for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares else None
 
 
 def summarise(workload: Workload, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
-    """The report as JSON-ready values; the API keys are not in it."""
+    """Return the report as JSON-ready values, without the API keys."""
     failed = [sample for sample in samples if sample.error]
     names = list(dict.fromkeys(target.tenant for target in workload.targets))
     tenants = {name: _figures([s for s in samples if s.target.tenant == name], seconds) for name in names}
@@ -44,7 +48,7 @@ def summarise(workload: Workload, samples: Sequence[Sample], seconds: float) -> 
         "first_error": failed[0].error if failed else None,
         "all": _figures(samples, seconds),
         "tenants": tenants,
-        # Of the time that requests of each tenant waited for their first token: how alike the service felt.
+        # jain_ttft compares the tenants' median time to first token.
         "fairness": {
             "jain_output_tokens": jain([t["output_tokens_per_second"] for t in tenants.values()]),
             "jain_ttft": jain([t["ttft"]["p50"] for t in tenants.values() if t["ttft"]["p50"] is not None]),

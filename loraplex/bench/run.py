@@ -1,4 +1,4 @@
-"""Sends a workload to an OpenAI-compatible server and times every token that comes back."""
+"""Load generator that sends a workload to an OpenAI-compatible server and measures the time of every token."""
 
 import asyncio
 import json
@@ -14,12 +14,14 @@ REQUEST_SECONDS = 1800
 
 
 class BenchError(Exception):
-    """The server cannot be measured at all: nothing listens there."""
+    """The server cannot be measured, because nothing listens there."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request. Times in seconds; `token_gaps` between pieces after the first. Tokens as the server's usage says."""
+    """The measurement of a request. Times in seconds; `token_gaps` between pieces after the first. Token counts from
+    the server's usage.
+    """
 
     target: Target
     ttft: float | None = None
@@ -31,9 +33,9 @@ class Sample:
 
 
 async def measure(url: str, workload: Workload, internal_token: str | None = None) -> tuple[list[Sample], float]:
-    """The measured requests' samples, and the seconds from the first sent to the last answered.
+    """Return the measured requests' samples, and the seconds from the first request to the last answer.
 
-    internal_token: what an engine behind a gateway wants to be shown.
+    internal_token: token required by an engine behind a gateway.
     """
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=10)
     connector = aiohttp.TCPConnector(limit=0)
@@ -71,7 +73,7 @@ async def _open_loop(
     loop = asyncio.get_running_loop()
     due = loop.time()
     for (target, prompt), gap in zip(requests, workload.gaps(), strict=False):
-        # From the schedule, not from now: a slow sender must not thin out the load.
+        # Relative to the schedule, not to now: a slow sender must not reduce the load.
         due += gap
         await asyncio.sleep(due - loop.time())
         tasks.append(asyncio.create_task(_ask(session, target, prompt, workload.output_tokens)))

@@ -1,4 +1,4 @@
-"""What is asked, of whom and when: prompts, popularity and arrivals, all from one seed. Knows nothing of HTTP."""
+"""Workload of a benchmark: prompts, popularity of models and arrivals, all from one seed. Knows nothing about HTTP."""
 
 import random
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One model as one tenant asks for it."""
+    """A model and the tenant that requests it."""
 
     tenant: str
     api_key: str | None
@@ -22,10 +22,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`n` measured requests after `warmup` others.
+    """A workload of `n` measured requests after `warmup` others.
 
-    Closed loop: `concurrency` requests at any time. Open loop, if `rate` (requests a second) is given: Poisson
-    arrivals, however many are then under way. Target i is asked with probability proportional to `1 / (i + 1)**zipf`.
+    Closed loop: `concurrency` requests at any time. Open loop, if `rate` (requests per second) is given: Poisson
+    arrivals, independent of the number of requests in flight. Target i is chosen with probability proportional to `1 /
+    (i + 1)**zipf`.
     """
 
     targets: tuple[Target, ...]
@@ -39,14 +40,14 @@ class Workload:
     seed: int
 
     def requests(self) -> Iterator[tuple[Target, str]]:
-        """`warmup + n` pairs of target and prompt; the prompts share no prefix."""
+        """Yield `warmup + n` pairs of target and prompt; the prompts share no prefix."""
         source = random.Random(self.seed)
         weights = [1 / (i + 1) ** self.zipf for i in range(len(self.targets))]
         for target in source.choices(self.targets, weights, k=self.warmup + self.n):
             yield target, " ".join(source.choices(WORDS, k=self.input_words))
 
     def gaps(self) -> Iterator[float]:
-        """Seconds between arrivals of an open loop: exponential with mean `1 / rate`."""
+        """Yield the seconds between arrivals of an open loop: exponential with mean `1 / rate`."""
         if self.rate is None:
             raise ValueError("a closed loop has no arrival times")
         source = random.Random(self.seed + 1)

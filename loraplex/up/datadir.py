@@ -1,9 +1,9 @@
-"""What `loraplex up` keeps between runs, in one folder that only its user can read.
+"""Data directory of `loraplex up`: the files kept between runs, in one folder that only its user can read.
 
 secrets.json   generated once: internal token, key pepper, admin key, Valkey's password   (0600)
-local.json     how the other commands find the running gateway                            (0600)
+local.json     URL and admin key of the running gateway, for the other commands           (0600)
 demo.json      the demo's tenants, their keys and models                                  (0600)
-made.json      what of the demo was made, so that what is deleted is not made again       (0600)
+made.json      the demo parts already created, so that deleted ones are not recreated     (0600)
 loraplex.db    tenants, keys' hashes, adapters, usage (SQLite)
 adapters/      the adapters' files by digest        valkey/   the quotas' state
 models/        converted models                     logs/     one file per process
@@ -38,7 +38,7 @@ class DataDir:
 
     @classmethod
     def open(cls, path: Path) -> "DataDir":
-        """Makes the folder and its parts where they are missing."""
+        """Open the data directory; create missing folders."""
         data = cls(path.expanduser().resolve())
         try:
             for folder in (data.root, data.logs, data.adapters, data.valkey, data.models):
@@ -69,7 +69,7 @@ class DataDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Held by one `loraplex up` at a time; the system releases it however the process ends."""
+        """Hold the directory's lock for one `loraplex up`; the system releases it however the process ends."""
         with open(self.root / "lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,7 +78,7 @@ class DataDir:
             yield
 
     def secrets(self) -> Secrets:
-        """The secrets of this data directory, generated on the first call."""
+        """Return the secrets of this data directory, generated on the first call."""
         stored = read_json(self.root / "secrets.json")
         if stored is None:
             made = Secrets(*(secrets.token_urlsafe(32) for _ in fields(Secrets)))
@@ -91,7 +91,7 @@ class DataDir:
 
 
 def read_json(path: Path) -> Any:
-    """The file's content, or None if there is no such file. Raises DataDirError if it is not JSON."""
+    """Return the file's content, or None if it does not exist. Raises DataDirError if it is not JSON."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_private(path: Path, content: str) -> None:
-    """Writes a file that only its owner can read; a reader sees the old file or the new one, never a part."""
+    """Write a file that only its owner can read; a reader sees the old file or the new one, never a part."""
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -1,5 +1,4 @@
-"""The demo's two tenants, made through the admin API as an operator would, once; a second run finds them and
-their keys."""
+"""The demo's two tenants, created once through the admin API; later runs find them and their keys."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ from adapters.checkpoint import open_checkpoint
 from loraplex.client import GatewayClient, GatewayError
 from loraplex.up.datadir import DataDir, read_json, write_private_json
 
-# Who owns which of examples/adapters.
+# The owner of each adapter in examples/adapters.
 OWNERS = {"acme": ("pirate", "json"), "globex": ("brief",)}
-# Wide enough for a load test on a laptop, narrow enough that a runaway script meets them.
+# High enough for a load test on a laptop, low enough to stop a runaway script.
 LIMITS: dict[str, Any] = {"requests_per_minute": 6_000, "tokens_per_minute": 2_000_000, "max_concurrent": 256}
 
 
@@ -25,7 +24,7 @@ class DemoTenant:
 
 
 def adapters_folder() -> Path:
-    """The demo adapters: examples/adapters of a checkout, or what the wheel installed.
+    """Return the demo adapters' folder: examples/adapters of a checkout, or the one installed with the wheel.
 
     Raises FileNotFoundError naming both places.
     """
@@ -40,9 +39,9 @@ def adapters_folder() -> Path:
 
 
 class Made:
-    """What `loraplex up --demo` has made once in a database, by tenant and adapter.
+    """Record of the demo adapters that `loraplex up --demo` has created in a database, by tenant.
 
-    What its user then deletes or replaces stays so.
+    Adapters that the user deletes or replaces are not created again.
 
     made.json   {"database", "made": {tenant: {adapter: digest}}}
     """
@@ -67,9 +66,9 @@ class Made:
 async def provision(
     gateway: str, admin_key: str, base_model: str, data: DataDir, database: str
 ) -> Sequence[DemoTenant]:
-    """Makes what was never made and writes demo.json; keys of an earlier run that are still valid are kept.
+    """Create the missing tenants and adapters and write demo.json; keep an earlier run's keys that are still valid.
 
-    database: which one the gateway has, as a name without secrets. Raises GatewayError.
+    database: name of the gateway's database, without secrets. Raises GatewayError.
     """
     path = data.root / "demo.json"
     before = {tenant["name"]: tenant["api_key"] for tenant in (read_json(path) or {"tenants": []})["tenants"]}
@@ -114,7 +113,7 @@ async def _accepted(gateway: str, key: str) -> bool:
 
 
 async def _push_new(admin: GatewayClient, tenant: str, names: Sequence[str], made: Made) -> None:
-    """Those that were never pushed, or have changed since and are still as they were pushed then."""
+    """Push adapters that were never pushed, and changed ones that the user has not replaced since the last push."""
     present = {adapter["name"]: adapter["digest"] for adapter in await admin.adapters(tenant)}
     for name in names:
         folder = adapters_folder() / name

@@ -1,6 +1,6 @@
-"""What `loraplex up` shows: one line a step on stderr (with a spinner on a terminal), the summary on stdout.
+"""Terminal output of `loraplex up`: one line per step on stderr (with a spinner on a terminal), the summary on stdout.
 
-And the bar of `loraplex engine`.
+Also the progress bar of `loraplex engine`.
 """
 
 import json
@@ -25,7 +25,7 @@ QUESTION = "Why is the sky blue?"
 
 @contextmanager
 def loading_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Yields what takes (what, bytes done, bytes in all) and draws it on stderr, on a terminal only."""
+    """Yield a function of (label, bytes done, total bytes) that draws a bar on stderr, on a terminal only."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -45,7 +45,9 @@ class Display:
 
     @contextmanager
     def step(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Shows that `what` goes on, and on success how long it took; yields what takes a line on how far it is."""
+        """Show a running step, and its duration on success; yield a function that replaces the line with
+        its progress.
+        """
         started = time.monotonic()
         with self.console.status(f"{what} ...") as status:
             yield status.update
@@ -74,7 +76,9 @@ class Display:
         )
 
     def demo_banner(self, gateway: str, admin_key: str, base_model: str, tenants: "Sequence[DemoTenant]") -> None:
-        """The curl line stays one line, however narrow the terminal: it must work when pasted."""
+        """Print the demo's summary. The curl command stays on one line in any terminal, because it must work when
+        pasted.
+        """
         lines = [f"\nLoraplex serves {base_model}", f"  Gateway    {gateway}/v1", ""]
         for tenant in tenants:
             lines += [f"  Tenant     {tenant.name}", f"    key      {tenant.api_key}"]

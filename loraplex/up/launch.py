@@ -1,8 +1,8 @@
-"""Runs a program that ends when its parent does: `python -m loraplex.up.launch PARENT_PID PROGRAM [ARGUMENT...]`.
+"""Launcher of a program that ends with its parent: `python -m loraplex.up.launch PARENT_PID PROGRAM [ARGUMENT...]`.
 
-The kernel is asked to send SIGTERM on the parent's death (Linux `PR_SET_PDEATHSIG`, which survives `execv`), then the
-program takes this process over. So even a SIGKILL of the parent leaves nothing behind. Other systems have no such call:
-there the program starts all the same, and only an orderly stop of the parent ends it.
+The launcher asks the kernel for SIGTERM on the parent's death (Linux `PR_SET_PDEATHSIG`, which survives `execv`); then
+the program replaces this process. So even a SIGKILL of the parent leaves no process behind. Other systems lack this
+call: there the program starts nevertheless, and only an orderly stop of the parent ends it.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ def main() -> None:
     parent, program = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
-    # The parent may have died before the call above; nobody would signal us then.
+    # If the parent died before the call above, no signal would come.
     if os.getppid() != parent:
         sys.exit(0)
     os.execv(program[0], program)

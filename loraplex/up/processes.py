@@ -1,7 +1,7 @@
 """Child processes started in order and stopped in reverse, each with a log file and a health check.
 
-A child with `keep_alive` is restarted when it dies, after a growing pause, up to a limit of deaths in a row. The death
-of any other child ends the group. Knows nothing of the programs it runs.
+A child with `keep_alive` is restarted when it dies, after a growing pause, up to a limit of consecutive deaths. The
+death of any other child ends the group. Knows nothing about the programs it runs.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from pathlib import Path
 
 TAIL_LINES = 15
 POLL_SECONDS = 0.1
-# Pauses before the restarts of a child; one more death in a row ends the group.
+# Pauses in seconds before the restarts of a child; one more consecutive death ends the group.
 BACKOFF_SECONDS = (1.0, 2.0, 4.0, 8.0)
-# A child that was healthy for this time starts a new row of deaths.
+# After this healthy time, a child's count of consecutive deaths restarts.
 STEADY_SECONDS = 60.0
 
 
@@ -35,7 +35,7 @@ class KeepAlive:
 
 @dataclass(eq=False)
 class Child:
-    """A child process. keep_alive: None if its death ends the group. deaths: in a row. healthy_at: on the event
+    """A child process. keep_alive: None if its death ends the group. deaths: consecutive ones. healthy_at: on the event
     loop's clock.
     """
 
@@ -62,7 +62,9 @@ class Child:
 
 
 class ProcessGroup:
-    """The children of one `loraplex up`. Use from the main thread: the death signal follows the thread that forks."""
+    """The children of one `loraplex up`. Use it from the main thread: the death signal follows the thread
+    that forks.
+    """
 
     def __init__(
         self, logs: Path, stop_seconds: float = 45.0, announce: Callable[[str], None] = lambda line: None
@@ -74,14 +76,14 @@ class ProcessGroup:
         self.children: list[Child] = []
 
     async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Child:
-        """Start `argv` in its own process group, so that a Ctrl-C in the terminal reaches only us."""
+        """Start `argv` in its own process group, so that Ctrl-C in the terminal reaches only this process."""
         log = self._new_log(name)
         child = Child(name, await self._spawn(log, argv, env), log, argv, env)
         self.children.append(child)
         return child
 
     def keep_alive(self, child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> None:
-        """Restart a child, healthy now, whenever it dies. check, timeout: as in `healthy`."""
+        """Restart a healthy child whenever it dies. check, timeout: as in `healthy`."""
         child.keep_alive, child.healthy_at = KeepAlive(check, timeout), asyncio.get_running_loop().time()
 
     async def _spawn(self, log: Path, argv: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
@@ -96,7 +98,7 @@ class ProcessGroup:
             )
 
     def _new_log(self, name: str) -> Path:
-        """An empty private file; the last run's is kept beside it."""
+        """Create an empty private log file; keep the last run's beside it."""
         log = self.logs / f"{name}.log"
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
@@ -104,7 +106,7 @@ class ProcessGroup:
         return log
 
     async def run(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Runs a program to its end. Raises ChildError unless it exits with 0."""
+        """Run a program to its end. Raises ChildError unless it exits with 0."""
         child = await self.start(name, argv, env)
         await child.process.wait()
         if child.process.returncode != 0:
@@ -112,7 +114,7 @@ class ProcessGroup:
         self.children.remove(child)
 
     async def healthy(self, child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> None:
-        """Waits until `check` says true. Raises ChildError when the child dies or `timeout` seconds pass."""
+        """Wait until `check` returns true. Raises ChildError if the child dies or `timeout` seconds pass."""
         deadline = asyncio.get_running_loop().time() + timeout
         while not await check():
             if child.process.returncode is not None:
@@ -122,8 +124,8 @@ class ProcessGroup:
             await asyncio.sleep(POLL_SECONDS)
 
     async def first_death(self) -> ChildError:
-        """Restart the children with `keep_alive`. Return the first child that died without it, or died too often in
-        a row.
+        """Restart the children with `keep_alive`. Return the error of the first child that died without it, or died too
+        often in succession.
         """
         revivals: dict[Child, asyncio.Task[ChildError | None]] = {}
         try:
@@ -143,7 +145,9 @@ class ProcessGroup:
             await asyncio.gather(*revivals.values(), return_exceptions=True)
 
     async def _revive(self, child: Child, keep_alive: KeepAlive) -> ChildError | None:
-        """Restart a dead child until it is healthy or has died too often. Returns the error to end with, if any."""
+        """Restart a dead child until it is healthy or has died too often. Return the error that ends the
+        group, if any.
+        """
         clock = asyncio.get_running_loop().time
         if child.healthy_at is not None and clock() - child.healthy_at >= STEADY_SECONDS:
             child.deaths = 0
@@ -168,7 +172,7 @@ class ProcessGroup:
             return None
 
     async def stop(self, announce: Callable[[str], None]) -> None:
-        """Stops the children, the youngest first; SIGKILL for one that does not go within `stop_seconds`."""
+        """Stop the children, the youngest first; send SIGKILL to a child that does not stop within `stop_seconds`."""
         for child in reversed(self.children):
             if child.process.returncode is not None:
                 continue
@@ -182,13 +186,13 @@ class ProcessGroup:
         self.children.clear()
 
     def kill(self) -> None:
-        """Ends everything at once; `stop`, which must be running, then returns at once."""
+        """Kill all children at once; the running `stop` then returns at once."""
         for child in self.children:
             self._kill(child)
 
     @staticmethod
     def _kill(child: Child) -> None:
-        # The child's own process group: a server's helper processes go with it.
+        # Signal the child's own process group, so that a server's helper processes end too.
         if child.process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Tenants, keys, adapters and their versions, usage, audit."""
+"""Add tenants, keys, adapters and their versions, usage, audit."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
-# Migrations never import the live tables: those move on, this file doesn't.
+# Migrations never import the live tables: those change later, this file does not.
 MOMENT = sa.DateTime(timezone=True)
 
 

@@ -1,4 +1,4 @@
-"""Add the families of keys, by which a rotated key shares its predecessor's limits, and change counters by tenant."""
+"""Add key families, by which a rotated key shares its predecessor's limits, and change counters by tenant."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    # NULL means the key's own id: gateways of the release before add keys without it.
+    # NULL means the key's own id: gateways of the previous release add keys without it.
     op.add_column("api_keys", sa.Column("family_id", sa.String(32), nullable=True))
     op.execute("UPDATE api_keys SET family_id = id")
     op.create_index("ix_api_keys_family_id", "api_keys", ["family_id"])

@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    # NULL means the defaults: for existing tenants, and those that gateways of the release before add.
+    # NULL means the defaults: for existing tenants, and for tenants added by gateways of the previous release.
     op.add_column("tenants", sa.Column("adapter_limits", sa.Text(), nullable=True))
 
 

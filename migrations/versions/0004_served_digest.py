@@ -1,4 +1,4 @@
-"""Add the engine's receipt: the adapter with which an answer was computed."""
+"""Add the engine's receipt: the adapter that an answer was computed with."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    # NULL means unknown: existing rows, vLLM's, and those that gateways of the release before add.
+    # NULL means unknown: existing rows, vLLM's rows, and rows added by gateways of the previous release.
     op.add_column("usage", sa.Column("served_digest", sa.String(64), nullable=True))
 
 

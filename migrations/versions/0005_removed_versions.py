@@ -1,4 +1,4 @@
-"""Remember the removed versions of adapters, and which audit entries are a tenant's own."""
+"""Record the removed versions of adapters, and mark a tenant's own audit entries."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -23,7 +23,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("tenant_id", "digest", "name", name="pk_removed_versions"),
     )
     op.create_index("ix_removed_versions_digest", "removed_versions", ["digest"])
-    # NULL, in rows that gateways of the release before add, means an operator's change.
+    # NULL, in rows added by gateways of the previous release, means an operator's change.
     op.add_column("audit", sa.Column("own", sa.Boolean(), nullable=True))
     op.execute("UPDATE audit SET own = TRUE WHERE actor IN (SELECT id FROM api_keys WHERE tenant_id IS NOT NULL)")
 

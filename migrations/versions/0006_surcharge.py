@@ -1,4 +1,4 @@
-"""Add the surcharge: tokens of the token rates beyond a request's prompt and completion."""
+"""Add the surcharge: tokens charged at the token rates beyond a request's prompt and completion."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -12,7 +12,7 @@ TABLES = ("usage", "usage_hourly", "usage_daily")
 
 
 def upgrade() -> None:
-    # Existing rows, and those that gateways of the release before add, have none.
+    # Existing rows, and rows added by gateways of the previous release, have none.
     for table in TABLES:
         op.add_column(table, sa.Column("surcharge", sa.BigInteger, nullable=False, server_default="0"))
 
