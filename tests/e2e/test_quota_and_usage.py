@@ -85,9 +85,7 @@ async def test_a_shortened_answer_ends_at_its_length_and_costs_what_it_was(endpo
 
 
 async def until(condition: Callable[[], Awaitable[object]], seconds: float = 60) -> None:
-    """Wait for a condition that becomes true after the response: usage rows are batched, and a cancellation takes a
-    step.
-    """
+    """Wait for an effect after the response: usage rows are written in batches, and a cancellation takes a step."""
     deadline = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < deadline
@@ -107,9 +105,7 @@ IDLE_GAUGES = ("requests_running", "requests_waiting", "kv_blocks_used")
 
 
 async def test_usage_adds_up_to_what_32_clients_received(acme: Tenant, globex: Tenant):
-    """Usage equals the received tokens of three adapters of two tenants at once, streamed and not, of different
-    lengths.
-    """
+    """Usage equals what 32 clients received from three adapters of two tenants, streamed and not, of many lengths."""
     work = [(acme, acme.models[0]), (acme, acme.models[1]), (globex, globex.models[0])]
     before = {tenant.name: usage_by_model(tenant) for tenant in (acme, globex)}
 

@@ -24,9 +24,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, kv_cache_dtype: str, n: int = 8, lora_dtype: str | None = None) -> tuple[list[float], int]:
-    """The log-probabilities that a prompt gets, over several chunks, with `n` tokens decoded after it; blocks.
+    """Return the log-probabilities of a prompt in several chunks, with `n` tokens decoded after it; and the blocks.
 
-    With a lora_dtype by the adapter, and its pages instead of blocks.
+    With a lora_dtype, the prompt uses the adapter, and the second value is its pages.
     """
     host = HostCache(None, BaseShape.from_config_dir(model), 1 << 20, torch.float32)
     config = EngineConfig(

@@ -1,4 +1,4 @@
-"""Planning ahead changes nothing: the same requests, each step read before and after the next one is launched."""
+"""Asynchronous scheduling changes no result: each step is read before, or after, the launch of the next."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ from wire.text.tokenizer import Tokenizer
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
 
-# Every way to choose a token, and every way to end.
+# Every sampling method, and every way to end.
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"seed": 1},
@@ -52,7 +52,7 @@ Make = Callable[..., tuple[Engine, list[str]]]
 
 @pytest.fixture
 def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
-    """An engine and the digests of its three adapters."""
+    """Return a factory of engines and the digests of their three adapters."""
 
     def make(**options: Any) -> tuple[Engine, list[str]]:
         host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
@@ -76,7 +76,7 @@ def add(engine: Engine, digests: list[str], i: int, **more: Any) -> None:
 
 
 def join(said: dict[str, list[RequestOutput]]) -> dict[str, Any]:
-    """Of each request: its tokens, its end and its logprobs, whichever steps brought them."""
+    """Return each request's tokens, end and logprobs, however they were split into steps."""
     return {
         request_id: (
             [token for o in outputs for token in o.token_ids],
@@ -109,7 +109,7 @@ def all_is_free(engine: Engine) -> bool:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    """Filled by the first test that needs it; every engine here answers the same."""
+    """Return the expected answers, equal for every engine here; the first test that needs them computes them."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""LoRA on embed_tokens and lm_head against transformers + peft, in mixed batches, and what of it is refused."""
+"""LoRA on embed_tokens and lm_head against transformers + peft, in mixed batches, and its refusals."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from engine.model.weights import base_tensor
 from engine.scheduling.request import SamplingParams
 from kernels.cpu.plain import TorchOps
 
-# peft says that tied weights complicate merging, and that it saves copies of the base's embedding: both meant here.
+# peft warns that tied weights complicate merging and that it saves the base's embedding; both are intended here.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`"),
@@ -49,12 +49,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
     "head-and-one-layer": {"r": 4, "target_modules": ["lm_head", "up_proj"], "layers_to_transform": [1]},
 }  # fmt: skip
-# peft saves its base's own embedding and head with these unless told not to; both kinds must load.
+# peft saves its base's own embedding and head with these by default; adapters with and without them must load.
 WITH_COPIES = ("embedding", "head")
 
 
 class Twin:
-    """A base model, adapters of it, and peft's answers."""
+    """A base model, its adapters, and peft's answers."""
 
     def __init__(self, folder: Path, base: str) -> None:
         options = {**SIZES, **BASES[base]}
@@ -75,7 +75,7 @@ class Twin:
         self._models: dict[str | None, Any] = {None: model}
 
     def logits(self, adapter: str | None, token_ids: list[int]) -> torch.Tensor:
-        """`[len(token_ids), vocab]`, of the adapter as peft loads it."""
+        """Return logits `[len(token_ids), vocab]` of the adapter as peft loads it."""
         if adapter not in self._models:
             fresh = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
             self._models[adapter] = PeftModel.from_pretrained(fresh, self.adapters[adapter]).eval()
@@ -144,7 +144,7 @@ def load_all(engine: Engine, digests: dict[str, str]) -> None:
 
 
 def seen_logits(engine: Engine) -> Iterator[torch.Tensor]:
-    """The logits of every position of `work()`, computed in one step."""
+    """Return the logits of every position of `work()`, computed in one step."""
     forward, seen = engine.runner.decoder.forward, []
 
     def keep(*args: Any) -> torch.Tensor:
@@ -198,7 +198,7 @@ def test_in_bf16_an_answer_does_not_depend_on_what_else_is_in_the_batch(twin: Tw
 
 def test_a_pool_without_room_for_two_swaps_them(twin: Twin, make_engine: Make) -> None:
     expected = run(*make_engine(twin), 6)
-    # 64 KiB beside the pages: less than the two of rank 16 and 8 together, more than either.
+    # 64 KiB beside the pages: less than the adapters of rank 16 and 8 together, more than either.
     pool = make_engine(twin)[0].adapters
     pages = pool.page_bytes * pool.max_pages
     small, digests = make_engine(twin, adapter_memory=max(pages, 4 * (16 + 8) * (160 + 64) * 4))

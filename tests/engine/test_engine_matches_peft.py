@@ -79,7 +79,7 @@ class Twin:
     model: PeftModel = field(repr=False)
 
     def logits(self, adapter: str | None, token_ids: list[int]) -> torch.Tensor:
-        """`[len(token_ids), vocab]`"""
+        """Return logits `[len(token_ids), vocab]`."""
         ids = torch.tensor([token_ids])
         with torch.no_grad():
             if adapter is None:
@@ -135,7 +135,7 @@ Make = Callable[..., tuple[Engine, dict[str, str]]]
 
 @pytest.fixture
 def make_engine(request: pytest.FixtureRequest) -> Make:
-    """An engine on a twin's folder, and the digests of its adapters by name."""
+    """Return a factory of engines on a twin's folder, and the digests of its adapters by name."""
 
     def make(twin: Twin, **options: Any) -> tuple[Engine, dict[str, str]]:
         dtype = getattr(torch, options.get("dtype", "float32"))
@@ -185,7 +185,7 @@ def test_a_mixed_batch_equals_peft_token_for_token(twin: Twin, make_engine: Make
     expected = [twin.greedy(name, prompt, n) for name, prompt in prompts()]
     assert run(engine, digests, n) == expected
     assert engine.state().num_free_blocks == engine.state().num_blocks
-    # In chunks that end within blocks, then from the blocks that the first run left: a window reaches over both.
+    # Prompt chunks that end within blocks, then the blocks left by the first run: a window spans both.
     chunked, digests = make_engine(twin, max_num_batched_tokens=19)
     beginnings = [tokens[:4] for tokens in expected]
     assert run(chunked, digests, 4) == beginnings
@@ -254,7 +254,7 @@ def test_chunked_prefill_and_a_tiny_cache_change_nothing(llama: Twin, make_engin
     assert run(chunked, digests, 24) == expected
     block_bytes = chunked.model_config.kv_elements_per_token * 4 * 16
     tiny, digests = make_engine(llama, kv_cache_memory=7 * block_bytes, max_model_len=100)
-    load_all(tiny, digests)  # else those whose adapters come late may find that the others have left
+    load_all(tiny, digests)  # otherwise a request whose adapter loads late runs without the others
     assert run(tiny, digests, 24) == expected
     assert tiny.state().num_preemptions > 0
     assert tiny.state().num_free_blocks == 7
@@ -309,7 +309,10 @@ def test_the_fused_step_equals_the_same_step_op_by_op(twin: Twin, make_engine: M
 
 
 def test_in_bf16_an_answer_does_not_depend_on_what_else_is_in_the_batch(llama: Twin, make_engine: Make) -> None:
-    """What vLLM calls batch invariance: every sum of the CPU's kernels depends on its own row alone."""
+    """In bf16 an answer does not depend on its batch: every sum of the CPU kernels depends only on its own row.
+
+    vLLM calls this property batch invariance.
+    """
     together = run(*make_engine(llama, dtype="bfloat16"), 24)
     engine, digests = make_engine(llama, dtype="bfloat16", max_num_batched_tokens=16)
     assert run(engine, digests, 24) == together

@@ -1,4 +1,4 @@
-"""How an engine divides memory, and the errors that say what to change."""
+"""The division of an engine's memory, and errors that name the setting to change."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def make(model: Path, request: pytest.FixtureRequest, **options: Any) -> Engine:
 def test_an_engine_without_room_for_a_block_ends_with_a_config_error(
     free: int, model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU that the weights have all but filled, where the number of blocks was once negative."""
+    """An engine on a GPU almost filled by weights ends with a config error; the block count was once negative."""
     monkeypatch.setattr(module, "free_memory", lambda _: free)
     with pytest.raises(ConfigError) as found:
         make(model, request, max_model_len=256)

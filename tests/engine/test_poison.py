@@ -1,4 +1,4 @@
-"""A victim beside an adapter whose weights overflow, as large as an upload may be: its tokens stay its own."""
+"""A victim beside an adapter whose weights overflow, as large as an upload may be: its tokens do not change."""
 
 import json
 from collections.abc import Callable
@@ -24,14 +24,14 @@ ALL = {
     "self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64), "mlp.down_proj": (64, 128),
 }  # fmt: skip
 
-# Overflows are the point of these tests; numpy remarks on them in the interpreter.
+# These tests cause overflows on purpose; numpy warns about them in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 Make = Callable[..., tuple[Engine, dict[str, str]]]
 
 
 def save_huge_adapter(folder: Path, largest: float, projections: list[str]) -> None:
-    """Finite weights up to `largest`, signs mixed, so that products are infinite and their differences NaN."""
+    """Write finite weights up to `largest` of mixed signs: products are infinite, and their differences NaN."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(9)
     tensors = {}
@@ -70,7 +70,7 @@ def make_engine(model: Path, request: pytest.FixtureRequest, monkeypatch: pytest
             "dtype": dtype, "device": "cpu", "max_lora_rank": 16, "max_num_seqs": 4, "max_num_batched_tokens": 32,
             "kv_cache_memory": 14 * BLOCK_BYTES * served.itemsize // 4, "max_model_len": 96, **options,
         }  # fmt: skip
-        # Two pages: the victim's adapter takes those that the attacker's has just left.
+        # Two pages: the victim's adapter takes pages that the attacker's adapter has just freed.
         options.setdefault("adapter_memory", 2 * page_bytes(host, served))
         engine = Engine(EngineConfig(model=str(model / "base"), **options), host)
         request.addfinalizer(engine.close)
@@ -119,8 +119,10 @@ BACKENDS = [
 def test_a_victims_tokens_beside_an_overflowing_adapter(
     ops: type | None, dtype: str, attack: str, async_scheduling: bool, make_engine: Make
 ) -> None:
-    """Victims of the base model and of an adapter run before, beside and after the attacker: in its blocks, with its
-    pages. The attacker's own requests end with an error that blames the adapter, and the engine goes on."""
+    """Victims of the base model and of an adapter run before, beside and after the attacker, in its blocks and pages.
+
+    The attacker's own requests end with an error that blames the adapter, and the engine continues.
+    """
     if ops is TritonOps and (async_scheduling or attack == "values"):
         pytest.skip("half a minute each in the interpreter; the other backends run it")
     engine, digests = make_engine(ops, dtype, async_scheduling=async_scheduling)

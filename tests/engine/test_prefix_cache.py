@@ -1,4 +1,4 @@
-"""Blocks that requests share change no answer: not in chunks, not when they run out, not beside aborts."""
+"""Shared blocks change no answer: with chunks, without free blocks, and beside aborts."""
 
 import random
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
-    """An engine; the base model and two adapters as requests name them."""
+    """Return a factory of engines, each with the model names of requests: the base model and two adapters."""
 
     def make(**options: Any) -> tuple[Engine, list[str | None]]:
         host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
@@ -49,7 +49,7 @@ def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
 
 
 def answers(engine: Engine, aborts: dict[str, int] | None = None) -> dict[str, list[RequestOutput]]:
-    """Runs until nothing is left. aborts: after how many tokens a request's client leaves."""
+    """Run until no work is left. aborts: output tokens after which a request's client disconnects."""
     said: dict[str, list[RequestOutput]] = {}
     while engine.has_work():
         for output in engine.step():
@@ -66,7 +66,7 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 
 def test_shared_blocks_change_no_answer(make_engine: Make) -> None:
-    """Conversations that begin alike, of several tenants and adapters, in a cache that holds two of them."""
+    """Conversations of several tenants and adapters with equal beginnings share a cache that holds two of them."""
     scripted = random.Random(5)
     beginnings = [[scripted.randrange(3, 380) for _ in range(40)] for _ in range(2)]
     asked = []
@@ -88,7 +88,7 @@ def test_shared_blocks_change_no_answer(make_engine: Make) -> None:
         expected[str(i)] = tokens(answers(alone)[str(i)])[: aborts.get(str(i))]
     assert alone.state().prefix_hit_tokens == 0
     for async_scheduling in (False, True):
-        # Without a clock (nobody waits for adapters, prompts are not paced) the same blocks run out every time.
+        # No timing is involved (adapters are loaded, prompts not paced), so the same blocks run out in every run.
         engine, names = make_engine(
             kv_cache_memory=10 * BLOCK_BYTES, max_model_len=128, max_num_batched_tokens=16, prefill_stretch=1e9,
             async_scheduling=async_scheduling,
@@ -124,7 +124,7 @@ def test_choices_of_one_prompt_share_its_blocks_once_they_are_there(make_engine:
 
 
 def test_prompt_logprobs_are_whole_whatever_is_cached(make_engine: Make) -> None:
-    """They need every position's logits, so such a prompt is computed as a whole; what it leaves is shared again."""
+    """Prompt logprobs need every position's logits, so the prompt is computed in full; its blocks are then shared."""
     engine, _ = make_engine()
     prompt = list(range(3, 70))
 

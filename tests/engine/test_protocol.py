@@ -1,4 +1,4 @@
-"""Every field of the wire: what is taken, what is refused, and that a refusal names the field."""
+"""Every request field: accepted values, refused values, and a refusal that names the field."""
 
 import json
 import re
@@ -66,7 +66,7 @@ BAD_COMPLETION = [
 
 
 def nested(depth: int) -> list[Any]:
-    """Return `depth` lists within each other."""
+    """Return `depth` nested lists."""
     value: list[Any] = []
     for _ in range(depth - 1):
         value = [value]
@@ -74,7 +74,7 @@ def nested(depth: int) -> list[Any]:
 
 
 def tool(value: object) -> dict[str, Any]:
-    """Return a function whose schema holds a value; the schema is a level by itself."""
+    """Return a function whose schema holds a value; the schema itself is one level."""
     return {"type": "function", "function": {"name": "f", "parameters": {"enum": value}}}
 
 

@@ -71,7 +71,7 @@ def test_the_receipt_names_the_adapter_whose_pages_were_read(make_engine: Make, 
 
 
 def test_the_receipt_follows_a_slot_through_its_owners(make_engine: Make) -> None:
-    """The pool has room for one adapter, so every one of them uses the same slot in turn."""
+    """The pool has room for one adapter, so all adapters use the same slot in turn, and the receipt follows."""
     engine, _ = make_engine()
     small, digests = make_engine(adapter_memory=engine.adapters.page_bytes)
     assert small.adapters.num_slots == 1
@@ -83,15 +83,17 @@ def test_the_receipt_follows_a_slot_through_its_owners(make_engine: Make) -> Non
 
 
 def test_pages_of_another_adapter_are_told(make_engine: Make) -> None:
-    """A slot whose weights are another adapter's, by whatever defect, shows in the receipt though the request says
-    otherwise; a change between two steps makes it mixed."""
+    """The receipt shows a slot that holds another adapter's weights, by whatever defect, against the request's name.
+
+    A change between two steps makes it mixed.
+    """
     engine, digests = make_engine()
     ask(engine, "warm", digests[0])
     ask(engine, "other", digests[1])
     run(engine)
     pool = engine.adapters
     wrong, right = (pool.slot_digests.index(digest) for digest in digests[:2])
-    pool._residents[digests[1]].slot = wrong  # the defect: the books point at another's weights
+    pool._residents[digests[1]].slot = wrong  # the defect: the pool's entry points at another adapter's weights
     ask(engine, "x", digests[1])
     assert run(engine) == {"x": f"sha256:{digests[0]}"}
 

@@ -1,7 +1,7 @@
-"""Everything at once, by scripts drawn from seeds: what an engine says never depends on who else is there.
+"""Random scripts of all features at once: a request's answer never depends on the other requests.
 
-Prompts that begin alike, adapters that do not fit into memory together, blocks that run out, clients that leave: each
-answer is the one that the request gets alone, and at the end every block, seat and page is free.
+Prompts share prefixes, adapters do not all fit into memory, blocks run out, clients disconnect. Each answer equals the
+one that the request gets alone, and at the end every block, seat and page is free.
 """
 
 import random
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
-    """An engine; the base model and its adapters as requests name them. host_bytes: of adapters in host memory."""
+    """Return a factory of engines with the model names of requests. host_bytes: of adapters in host memory."""
 
     def make(host_bytes: int = 1 << 20, **options: Any) -> tuple[Engine, list[str | None]]:
         host = HostCache(None, BaseShape.from_config_dir(model / "base"), host_bytes, torch.float32)
@@ -92,7 +92,7 @@ def script(rng: random.Random) -> list[Ask]:
 def run(
     engine: Engine, names: list[str | None], asks: dict[str, Ask], rng: random.Random, leaving: dict[str, int]
 ) -> dict[str, Answer]:
-    """Sends the requests a few at a time. leaving: after how many tokens a request's client has had enough."""
+    """Send the requests, a few at a time. leaving: tokens after which a request's client disconnects."""
     answers = {request_id: Answer() for request_id in asks}
     to_send = list(asks)
     while to_send or engine.has_work():

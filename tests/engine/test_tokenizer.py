@@ -1,4 +1,4 @@
-"""Our tokenizer beside transformers' on the same files, and the incremental detokenizer beside the whole decode."""
+"""Our tokenizer against transformers' on the same files, and the incremental detokenizer against a whole decode."""
 
 import json
 import random
@@ -104,7 +104,7 @@ def test_variables_of_the_template(tmp_path):
 @pytest.mark.parametrize("added", [{"add_bos_token": True}, {"add_bos_token": True, "add_eos_token": True}])
 @pytest.mark.parametrize("post_processor", [True, False])
 def test_bos_and_eos_are_added_as_transformers_adds_them(tmp_path, added, post_processor):
-    """tokenizer.json's post-processor says it; transformers 5 ignores the flags beside a tokenizer.json."""
+    """BOS and EOS follow tokenizer.json's post-processor; transformers 5 ignores the flags beside a tokenizer.json."""
     save_byte_level_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | added))
@@ -147,7 +147,7 @@ def test_streamed_pieces_join_to_the_whole_decode(ours, text):
     "text", ["The capital of France is Paris, and more", "你好 and 🎉🎊 then", "<|start|>a b<|end|> c"]
 )
 def test_an_answer_is_written_as_what_follows_its_prompt(ours, theirs, text):
-    """Not as a text of its own: SentencePiece would lose the space before its first word."""
+    """An answer is decoded as the continuation of its prompt; alone, SentencePiece would drop its first space."""
     ids = theirs(text)["input_ids"]
     whole = theirs.decode(ids, skip_special_tokens=True)
     for cut in range(1, len(ids)):
@@ -159,7 +159,7 @@ def test_an_answer_is_written_as_what_follows_its_prompt(ours, theirs, text):
 
 
 def test_streamed_random_tokens_join_to_the_whole_decode(ours):
-    """What no text encodes to: cut and invalid UTF-8, special tokens in between, ids beyond the vocabulary."""
+    """Random tokens that no text encodes to: cut and invalid UTF-8, special tokens, ids beyond the vocabulary."""
     rng = random.Random(0)
     for _ in range(200):
         ids = [rng.randrange(ours.vocab_size + 3) for _ in range(rng.randrange(1, 40))]
@@ -172,7 +172,7 @@ def test_streamed_random_tokens_join_to_the_whole_decode(ours):
 
 
 def test_streaming_costs_the_same_late_as_early(ours):
-    """Amortised O(1) a token: ten times as many tokens take about ten times as long, not a hundred times."""
+    """Streaming takes amortised O(1) per token: ten times the tokens take about ten times as long, not a hundred."""
     ids = ours.encode("Hello world, 你好! ") * 100
 
     def seconds(times: int) -> float:
@@ -271,10 +271,10 @@ def test_a_text_far_too_long_is_not_encoded_to_its_end(ours, monkeypatch):
     assert encoded < len(text) / 10
     with pytest.raises(TextTooLong):
         ours.encode_chat([{"role": "user", "content": ""}] * 1001, limit=1000)
-    # What may fit is encoded as ever, and without a limit everything is.
+    # A text that may fit is encoded normally, and so is any text without a limit.
     assert ours.encode(text[:3000], limit=1000) == ours.encode(text[:3000])
     assert len(ours.encode(text)) > 200_000
-    # Few tokens of many characters are not too many.
+    # Few tokens of many characters are within the limit.
     assert ours.encode("<|start|>" * 900, limit=1000) == ours.encode("<|start|>" * 900)
 
 
@@ -285,7 +285,7 @@ def test_the_gateway_can_import_it_without_torch(module):
 
 
 def test_special_tokens_can_be_shown(ours):
-    """Some models mark the tags of their tool calls as special."""
+    """Special tokens can be shown, because some models mark the tags of their tool calls as special."""
     end = ours.token_id("<|end|>")
     ids = [*ours.encode("one", add_special_tokens=False), end, *ours.encode("two", add_special_tokens=False)]
     hidden, shown = ours.stream(), ours.stream(frozenset({end}))

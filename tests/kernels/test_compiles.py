@@ -1,4 +1,4 @@
-"""Every kernel compiles for an H200, with no GPU at hand: tensor cores used, nothing spilled, no variant per length."""
+"""Every kernel compiles for an H200 without a GPU: tensor cores used, nothing spilled, no variant per length."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(300)  # one process compiles all of it, some 15 s on an idle core
+pytestmark = pytest.mark.timeout(300)  # one process compiles everything, about 15 s on an idle core
 
 KERNELS = {
     "_attend",
@@ -53,5 +53,5 @@ def test_prefill_runs_on_warpgroup_tensor_cores_and_decode_on_small_ones(variant
 
 
 def test_other_lengths_compile_nothing(variants):
-    """A compilation in the request path would cost its tenant seconds. Nor may a table's place in a buffer matter."""
+    """New lengths and table positions in a buffer compile nothing; a compilation in a request would take seconds."""
     assert [variant for variant in variants if variant["label"] == "other lengths"] == []

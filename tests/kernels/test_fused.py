@@ -22,7 +22,7 @@ def randn(*shape, dtype, device, seed=0):
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """Outputs start as NaN, so that an unwritten element shows."""
+    """Fill outputs with NaN, so that an unwritten element shows."""
     empty = torch.empty
     monkeypatch.setattr(fused.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
 
@@ -42,7 +42,7 @@ def test_rms_norm_of_heads_in_a_qkv_row(dtype, device):
 
 
 def test_rms_norm_of_large_fp16_values(device):
-    """Squares past fp16's range."""
+    """rms_norm is correct for values whose squares exceed fp16's range."""
     x = randn(2, 64, dtype=torch.float16, device=device) * 2000
     close(fused.rms_norm(x, torch.ones_like(x[0]), 1e-5), reference.rms_norm(x, torch.ones_like(x[0]), 1e-5))
 
@@ -96,7 +96,7 @@ def test_rope_writes_caches_of_8_bits(dtype, heads, kv_dtype, device):
         caches, scales, expected_caches, expected_scales, strict=True
     ):
         torch.testing.assert_close(scale, expected_scale, atol=0, rtol=1e-3)
-        # Where rounding falls differently, the two are neighbours: 32 of 448 apart, or 1 of 127.
+        # Where rounding differs, the two values are neighbours: 32 of 448 apart, or 1 of 127.
         step = 32 if kv_dtype == torch.float8_e4m3fn else 1
         apart = (cache.float() - expected_cache.float()).abs()
         assert apart.max() <= step

@@ -34,7 +34,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def make_batch(counts: list[int], lengths: list[int], block_size: int, adapters: list[int] | None = None) -> Batch:
-    """Requests with `counts` new tokens each at the end of `lengths`, on shuffled blocks."""
+    """Return requests with `counts` new tokens each at the end of `lengths`, on shuffled blocks."""
     most = max(-(-n // block_size) for n in lengths)
     blocks = torch.randperm(most * len(lengths), generator=torch.Generator().manual_seed(1)).int().view(-1, most)
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -93,7 +93,7 @@ def test_attention_over_pages(
     angles = torch.outer(torch.arange(200.0), 100.0 ** -torch.linspace(0, 1, dim // 2))
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     num_blocks = int(batch.block_tables.max()) + 1
-    # A block's former owner may have left anything in it: it must never reach an answer.
+    # A block may hold any values of its former owner, which must never reach an answer.
     caches = [torch.full((num_blocks, kv_heads, block_size, dim), torch.nan, dtype=dtype) for _ in range(2)]
     expected_caches = [torch.zeros_like(c) for c in caches]
     if isinstance(ops, TorchOps):
@@ -118,7 +118,7 @@ def test_attention_over_pages(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 700])
 def test_attention_over_long_contexts(ops: Ops, dtype: torch.dtype, window: int) -> None:
-    """Long enough that keys are cut into spans; a row's answer does not depend on how the work was cut."""
+    """The contexts are long enough to be cut into spans; a row's answer does not depend on the division of work."""
     heads, kv_heads, dim, counts, lengths = 6, 2, 64, [1, 40, 1], [1600, 1100, 30]
     batch = make_batch(counts, lengths, 16)
     num_blocks = int(batch.block_tables.max()) + 1
@@ -152,7 +152,7 @@ POPULARITY = {
 
 
 def make_lora(offsets: tuple[int, ...], dtype: torch.dtype) -> tuple[LoraGroup, SimpleNamespace]:
-    """Adapters of RANKS on pages in no order, and the tables of a pool that holds them. in_features: 96."""
+    """Return adapters of RANKS on shuffled pages, and the tables of a pool that holds them. in_features: 96."""
     in_features, page_rank = 96, 8
     pages = [-(-r // page_rank) for r in RANKS]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(2)).int()
@@ -196,7 +196,7 @@ def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: l
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offsets", [(0, 64, 96, 128), (0, 40, 80, 120), (0, 20, 50, 61)])
 def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, offsets: tuple[int, ...]) -> None:
-    """Whichever way its LoRA takes, in the product or after it; with panels that straddle projections or not."""
+    """LoRA in the product or after it, and panels that straddle projections, give the same row alone and in a batch."""
     library = native_build.load()
     assert library is not None
     ops = native.NativeOps(library)

@@ -1,4 +1,4 @@
-"""Where the native library cannot be built or opened, plain torch serves, and the log says why."""
+"""Fallback to plain torch, with the reason in the log, when the native library cannot be built or opened."""
 
 import hashlib
 import shutil
@@ -18,7 +18,7 @@ from kernels.cpu.plain import TorchOps
 
 @pytest.fixture
 def pick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], object]:
-    """Choose a backend anew, with a cache of this test's own."""
+    """Choose a backend again, with this test's own cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     native_build.load.cache_clear()
 
@@ -32,14 +32,14 @@ def pick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], object
 
 @pytest.fixture(scope="module")
 def library() -> bytes:
-    """The library as the compiler wrote it, built before a test points the cache elsewhere."""
+    """Return the library from the compiler, built before a test points the cache elsewhere."""
     assert native_build.load() is not None, "the tests need a C++ compiler"
     return native_build._cache_path([shutil.which("g++") or "c++"]).read_bytes()[: -native_build._DIGEST_BYTES]
 
 
 @pytest.fixture
 def compiler(library: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A compiler that takes no time: it copies the library. Returns the file with a line for each run of it."""
+    """Install an instant compiler that copies the library; return the file with one line per run."""
     (tmp_path / "prebuilt").write_bytes(library)
     copy = f'while [ "$1" != "-o" ]; do shift; done; cp {tmp_path}/prebuilt "$2"; echo >> {tmp_path}/runs'
     fake = script(tmp_path / "cxx", f'[ "$1" = --version ] && cat {tmp_path}/version && exit 0; {copy}')
@@ -74,7 +74,7 @@ def test_a_compiler_that_is_not_there_or_fails(pick, monkeypatch: pytest.MonkeyP
 
 
 def test_a_library_that_cannot_be_opened(pick, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog) -> None:
-    """A file that is no library, as on a cache whose files may not be executed."""
+    """The library file is invalid, as on a cache whose files may not be executed."""
     fake = script(tmp_path / "cxx", 'while [ "$1" != "-o" ] && [ $# -gt 1 ]; do shift; done; echo nothing > "$2"')
     monkeypatch.setenv("CXX", fake)
     assert isinstance(pick(), TorchOps)
@@ -82,7 +82,7 @@ def test_a_library_that_cannot_be_opened(pick, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_another_version_of_the_compiler_builds_anew(pick, tmp_path: Path, compiler: Path) -> None:
-    """The cache's key has the compiler's version: after an upgrade of g++ an old library is not opened."""
+    """The cache key includes the compiler's version: after an upgrade of g++ an old library is not opened."""
     for builds in (1, 1, 2):
         (tmp_path / "version").write_text(str(builds))
         assert isinstance(pick(), NativeOps)
@@ -121,7 +121,7 @@ def test_a_damaged_library_is_built_once_more(
 
 
 def test_builders_at_once_do_not_disturb_each_other(pick, tmp_path: Path, library: bytes, compiler: Path) -> None:
-    """All find a damaged library and have compiled before the first one replaces it."""
+    """All builders find a damaged library and have compiled before the first one replaces it."""
     meet = f"echo >> {tmp_path}/here; while [ $(wc -l < {tmp_path}/here) -lt 3 ]; do sleep 0.01; done"
     cxx = tmp_path / "cxx"
     cxx.write_text(cxx.read_text().rstrip() + f"; {meet}\n")

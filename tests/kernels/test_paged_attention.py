@@ -25,7 +25,7 @@ BATCHES = {
 
 
 def make(model, lengths, dtype, device, block_size=16, seed=0):
-    """Queries and a cache whose blocks lie shuffled, NaN wherever no request's key or value lies."""
+    """Return queries and a cache with shuffled blocks, NaN outside the requests' keys and values."""
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads, head_dim = model
     blocks_of = [-(-context // block_size) for _, context in lengths]
@@ -51,7 +51,7 @@ def make(model, lengths, dtype, device, block_size=16, seed=0):
 
 
 def quantize(k, v, dtype):
-    """Caches of 8 bits and their scales; NaN where no key or value lies stays unread."""
+    """Return 8-bit caches and their scales; NaN outside the keys and values stays unread."""
     k, k_scales = reference.quantize_rows(k.nan_to_num(), dtype)
     v, v_scales = reference.quantize_rows(v.nan_to_num(), dtype)
     for scales in (k_scales, v_scales):
@@ -60,7 +60,7 @@ def quantize(k, v, dtype):
 
 
 def poison(monkeypatch):
-    """Every buffer that the kernels allocate starts as NaN, so that an unwritten element shows."""
+    """Fill every buffer that the kernels allocate with NaN, so that an unwritten element shows."""
     empty = torch.empty
     monkeypatch.setattr(module.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
 
@@ -139,7 +139,7 @@ def test_long_contexts_of_8_bits_are_split(kv_dtype, device, monkeypatch):
     poison(monkeypatch)
     got = paged_attention(q, k, v, *rest, 1000, metadata, **scales)
     torch.testing.assert_close(got, reference.paged_attention(q, k, v, *rest, 1000, **scales), atol=4e-3, rtol=4e-3)
-    # What 8 bits cost against 16: e4m3 keeps three bits behind the point, int8 seven of the row's largest.
+    # The loss of 8 bits against 16: e4m3 keeps three bits behind the point, int8 seven of the row's largest.
     assert (got - full).float().norm() / full.float().norm() < (0.06 if kv_dtype == torch.float8_e4m3fn else 0.02)
 
 
@@ -155,7 +155,7 @@ def test_split_and_unsplit_requests_share_a_batch(device, monkeypatch):
 
 @pytest.mark.parametrize("model", [(6, 6, 80), (12, 1, 32), (34, 1, 16), (4, 2, 256)])
 def test_other_heads(model, device, monkeypatch):
-    """Head sizes that are padded, no grouping, and groups that are wider than the smallest tile."""
+    """Padded head sizes, no grouping, and groups wider than the smallest tile give the reference's results."""
     arguments = make(model, [(1, 50), (7, 20)], torch.float32, device)
     poison(monkeypatch)
     check(arguments)
@@ -171,7 +171,7 @@ def test_queries_may_be_a_view_of_qkv(device):
 
 
 def test_padding_rows_and_requests_are_left_alone(device, monkeypatch):
-    """A graph's bucket is larger than the batch: unused requests have no queries, unused rows no owner."""
+    """A graph's bucket is larger than the batch: unused requests have no queries, and unused rows have no owner."""
     q, k, v, tables, starts, contexts, scale = make((4, 2, 64), [(1, 20), (1, 6)], torch.float32, device)
     expected = reference.paged_attention(q, k, v, tables, starts, contexts, scale)
     padded = torch.cat((q, torch.full((2, 4, 64), float("nan"), device=device)))

@@ -1,7 +1,7 @@
-"""NaN and infinity of one tenant never reach another's rows, in any op of any backend.
+"""NaN and infinity of one tenant never reach another tenant's rows, in any op of any backend.
 
-Each test runs a batch twice, with harmless numbers and with poison in every row and page that is not the victim's. The
-victim's rows must be equal bit for bit. Masks are products with 0 in many kernels, and 0 * NaN is NaN.
+Each test runs a batch twice: with harmless numbers, and with poison in every row and page that is not the victim's. The
+victim's rows must be equal bit for bit. In many kernels a mask is a product with 0, and 0 * NaN is NaN.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ POISON = [torch.nan, torch.inf, -torch.inf, 1.7e38]
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
 WIDTH = (HEADS + 2 * KV_HEADS) * DIM
 
-# Numpy remarks on overflows in the interpreter; here they are the point.
+# Overflows are intended here; numpy warns about them in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -79,8 +79,10 @@ def new_cache(num_blocks: int, dtype: torch.dtype, fill: float | list[float]) ->
 
 def attend(ops: Ops, batch: Batch, earlier: Batch, victims: Tensor, dtype: torch.dtype, cache: KvCache,
            poison: float | list[float], window: int) -> Tensor:  # fmt: skip
-    """Return the attention's output of the batch after the earlier tokens' keys and values are written. victims: by
-    request; every number of the others is poison, the kinds in turn by token."""
+    """Write the earlier tokens' keys and values and return the attention output of the batch.
+
+    victims: by request; every number of the others is poison, the kinds in turn by token.
+    """
     cos_sin = torch.cat((torch.ones(256, DIM // 2), torch.zeros(256, DIM // 2)), -1)
     q = torch.empty(0)
     for seed, step in enumerate((earlier, batch)):
@@ -105,8 +107,10 @@ def test_attention_over_8_bits_reads_no_stale_scale(make: type[Ops], kv_dtype: t
 
 
 def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, window: int) -> None:
-    """Decodes and prompts, short victims beside long attackers, in blocks that held an attacker's keys before. Each
-    kind of poison is alone, because NaN would hide infinity; in the interpreter, which takes seconds, by token in turn.
+    """Check decodes and prompts, short victims beside long attackers, in blocks that held an attacker's keys before.
+
+    Each kind of poison runs alone, because NaN would hide infinity. In the interpreter, which takes seconds, the kinds
+    alternate by token.
     """
     lengths, counts = [5, 50, 1, 33, 17, 40, 36], [1, 1, 1, 1, 17, 40, 3]
     if isinstance(ops, TritonOps):  # the interpreter takes seconds for each key-value head of a request
@@ -114,7 +118,7 @@ def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, window:
     victims = torch.tensor([True, False, True, True, True, False, True])[: len(lengths)]
     batch, earlier = (make_batch(n, lengths, BLOCK) for n in (counts, lengths))
     tables = batch.block_tables.clone()
-    for i, length in enumerate(lengths):  # as the planner's: entries beyond a request's own blocks are somebody's
+    for i, length in enumerate(lengths):  # as from the planner: entries beyond a request's own blocks belong to others
         tables[i, -(-length // BLOCK) :] = tables[1, 0]
     batch, earlier = replace(batch, block_tables=tables), replace(earlier, block_tables=tables)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), batch.query_start.diff())
@@ -132,7 +136,7 @@ def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, window:
 
 @pytest.mark.parametrize("poison", POISON)
 def test_padding_rows_reach_no_row(backend: tuple[Ops, torch.dtype], poison: float) -> None:
-    """A captured decode step has rows without a request: slot -1, no context, whatever numbers stand there."""
+    """A captured decode step has rows without a request: slot -1, no context, arbitrary numbers."""
     ops, dtype = backend
     if isinstance(ops, native.NativeOps):
         pytest.skip("no step of the native ops is captured")
@@ -152,8 +156,10 @@ def test_padding_rows_reach_no_row(backend: tuple[Ops, torch.dtype], poison: flo
 
 
 def lora_pages(dtype: torch.dtype, poison: float) -> tuple[SimpleNamespace, LoraGroup]:
-    """Two adapters: slot 0 is the victim's, of rank 12 and with its second slice untargeted; slot 1 and every page
-    and slice that the victim does not use hold poison."""
+    """Return the pages of two adapters. Slot 0 is the victim's, of rank 12 and with its second slice untargeted.
+
+    Slot 1 and every page and slice that the victim does not use hold poison.
+    """
     sizes, in_features, rank, num_pages = (64, 32, 32), 96, 12, 6
     offsets = (0, 64, 96, 128)
     a, b = torch.full((num_pages, 3, 8, in_features), poison), torch.full((num_pages, 8, sum(sizes)), poison)
@@ -163,7 +169,7 @@ def lora_pages(dtype: torch.dtype, poison: float) -> tuple[SimpleNamespace, Lora
         a[page, :, :], b[page] = 0, 0
         a[page, :, :rows] = normal(j, 3, rows, in_features) / 10
         b[page, :rows] = normal(10 + j, rows, sum(sizes)) / 10
-        a[page, 1], b[page, :, 64:96] = poison, poison  # a former owner's: whoever is not targeted is not written
+        a[page, 1], b[page, :, 64:96] = poison, poison  # a former owner's: untargeted slices are not overwritten
     scales = torch.tensor([[2.0, 0.0, 0.5], [1.0, 1.0, 1.0]])
     group = LoraGroup(a.to(dtype), b.to(dtype), scales, offsets)
     tables = SimpleNamespace(

@@ -55,7 +55,7 @@ def test_a_row_is_drawn_alike_alone_and_beside_others(device):
 
 
 def test_equal_logits(device):
-    """Ties: the first for a greedy row; all equals of the k-th largest stay, as do all that top-p meets at once."""
+    """A greedy row takes the first tie. All equals of the k-th largest stay, as do all that top-p reaches at once."""
     kept = {
         (0.0, 0, 1.0, 0.0): {1},
         (1.0, 2, 1.0, 0.0): {1, 3, 6},
@@ -84,7 +84,7 @@ def test_masked_tokens_are_never_drawn(device):
 
 
 def test_draws_follow_the_distribution(device):
-    """4,000 draws of one row over positions: each token's share is its probability within five standard deviations."""
+    """In 4,000 draws of a row, each token's share is its probability within five standard deviations."""
     count, probabilities = 4000, torch.tensor([0.5, 0.3, 0.15, 0.05])
     x = probabilities.log().to(device).repeat(count, 1)
     arguments = parameters([ROWS["plain"]] * count, device)
@@ -131,5 +131,5 @@ def test_llama_3_vocabulary(device):
     rows = [row for row in ROWS.values() for _ in range(6)]
     x, arguments = logits(len(rows), 128256, device), parameters(rows, device)
     tokens, expected = sample(x, *arguments).cpu(), reference.sample(x.cpu(), *[a.cpu() for a in arguments])
-    # exp in fp32 moves each of 128,256 bounds by some 1e-7 of the whole: once in a while a draw falls between.
+    # exp in fp32 moves each of 128,256 bounds by about 1e-7 of the total, so an occasional draw falls between.
     assert (tokens != expected).sum() <= 1

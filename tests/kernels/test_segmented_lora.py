@@ -28,13 +28,13 @@ WHOLE_SHAPES = {
 }
 
 
-# The plans' own tiles are tested below; in the interpreter wide ones, too large for a GPU, take a third of the time.
+# The plans' own tiles are tested below. Wide tiles, too large for a GPU, take a third of the interpreter's time.
 WIDE = replace(DECODE, block_r=64, block_n=512, k_per_split=512)
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """Planes and tables start as NaN and as far out of range, so that an unwritten element shows."""
+    """Fill planes with NaN and tables with equally invalid indices, so that an unwritten element shows."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
@@ -45,7 +45,7 @@ def poison(monkeypatch):
 
 
 def indices(popularity: str, num_tokens: int, num_slots: int, generator: torch.Generator) -> torch.Tensor:
-    """Adapter of each token. Punica's popularities, with base rows in between where it says so."""
+    """Return the adapter of each token, by Punica's popularities, some with base rows between."""
     if popularity == "distinct":
         return torch.randperm(num_slots, generator=generator)[:num_tokens].int()
     weights = {
@@ -65,7 +65,7 @@ def indices(popularity: str, num_tokens: int, num_slots: int, generator: torch.G
 
 
 def make(shape, index, dtype, device, ranks=RANKS, page_rank=8, max_rank=256, seed=0):
-    """A pool with its pages handed out in a shuffled order, NaN wherever no adapter's rank row lies."""
+    """Return a pool with pages assigned in shuffled order, NaN outside the adapters' rank rows."""
     generator = torch.Generator().manual_seed(seed)
     in_features, offsets = (SHAPES | WHOLE_SHAPES)[shape]
     num_slices, max_pages = len(offsets) - 1, -(-max_rank // page_rank)
@@ -80,7 +80,7 @@ def make(shape, index, dtype, device, ranks=RANKS, page_rank=8, max_rank=256, se
             rows = min(page_rank, rank - j * page_rank)
             a_pages[page, :, :rows] = torch.randn(num_slices, rows, in_features, generator=generator)
             b_pages[page, :rows] = torch.randn(rows, offsets[-1], generator=generator)
-            # The truth reads whole pages: rows beyond the rank must count for nothing there.
+            # The reference reads whole pages: rows beyond the rank must be zero there.
             if rows < page_rank:
                 a_pages[page, :, rows:] = 0
                 b_pages[page, rows:] = 0
@@ -95,7 +95,7 @@ def make(shape, index, dtype, device, ranks=RANKS, page_rank=8, max_rank=256, se
 
 
 def in_8_bits(group, dtype):
-    """The group with its pages quantised, and NaN as the scale of rows that no adapter owns."""
+    """Return the group with its pages quantised, and NaN as the scale of rows that no adapter owns."""
     a, a_scales = reference.quantize_rows(group.a_pages.nan_to_num(), dtype)
     slices = [
         reference.quantize_rows(group.b_pages[..., start:end].nan_to_num(), dtype)
@@ -146,7 +146,7 @@ def test_shapes_and_plans(shape, plan, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", WHOLE_SHAPES)
 def test_whole_projections(shape, dtype, device):
-    """Ranks 1 to 256 mixed, base rows between, with the plans that a step of few rows and one of many choose."""
+    """Ranks 1 to 256 mix with base rows between, under the plans chosen for few rows and for many."""
     for num_tokens, plan in ((12, DECODE), (70, PREFILL)):
         index = indices("base between", num_tokens, len(RANKS), torch.Generator().manual_seed(2))
         check(*make(shape, index, dtype, device), replace(plan, block_n=512))
@@ -154,7 +154,7 @@ def test_whole_projections(shape, dtype, device):
 
 @pytest.mark.parametrize("page_rank", [8, 16])
 def test_page_ranks(page_rank, device):
-    """With the decode plan's own tiles, up to rank 256."""
+    """All page ranks up to 256 are correct with the decode plan's own tiles."""
     index = indices("uniform", 20, len(RANKS), torch.Generator().manual_seed(3))
     check(*make("odd", index, torch.float16, device, page_rank=page_rank))
 
@@ -177,13 +177,13 @@ def test_pages_of_8_bits(shape, plan, dtype, page_dtype, device):
     reference.segmented_lora(full, x, group, routing)
     before = y.clone()
     got = check(y, x, in_8_bits(group, page_dtype), routing, plan)
-    # What 8 bits cost: e4m3 keeps three bits behind the point, int8 seven of the row's largest.
+    # The loss of 8 bits: e4m3 keeps three bits behind the point, int8 seven of the row's largest.
     error = (got - full).float().norm() / (full - before).float().norm()
     assert 0 < error < (0.06 if page_dtype == torch.float8_e4m3fn else 0.02)
 
 
 def test_small_weights_of_8_bits_keep_their_bits_in_fp16(device):
-    """The rows' scales are far below fp16's smallest normal number."""
+    """Small 8-bit weights keep their bits in fp16: the row scales are far below its smallest normal number."""
     index = indices("uniform", 9, 2, torch.Generator().manual_seed(2))
     y, x, group, routing = make("odd", index, torch.float16, device, ranks=(8, 16), max_rank=16)
     small = in_8_bits(replace(group, b_pages=group.b_pages * 2e-3), torch.float8_e4m3fn)
@@ -208,7 +208,7 @@ def test_split_k_changes_only_rounding(device):
 
 
 def test_untargeted_slices_are_not_read(device):
-    """Scale 0 means that the adapter does not target the projection; its pages may hold anything."""
+    """Scale 0 means that the adapter does not target the projection; its pages may hold any values."""
     index = torch.tensor([0, 1, -1, 1, 0], dtype=torch.int32)
     y, x, group, routing = make("odd", index, torch.float32, device, ranks=(4, 8))
     group.scales[1, 0] = 0
@@ -220,7 +220,7 @@ def test_untargeted_slices_are_not_read(device):
 
 
 def test_neighbours_poison_stays_theirs(device):
-    """An adapter full of NaN reaches its own rows and no others."""
+    """An adapter full of NaN affects only its own rows."""
     index = torch.tensor([0, 1, -1, 1, 0, -1], dtype=torch.int32)
     y, x, group, routing = make("SmolLM2 qkv", index, torch.float16, device, ranks=(16, 8))
     group.a_pages[routing.page_table[0, :2]] = float("nan")
@@ -237,14 +237,14 @@ def test_inactive_step_launches_nothing(device):
 
 
 def test_tables_are_refilled_in_place(device):
-    """What a replayed graph sees: the same table tensors under other mixes of adapters, down to none."""
+    """A replayed graph sees the same table tensors under other mixes of adapters, down to none."""
     generator = torch.Generator().manual_seed(5)
     mixes = [indices(p, 21, 5, generator) for p in ("uniform", "identical", "all base", "skewed")]
     y, x, group, routing = make("odd", mixes[0], torch.float32, device, ranks=(1, 8, 5, 40, 16), max_rank=64)
     segments = build_segments(routing, 8)
     tables = (segments.rows, segments.chunks, segments.tiles, segments.counts)
     for table in tables:
-        table.fill_(2**30)  # what stands in a table from before must not matter
+        table.fill_(2**30)  # old values in a table must not matter
     for mix in mixes:
         routing.adapter_index.copy_(mix)
         refilled = build_segments(routing, 8, out=segments)
@@ -279,7 +279,7 @@ def test_one_launch_builds_the_tables_that_sorting_does(num_tokens, plan, popula
 
 @pytest.mark.parametrize("plan", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_a_single_adapter_needs_no_sorting(plan, device):
-    """The same bits as sorted tables give, without a table of rows."""
+    """A single adapter without a table of rows gives the same bits as sorted tables."""
     index = torch.full((75,), 3, dtype=torch.int32)
     y, x, group, routing = make("odd", index, torch.float32, device, ranks=(8, 4, 16, 40), max_rank=64)
     sorted_y = check(y.clone(), x, group, routing, plan)
@@ -299,7 +299,7 @@ def test_known_number_of_adapters_shrinks_the_tables(device):
 
 
 def test_strided_rows(device):
-    """x and y may be column slices of wider buffers; their neighbours stay as they were."""
+    """x and y may be column slices of wider buffers, whose other columns do not change."""
     index = indices("uniform", 9, len(RANKS), torch.Generator().manual_seed(6))
     y, x, group, routing = make("odd", index, torch.float32, device)
     wide_x = torch.full((9, 160), float("nan"), device=device)

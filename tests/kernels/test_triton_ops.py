@@ -73,7 +73,7 @@ def make_batch() -> Batch:
 
 
 def to(value, device: torch.device):
-    """The dataclass with its tensors on the device."""
+    """Return the dataclass with its tensors on the device."""
     fields = {name: getattr(value, name) for name in type(value).__dataclass_fields__}
     return replace(value, **{k: v.to(device) for k, v in fields.items() if isinstance(v, torch.Tensor)})
 
@@ -109,7 +109,7 @@ def run_layer(
 
 
 def decode_only(batch: Batch) -> Batch:
-    """The last token of each request."""
+    """Return the last token of each request."""
     last = batch.query_start[1:].long() - 1
     return replace(
         batch,
@@ -140,7 +140,7 @@ def test_layer(with_lora, device):
     if not with_lora:
         tables, groups = None, {}
     got = run_layer(TritonOps(), batch, tables, groups, device)
-    # The twin is the CPU's: both devices start from the same numbers.
+    # The twin runs on the CPU: both devices start from the same numbers.
     cpu = torch.device("cpu")
     expected_groups = {name: to(group, cpu) for name, group in groups.items()}
     expected = run_layer(TorchOps(), make_batch(), tables and to(tables, cpu), expected_groups, cpu)

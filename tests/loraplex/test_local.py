@@ -14,7 +14,7 @@ from loraplex.up.local import LocalService, UpError, UpOptions, check_port, chec
 
 
 def command_line(pid: int) -> str:
-    """As `ps` shows it to everyone; Linux."""
+    """Return the command line that `ps` shows to all users; Linux."""
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 

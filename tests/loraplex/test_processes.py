@@ -1,4 +1,4 @@
-"""Real children: order, logs, deaths, and that none outlives its parent."""
+"""Real child processes: order, logs, failures, and no child that outlives its parent."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ SLEEPER = (sys.executable, "-c", "import time; print('up', flush=True); time.sle
 
 
 def alive(pid: int) -> bool:
-    """Running; a zombie that nobody has waited for is not."""
+    """Return whether the process is running; a zombie is not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
@@ -119,7 +119,7 @@ def test_children_die_when_the_parent_is_killed(tmp_path):
 
 
 def counting(runs: str, *, dies_after: int) -> tuple[str, ...]:
-    """A program that counts its runs in a file and exits at once from run `dies_after` on."""
+    """Return a program that counts its runs in a file and exits at once from run `dies_after` on."""
     script = f"""
 import pathlib, sys, time
 runs = pathlib.Path({runs!r})
@@ -150,7 +150,7 @@ async def test_a_child_that_is_kept_alive_is_started_again(tmp_path, monkeypatch
             assert child.process.pid != before
             assert (tmp_path / "runs").read_text() == runs
             assert not death.done()
-            # A while of health makes the next death a first one again.
+            # After a period of health, the next failure counts as the first again.
             monkeypatch.setattr(processes, "STEADY_SECONDS", 0.0)
         death.cancel()
         await asyncio.wait([death])

@@ -1,4 +1,4 @@
-"""What a config.json says and does not say."""
+"""Fields of a config.json, present and missing."""
 
 from typing import Any
 

@@ -189,7 +189,7 @@ def test_what_we_do_not_serve_is_refused_by_name(llama: Path, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def whole(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file with its vocabulary."""
+    """Return the bytes of a file with its vocabulary."""
     folder = tmp_path_factory.mktemp("whole")
     tiny.save_byte_level_tokenizer(folder)
     for name in ("config.json", "model.safetensors"):
@@ -198,7 +198,7 @@ def whole(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def load(file: Path) -> None:
-    """All that a server reads of a file."""
+    """Load everything that a server reads from a file."""
     config = read_model_config(file)
     rope_frequencies(config.rope, config.head_dim)
     read_tokenizer(file)
@@ -235,7 +235,7 @@ def test_damaged_files_are_refused_never_crash(whole: bytes, tmp_path: Path) -> 
 
 
 def test_values_of_another_kind_or_of_no_size_are_refused(whole: bytes, tmp_path: Path) -> None:
-    """In place of each key's value: a string and a list longer than any file, and no number."""
+    """Each key's value is replaced by a string and a list longer than any file, and by infinity; all are refused."""
     values = struct.pack("<IQ", 8, 2**40), struct.pack("<IIQ", 9, 5, 2**40), struct.pack("<If", 6, float("inf"))
     file = tmp_path / "bad.gguf"
     for key in KEYS:

@@ -1,4 +1,4 @@
-"""Decode steps from static buffers against the same steps laid out anew; without a GPU a replay is a plain call."""
+"""Decode steps from static buffers against freshly laid out steps; without a GPU a replay is a plain call."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from wire.errors import ConfigError
 
 SIZES = (1, 2, 4)
 
-# The interpreter computes in numpy, which remarks that the draws' integers wrap around; they are meant to.
+# The interpreter computes in numpy, which warns that the draws' integers wrap around; that is intended.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
@@ -40,7 +40,7 @@ Make = Callable[..., tuple[Engine, list[str]]]
 
 @pytest.fixture
 def make_engine(model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """An engine on the CPU whose decode steps replay, with `sizes` of rows; and the digests of three adapters."""
+    """Return a factory of CPU engines whose decode steps replay, with `sizes` of rows, and three adapter digests."""
 
     def make(ops: type[Ops], sizes: tuple[int, ...] = SIZES, **options: Any) -> tuple[Engine, list[str]]:
         monkeypatch.setattr("engine.engine.pick_ops", lambda *_: ops())
@@ -59,7 +59,7 @@ def make_engine(model: Path, request: pytest.FixtureRequest, monkeypatch: pytest
 
 
 def run(engine: Engine, digests: list[str], tokens: int = 6, requests: int = 6) -> list[list[int]]:
-    """Requests of three adapters and the base model, some greedy, one with LoRA from the first token to the last."""
+    """Run requests of three adapters and the base model, some greedy, one with LoRA from first to last token."""
     said: dict[str, list[int]] = {}
     for i in range(requests):
         adapter = None if i % 4 == 3 else digests[i % 4]
@@ -73,7 +73,7 @@ def run(engine: Engine, digests: list[str], tokens: int = 6, requests: int = 6) 
 
 
 def load(engine: Engine, digests: list[str]) -> None:
-    """Brings the adapters to the device, so that what runs in a step no longer depends on when they come."""
+    """Load the adapters to the device, so that the content of a step does not depend on their arrival."""
     for digest in digests:
         engine.add_request(digest, [2], SamplingParams(max_tokens=1), adapter=digest)
     while engine.has_work():
@@ -82,7 +82,7 @@ def load(engine: Engine, digests: list[str]) -> None:
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits of every step that a graph served."""
+    """Record the logits of every step that a graph served."""
     found: list[Tensor] = []
     original = DecodeGraphs.run
 

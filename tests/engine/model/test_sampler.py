@@ -1,4 +1,4 @@
-"""Sampling: distributions as asked for, rows independent of one another."""
+"""Sampling: correct distributions, and rows independent of each other."""
 
 import random
 from collections import Counter
@@ -28,7 +28,7 @@ def sample(logits: Tensor, requests: list[Request]) -> list[int]:
 
 
 def draws(logits: Tensor, n: int = 4000, **params: Any) -> Tensor:
-    """How often each token comes in n draws, `[vocab]`."""
+    """Return the frequency of each token in n draws, `[vocab]`."""
     rows = sample(logits.repeat(n, 1), [request(seed, **params) for seed in range(n)])
     return torch.bincount(torch.tensor(rows), minlength=len(logits)) / n
 
@@ -132,7 +132,7 @@ def test_min_tokens_bans_the_stop_token_until_then() -> None:
 
 
 def test_what_may_not_come_never_comes_and_rows_beside_are_untouched() -> None:
-    """A batch of rows of every kind, against a twin that forbids one token after the other."""
+    """Forbidden tokens are never drawn in a batch of rows of every kind; a twin forbids one token after the other."""
     rng = random.Random(0)
     vocab = 70
     for _ in range(60):
@@ -146,7 +146,7 @@ def test_what_may_not_come_never_comes_and_rows_beside_are_untouched() -> None:
             params["bad_words"] = BannedWords(words) if words else None
             requests.append(request(rng.randrange(99), output=output, **params))
             left = set(range(vocab) if allowed is None else allowed)
-            # What would leave nothing at all is not held.
+            # A rule that would leave no token is ignored.
             left = left - {word[-1] for word in words if len(word) == 1 or word[:1] == output[-1:]} or left
             kept.append(left - {2} or left if params["min_tokens"] else left)
         logits = 3 * torch.randn(len(requests), vocab)

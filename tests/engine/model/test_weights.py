@@ -1,4 +1,4 @@
-"""Safetensors folders: read into place, shards and damage, and how much memory reading takes."""
+"""Safetensors folders: reading into place, shards, damage, and the memory that reading takes."""
 
 import json
 import subprocess
@@ -126,7 +126,7 @@ with open_weights(Path(sys.argv[1]), torch.bfloat16, torch.device("cpu")) as sou
 
 
 def test_peak_memory_of_reading_is_that_of_the_tensors(tmp_path: Path) -> None:
-    """fp32 on disk, bf16 in memory: 384 MiB are read into 192 MiB."""
+    """Peak memory is that of the tensors: fp32 on disk, bf16 in memory, 384 MiB are read into 192 MiB."""
     save_file({str(i): torch.full((1 << 12, 1 << 12), float(i)) for i in range(6)}, tmp_path / "model.safetensors")
     run = subprocess.run(
         [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True,

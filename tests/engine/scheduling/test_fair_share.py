@@ -1,4 +1,4 @@
-"""Who goes next among tenants."""
+"""The order of tenants."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ def request(tenant: str, arrival: int = 0, *, weight: float = 1.0, priority: int
 
 
 def serve(share: FairShare, n: int, tokens: int = 10) -> list[str]:
-    """Takes the next request n times, charging each for `tokens`."""
+    """Take the next request n times, charging each for `tokens`."""
     order = []
     for _ in range(n):
         r = next(share.least_served_first())
@@ -90,7 +90,7 @@ def test_counters_do_not_pile_up_once_everybody_has_left() -> None:
 
 
 def test_counters_of_tenants_that_came_and_went_do_not_pile_up() -> None:
-    """On an engine that is never idle. Who was ahead of somebody stays so after a pause."""
+    """Counters do not pile up on an engine that is never idle. A tenant that was ahead is still ahead after a pause."""
     fair_share = FairShare()
     busy, ahead = request("busy"), request("ahead")
     fair_share.enter(busy)

@@ -15,7 +15,7 @@ def request(tokens: list[int], **kwargs: Any) -> Request:
 
 
 def prefill(cache: KVCache, r: Request) -> int:
-    """Runs the prompt as the scheduler and a step would; returns the tokens found in the cache."""
+    """Run the prompt as the scheduler and a step would; return the tokens found in the cache."""
     prefix = cache.find_prefix(r)
     assert cache.can_allocate(r, r.num_tokens, prefix)
     cache.start(r, prefix)
@@ -107,7 +107,7 @@ def test_shared_blocks_outlive_their_first_holder_and_the_oldest_go_first() -> N
 
 
 def test_a_waiting_requests_hit_grows_with_the_cache_and_ends_with_an_eviction() -> None:
-    """The hit is remembered between steps: a block that was given away since then must not be in it."""
+    """The hit is remembered between steps, so a block that was evicted since then must not be in it."""
     cache = KVCache(4, 4)
     first, longer = request(list(range(4))), request(list(range(12)))
     waiting = request([*range(12), 99])

@@ -35,7 +35,7 @@ def test_it_follows_the_machine() -> None:
 
 
 def run(pacer: Pacer, steps: int, decodes: int, machine: Callable[[int, int], float]) -> list[int]:
-    """What prompts without end get, step by step, on a machine that takes `machine(decodes, prompt tokens)` seconds."""
+    """Return the step budgets of endless prompts on a machine that takes `machine(decodes, prompt tokens)` seconds."""
     budgets = []
     for _ in range(steps):
         budgets.append(pacer.prompt_budget(decodes, 4096))
@@ -51,7 +51,7 @@ def test_it_knows_more_streams_than_it_has_seen_alone() -> None:
 
 
 def test_prompts_without_end_leave_a_step_now_and_then_to_the_streams() -> None:
-    """Else a machine that becomes slower would look as if prompts were the cause, and they would starve."""
+    """Endless prompts leave an occasional step to the streams; otherwise a slower machine would starve prompts."""
     pacer = Pacer(2.0)
     pacer.observe(0.010, 8, 0)
     slower = run(pacer, 300, 8, lambda _, rows: 0.040 + rows * 0.001)
@@ -71,8 +71,10 @@ def test_more_prompts_than_streams_get_longer_steps() -> None:
 
 
 class Machine:
-    """Takes a decode step's time, `fixed` more for any prompt and `each` for each of its tokens. noise: the share by
-    which steps vary; one of 20 loses its core and takes three times as long."""
+    """A machine with a decode time, `fixed` seconds for any prompt and `each` seconds per prompt token.
+
+    noise: the relative variation of steps; one step of 20 loses its core and takes three times as long.
+    """
 
     def __init__(self, decode: float, fixed: float, each: float, noise: float = 0.0, seed: int = 0) -> None:
         self.decode, self.fixed, self.each, self.noise = decode, fixed, each, noise
@@ -86,7 +88,7 @@ class Machine:
 
 
 def serve(pacer: Pacer, machine: Machine, prompt: int, streams: int = 8, most: int = 632) -> tuple[float, list[int]]:
-    """Return the seconds until a prompt beside other tenants' streams is computed, and its chunks."""
+    """Return the seconds to compute a prompt beside other tenants' streams, and its chunks."""
     seconds, chunks = 0.0, []
     while sum(chunks) < prompt:
         chunk = min(pacer.prompt_budget(streams, most, 1 / streams), prompt - sum(chunks))
@@ -107,7 +109,7 @@ def warm(machine: Machine) -> Pacer:
 @pytest.mark.parametrize("decode", [0.0012, 0.0045])
 @pytest.mark.parametrize("fixed", [0.001, 0.002, 0.003, 0.0036, 0.004, 0.006, 0.010, 0.015])
 def test_a_fixed_cost_of_mixed_steps_does_not_starve_a_long_prompt(decode: float, fixed: float) -> None:
-    """Neither the first one nor one after hours. The least time is that of the rows alone."""
+    """Neither the first long prompt starves nor one after hours. The least time is that of the rows alone."""
     machine = Machine(decode, fixed, 20e-6)
     pacer = warm(machine)
     for _ in range(3):
@@ -126,8 +128,10 @@ def test_noise_does_not_hide_a_fixed_cost(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_without_a_fixed_cost_streams_keep_their_stretch(seed: int) -> None:
-    """Two CPU cores: noise and lost cores are not taken for a fixed cost, and trials become rare. Chunks are those of a
-    pacer that tries nothing, but for one in a hundred."""
+    """Noise and lost cores of two CPU cores do not count as a fixed cost, and trials become rare.
+
+    Chunks equal those of a pacer without trials, except about one in a hundred.
+    """
 
     def chunks(pacer: Pacer) -> list[int]:
         machine = Machine(0.020, 0.0, 0.0002, noise=0.1, seed=seed)
@@ -168,7 +172,7 @@ def test_a_fixed_cost_that_is_gone_is_forgotten() -> None:
 
 
 def test_steps_of_other_prompts_and_as_many_rows_are_taken():
-    """Four prompt tokens beside twelve streams are as many rows as eight beside eight."""
+    """Four prompt tokens beside twelve streams are as many rows as eight beside eight, and both are counted."""
     pacer = Pacer(1.8)
     pacer.observe(0.01, 8, 0)
     pacer.observe(0.02, 12, 4)

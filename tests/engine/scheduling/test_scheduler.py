@@ -1,4 +1,4 @@
-"""What runs next: nobody's length delays another tenant; nothing is lost when blocks or adapters run out."""
+"""The next step's work: long requests do not delay other tenants, and nothing is lost without blocks or adapters."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from engine.scheduling.scheduler import Scheduler
 
 @dataclass
 class AlwaysThere:
-    """Adapters play no part in these tests; tests/adapters/test_device_pool.py has the real pool."""
+    """Adapter pool that always has room; tests/adapters/test_device_pool.py tests the real pool."""
 
     pinned: list[str] = field(default_factory=list)
 
@@ -223,7 +223,7 @@ def test_streams_wait_longer_for_prompts_of_their_own_tenant_only() -> None:
 
 
 def test_prompts_end_one_after_the_other() -> None:
-    """Together they would all end last: the same work, but nobody's first token sooner than everybody's."""
+    """Prompts end one after the other. In parallel all would end last: the same work, but no earlier first token."""
     scheduler = make()
     prompts = [ask(scheduler, "a", 40, max_tokens=1) for _ in range(3)]
     for prompt in prompts:
@@ -234,14 +234,14 @@ def test_prompts_end_one_after_the_other() -> None:
 
 
 def test_a_prompt_is_cut_into_even_shares() -> None:
-    """Else 65 tokens would take a step for the last one, or wait for the next prompt's 63."""
+    """A prompt is cut into even chunks. Otherwise token 65 would take its own step or wait for the next prompt's 63."""
     scheduler = make()
     prompt, following = ask(scheduler, "a", 130, max_tokens=1), ask(scheduler, "a", 30, max_tokens=1)
     assert [step(scheduler) for _ in range(4)] == [{prompt: 44}, {prompt: 43}, {prompt: 43}, {following: 30}]
 
 
 def test_prompts_with_logprobs_share_a_bound_of_logits_and_still_end() -> None:
-    """Each of their tokens has a row as wide as the vocabulary; a step of 64 of them would not fit."""
+    """Each of their tokens has a row as wide as the vocabulary, and a step of 64 of them would not fit."""
     scheduler = make(num_blocks=64, max_prompt_logits=10)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     asked = [Request(str(i), list(range(25)), params, tenant=str(i), arrival=i) for i in range(3)]
@@ -284,7 +284,7 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
 
 
 def test_long_cached_prompts_start_one_after_the_other(monkeypatch: Any) -> None:
-    """To start one takes the host time for each of its blocks, whether they are cached or not."""
+    """Long cached prompts start one after the other, because a start costs host time for each block, cached or not."""
     monkeypatch.setattr("engine.scheduling.scheduler.STARTED_BLOCKS", 20)
     scheduler = make(num_blocks=64, max_num_batched_tokens=1000)
     prompt = list(range(160))

@@ -1,4 +1,4 @@
-"""Who may ask an engine: API keys, the internal token, and what only this machine may do without either."""
+"""Access to an engine: API keys, the internal token, and operations limited to this machine without either."""
 
 import asyncio
 from pathlib import Path
@@ -42,7 +42,7 @@ async def test_the_gateways_routes_take_no_key(client: Client):
 
 
 async def test_a_clients_word_on_its_tenant_counts_with_the_token_only(client: Client):
-    """A malformed one is not even read."""
+    """The tenant headers of a client count only with the internal token; without it, a malformed one is not read."""
     headers = {"Authorization": f"Bearer {KEYS[0]}", "x-loraplex-weight": "heavy"}
     await client.ok("/v1/completions", PROMPT, headers=headers)
     status, _ = await client.post("/v1/completions", PROMPT, headers={**headers, "x-loraplex-internal-token": TOKEN})

@@ -1,4 +1,4 @@
-"""Adapters by name and by digest: loading, saying something else, unloading, and every refusal."""
+"""Adapters by name and by digest: loading, replacement, unloading, and every refusal."""
 
 import asyncio
 import json
@@ -63,7 +63,7 @@ async def test_requests_in_flight_and_in_the_queue_end_with_the_adapter_they_beg
         expected = await said(client, "mine")
         for change in ("unload_lora_adapter", "load_lora_adapter"):
             await client.ok("/v1/load_lora_adapter", load)
-            # The only seat is taken for as long as this test wants it.
+            # The only seat is taken for the whole test.
             long = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
             async with session.post(running.url + "/v1/completions", json=long) as stream:
                 await stream.content.readany()
@@ -77,7 +77,7 @@ async def test_requests_in_flight_and_in_the_queue_end_with_the_adapter_they_beg
                 assert await names(client) == ["tiny"]
             else:
                 assert await said(client, "mine") != expected
-            # Once nobody uses it, it is gone.
+            # After the last use, the adapter is removed.
             await client.wait_for(lambda state: digest.removeprefix("sha256:") not in state["adapters_resident"])
             status, _ = await client.post("/v1/completions", FIELDS | {"model": digest})
             assert status == 404
@@ -233,7 +233,7 @@ async def test_an_adapter_that_no_page_holds_is_refused_each_time(client, server
 
 
 async def test_an_adapter_lost_while_its_request_waits_is_a_400(session, model, tmp_path):
-    """It was in host memory when the request came, and is evicted and damaged before the device has it."""
+    """An adapter in host memory at the request's arrival, then evicted and damaged before its load, gives a 400."""
     store = DirectoryStore(tmp_path / "store")
     save_adapter(tmp_path / "a", seed=6)
     checkpoint = store.put(tmp_path / "a", BaseShape.from_config_dir(model))
@@ -243,7 +243,7 @@ async def test_an_adapter_lost_while_its_request_waits_is_a_400(session, model, 
         long = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         async with session.post(running.url + "/v1/completions", json=long) as stream:
             await stream.content.readany()
-            # Nothing is placed before the device is asked, which `max_num_seqs` does not keep from being asked.
+            # No request is placed before its adapter is on the device; `max_num_seqs` does not prevent the load.
             running.server._engine.adapters.ensure = lambda digest: Residency.LOADING
             waiting = asyncio.create_task(
                 client.post("/v1/completions", FIELDS | {"model": f"sha256:{checkpoint.digest}"})

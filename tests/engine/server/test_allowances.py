@@ -36,7 +36,7 @@ async def finished(client: Client, request_id: str) -> Any:
 
 
 class Reported:
-    """A whole answer read as a report, its allowance raised to each of `raises` in turn when it asks."""
+    """Reader of a whole answer as a report, which raises its allowance to each of `raises` in turn on request."""
 
     def __init__(self, client: Client, request_id: str, allowance: int, raises: list[int]) -> None:
         self.client, self.request_id, self.allowance, self.raises = client, request_id, allowance, raises
@@ -70,8 +70,8 @@ async def test_an_answer_ends_at_its_allowance(client: Client):
     assert reported.head["headers"]["x-loraplex-adapter-digest"] == "base"
     assert reported.answer["usage"]["completion_tokens"] == 100
     assert reported.answer["loraplex"]["ended_by_allowance"] is True
-    # No report before it comes near its allowance; then every step.
-    assert 37 <= reported.told[0] <= 70  # a busy machine hears of several steps at once
+    # No report before the answer comes near its allowance; then one per step.
+    assert 37 <= reported.told[0] <= 70  # on a busy machine one report covers several steps
     assert reported.told == sorted(reported.told)
     assert await finished(client, "bounded") == (100, "length")
 
@@ -119,7 +119,7 @@ async def test_a_stream_ends_at_its_allowance(client: Client):
 
 
 class Loop:
-    """The engine's loop, which takes a step's time to end a request."""
+    """Engine loop that takes a step's time to end a request."""
 
     def __init__(self) -> None:
         self.aborted: list[str] = []

@@ -1,4 +1,4 @@
-"""The published description: every route of the app, every field of every body, and ranges that the server keeps."""
+"""The published description: every route of the app, every field of every body, and ranges that the server enforces."""
 
 import json
 from typing import Any

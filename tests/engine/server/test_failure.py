@@ -1,4 +1,4 @@
-"""Faults injected into the real engine: those of one request end that request, the others the process, in order."""
+"""Faults injected into the real engine: a request's fault ends that request, any other ends the process, in order."""
 
 import asyncio
 import os
@@ -121,7 +121,7 @@ async def test_nothing_is_accepted_once_the_engine_has_failed(
             assert (status, health["status"]) == (503, "unhealthy")
             assert health["reason"] == FAILED_TEXT
         assert (await client.post("/v1/completions", LONG))[0] == 503
-        # Not even between the thread's last step and the event loop's knowledge of it.
+        # Not even between the thread's last step and its notification of the event loop.
         assert server.server._loop is not None
         with pytest.raises(EngineUnavailable):
             server.server._loop.submit("late", [])
@@ -130,7 +130,7 @@ async def test_nothing_is_accepted_once_the_engine_has_failed(
 
 
 class Broken:
-    """Stands before a library's matcher and panics on one call."""
+    """A wrapper of a library's matcher that panics on one call."""
 
     def __init__(self, state: Any, call: str) -> None:
         self._state, self._call = state, call

@@ -1,4 +1,4 @@
-"""What requests have cost, for who settles their accounts: exact however they ended, and known to the next engine."""
+"""Costs of ended requests, for settlement: exact however they ended, and kept across a restart of the engine."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ async def test_what_ended_has_cost_what_its_answer_says(client):
     events = await client.events(
         "/v1/completions", body | {"stream_options": {"include_usage": True}}, **of("streamed")
     )
-    # Cut by a stop string: what was generated past it is nobody's.
+    # Cut by a stop string: tokens generated past it are charged to no one.
     text = whole["choices"][0]["text"]
     stopped = await client.ok(
         "/v1/completions",
@@ -79,7 +79,7 @@ async def test_a_stream_that_is_left_has_cost_what_was_generated(client, session
         [running] = await ask(client, "left", wait=0)
         assert running["prompt_tokens"] == last["prompt_tokens"]
     [left] = await ask(client, "left")
-    # It may have ended before the engine learnt that nobody reads.
+    # The request may have ended before the engine noticed that its client left.
     assert left["finish_reason"] in ("abort", "length")
     assert last["completion_tokens"] <= left["completion_tokens"] <= 100
     assert left["prompt_tokens"] == last["prompt_tokens"]
@@ -127,7 +127,7 @@ async def test_the_ring_forgets_the_oldest(tmp_path: Path):
         tally = ring.open(f"r{i}", i)
         tally.count(i, 10 * i, 0)
         tally.end("stop")
-    # One whose slot was taken is still counted.
+    # A request whose slot was reused is still counted.
     running.count(7, 100, 0)
     running.end("stop")
     assert ring.get("r0") is None
@@ -165,7 +165,7 @@ def test_a_killed_engines_requests_are_known_to_the_next(tmp_path: Path):
     ended, running = ring.get("ended"), ring.get("running")
     assert (ended.finish_reason, ended.prompt_tokens) == ("stop", 3)
     assert (running.finish_reason, running.prompt_tokens, running.cached_tokens) == (KILLED, 5, 1)
-    # Written before it is said.
+    # Written before it is reported.
     assert said <= running.completion_tokens <= said + 1
     assert (ring.num_ended, ring.completion_tokens) == (2, running.completion_tokens)
 

@@ -1,6 +1,6 @@
-"""Whatever is sent: an answer, never a 500, nothing stuck, and everything free at the end.
+"""Any body gets an answer, never a 500; nothing hangs, and everything is free at the end.
 
-Some hundred bodies by default; `LORAPLEX_FUZZ_BODIES=10000` in the environment asks for more.
+A few hundred bodies by default; `LORAPLEX_FUZZ_BODIES=10000` in the environment runs more.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ STUCK_S = 30.0
 
 
 class Fuzzer:
-    """Sends groups of bodies at once, some by clients that go away."""
+    """Sends groups of bodies at once, some from clients that disconnect."""
 
     def __init__(self, url: str) -> None:
         self.url = url

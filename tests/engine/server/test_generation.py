@@ -1,4 +1,4 @@
-"""Completions and chat over real HTTP: what is said, streamed and counted."""
+"""Completions and chat over real HTTP: text, streams and counts."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Answers that are large, and clients that do not read them."""
+"""Large answers, and clients that do not read them."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ async def test_a_large_answer_stalls_nobody(client: Client, server: RunningServe
     watching = asyncio.create_task(asyncio.to_thread(watch))
     assert len((await large)["choices"]) == 6
     await watching
-    # 0.04 s, and 1.6 s where it is encoded on the loop (20 MB, two busy cores); this test decodes it beside the server.
+    # 0.04 s, and 1.6 s if encoded on the loop (20 MB, two busy cores); this test decodes it beside the server.
     assert max(lags) < 0.8
 
 
@@ -80,7 +80,7 @@ def impatient(model, monkeypatch: pytest.MonkeyPatch):
 
 
 def idle_reader(server: RunningServer, body: dict[str, Any]) -> socket.socket:
-    """Asks and never reads."""
+    """Send a request and never read the answer."""
     host, port = server.url.removeprefix("http://").split(":")
     idle = socket.socket()
     idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -102,13 +102,13 @@ async def test_a_client_that_does_not_read_is_cut_off(
         await client.wait_for(lambda state: state["running"] == 2)
         status, answer = await client.post("/v1/completions", {"model": "tiny", "prompt": "x"})
         assert (status, answer["error"]["code"]) == (503, "engine_overloaded")
-        # Its places are free again, though it never reads and never leaves; what was made is in the books.
+        # Its seats are free, although it neither reads nor disconnects; the generated tokens are in the books.
         await client.wait_for(lambda _: impatient.server._loop._placed.total() == 0, seconds=120)
         assert (await client.post("/v1/completions", {"model": "tiny", "prompt": "x"}))[0] == 200
         _, books = await client.get("/finished?ids=idle")
         assert books["data"][0]["finish_reason"] is not None
         assert books["data"][0]["completion_tokens"] > 0
-        # Only as much as the kernel had room for was sent.
+        # Only the bytes that fit into the kernel's buffers were sent.
         received = b""
         with suppress(ConnectionError):
             while piece := idle.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""Clients that leave, queues that fill, steps that fail, servers that stop."""
+"""Clients that disconnect, full queues, failing steps, stopping servers."""
 
 import asyncio
 import json
@@ -247,7 +247,7 @@ async def test_a_signal_stops_the_program_cleanly(session, model, signum):
 
 
 async def test_a_second_signal_ends_the_drain(session, model):
-    """Of far more work than a test may take."""
+    """A second signal ends a drain with more work than a test's time allows."""
     process = program(model, 0, drain_s=100_000.0)
     assert process.stdout is not None
     assert process.stderr is not None

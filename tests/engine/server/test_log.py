@@ -1,4 +1,4 @@
-"""What the engine says of its work in the log."""
+"""The engine's log lines."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Log-probabilities as served against log_softmax of transformers' logits, in fp32, in each format of the API."""
+"""Served log-probabilities against log_softmax of transformers' logits, in fp32, in each format of the API."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ CLOSE = {"abs": 2e-3}
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """ids -> log-probabilities `[len(ids), vocab]`: row i is of what follows ids[i]."""
+    """Return log-probabilities `[len(ids), vocab]` for ids: row i is of the token after ids[i]."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     @torch.inference_mode()
@@ -35,7 +35,7 @@ async def tokens_of(client, prompt: str) -> list[int]:
 
 
 def answer_ids(ids: list[int], reference: Any, num: int) -> list[int]:
-    """The greedy continuation by transformers' own logits."""
+    """Return the greedy continuation by transformers' own logits."""
     ids = list(ids)
     for _ in range(num):
         ids.append(int(reference(ids)[-1].argmax()))
@@ -57,14 +57,14 @@ async def test_echoed_prompt_and_answer(client, reference, model):
     assert said["token_logprobs"][1:] == pytest.approx(expected, **CLOSE)
     for i, top in enumerate(said["top_logprobs"][1:]):
         wanted: dict[str, float] = {}
-        # Of tokens that are written alike, the chosen one and then the likeliest stands.
+        # Of tokens with the same text, the chosen one is listed, else the most likely.
         for token_id in [ids[i + 1], *truth[i].topk(3).indices.tolist()]:
             wanted.setdefault(tokenizer.token_bytes(token_id).decode("utf-8", "replace"), truth[i, token_id].item())
         assert top == pytest.approx(wanted, **CLOSE)
     events = await client.events("/v1/completions", {"model": "tiny", "temperature": 0, **fields})
     assert text_of(events) == choice["text"]
     streamed = [c["logprobs"] for e in events for c in e["choices"] if c["logprobs"]]
-    assert streamed  # in as many parts as the server's steps were apart from each other
+    assert streamed  # the number of parts depends on the time between the server's steps
     for field, values in said.items():
         assert [v for part in streamed for v in part[field]] == values
 
@@ -94,7 +94,7 @@ async def test_offsets_of_a_prompt_with_special_tokens(client, form):
         "logprobs": 0,
         "echo": True,
     }
-    # As text it is echoed as it was; of ids the special ones are hidden.
+    # A text prompt is echoed unchanged; an ids prompt without its special tokens.
     echoed = text if form == "text" else "user\nnaïve\n"
     (choice,) = (await client.complete(**fields))["choices"]
     assert choice["text"].startswith(echoed)
@@ -133,7 +133,7 @@ async def test_chat_with_the_chosen_and_the_likeliest(client, reference):
     ids = answer_ids(prompt, reference, 5)
     truth = reference(ids)[len(prompt) - 1 :]
     fields = {"messages": MESSAGES, "max_tokens": 5, "ignore_eos": True, "logprobs": True, "top_logprobs": 4}
-    # Penalties and bias change what is drawn, not what is reported.
+    # Penalties and bias change the drawn token, not the reported logprobs.
     for extra in ({}, {"logit_bias": {str(ids[-1]): 0.001}, "presence_penalty": 1e-6}):
         content = (await client.chat(**fields, **extra))["choices"][0]["logprobs"]["content"]
         for i, entry in enumerate(content):

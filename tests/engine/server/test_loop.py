@@ -1,4 +1,4 @@
-"""The engine's thread: how much it takes in between two steps, and from whom."""
+"""The engine's thread: how many commands it accepts between two steps, and from which tenants."""
 
 import asyncio
 import itertools
@@ -37,7 +37,7 @@ async def test_a_tenant_leaves_others_half_of_the_queue(session, model):
 
 
 class SlowToAdd:
-    """An engine whose commands take 3 ms each, as those of long prompts."""
+    """An engine whose commands take 3 ms each, like those of long prompts."""
 
     def __init__(self) -> None:
         self.added: list[str] = []

@@ -1,4 +1,4 @@
-"""What Prometheus sees of an engine beyond what other tests look at."""
+"""Prometheus metrics of an engine that no other test covers."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ ENDLESS = {"model": "tiny", "prompt": "Hi", "max_tokens": 4000, "ignore_eos": Tr
 
 
 async def reading(client: Client, name: str) -> float:
-    """0 for what was never counted."""
+    """Return a metric's value, 0 if it was never counted."""
     async with client.session.get(f"{client.url}/metrics") as response:
         lines = (await response.text()).splitlines()
     return next((float(line.split()[-1]) for line in lines if line.startswith(name + " ")), 0.0)

@@ -1,4 +1,4 @@
-"""Bad input over real HTTP: the status, OpenAI's error object, and that nothing of it stays in the engine."""
+"""Bad input over real HTTP: the status, OpenAI's error object, and nothing left in the engine."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""Each sampling parameter over HTTP: that it does what it says, whole and in a stream alike."""
+"""Each sampling parameter over HTTP has its documented effect, equal for whole answers and streams."""
 
 import pytest
 
@@ -10,7 +10,7 @@ DRAWN = {**GREEDY, "temperature": 1.5, "seed": 11}
 
 
 async def said(client, **fields) -> list[str]:
-    """The tokens of the one choice, the same in a stream."""
+    """Return the tokens of the one choice, after a check that a stream gives the same."""
     (choice,) = (await client.complete(**fields))["choices"]
     events = await client.events("/v1/completions", {"model": "tiny", **fields})
     assert text_of(events) == choice["text"]
@@ -20,7 +20,7 @@ async def said(client, **fields) -> list[str]:
 
 
 async def ids_of(client, **fields) -> list[int]:
-    """Token ids of the greedy answer, by the likeliest at each place."""
+    """Return the token ids of the greedy answer, from the most likely token at each position."""
     prompt = (await client.ok("/tokenize", {"prompt": PROMPT}))["tokens"]
     ids = list(prompt)
     for _ in range(fields["max_tokens"]):
@@ -43,7 +43,7 @@ async def test_a_wide_draw_is_not(client):
     assert drawn != greedy
     assert await said(client, **DRAWN, top_k=0, top_p=1, min_p=0) == drawn
     assert await said(client, **DRAWN, top_k=-1) == drawn
-    # The same set of tokens, drawn in another order: any number beyond the vocabulary is all of it.
+    # The same set of tokens, drawn in another order: any number beyond the vocabulary means all of it.
     assert len(await said(client, **DRAWN, top_k=2**31 - 1)) == 24
 
 
@@ -99,10 +99,10 @@ async def test_only_allowed_tokens_come_and_of_those_the_likeliest(client):
     (choice,) = (await client.complete(**GREEDY | {"logprobs": 20}, allowed_token_ids=ids))["choices"]
     top = choice["logprobs"]["top_logprobs"][0]
     assert all(top[choice["logprobs"]["tokens"][0]] >= value for name, value in top.items() if name in names)
-    # The end is a token like any other: it comes if it is allowed.
+    # The end token is an ordinary token: it is drawn if it is allowed.
     ending = await client.complete(**GREEDY | {"ignore_eos": False}, allowed_token_ids=[2])
     assert (ending["choices"][0]["finish_reason"], ending["usage"]["completion_tokens"]) == ("stop", 1)
-    # What a minimum and the allowed tokens leave is nothing; then the end comes all the same.
+    # The minimum and the allowed tokens leave no token; the end token is drawn at the minimum.
     ending = await client.complete(**GREEDY | {"ignore_eos": False}, allowed_token_ids=[2], min_tokens=9)
     assert (ending["choices"][0]["finish_reason"], ending["usage"]["completion_tokens"]) == ("stop", 9)
 
@@ -123,7 +123,7 @@ async def test_bad_words_do_not_come_as_one_token_or_as_several(client):
                 found = choice["token_ids"]
                 for ids in forbidden:
                     assert all(found[i : i + len(ids)] != ids for i in range(len(found)))
-    # They say nothing of the prompt, and without any nothing changes.
+    # Bad words do not restrict the prompt, and an empty list changes nothing.
     assert (await client.complete(**GREEDY, bad_words=[]))["choices"][0]["text"] == free["text"]
 
 

@@ -1,4 +1,4 @@
-"""What the engine pushes to those who follow its state."""
+"""The state that the engine pushes to its followers."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ class Follower:
         self.heard: list[dict[str, Any]] = []
 
     async def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The first word, from now on, that meets the condition; what comes before it is heard too."""
+        """Return the first new report that meets the condition; `heard` collects all reports until then."""
         async with asyncio.timeout(SECONDS):
             async for line in self._response.content:
                 self.heard.append(json.loads(line))
@@ -51,7 +51,7 @@ async def test_load_is_pushed_as_it_comes_and_goes(client: Client):
         stream = await client.session.post(client.url + "/v1/completions", json=LONG | {"stream": True})
         for follower in (one, other):
             await follower.until(lambda state: state["running"] == 1)
-        # A client that leaves ends its request without a step.
+        # A client that disconnects ends its request without a step.
         stream.close()
         for follower in (one, other):
             await follower.until(is_idle)

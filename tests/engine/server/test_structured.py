@@ -1,4 +1,4 @@
-"""Structured output over real HTTP: each form of asking, its text and its refusals."""
+"""Structured output over real HTTP: each request form, its text and its refusals."""
 
 import asyncio
 import json
@@ -159,7 +159,7 @@ class Panic(BaseException):
 
 
 class CountingCompiler:
-    """Stands where the real one does, holding those that begin with `held` until the test lets them go on."""
+    """Double of the compiler that holds texts beginning with `held` until the test releases them."""
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
@@ -233,9 +233,9 @@ async def test_slow_grammars_are_refused_and_too_many_turned_away(
     cache = Grammars(compiler)  # type: ignore[arg-type]
     got = await asyncio.gather(*(cache.get(regex(text)) for text in "abcd"), return_exceptions=True)
     kinds = [type(outcome) for outcome in got]
-    # A tenant has one thread: a was being compiled, b only waited for its turn, c and d found no place to wait.
+    # A tenant has one thread: a was being compiled, b waited for its turn, c and d found the queue full.
     assert kinds == [RequestError, QueueFull, QueueFull, QueueFull]
-    # For `engine_unavailable` the gateway would take the engine from every tenant.
+    # For `engine_unavailable` the gateway would remove the engine for every tenant.
     answers = [as_api_error(error, make_mocked_request("POST", "/")) for error in got[1:]]
     assert [(answer.status, answer.detail.code) for answer in answers] == [(503, "engine_overloaded")] * 3
     compiler.go.set()
@@ -252,7 +252,7 @@ async def test_a_neighbours_grammar_does_not_wait_behind_many(cache: Grammars, c
     for task in greedy:
         task.cancel()
     assert len(await asyncio.gather(*greedy, return_exceptions=True)) == 48
-    # Cancelled ones are never compiled.
+    # Cancelled compilations never start.
     compiler.go.set()
     await cache.get(regex("another"), "greedy")
     assert sorted(compiler.compiled) == ["another", "quick", "slow0"]
@@ -298,7 +298,7 @@ async def test_a_tenants_cpu_time_bounds_its_new_grammars_and_no_cached_one(
     assert all("CPU time" in str(error) and error.retry_after for error in refused)
     assert (await cache.get(regex("a0"), "greedy")).param == "p"
     assert (await cache.get(regex("a0"), "neighbour")).param == "p"
-    # An engine without a gateway knows no tenants.
+    # An engine without a gateway has no tenants.
     assert len([await cache.get(regex(f"b{i}")) for i in range(8)]) == 8
     cache.close()
 
@@ -334,7 +334,7 @@ async def test_a_tenants_grammars_push_out_its_own_only(cache: Grammars, compile
     compiler.compiled.clear()
     await cache.get(regex("mine"), "neighbour")
     assert compiler.compiled == []
-    # That it is compiled for another tenant can't be told by the time it takes.
+    # Compiled again for another tenant, so that its time does not reveal the first tenant's use.
     await cache.get(regex("mine"), "greedy")
     assert compiler.compiled == ["mine"]
     for i in range(2 * grammars.MAX_CACHED):

@@ -1,4 +1,4 @@
-"""Stop strings over token boundaries: what goes out early, what is held, where the text ends."""
+"""Stop strings across token boundaries: text sent early, text withheld, and the end of the text."""
 
 import random
 from pathlib import Path
@@ -16,7 +16,7 @@ def tokenizer(model: Path) -> Tokenizer:
 
 
 def letters(tokenizer: Tokenizer, text: str) -> list[int]:
-    """One token a byte, so that every boundary there can be is there."""
+    """Return one token per byte, so that every possible boundary occurs."""
     return [tokenizer.encode(char)[0] for char in text]
 
 
@@ -76,7 +76,7 @@ def test_a_stop_of_several_bytes_a_character(tokenizer):
 
 
 def test_many_long_stops_that_almost_come_cost_no_more_than_the_text(tokenizer):
-    """The work is bounded by the text's length, not by the text's times the stops'."""
+    """The work is bounded by the text's length, not by that length times the number of stops."""
     looks = 0
 
     class Counted(str):

@@ -1,4 +1,4 @@
-"""The two forms of tool calls, whole and cut anywhere: however the text arrives, the outcome is one and the same."""
+"""The two forms of tool calls, whole and split at any position: every split gives the same outcome."""
 
 import random
 

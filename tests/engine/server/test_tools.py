@@ -1,6 +1,6 @@
 """Tools end to end: rendered by the model's own template, required calls enforced, parsed whole and in a stream.
 
-A tiny random model calls nothing by itself: what it says under `auto` is text, what it must say is held by the grammar.
+A tiny random model makes no calls by itself: under `auto` it generates text, and required calls come from the grammar.
 """
 
 import json
@@ -70,7 +70,7 @@ async def test_a_call_that_must_come_comes(client: Client, choice):
     fields = {"messages": HISTORY, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "seed": 1}
     answer = await client.chat(**fields, temperature=1)
     (said,) = answer["choices"]
-    # As OpenAI's and vLLM's: "stop" for a function that was named.
+    # As in OpenAI's and vLLM's API: "stop" for a named function.
     ending = "stop" if choice == NAMED else "tool_calls"
     assert said["finish_reason"] == ending
     assert said["message"]["content"] is None
@@ -84,7 +84,7 @@ async def test_a_call_that_must_come_comes(client: Client, choice):
     choices = [choice for event in events for choice in event["choices"]]
     assert choices[0]["delta"] == {"role": "assistant", "content": None}
     assert choices[-1]["finish_reason"] == ending
-    # Nothing is sent of what only leads to a call: each piece in between brings some of one.
+    # Text that only introduces a call is not sent: each piece in between carries a part of a call.
     assert all(choice["delta"].keys() == {"tool_calls"} for choice in choices[1:-1])
     assert choices[-1]["delta"].keys() <= {"tool_calls"}
 

@@ -1,4 +1,4 @@
-"""What vLLM's API has beyond OpenAI's, beside sampling: what an answer says of itself and how a prompt is made."""
+"""Fields of vLLM's API beyond OpenAI's, besides sampling: metadata of an answer, and the form of a prompt."""
 
 import shutil
 
@@ -19,7 +19,7 @@ async def test_the_stop_reason_is_the_string_or_the_token_that_was_asked_for(cli
     free = await client.complete(**ASKED, return_token_ids=True)
     [choice] = free["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
-    # A token that did not come before ends it where it comes; a text likewise.
+    # The first occurrence of a stop token ends the answer there; likewise a stop text.
     token = choice["token_ids"][5]
     by_id = await client.complete(**ASKED, stop_token_ids=[token])
     assert (by_id["choices"][0]["finish_reason"], by_id["choices"][0]["stop_reason"]) == ("stop", token)
@@ -28,7 +28,7 @@ async def test_the_stop_reason_is_the_string_or_the_token_that_was_asked_for(cli
     assert by_text["choices"][0]["stop_reason"] == text
     events = await client.events("/v1/completions", ASKED | {"stop": [text]})
     assert events[-1]["choices"][0]["stop_reason"] == text
-    # The model's own end is nobody's stop.
+    # The model's own end token is no stop of the request.
     ended = await client.chat(messages=MESSAGES, logit_bias={"2": 100}, max_tokens=3)
     assert (ended["choices"][0]["finish_reason"], ended["choices"][0]["stop_reason"]) == ("stop", None)
 
@@ -75,7 +75,7 @@ async def test_tokens_can_be_named_by_their_ids(client):
 
 
 async def test_the_prompt_alone(client):
-    """`max_tokens` 0 with `echo`: what scoring a text takes."""
+    """`max_tokens` 0 with `echo` scores a text."""
     full = await client.complete(**ASKED, echo=True, logprobs=2)
     length = full["usage"]["prompt_tokens"]
     answer = await client.complete(**ASKED | {"max_tokens": 0}, echo=True, logprobs=2)
@@ -97,7 +97,7 @@ async def test_usage_in_every_event(client):
     assert counts[-1] == 16
     assert all(event["usage"]["prompt_tokens"] == events[-1]["usage"]["prompt_tokens"] for event in events)
     assert events[-1]["choices"] == []
-    # As vLLM's, it says nothing without include_usage.
+    # Like vLLM, a stream has no usage without include_usage.
     alone = await client.events("/v1/completions", ASKED | {"stream_options": {"continuous_usage_stats": True}})
     assert all("usage" not in event for event in alone)
 
@@ -118,7 +118,7 @@ async def test_special_tokens_of_a_prompt(client):
 
 
 async def test_an_answer_begins_with_the_space_that_follows_its_prompt(session, tmp_path):
-    """SentencePiece's decoder leaves it out of a text of its own."""
+    """An answer begins with the space after its prompt, which SentencePiece's decoder drops from a separate text."""
     save_model(tmp_path, save_tokenizer=save_byte_fallback_tokenizer)
     running = RunningServer(tmp_path)
     try:

@@ -1,4 +1,4 @@
-"""Compiling: what is served, what is refused and how it is said."""
+"""Compilation of grammars: supported forms, refused forms and their errors."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def spec(kind: Any, text: Any, **fields: Any) -> GrammarSpec:
 
 
 def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer, given: GrammarSpec, text: str) -> bool:
-    """Whether the grammar takes the text's bytes, one token each, and then the end."""
+    """Return whether the grammar accepts the text's bytes, one token each, and then the end."""
     matcher = compiler.compile(given).matcher()
     byte_ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
     if not all(matcher.advance(byte_ids[bytes([b])]) for b in text.encode()):

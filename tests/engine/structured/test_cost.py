@@ -1,4 +1,4 @@
-"""Grammars that are short and would take seconds and a gigabyte to compile: refused before the library has them."""
+"""Short grammars that would take seconds and a gigabyte to compile: refused before the library gets them."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ MULTIPLE = {"type": "integer", "multipleOf": 1_000_003}
 
 
 def doubled(levels: int, least: str = "/.?/") -> str:
-    """Terminals of which each is the one before, twice."""
+    """Return terminals that each repeat the previous terminal twice."""
     lines = [f"T{i}: T{i - 1} T{i - 1}" for i in range(1, levels)]
     return "\n".join([f"T0: {least}", *lines, f"start: T{levels - 1}"])
 
@@ -154,7 +154,7 @@ def test_alternatives_that_do_not_meet_are_not_multiplied(schema: dict[str, Any]
 
 
 def test_counting_combinations_ends_in_time() -> None:
-    """Shapes that share their parts: each pair is merged once, and all merges are bounded."""
+    """Shapes with shared parts are counted in bounded time: each pair is merged once, and all merges are bounded."""
     twice = {f"d{i}": {"properties": {name: {"$ref": f"#/$defs/d{i + 1}"} for name in "abcd"}} for i in range(100)}
     check_schemas([{"$defs": twice, "allOf": [{"$ref": "#/$defs/d0"}, {"$ref": "#/$defs/d0"}]}], "guided_json")
     many = {f"d{i}": {"properties": {f"p{j}": THREE for j in range(i, i + 60)}} for i in range(1200)}

@@ -1,4 +1,4 @@
-"""Grammars in a whole engine: blocks run out, requests are preempted, and every text is as if they had not been."""
+"""Grammars in a whole engine: blocks run out, requests are preempted, and every text stays the same."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, num_blocks: int) -> tuple[list[str], int]:
-    """Six bound and two free requests at once: their texts, and how often one was preempted."""
+    """Run six constrained and two free requests at once; return their texts and the number of preemptions."""
     host = HostCache(None, BaseShape.from_config_dir(model), 1 << 20, torch.float32)
     bytes_per_block = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
     config = EngineConfig(

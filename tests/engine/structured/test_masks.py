@@ -1,4 +1,4 @@
-"""Grammars at work on rows of logits: random models, one batch, each text what its own grammar says."""
+"""Grammars on rows of logits: random models, one batch, and each text matches its own grammar."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from wire.text.tokenizer import Tokenizer
 class Vocabulary:
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.from_dir(folder)
-        # As many models: the logits are wider than the vocabulary.
+        # As in many models, the logits are wider than the vocabulary.
         self.width = self.tokenizer.vocab_size + 37
         self.compiler = GrammarCompiler(self.tokenizer.to_json, self.width, self.tokenizer.eos_token_ids)
 
@@ -40,7 +40,7 @@ class Vocabulary:
         )
 
     def run(self, requests: list[Request], seed: int = 0) -> list[str]:
-        """Lets a model of random logits write all of them, as the runner would."""
+        """Generate all requests with a model of random logits, as the runner would."""
         generator = torch.Generator().manual_seed(seed)
         while live := [r for r in requests if r.status is not Status.FINISHED]:
             logits = torch.randn(len(live), self.width, generator=generator) * 3

@@ -1,4 +1,4 @@
-"""The wire's forms of a constraint: each read into one spec, everything else refused naming the field."""
+"""The request forms of a constraint: each becomes one spec, and every other form is refused with its field."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Allowed tokens and banned words, against twins that look at everything."""
+"""Allowed tokens and banned words, against twins that check every token."""
 
 import random
 
