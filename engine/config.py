@@ -22,9 +22,9 @@ class EngineConfig:
     prefill_stretch: maximum slow-down of a decode step caused by prefill, as a factor.
     async_scheduling: plan and launch a step before the tokens of the one before are read; None: only on a GPU.
     generation_config: defaults of omitted sampling fields; auto: the model's generation_config.json, none: OpenAI's.
-    kv_cache_dtype: auto is the model's dtype; 8 bits have a scale for each token and head.
+    kv_cache_dtype: auto is the model's dtype; an 8-bit dtype has a scale for each token and head.
     host_adapter_memory: limit of the host tier of adapters, from which the device's pages are filled.
-    lora_dtype: dtype of adapters in device memory; auto is the model's; 8 bits have a scale for each row of rank.
+    lora_dtype: of adapters in device memory; auto is the model's; an 8-bit dtype has a scale for each row of rank.
     threads: CPU threads for matrix products; None: as many as the affinity mask and the cgroup's quota allow.
     enforce_eager: no CUDA graphs.
     cuda_graph_sizes: numbers of rows of the decode steps to capture; None: increasing sizes up to max_num_seqs on a

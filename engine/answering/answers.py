@@ -116,7 +116,7 @@ class CompletionAnswer(Answer[CompletionChoice]):
         echo: list[tuple[str, list[int]]],
         shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """echo: per choice, the prompt's text and ids to put before it; empty without `echo`. shown_ids: special tokens
+        """echo: per choice, the prompt's text and ids that precede it; empty without `echo`. shown_ids: special tokens
         that are written as text.
         """
         super().__init__(request_id, body, prompts, tokenizer)

@@ -181,7 +181,7 @@ class GenerationRoutes:
                 run.describe(request.get(SPAN, NO_SPAN), request.path)
 
     def _check_logprobs(self, body: SamplingRequest, prompts: list[list[int]]) -> None:
-        """Bound the memory of an answer. Each token of each choice has its own log-probability and those of the
+        """Limit the memory of an answer: each token of each choice has its own log-probability and those of the
         likeliest tokens. Raises BadRequest.
         """
         of_prompt, of_answer = body.num_prompt_logprobs, body.num_logprobs

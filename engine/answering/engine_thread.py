@@ -1,7 +1,7 @@
 """The engine's thread, and the messages between it and the event loop.
 
-Commands enter through one queue and run between two steps, for a bounded time. The outputs of a step leave in one call
-to the event loop. Only this thread touches the engine. It sleeps when there is no work.
+Commands enter through one queue and run between two steps, for a bounded time. The outputs of a step are delivered in
+one call to the event loop. Only this thread touches the engine. It sleeps when there is no work.
 """
 
 import asyncio
@@ -78,8 +78,8 @@ class EngineLoop:
         self._accepting = True
         self._calls: set[Future[Any]] = set()
         self._routes: dict[str, tuple[Generation, int]] = {}
-        # Reserved places: sequences whose request handler runs. They wait for an adapter or a grammar, generate, or
-        # send.
+        # Reserved places: sequences whose request handler runs, from waiting for an adapter or a grammar to sending the
+        # answer.
         self._placed: Counter[str] = Counter()  # by tenant
         # Set while nothing is in flight, and by `stop_waiting`.
         self._drained = asyncio.Event()
@@ -242,7 +242,8 @@ class EngineLoop:
             while self._commands:
                 self._run_commands()
         except BaseException:  # a Rust panic is no Exception, and would end the thread silently
-            # Every tenant's requests get this text; the exception may quote one of them, so it goes to the log only.
+            # Every tenant's requests receive this text. The exception goes to the log only, because it may quote one of
+            # them.
             self.failure = FAILED
             logger.exception("the engine failed; it answers nothing until it is started again")
             self._to_event_loop(self._fail)

@@ -1,4 +1,4 @@
-"""Writing answers within time limits, and reports: the token counts of a complete answer while it is generated.
+"""Time-limited writes of answers, and reports: token counts that precede a complete answer while it is generated.
 
 A report is a response of type `REPORT_TYPE`, used between gateway and engine only: lines of JSON with the tokens so
 far, then a line with the head of the answer, then the answer's bytes. A request whose allowance suffices has no report,

@@ -35,7 +35,7 @@ class Delta:
 
 
 class SharedPrompt:
-    """Copies the log-probabilities of a prompt from its first choice, which computes them, to its other choices. Holds
+    """Copier of a prompt's log-probabilities from its first choice, which computes them, to its other choices. It holds
     the other choices' deltas until then, because a choice's first delta carries them.
     """
 

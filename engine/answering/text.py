@@ -11,7 +11,7 @@ from wire.text.tokenizer import Tokenizer
 class OutputText:
     """Detokenizer with stop strings: `push` takes tokens and returns text to send.
 
-    stop: the stop string that ended the text, None so far.
+    stop: the stop string that ended the text, None until then.
     """
 
     __slots__ = ("_held", "_include_stop", "_min_tokens", "_num_tokens", "_stops", "_stream", "stop")

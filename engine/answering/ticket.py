@@ -9,7 +9,7 @@ from engine.scheduling.request import RequestOutput, SamplingParams
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine takes no requests: it is loading, failed or shutting down. retry_after: seconds.
+    """Error of an engine that takes no requests: it is loading, failed or shutting down. retry_after: seconds.
 
     The gateway sends no request of any tenant to an engine that answers with this error.
     """
@@ -20,7 +20,7 @@ class EngineUnavailable(RuntimeError):
 
 
 class QueueFull(EngineUnavailable):
-    """The engine cannot serve this request now, but serves others."""
+    """Error of an engine that cannot serve this request now, but serves others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ def _nothing() -> None:
 
 
 class Generation:
-    """The sequences of one HTTP request. A context manager: leaving it aborts the sequences that still run.
+    """The sequences of one HTTP request. A context manager: its exit aborts the sequences that still run.
 
-    num_generated: per sequence, all tokens that the engine generated, including those after the block was left.
-    on_gone: called once the engine has released all sequences and the block was left; the counts are final then.
+    num_generated: per sequence, all tokens that the engine generated, including those after the exit.
+    on_gone: called after the exit, once the engine has released all sequences; the counts are final then.
     allowance: limit of the tokens of all sequences together; at the limit they end with "length". None: no limit.
     ended_by_allowance: indices of the sequences that the allowance ended.
     """

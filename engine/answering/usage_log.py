@@ -152,7 +152,7 @@ class FinishedRequests:
         HEADER.pack_into(self._memory, 0, MAGIC, self._num_slots, self._next, *sums)
 
     def _recover(self) -> None:
-        """Read the last process's slots. Requests that ran until it ended are recorded as killed."""
+        """Read the previous process's slots. Requests that ran until it ended are recorded as killed."""
         killed = 0
         # Starts with the oldest slot, so that a repeated id refers to its latest request.
         for i in range(self._num_slots):
@@ -191,7 +191,7 @@ def _map(path: Path | None, size: int) -> tuple[mmap.mmap, int | None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_size not in (0, size):
             raise ValueError(f"{path}: expected a file of {size} bytes, or none")
-        os.posix_fallocate(descriptor, 0, size)  # a full disk is an error now, not a SIGBUS later
+        os.posix_fallocate(descriptor, 0, size)  # fails on a full disk now, instead of with SIGBUS later
         return mmap.mmap(descriptor, size), descriptor
     except BlockingIOError as error:
         os.close(descriptor)

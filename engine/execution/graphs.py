@@ -25,7 +25,9 @@ _TOKEN_IDS, _SEATS, _POSITIONS, _SLOTS, _CONTEXT_LENS, _ADAPTERS = range(6)
 
 
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, then every 8 rows up to 64, every 16 beyond, so that few rows are padding."""
+    """Return the numbers of rows to capture: 1, 2, 4, then every 8 up to 64, every 16 beyond, so that few rows are
+    padding.
+    """
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 

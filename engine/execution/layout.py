@@ -141,7 +141,9 @@ class Planner:
 
 
 def make_batch(layout: Layout, last_tokens: Tensor) -> Batch:
-    """Return the layout on the device of `last_tokens`, which has each seat's newest token. These replace ids of -1."""
+    """Return the layout as tensors on the device of `last_tokens`, the newest token of each seat, which replaces ids of
+    -1.
+    """
     unknown = np.flatnonzero(layout.token_ids < 0)
     owners = np.searchsorted(layout.query_start, unknown, side="right") - 1
     arrays = (

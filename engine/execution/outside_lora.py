@@ -1,6 +1,6 @@
 """LoRA outside the decoder's layers, on embed_tokens and lm_head. Few adapters have it, so it runs as a separate pass.
 
-A batch without such an adapter costs two look-ups in empty dicts.
+A batch without such an adapter costs two lookups in empty dicts.
 """
 
 import torch

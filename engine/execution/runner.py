@@ -34,7 +34,7 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A step's tokens during their copy to the host."""
+    """The tokens of a step, in transfer to the host."""
 
     requests: list[Request]
     tokens: Download | None

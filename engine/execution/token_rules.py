@@ -35,7 +35,7 @@ class AllowedTokens:
 class BannedWords:
     """Token sequences that the output may not contain: the last token of each is banned after the others.
 
-    A step makes one look-up per distinct length of the sequences, whatever their number. largest: the largest id.
+    A step makes one lookup per distinct length of the sequences, whatever their number. largest: the largest id.
     """
 
     __slots__ = ("_last_tokens", "_lengths", "largest")

@@ -44,7 +44,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class Download:
-    """Tensors during their copy to the host. Only `wait` blocks."""
+    """Tensors in transfer to the host. Only `wait` blocks."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None

@@ -28,8 +28,8 @@ MAX_PATH = 200
 
 
 class Access:
-    """Access rules. internal_token: secret of the gateways. api_keys: secrets of clients, each of which opens the API.
-    Without any secret, all routes are open.
+    """Access rules. internal_token: secret of the gateways. api_keys: secrets of clients; any of them opens the API.
+    Without secrets, all routes are open.
     """
 
     def __init__(self, internal_token: str | None, api_keys: Sequence[str]) -> None:

@@ -91,7 +91,7 @@ async def error_boundary(request: web.Request, handler: Handler) -> web.StreamRe
         check_head(request)
         return await handler(request)
     except ConnectionError:
-        # The client left, so there is no one to send an answer to.
+        # The client left, so no answer can be sent.
         raise
     except Exception as exc:  # noqa: BLE001 - translated here, once
         error = as_api_error(exc, request)

@@ -76,7 +76,7 @@ class StateFeed:
             self._event_loop.call_soon_threadsafe(self._moved.set)
 
     def moved(self) -> None:
-        """Report a change that no step made."""
+        """Report a change made outside a step."""
         self._moved.set()
 
     def drain(self) -> None:

@@ -29,8 +29,8 @@ _MEMORY = 0.9  # weight of the past in each moving average
 # Marginal cost of a row as a share of its average cost. Below the first bound the fixed cost dominates and chunks
 # double; above the second it is negligible and the learnt least chunk is dropped.
 MOSTLY_FIXED, HARDLY_FIXED = 0.5, 0.8
-# Steps with prompts between two trials of a double chunk: few while trials succeed, doubled after each failure, so that
-# streams on a machine without a fixed cost see almost no trials.
+# Number of steps with prompts between two trials of a double chunk. It is small while trials succeed and doubles after
+# each failure, so that decodes on a machine without a fixed cost see almost no trials.
 FIRST_TRIAL, LAST_TRIAL = 2, 4096
 
 
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
 
 
 class Pacer:
-    """Chunk sizes from measured step times. stretch: maximum slow-down of a decode step by prompts; 2 doubles it."""
+    """Chunk sizes from measured step times. stretch: limit of a decode step's slow-down by prompts, as a factor."""
 
     def __init__(self, stretch: float) -> None:
         self._stretch = stretch

@@ -153,7 +153,7 @@ class Request:
         self.blocks: list[int] = []
         self.block_hashes = list(prefix_keys)
         self.num_registered_blocks = 0
-        # The cache's count of evictions at the last look-up while the request waited, and the cached blocks found then.
+        # The cache's count of evictions at the last lookup while the request waited, and the cached blocks found then.
         self.prefix_hit: tuple[int, list[int]] = (0, [])
         self.adapter_slot = -1
         self.seat = -1

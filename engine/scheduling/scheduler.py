@@ -220,10 +220,10 @@ class Scheduler:
 
     def _patience(self, streams: Plan) -> float:
         """Return how strongly waiting prompts should slow down decoding: per tenant `(2 * prompts - 1) / streams`, the
-        minimum over tenants with decodes. A tenant's decodes are slowed only for its own prompts.
+        minimum over tenants with decoding streams. A tenant's decodes are slowed only for its own prompts.
 
         Prompts after the first count twice, because a delayed stream is usually still ahead of its reader. A single
-        prompt, however long, gives at most 1, which does not slow decodes further.
+        prompt, however long, gives at most 1, which does not slow decodes beyond `stretch`.
         """
         prompts = Counter(r.tenant for r in self.running if not r.is_decoding)
         for tenant in {r.tenant for r in streams}:

@@ -41,7 +41,7 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
-# Time from which a mask is charged to its tenant. An ordinary mask takes 0.01 to 0.5 ms; one that explores new lexer
+# Masks that take longer are charged to their tenant. An ordinary mask takes 0.01 to 0.5 ms; one that explores new lexer
 # states takes up to 20 ms.
 DEAR_MASK_SECONDS = 0.002
 

@@ -81,7 +81,7 @@ def check_regex(text: str, param: str) -> None:
 
 @dataclass(slots=True)
 class _SchemaCosts:
-    """Counts over schemas, of the properties that the library does not limit."""
+    """Counts of the properties of schemas that the library does not limit."""
 
     multiples: list[int] = field(default_factory=list)
     ranges: set[tuple[Any, ...]] = field(default_factory=set)

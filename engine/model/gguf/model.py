@@ -38,7 +38,7 @@ _IN_LAYER = {
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
 # Divisors of the rotary frequencies (Llama 3.1's scaling). They are config, not weights.
 _ROPE_FACTORS = "rope_freqs.weight"
-_MAX_SIZE = 1 << 24  # limit of each size in the metadata; a larger one is damage, and would be allocated
+_MAX_SIZE = 1 << 24  # limit of each size in the metadata; a larger one means damage, and would be allocated
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
