@@ -1,4 +1,4 @@
-"""The items of `LORAPLEX_ENGINES`: an engine's address, its kind, and its limits."""
+"""Items of `LORAPLEX_ENGINES`: an engine's address, kind and limits."""
 
 import re
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 Kind = Literal["loraplex", "vllm"]
-# In place of a URL: engines may announce themselves (`loraplex engine --gateway`).
+# An item in place of a URL: engines may announce themselves (`loraplex engine --gateway`).
 ANNOUNCED = "announced"
 VLLM = "vllm+"
 OPTIONS = "adapters=N, requests=N, key_env=NAME, key_file=PATH, any_version=true"
@@ -19,10 +19,13 @@ ReadKey = Callable[[str, str], str]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One item of the list. url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each
-    address of the name. The other fields are for vLLM, which does not report them. adapters: names kept loaded, best
-    its --max-cpu-loras. requests: the most it is given at once, best its --max-num-seqs. key: its --api-key.
-    any_version: releases that may serve another request's adapter are used too."""
+    """An item of the list.
+
+    url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each address of the name. The other
+    fields are for vLLM, which does not report them. adapters: most adapters kept loaded, best equal to --max-cpu-loras.
+    requests: most requests sent to it at once, best equal to --max-num-seqs. key: its --api-key. any_version: whether
+    releases that may serve another request's adapter are used too.
+    """
 
     url: str
     kind: Kind = "loraplex"
@@ -40,8 +43,8 @@ class Address:
 def parse_address(text: str, read_key: ReadKey | None = None) -> Address:
     """Parse `http://host:port` or `dns://name:port`, either after `vllm+` with options after a `?`.
 
-    read_key: None for a text that is not the operator's, such as an announcement, which must not choose a file or
-    variable whose content is then sent to its sender. Raises ValueError without quoting the URL, which may hold a
+    read_key: None for a text that is not the operator's, such as an announcement. Such a text must not name a file or
+    variable, whose content would be sent to its author. Raises ValueError without quoting the URL, which may hold a
     secret.
     """
     is_vllm = text.startswith(VLLM)

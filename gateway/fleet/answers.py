@@ -1,4 +1,4 @@
-"""Read an engine's answers within a limit, one level deep, so that a large answer creates no objects."""
+"""Readers of engines' answers: within a size limit, and decoded one level deep, so that a large answer stays bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -17,7 +17,7 @@ MAX_ERROR_BYTES = 2**16
 # Decoding a larger answer is split into steps; other requests run between them. 1 MiB takes about 2 ms a step.
 LARGE_BYTES = 2**20
 
-# The body of a whole answer is complete when its status arrives; after a pause of this length the engine hangs.
+# Time-out between two pieces of a whole answer: the engine sends its status when the body is complete.
 BODY_SECONDS = 60.0
 
 Fields = dict[str, Raw]
@@ -41,7 +41,7 @@ class Incoming(Protocol):
 
 
 class Reported:
-    """A whole answer after its report: its own head, and the rest of the response that carries both."""
+    """A whole answer that follows a report: its own head, and the rest of the response that carries both."""
 
     def __init__(self, head: AnswerHead, carrier: ClientResponse) -> None:
         self.status, self.content_length, self.headers = head.status, head.length, CIMultiDict(head.headers)
@@ -51,19 +51,20 @@ class Reported:
 _line = msgspec.json.Decoder(ReportLine)
 
 
-# Codes of our engine's failures, and their words. An engine's own words may quote another request or its host's paths.
+# Codes of our engine's failures, and their messages for clients. An engine's own message may quote another request or
+# its host's paths.
 FAILURES = {
     "engine_overloaded": "The engine is overloaded; try again shortly.",
     "engine_unavailable": "The engine takes no requests; send the request again.",
     "generation_failed": "The engine could not generate an answer to this request.",
 }
 FAILED = "The engine failed; send the request again."
-# Types of errors that are the request's own: our engine's, and vLLM's.
+# Types of errors that the request itself causes: our engine's and vLLM's.
 CLIENTS_ERRORS = ("invalid_request_error", "BadRequestError")
 
 
 def public_error(event: Fields) -> Fields:
-    """Return a stream's error as the client may see it: its own errors whole, of an engine's failure the code."""
+    """Return a stream's error for the client: whole if its request is the cause, else the code with fixed words."""
     try:
         detail = msgspec.json.decode(event["error"], type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -77,7 +78,7 @@ def public_error(event: Fields) -> Fields:
 
 
 async def read_report(response: ClientResponse, heard: Callable[[int], None]) -> Reported:
-    """Read a whole answer's report up to the answer. heard: called with the completion tokens so far.
+    """Read the report before a whole answer. heard: called with the completion tokens so far.
 
     Raises EngineBroke.
     """
@@ -117,7 +118,7 @@ _choices = msgspec.json.Decoder(list[Choice] | None)
 async def read_answer(
     response: Incoming, limit: int, reserve: Callable[[int], Awaitable[None]], seconds: float = BODY_SECONDS
 ) -> Fields:
-    """Read a whole JSON answer. reserve: awaited with its size before more than its beginning is read.
+    """Read a whole JSON answer. reserve: awaited with the answer's size before its body is read.
 
     Raises AnswerTooLarge, UpstreamFailed.
     """
@@ -144,7 +145,7 @@ async def breathe(size: int) -> None:
 async def read_events(response: Incoming, limit: int) -> AsyncIterator[Fields]:
     """Yield the JSON objects of a server-sent event stream up to `[DONE]`. Reads only as far as the caller iterates.
 
-    Raises UpstreamFailed if the stream ends before `[DONE]`, holds anything else or an event larger than `limit`.
+    Raises UpstreamFailed if the stream ends before `[DONE]`, contains malformed data or an event larger than `limit`.
     """
     buffer = bytearray()
     async for chunk in read_chunks(response):
@@ -154,7 +155,7 @@ async def read_events(response: Incoming, limit: int) -> AsyncIterator[Fields]:
         while (end := buffer.find(b"\n", max(start, searched))) >= 0:
             line = bytes(buffer[start:end]).rstrip(b"\r")
             start = end + 1
-            # Comments, event names and blank lines carry nothing here: each of our events is one data line.
+            # Comments, event names and blank lines are skipped, because each event is one data line.
             if not line.startswith(b"data:"):
                 continue
             data = line[5:].strip()
@@ -180,7 +181,7 @@ async def read_error(response: Incoming) -> bytes:
 async def read_chunks(response: Incoming, seconds: float | None = None) -> AsyncIterator[bytes]:
     """Yield the body as it arrives. seconds: the longest pause, besides the session's own limit.
 
-    Errors are caught around the reads only: a failure to write to a client is not the engine's.
+    Errors are caught around the reads only, because a failed write to a client is not the engine's fault.
     """
     parts = response.content.iter_any()
     while True:

@@ -1,4 +1,4 @@
-"""Circuit breakers: an engine that fails repeatedly gets no requests for a pause, then a single trial.
+"""Circuit breakers: an engine that fails repeatedly gets no requests for a pause, then a single trial request.
 
 Health checks detect a dead engine; breakers detect one that answers health checks but fails requests.
 """
@@ -9,16 +9,16 @@ from collections.abc import Callable
 FAILURES_UNTIL_OPEN = 3
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
-# Tenants with failures that are remembered for an engine.
+# Most tenants whose failures are remembered for an engine.
 MAX_TENANTS = 10_000
 
 
 class Breakers:
     """The breakers of an engine: one for each tenant whose requests fail on it, and a common one.
 
-    A tenant's breaker opens after FAILURES_UNTIL_OPEN of its own failures in a row. The common one counts failures in a
-    row, without any tenant's success between them, and only if they come from two tenants or more. So requests of a
-    single tenant, whatever they do to the engine, close it to that tenant alone.
+    A tenant's breaker opens after FAILURES_UNTIL_OPEN of its own failures in a row. The common breaker counts failures
+    in a row, without any tenant's success between them, and only if they come from two tenants or more. So the failing
+    requests of a single tenant block the engine for that tenant only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,11 +69,11 @@ class Breakers:
 
 
 class Breaker:
-    """Closed until FAILURES_UNTIL_OPEN in a row; open for a pause that doubles each time; then half open for a single
-    trial.
+    """A circuit breaker.
 
-    A trial that fails opens it again. A trial that begins to answer closes it, because an answer may take minutes;
-    until an answer is complete, the next failure opens it again, for twice the pause.
+    It is closed until FAILURES_UNTIL_OPEN failures in a row, open for a pause that doubles each time, then half open
+    for a single trial. A failed trial opens it again. A trial whose answer begins closes it, because an answer may take
+    minutes; until an answer is complete, a single failure opens it again, for twice the pause.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,7 +86,7 @@ class Breaker:
 
     @property
     def allows(self) -> bool:
-        """Whether a request may be sent now."""
+        """Return whether a request may be sent now."""
         return not self._is_open or (not self._on_trial and self._clock() >= self._open_until)
 
     @property
@@ -94,11 +94,11 @@ class Breaker:
         return self._on_trial
 
     def sent(self) -> None:
-        """A request goes out; while half open it is the trial."""
+        """Note that a request is sent. While the breaker is half open, this request is the trial."""
         self._on_trial = self._is_open
 
     def began(self) -> None:
-        """An answer has begun."""
+        """Note that an answer has begun."""
         if self._on_trial:
             self._failures, self._is_open, self._on_trial = FAILURES_UNTIL_OPEN - 1, False, False
 
@@ -107,7 +107,7 @@ class Breaker:
 
     def failed(self) -> None:
         if self._is_open and not self._on_trial:
-            # Sent before it opened: one death breaks many requests at once, and says it once.
+            # The request was sent before the breaker opened. A death breaks many requests at once and counts only once.
             return
         self._failures += 1
         if self._on_trial or self._failures >= FAILURES_UNTIL_OPEN:
@@ -116,5 +116,5 @@ class Breaker:
             self._is_open, self._on_trial = True, False
 
     def gave_up(self) -> None:
-        """The request ended, by its client's will, before it told anything of the engine."""
+        """Note that the client ended the request before it showed whether the engine works."""
         self._on_trial = False

@@ -1,4 +1,4 @@
-"""Requests to an engine: open one, read its events, and cancel it at once when its client has left."""
+"""Requests to engines: sending, reading of reports and errors, and cancellation as soon as the client leaves."""
 
 import asyncio
 import logging
@@ -40,15 +40,15 @@ INLINE_TOKENS = 4096
 WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
 RAISE_TIMEOUT = ClientTimeout(total=CONNECT_SECONDS)
 
-# Connections are kept for the next request a little less long than uvicorn (vLLM's server) keeps them: a request must
-# not meet one that is being closed.
+# Idle connections are kept for a little less time than uvicorn (vLLM's server) keeps them, so that no request is sent
+# on a connection that the server is closing.
 KEEP_SECONDS = 4.0
 
 
 class EngineGone(Exception):
-    """The engine could not be reached, or left before it answered anything: another one may be tried.
+    """The engine could not be reached, or closed the connection before it answered. Another engine may be tried.
 
-    had_it: the engine may have read the request, which may be why it left.
+    had_it: whether the engine may have read the request, so that the request may be the cause.
     """
 
     def __init__(self, had_it: bool) -> None:
@@ -57,8 +57,10 @@ class EngineGone(Exception):
 
 
 class EngineRefused(Exception):
-    """No engine began to answer. error: for the client. status: the last engine's response, None without one. broken:
-    the engine failed, whatever the request was.
+    """No engine began to answer.
+
+    error: for the client. status: the last engine's response status, None without a response. broken: whether the
+    engine failed independently of the request.
     """
 
     def __init__(self, error: GatewayError, status: int | None = None, *, broken: bool = False) -> None:
@@ -80,10 +82,10 @@ def _ignore(_: int) -> None:
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for any engine. body: OpenAI's; its model is replaced by a name that engines know.
+    """A request for any engine. body: in OpenAI's form; its model is replaced by `sha256:<digest>` when it is sent.
 
-    prompt_tokens: of all prompts. span: the parent of the engine's spans. trace: W3C's headers that carry it. hold: the
-    tokens that may be generated for now. heard: called with the completion tokens so far of a whole answer.
+    prompt_tokens: of all prompts. span: the parent of the engine's spans. trace: W3C's headers that carry the span.
+    hold: the tokens that may be generated for now. heard: called with the completion tokens so far of a whole answer.
     """
 
     request_id: str
@@ -103,10 +105,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_session(read_timeout: float) -> ClientSession:
-    """One for the whole gateway. read_timeout: seconds without a byte until a request is given up."""
+    """Return the session for all requests to engines. read_timeout: seconds without a byte until a request fails."""
     timeout = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read_timeout)
     connector = TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS)
-    # Engines have nothing to say in cookies, and what they answer is not compressed.
+    # Engines set no cookies and do not compress answers.
     no_headers = ("Accept", "Accept-Encoding", "User-Agent")
     return ClientSession(
         connector=connector, timeout=timeout, cookie_jar=DummyCookieJar(), skip_auto_headers=no_headers
@@ -114,7 +116,7 @@ def new_session(read_timeout: float) -> ClientSession:
 
 
 class EngineClient:
-    """Sends OpenAI requests with the headers that engines trust."""
+    """Sender of OpenAI requests, with the headers that engines trust."""
 
     def __init__(self, session: ClientSession, internal_token: str, adapters: VllmAdapters) -> None:
         self._session = session
@@ -123,10 +125,10 @@ class EngineClient:
 
     @asynccontextmanager
     async def open(self, engine: EngineRecord, call: Call) -> AsyncIterator[Incoming]:
-        """Yield the engine's answer of status 200, its body unread; a whole answer that is reported, after its report.
-        Leaving early closes the connection, which is how the engine learns that it may stop.
+        """Yield the engine's answer of status 200, its body unread. A reported whole answer follows its report.
 
-        Raises EngineGone or EngineRefused.
+        Leaving the block before the answer's end closes the connection, which stops the engine's work. Raises
+        EngineGone or EngineRefused.
         """
         if call.hold is not None:
             call.hold.raise_allowance = None
@@ -137,13 +139,13 @@ class EngineClient:
             engine.mark_down(f"{type(error).__name__} at a request")
             raise EngineGone(had_it=not isinstance(error, ClientConnectorError)) from error
         except (ClientError, OSError, TimeoutError) as error:
-            # A stream begins with its first token. A whole answer may be long in coming and nothing be wrong.
+            # A stream's response begins with its first token. A whole answer may take long without any fault.
             broken = not isinstance(error, TimeoutError) or call.is_stream
             log.warning("engine %s did not answer request %s: %s", engine.url, call.request_id, type(error).__name__)
             failure = UpstreamFailed("The engine did not answer.")
             raise EngineRefused(failure, broken=broken) from error
         except ProtocolError as error:
-            # No field of a request goes to vLLM that the allow-list does not name.
+            # The request has a field that the allow-list for vLLM does not contain.
             raise EngineRefused(BadRequest(error.message, param=error.param, code=error.code), 400) from error
         except UpstreamFailed as error:
             raise EngineRefused(error) from error
@@ -155,11 +157,11 @@ class EngineClient:
                 raise EngineRefused(await _refusal(answer, call.model), answer.status)
             yield answer
         finally:
-            # A connection whose answer was read to its end goes back to the pool; else it is closed.
+            # A connection whose answer was read to its end returns to the pool; any other connection is closed.
             response.release()
 
     async def _read_report(self, engine: EngineRecord, call: Call, response: ClientResponse) -> Incoming:
-        """Read a report. An engine that leaves within it has not begun to answer. Raises EngineGone."""
+        """Read a report. Raises EngineGone if it breaks off, because the answer has not begun then."""
         try:
             return await read_report(response, call.heard)
         except EngineBroke as error:
@@ -167,7 +169,7 @@ class EngineClient:
             raise EngineGone(had_it=True) from error
 
     async def _raise_allowance(self, engine: EngineRecord, request_id: str, tokens: int) -> None:
-        """Tell the engine that a request may generate more. If that fails, the answer ends at the allowance before."""
+        """Raise a request's allowance on its engine. If that fails, the answer ends at the previous allowance."""
         body = msgspec.json.encode(AllowanceRequest(request_id, tokens))
         headers = {"Content-Type": "application/json", "x-loraplex-internal-token": self._token}
         try:
@@ -185,7 +187,7 @@ class EngineClient:
             "x-loraplex-internal-token": self._token,
             "x-loraplex-tenant": call.tenant.id,
             "x-loraplex-weight": repr(call.tenant.weight),
-            # There a higher number goes first.
+            # In the engine, a higher number goes first.
             "x-loraplex-priority": str(-call.tenant.priority),
         }
         if call.hold is not None and engine.keeps_allowances:
@@ -197,7 +199,7 @@ class EngineClient:
     async def _post_to_vllm(self, engine: EngineRecord, call: Call) -> ClientResponse:
         digest, headers = call.model.digest, engine.address.bearer
         build = partial(vllm_request, call.body, call.path, call.tenant.id, digest)
-        # The work grows with the messages, so long conversations are processed off the event loop.
+        # The work grows with the messages, so long conversations are processed on a thread.
         body = await asyncio.to_thread(build) if call.prompt_tokens > INLINE_TOKENS else build()
         if digest is None:
             return await self._send(engine, call, body, headers)
@@ -215,8 +217,8 @@ class EngineClient:
         headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
         digest = call.model.digest
         wire = msgspec.json.encode({**body, "model": f"sha256:{digest}" if digest else call.model.name})
-        # The first byte of a whole answer comes with its last, so silence does not bound its time: the request's time
-        # limit and the engine's health (`Registry`) do.
+        # The first byte of a whole answer arrives with its last, so no read time-out applies: the request's time limit
+        # and the engine's health (`Registry`) bound the wait.
         timeout = self._session.timeout if call.is_stream else WHOLE_TIMEOUT
         url = f"{engine.url}{call.path}"
         # A redirect would carry the prompt and the secret to another host.
@@ -224,8 +226,10 @@ class EngineClient:
 
 
 async def _refusal(response: Incoming, model: Model) -> GatewayError:
-    """Return the engine's error as ours. A client's error keeps the client's own names; of a failure of the engine only
-    the code is passed on, for its words may quote another request.
+    """Return the engine's error as a gateway error.
+
+    An error of the client's own request keeps the client's names. Of an engine's failure only the code is passed on,
+    because its message may quote another request.
     """
     body = await read_error(response)
     try:
@@ -237,7 +241,7 @@ async def _refusal(response: Incoming, model: Model) -> GatewayError:
         message, param, code = "", None, None
     if model.digest:
         message = message.replace(f"sha256:{model.digest}", model.name).replace(model.digest, model.name)
-    # An adapter's error is no failure of the engine, whatever its status; its files may be missing on this engine only.
+    # An adapter's error is no failure of the engine. 404 is excepted: the files may be missing on this engine only.
     is_adapters = code is not None and code.startswith("adapter_") and response.status != 404
     if response.status in (400, 413, 422) or is_adapters:
         if response.status >= 500:
@@ -248,5 +252,5 @@ async def _refusal(response: Incoming, model: Model) -> GatewayError:
         seconds = int(retry_after) if retry_after.isdecimal() else 1
         code = code if code in FAILURES else None
         return Unavailable(FAILURES[code or "engine_overloaded"], code=code, retry_after=seconds)
-    # 401 and 404 are between the gateway and the engine; their words would only confuse a client.
+    # 401 and 404 concern the gateway and the engine only; their messages would confuse a client.
     return UpstreamFailed(f"The engine could not serve '{model.name}' (it answered {response.status}).")

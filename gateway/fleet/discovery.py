@@ -1,7 +1,7 @@
 """Discovery of engines: a fixed list, the addresses of a DNS name, and announcements.
 
-All gateways share the announcements in a sorted set in Redis, scored by Redis' own clock, so that a fleet grows without
-a restart and an engine that stops announcing itself is gone after ANNOUNCEMENT_SECONDS.
+All gateways share the announcements in a sorted set in Redis, scored by Redis' own clock. So a fleet grows without a
+restart, and an engine that stops announcing itself is removed after ANNOUNCEMENT_SECONDS.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 ANNOUNCEMENTS = "loraplex:engines"
 ANNOUNCEMENT_SECONDS = 10
 DNS_SECONDS = 2.0
-# KEYS: the set. ARGV: seconds an announcement lasts, an engine's URL or nothing, 1 to announce it or 0 to take it back.
+# KEYS: the set. ARGV: seconds an announcement lasts, an engine's URL or "", 1 to announce it or 0 to withdraw it.
 SCRIPT = """
 local now = tonumber(redis.call('TIME')[1])
 if ARGV[2] ~= '' then
@@ -42,15 +42,15 @@ class Announcements:
         self._timeout = timeout
 
     async def all(self) -> list[str]:
-        """As the engines wrote their addresses. Raises RedisError, OSError or TimeoutError."""
+        """Return the addresses as the engines sent them. Raises RedisError, OSError or TimeoutError."""
         return await self._call("", 0)
 
     async def announce(self, url: str) -> None:
-        """Raises as `all`."""
+        """Add an engine, or renew its announcement. Raises as `all`."""
         await self._call(url, 1)
 
     async def withdraw(self, url: str) -> None:
-        """Raises as `all`."""
+        """Remove an engine. Raises as `all`."""
         await self._call(url, 0)
 
     async def _call(self, url: str, alive: int) -> list[str]:
@@ -60,10 +60,12 @@ class Announcements:
 
 
 class Discovery:
-    """All sources together. A source that is away keeps its last result."""
+    """All sources together. A source that is away keeps its last result.
+
+    announcements: None if engines may not announce themselves.
+    """
 
     def __init__(self, addresses: Sequence[Address], announcements: Announcements | None) -> None:
-        """announcements: None if engines may not announce themselves."""
         self._addresses = addresses
         self._announcements = announcements
         self._last: dict[str, list[Address]] = {}

@@ -1,6 +1,4 @@
-"""Dispatch of a request: a place at the gate, the choice of an engine, and another engine if the first is not
-available.
-"""
+"""Dispatch of a request: a place at the gate, an engine, and another engine if the first is not available."""
 
 import asyncio
 import time
@@ -21,7 +19,7 @@ from gateway.fleet.registry import Busy, EngineRecord, Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.spans import upstream
 
-# Engines that may go away or fail with a request in hand before it is given to no other: it may be the request's fault.
+# Engines that may die or fail with a request before it is sent to no further engine: the request may be the cause.
 MAX_DEATHS = 2
 ENGINES_DIED = (
     "The engines ended while they worked on this request. It costs no money; tokens that were computed for it count "
@@ -32,12 +30,12 @@ Begun = tuple[EngineRecord, Incoming, Busy]
 
 
 class Bill(Protocol):
-    """Records which engine has the request; `gateway/billing/charges.py` decides who pays."""
+    """Record of the engine that has the request; `gateway/billing/charges.py` decides who pays."""
 
     completion_tokens: int
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
-        """Note that the engine is asked; the last engine noted serves the request."""
+        """Note that the request is sent to the engine. The last engine noted serves the request."""
 
     def unsent(self) -> None:
         """Undo the last `sent`: the request did not reach that engine."""
@@ -47,8 +45,10 @@ class Bill(Protocol):
 
 
 class Answering(msgspec.Struct, frozen=True):
-    """A response of status 200, its body unread. release: gives the engine's places back before the answer's end,
-    because the engine has finished its part; only the first call has an effect.
+    """A response of status 200, its body unread.
+
+    release: frees the engine's places before the answer's end, because the engine has finished its part. Only the first
+    call has an effect.
     """
 
     engine: EngineRecord
@@ -57,7 +57,7 @@ class Answering(msgspec.Struct, frozen=True):
 
 
 class Fleet:
-    """first_byte_seconds: time for the first byte, over all engines that are tried."""
+    """Dispatcher to all engines. first_byte_seconds: time limit for the first byte, over all engines that are tried."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Fleet:
 
     @property
     def keeps_allowances(self) -> bool:
-        """Return whether every engine bounds requests by an allowance, so that a whole answer's hold may grow."""
+        """Return whether every engine limits requests by an allowance, so that a whole answer's hold may grow."""
         return all(engine.keeps_allowances for engine in self._registry.healthy)
 
     def check(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
-        """Raise Quarantined for a request with which engines died."""
+        """Raise Quarantined for a request or adapter with which engines died."""
         self._quarantine.check(tenant_id, digest, body)
 
     @asynccontextmanager
@@ -103,10 +103,10 @@ class Fleet:
             yield Answering(engine, response, release)
 
     async def _begin(self, call: Call, bill: Bill, held: AsyncExitStack) -> Begun:
-        """Try engines in turn until one begins to answer; `held` closes it.
+        """Try engines in turn until one begins to answer; `held` closes the response.
 
-        A stream has `first_byte_seconds` for that. The first byte of a whole answer is its last, so it has all of its
-        request's time while its engine lives.
+        A stream must begin within `first_byte_seconds`. The first byte of a whole answer arrives with its last, so it
+        may use all of the request's time while its engine lives.
         """
         tenant_id, digest = call.tenant.id, call.model.digest
         prefix = prefix_key(tenant_id, digest, call.body)
@@ -134,7 +134,7 @@ class Fleet:
                         async with _while_it_speaks(engine):
                             response, busy = await held.enter_async_context(self._attempt(engine, call))
                     except EngineGone as error:
-                        # An engine that died with the request may have done work; it is asked for its count when it is
+                        # An engine that died with the request may have done work; its counts are requested when it is
                         # back.
                         if error.had_it:
                             was_lost = True
@@ -147,12 +147,12 @@ class Fleet:
                         if deaths == MAX_DEATHS:
                             raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
                     except EngineRefused as error:
-                        # Another may do better: this one failed, or lacks the adapter's files, say.
+                        # Another engine may succeed: this one failed or, for example, lacks the adapter's files.
                         deaths += isinstance(error.error, UpstreamFailed)
                         if deaths == MAX_DEATHS or not isinstance(error.error, UpstreamFailed | Unavailable):
                             raise
                         if error.error.code == "engine_unavailable":
-                            # As good as not there: its own words, "shutting down" say, are none of the client's.
+                            # The engine counts as absent. Its message, such as "shutting down", is not for the client.
                             bill.unsent()
                             engine.mark_down("it takes no requests")
                         else:
@@ -175,7 +175,7 @@ class Fleet:
 
     @asynccontextmanager
     async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[Incoming, Busy]]:
-        """Ask an engine, and record the outcome in its breakers and the quarantine."""
+        """Send the request to an engine, and record the outcome in its breakers and the quarantine."""
         started = time.monotonic()
         tenant_id, digest, breaker = call.tenant.id, call.model.digest, engine.breaker
         breaker.sent(tenant_id)
@@ -189,17 +189,17 @@ class Fleet:
                     try:
                         yield response, busy
                     finally:
-                        # The client has been told of the broken answer by now; here it only counts as a failure.
+                        # The client has already received the broken answer's error; here it only counts as a failure.
                         ended = response.content.exception()
                         if ended is not None and type(ended) is not ClientConnectionError:
-                            # That very type is left by closing it ourselves, because a key was revoked, say.
+                            # Exactly that type means that the gateway closed it, for example for a revoked key.
                             learn = breaker.failed
                             if not isinstance(ended, TimeoutError):
                                 self._quarantine.died(engine, tenant_id, digest, call.body)
             if ended is None:
                 learn = breaker.succeeded
                 if busy.is_counted:
-                    # Otherwise its client took longer to read than the engine to answer.
+                    # Otherwise the client took longer to read than the engine took to answer.
                     engine.observe_request(time.monotonic() - started)
         except EngineGone:
             learn = breaker.failed
@@ -216,7 +216,7 @@ class Fleet:
 
 @asynccontextmanager
 async def _while_it_speaks(engine: EngineRecord) -> AsyncIterator[None]:
-    """For the wait until an engine begins to answer. Raises EngineGone when it is let go of for its silence."""
+    """Allow the registry to end the wait for a silent engine's first byte. Raises EngineGone then."""
     try:
         async with asyncio.timeout(None) as wait:
             engine.unanswered.add(wait)

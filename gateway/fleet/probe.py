@@ -1,4 +1,4 @@
-"""Probe engines by /health and /state, then follow the stream of their state changes.
+"""Probes of engines by /health and /state, then by the stream of their state changes.
 
 An engine without such a stream (vLLM, or one behind a proxy that buffers streams) is polled instead.
 """
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = ClientTimeout(total=3.0)
 PUSHED = "application/x-ndjson"
-# The longest line: 70 bytes an adapter.
+# Longest line of a state stream, at 70 bytes for each adapter.
 MAX_LINE_BYTES = 8 * 2**20
 REFUSED = {
     "loraplex": "engine refuses the internal token; it must be LORAPLEX_INTERNAL_TOKEN's there",
@@ -29,8 +29,10 @@ VLLM_REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})?
 
 
 class Probe:
-    """base_model: the name under which every engine must serve the base. silence_seconds: an engine that pushes its
-    state sends a line every second; after this silence it is down.
+    """Watch of an engine's state.
+
+    base_model: the name under which every engine must serve the base model. silence_seconds: an engine that pushes its
+    state sends a line every second and is down after this silence.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Probe:
         self._token = {"x-loraplex-internal-token": internal_token}
 
     async def __call__(self, engine: EngineRecord) -> None:
-        """Update the record. Raises no network errors."""
+        """Probe the engine and update its record. Raises no network errors."""
         try:
             url = f"{engine.url}/health"
             async with self._session.get(url, timeout=TIMEOUT, allow_redirects=False) as response:
@@ -63,7 +65,7 @@ class Probe:
             if isinstance(error, ClientResponseError) and error.status in (401, 403):
                 engine.mark_misconfigured(REFUSED[engine.address.kind])
                 return
-            # /state waits for a step to end; until it answers again, what we knew is the best we know.
+            # /state waits for a step to end; until it answers again, the last known state stays in use.
             log.debug("engine %s: %s at /state", engine.url, type(error).__name__)
         except UnsafeVersion as error:
             engine.mark_misconfigured(str(error))
@@ -73,7 +75,7 @@ class Probe:
         self._judge(engine)
 
     async def follow(self, engine: EngineRecord, heard: Callable[[], None]) -> bool:
-        """Update the record from the engine's state stream, until it falls silent or ends. Raises no network errors.
+        """Update the record from the engine's state stream until it ends or falls silent. Raises no network errors.
 
         heard: called after each line. Returns whether there was any line.
         """
@@ -100,18 +102,18 @@ class Probe:
                     heard()
                     pushed = True
         except TimeoutError:
-            # One that has not said anything yet may have a long step to end first.
+            # An engine that has sent no line yet may have to finish a long step first.
             if pushed:
                 engine.mark_down("it has fallen silent", silent=True)
             else:
                 engine.missed("it says nothing of its state")
         except (ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
-            # Why it ended is asked of /health.
+            # The next probe of /health finds the reason.
             log.debug("engine %s: %s while it was listened to", engine.url, type(error).__name__)
         return pushed
 
     def _judge(self, engine: EngineRecord) -> None:
-        """One that answers is up if it serves what it must."""
+        """Mark an answering engine as up if it serves the base model, else as misconfigured."""
         serves, wanted = engine.state.get("model", self._base_model), self._base_model
         if serves == wanted:
             engine.mark_up()
@@ -124,7 +126,7 @@ class Probe:
         return msgspec.json.decode(await self._get(engine, "/state"), type=dict[str, Any])
 
     async def _vllm_state(self, engine: EngineRecord) -> dict[str, Any]:
-        """Return our own /state of a vLLM server, from its model list and metrics. Raises UnsafeVersion."""
+        """Return a vLLM server's state in our engine's form, from its model list and metrics. Raises UnsafeVersion."""
         if not engine.address.any_version:
             check_version(await self._get(engine, "/version"))
         metrics = await self._get(engine, "/metrics")
@@ -148,7 +150,7 @@ class Probe:
         async with self._session.get(url, headers=headers, timeout=TIMEOUT, allow_redirects=False) as response:
             response.raise_for_status()
             if response.status != 200:
-                # Includes redirects: a server's secrets are never sent to another.
+                # Redirects are refused too: a server's secret is never sent to another server.
                 raise ClientPayloadError(f"{path} answered {response.status}, expected 200")
             return await response.read()
 
@@ -163,7 +165,7 @@ class _Models(msgspec.Struct):
 
 
 def _status(body: bytes) -> str:
-    """The status in the body of /health, "" if it has none."""
+    """Return the status in the body of /health, "" if there is none."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any]).get("status", "")
     except msgspec.MsgspecError:

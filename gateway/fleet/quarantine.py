@@ -1,4 +1,4 @@
-"""Quarantine: a request that two engines had when they died is not given to a third.
+"""Quarantine: a request that two engines had when they died is not sent to a third.
 
 Any of the requests that an engine has when it dies may be the cause. So a request, or a tenant's adapter, is
 quarantined only if no other tenant had requests on the engine at each of the deaths. A tenant's requests can therefore
@@ -30,11 +30,11 @@ DEATHS = {"request": 2, "adapter": 3}
 ONE_DEATH_SECONDS = 2.0
 # Fields that may differ between retries and do not change the computation.
 VOLATILE = ("user", "metadata", "store", "prompt_cache_key", "safety_identifier", "stream", "stream_options")
-# Stands for the tenants of other gateways' requests, which this process does not know while Redis is away.
+# Stands for the tenants of other gateways' requests, which are unknown while Redis is away.
 UNKNOWN_TENANTS = "?"
 MAX_SUSPECTS = 10_000
-# Period at which other processes' reports are read, and that while Redis is away; the longest time that a retry waits
-# for the report of its engine's death.
+# The period of reading other processes' reports, the same period while Redis is away, and the longest time that a retry
+# waits for the report of its engine's death.
 POLL_SECONDS = 0.1
 AWAY_SECONDS = 1.0
 REPORT_SECONDS = 0.25
@@ -53,16 +53,17 @@ class Quarantined(GatewayError):
 
 
 class Death(msgspec.Struct, eq=False):
-    """An engine's death, and the tenants whose requests it had as far as they are reported."""
+    """An engine's death, and the tenants whose requests it had, as far as they are reported."""
 
     at: float
     tenants: set[str]
 
 
 class Quarantine:
-    """seconds: how long a death is remembered and a quarantine lasts. secret: key of the HMACs; the same for all
-    processes of a deployment. shared: None for a process without others. count: called with the kind of each new
-    quarantine.
+    """Deaths of engines, and the requests and adapters in quarantine.
+
+    seconds: how long a death is remembered and a quarantine lasts. secret: key of the HMACs; the same for all processes
+    of a deployment. shared: None for a single process. count: called with the kind of each new quarantine.
     """
 
     def __init__(
@@ -109,19 +110,19 @@ class Quarantine:
             self._report(report)
 
     async def reported(self) -> None:
-        """Wait for the report of the last death, within a deadline, and for the reports that were there before it."""
+        """Wait, within a deadline, until the last death is reported and all earlier reports are read."""
         if self._sending is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_SECONDS):
                     await asyncio.shield(self._sending)
 
     async def watch(self) -> None:
-        """Apply other processes' reports as they come. Run it as a task."""
+        """Apply other processes' reports as they arrive, until cancelled. Run it as a task."""
         while self._shared is not None:
             try:
                 await self.read()
             except Exception:
-                # A fault of ours, or an entry of another release; the next ones are read all the same.
+                # A bug, or an entry of another release. The next reports are read regardless.
                 log.exception("reports of engines' deaths could not be read; tried again")
             await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else POLL_SECONDS)
 
@@ -133,7 +134,7 @@ class Quarantine:
                 self._apply(report, self._clock() - age)
 
     def _report(self, report: Report) -> None:
-        """Add to the unsent report of the engine. All requests that break at once go into a single message."""
+        """Add to the engine's unsent report. All requests that break at once go into a single message."""
         assert self._shared is not None
         unsent = self._unsent.setdefault(report.engine, Report(report.engine, [], []))
         unsent.tenants = [*{*unsent.tenants, *report.tenants}]
@@ -143,7 +144,7 @@ class Quarantine:
 
     async def _send(self) -> None:
         assert self._shared is not None
-        # Requests that break in the same iteration of the event loop add theirs first.
+        # Requests that break in the same iteration of the event loop are added first.
         await asyncio.sleep(0)
         sent = []
         while self._unsent:
@@ -164,7 +165,7 @@ class Quarantine:
                 log.error("quarantine: a tenant's %s was with %d engines that died: tenant %s", *what)
 
     def _apply(self, report: Report, at: float) -> None:
-        """Add a report to what is known of deaths. at: the time of the report on this process's clock."""
+        """Add a report to the known deaths. at: the time of the report on this process's clock."""
         death = self._death(report.engine, at)
         death.tenants.update(report.tenants)
         recent = death.at - self._seconds

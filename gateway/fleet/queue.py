@@ -1,8 +1,8 @@
-"""Order requests while the engines are full: a bounded queue by priority and fair share.
+"""Queue of requests while the engines are full: bounded, ordered by priority and fair share.
 
 Lower priority numbers go first. Among equals, the tenant with the least service per weight goes first, counted in
-tokens (virtual token counters, as in engine/scheduling/fair_share.py): engines that know no tenants are shared fairly
-here. When the queue is full, the request that would be served last is refused, be it the new one or one that waits.
+tokens (virtual token counters, as in engine/scheduling/fair_share.py). So engines that cannot tell tenants apart are
+shared fairly too. When the queue is full, the request that would be served last is refused, whether new or waiting.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from gateway.errors import Overloaded
 
-# As the engine's: a prompt token is a share of a batch, a generated one takes a step.
+# The same as the engine's: a prompt token takes a share of a batch, a generated token takes a step.
 PREFILL_COST = 1.0
 DECODE_COST = 2.0
 LONGEST_RETRY_SECONDS = 60
@@ -23,7 +23,7 @@ LONGEST_RETRY_SECONDS = 60
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """The place of one request, waiting or with an engine. Lower priorities go first. tokens: of its prompt."""
+    """The place of a request, waiting or with an engine. Lower priorities go first. tokens: of its prompt."""
 
     tenant: str
     weight: float
@@ -36,7 +36,7 @@ class Place:
 
 
 class Gate:
-    """capacity: returns the requests that may be inside at once, called each time; None admits all."""
+    """Admission to the engines. capacity: called each time; returns how many requests may be inside, None for all."""
 
     def __init__(self, capacity: Callable[[], int | None], max_waiting: int, max_seconds: float) -> None:
         self._capacity = capacity
@@ -44,7 +44,7 @@ class Gate:
         self._max_seconds = max_seconds
         self._inside = 0
         self._waiting: list[Place] = []
-        # Tokens served by weight. Forgotten when nobody is here: then there is nobody to be fair to.
+        # Tokens served per weight, by tenant. Cleared when no tenant is present, because there is no one to compare.
         self._served: dict[str, float] = {}
         self._present: Counter[str] = Counter()
         self._arrivals = 0
@@ -82,19 +82,19 @@ class Gate:
             self.admit()
 
     def free(self, place: Place) -> None:
-        """Give the place back before the request ends, because no engine works on it any longer."""
+        """Free the place before the request ends, because its engine has finished its part."""
         self._step_out(place)
         self.admit()
 
     def _step_out(self, place: Place) -> None:
-        """Count the place no more; once, however often it is called."""
+        """Stop counting the place. Only the first call has an effect."""
         if place.entered is not None:
             self._inside -= 1
             self._seconds_inside += 0.1 * (time.monotonic() - place.entered - self._seconds_inside)
             place.entered = None
 
     def admit(self) -> None:
-        """Lets in as many as there is room for. To be called too when the engines' room may have grown."""
+        """Admit as many waiting requests as there is room for. Call it also when the engines' room may have grown."""
         while self._waiting and self._has_room:
             place = min(self._waiting, key=self._order)
             if self._end_wait(place, True):
@@ -117,7 +117,7 @@ class Gate:
             if place in self._waiting:
                 self._waiting.remove(place)
             elif place.turn.done() and not place.turn.cancelled() and place.turn.result():
-                # The turn came at the moment it was no longer wanted.
+                # The request was admitted in the same iteration in which its wait ended.
                 self._inside -= 1
             if isinstance(error, TimeoutError):
                 raise self._refusal(f"this request waited {self._max_seconds:g} s for one") from None
@@ -126,7 +126,7 @@ class Gate:
             raise self._refusal("the queue for them is full")
 
     def _end_wait(self, place: Place, admitted: bool) -> bool:
-        """False if the place's request is being cancelled and wants no answer any more."""
+        """End a place's wait. Returns False if its request is already being cancelled."""
         self._waiting.remove(place)
         if place.turn.done():
             return False
@@ -134,7 +134,7 @@ class Gate:
         return True
 
     def _arrive(self, place: Place) -> None:
-        """A tenant that comes back from idle is lifted to the least served of those here: idling earns no credit."""
+        """Add the place. An idle tenant's counter rises to the least of those present, so idling earns no credit."""
         tenant = place.tenant
         if tenant not in self._present:
             least = min((self._served[other] for other in self._present), default=0.0)

@@ -1,4 +1,4 @@
-"""The registry of engines: which exist, which are up, the adapters they hold, and their load."""
+"""Registry of engines: their existence, health, resident adapters and load."""
 
 import asyncio
 import logging
@@ -16,16 +16,16 @@ from gateway.fleet.breaker import Breakers
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-# An engine busy with a long step may miss a poll or two; a refused connection is down at once.
+# An engine in a long step may miss a probe or two. A refused connection means down at once.
 MISSES_UNTIL_DOWN = 3
-# Beyond its batch an engine gets as many again, to fill places as they fall free; more wait here, where they can still
-# go elsewhere and be ordered with everyone else's.
+# Besides its batch, an engine gets as many requests again, to fill places as they become free. Further requests wait in
+# the gateway, where they can still be ordered and sent to another engine.
 BATCHES_IN_FLIGHT = 2
-# What is assumed until an engine has told or shown it.
+# Assumed until an engine reports its own number.
 DEFAULT_SLOTS = 32
 MISMATCH = "engine answered with another adapter than was asked for; restart it and report its log"
 DEFAULT_LOAD_SECONDS = 0.05
-# An engine measures its loads up to host memory; the way to the device comes after that.
+# An engine measures its loads only into host memory; the copy to the device adds to that.
 LEAST_LOAD_SECONDS = 0.02
 
 
@@ -35,10 +35,10 @@ class EngineRecord:
 
     resident: digests (no prefix) of the adapters it holds. serving: this process's requests by digest, the base model's
     under None. tenants: the same by tenant. others: requests of other gateways. slots: requests that it runs at once.
-    load_seconds: time of an adapter's load. request_seconds: time of a request. problem: why it gets no requests
-    although it lives, and the remedy. distrusted: the instance that answered with another adapter than the request's.
-    silent_since: when it fell silent although its connections stand. unanswered: ends the wait of each request that it
-    has not begun to answer.
+    load_seconds: time of an adapter's load. request_seconds: time of a request. problem: the reason why it gets no
+    requests although it lives, and the remedy. distrusted: the instance that answered with another adapter than the
+    request's. silent_since: the time when it fell silent although its connections stay open. unanswered: time-outs that
+    end the wait of each request that it has not begun to answer.
     """
 
     address: Address
@@ -66,17 +66,17 @@ class EngineRecord:
 
     @property
     def load(self) -> int:
-        """Requests with this engine, everyone's as far as is known."""
+        """Return the number of requests on this engine, those of other gateways included as far as known."""
         return self.in_flight + self.others
 
     @property
     def limit(self) -> int:
-        """Requests it is given at most."""
+        """Return the most requests that the engine gets."""
         return self.slots if self.address.kind == "vllm" else BATCHES_IN_FLIGHT * self.slots
 
     @property
     def keeps_allowances(self) -> bool:
-        """Return whether it generates no more than a request's allowance, and reports whole answers that need more."""
+        """Return whether the engine stays within a request's allowance and reports whole answers that need more."""
         return self.address.kind == "loraplex" and self.state.get("keeps_allowances") is True
 
     @property
@@ -84,7 +84,7 @@ class EngineRecord:
         return self.healthy and self.breaker.allows_some
 
     def holds(self, digest: str) -> bool:
-        """True too for an adapter that a request of ours is bringing, before the engine says so itself."""
+        """Return whether the engine has the adapter, or loads it for a request of this process."""
         return digest in self.resident or self.serving[digest] > 0
 
     @contextmanager
@@ -106,11 +106,11 @@ class EngineRecord:
                 del self.tenants[tenant_id]
 
     def observe_request(self, seconds: float) -> None:
-        """Learns how long a request takes, the last few counting most."""
+        """Update the mean time of a request, in which the last few count most."""
         self.request_seconds += 0.1 * (seconds - self.request_seconds)
 
     def observe_state(self, state: dict[str, Any], in_flight: int) -> None:
-        """Takes an engine's word on itself, unless it is older than what it said before. in_flight: ours when asked."""
+        """Apply the engine's state, unless a newer one is known. in_flight: this process's requests at the query."""
         if state.get("instance") == self.state.get("instance") and _int(state, "generation") < _int(
             self.state, "generation"
         ):
@@ -124,7 +124,7 @@ class EngineRecord:
             self.load_seconds = max(float(seconds), LEAST_LOAD_SECONDS)
 
     def let_go(self) -> None:
-        """Sends the requests that it has not begun to answer elsewhere."""
+        """End the wait of all requests that the engine has not begun to answer; they go to other engines."""
         now = asyncio.get_running_loop().time()
         for wait in self.unanswered:
             if not wait.expired():
@@ -145,7 +145,7 @@ class EngineRecord:
         self.resident = frozenset()
 
     def distrust(self) -> None:
-        """Give this engine no requests until it reports another instance."""
+        """Send this engine no requests until it reports another instance."""
         self.distrusted = str(self.state.get("instance"))
         self.mark_misconfigured(MISMATCH)
 
@@ -156,13 +156,13 @@ class EngineRecord:
         self.distrusted = None
         if not self.healthy:
             log.info("engine %s is up", self.url)
-            # What the one before it did is not held against an engine that comes back.
+            # The failures of its previous life do not count against an engine that comes back.
             self.breaker = Breakers()
         self.healthy, self.misses, self.problem, self.draining = True, 0, None, False
         self.silent_since = None
 
     def missed(self, reason: str) -> None:
-        """One health check went unanswered."""
+        """Note an unanswered health check."""
         self.misses += 1
         if self.misses >= MISSES_UNTIL_DOWN:
             self.mark_down(reason, silent=True)
@@ -182,18 +182,20 @@ class Busy:
 
 
 class Watch(Protocol):
-    """How engines' records are kept up to date: gateway/fleet/probe.py."""
+    """Updates of engines' records; gateway/fleet/probe.py implements it."""
 
     async def __call__(self, engine: EngineRecord) -> None:
-        """Asks the engine."""
+        """Probe the engine."""
 
     async def follow(self, engine: EngineRecord, heard: Callable[[], None]) -> bool:
-        """Listens to it until it ends, and tells whether it said anything."""
+        """Follow the engine's state stream until it ends. Returns whether it had any line. heard: called for each."""
 
 
 class Registry:
-    """The engines that `discover` finds. Each is probed and then followed; an engine that cannot be followed is probed
-    every second. An engine that is no longer discovered gets no new requests; its running ones go on.
+    """The engines that `discover` finds.
+
+    Each is probed and then followed; an engine that cannot be followed is probed every second. An engine that discovery
+    drops gets no new requests; its running requests go on.
     """
 
     def __init__(
@@ -215,26 +217,28 @@ class Registry:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with engines that live and cannot be used; each once."""
+        """Return the distinct problems of engines that live but cannot be used."""
         return sorted({engine.problem for engine in self._engines.values() if engine.problem})
 
     @property
     def capacity(self) -> int | None:
-        """Requests that this gateway may have with all engines together; None while none is available, when waiting
-        for a place would be waiting for nothing."""
+        """Return the most requests that this gateway may have on all engines together.
+
+        None while no engine is available: requests then fail at once instead of waiting for a place.
+        """
         available = [engine for engine in self._engines.values() if engine.available]
         return sum(max(0, engine.limit - engine.others) for engine in available) if available else None
 
     async def poll(self) -> None:
-        """Looks for engines and asks every one once."""
+        """Discover engines and probe each of them once."""
         await self._find()
         await asyncio.gather(*(self._watch(engine) for engine in self._engines.values()))
 
     async def watch(self, changed: Callable[[], None]) -> None:
-        """Looks for engines and watches each for ever, by itself: one that is slow to answer holds up no other. Run it
-        as a task.
+        """Discover and watch engines until cancelled. Run it as a task.
 
-        changed: called whenever an engine has said how it is, for whoever waits for room.
+        Each engine has a task of its own, so a slow engine delays no other. changed: called after each report of an
+        engine, because waiting requests may have room then.
         """
         try:
             while True:
@@ -249,7 +253,7 @@ class Registry:
                 task.cancel()
 
     async def _watch_one(self, engine: EngineRecord, changed: Callable[[], None]) -> None:
-        """Asks and listens once; when an engine stops talking, what has become of it is asked at once."""
+        """Probe the engine, follow its state stream to the end, and probe it again at once."""
         await self._watch(engine)
         self._spread(engine)
         changed()
@@ -259,8 +263,10 @@ class Registry:
             changed()
 
     def _spread(self, engine: EngineRecord) -> None:
-        """End the wait for a silent engine's first byte: at once if another is available, else after
-        `silence_patience`, because it may come back.
+        """End the wait for a silent engine's first byte.
+
+        The wait ends at once if another engine is available, else after `silence_patience`, because the engine may
+        come back.
         """
         if engine.silent_since is None:
             return
@@ -286,7 +292,7 @@ class Registry:
 
 
 def resident_adapters(state: dict[str, Any]) -> frozenset[str]:
-    """The digests in an engine's /state, with or without the `sha256:` prefix."""
+    """Return the digests of the adapters in an engine's /state, without the `sha256:` that they may begin with."""
     adapters = state.get("adapters_resident")
     if not isinstance(adapters, list):
         return frozenset()

@@ -1,10 +1,10 @@
-"""Which engine serves a request: the one where its first token is soonest, by what is known of queue and adapters.
+"""Choice of a request's engine: the one with the earliest first token, estimated from its queue and adapters.
 
-Rendezvous hashing (Thaler and Ravishankar 1998) with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018), the bound
-being time: each adapter has an order of engines, the same on every gateway, that decides among those that are about as
-good. Who holds the adapter is better by the time a load takes, until its queue takes longer than that; then another
-loads a copy. As the load falls the first in the order takes all again, and the copy, unused, is evicted there.
-`benchmarks/routing.py` measures it against other ways.
+Rendezvous hashing (Thaler and Ravishankar 1998) with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018), where the
+bound is a time. Each adapter has an order of engines, the same on every gateway, which decides among engines that are
+about equally good. An engine that holds the adapter is better by the time of a load, until its queue takes longer than
+that; then another engine loads a copy. When the load falls, the first engine in the order gets all requests again, and
+the unused copy is evicted. `benchmarks/routing.py` compares this with other methods.
 """
 
 from collections import OrderedDict
@@ -16,14 +16,14 @@ import msgspec
 
 from gateway.fleet.registry import EngineRecord
 
-# What a full batch adds to each of its requests' time, of the whole: the price of joining the busier of two engines
-# that both have a place free.
+# The share by which a full batch prolongs each of its requests: the price of joining the busier of two engines that
+# both have a free place.
 CROWDING = 0.05
-# A load takes a place from another adapter, which will have to be loaded again.
+# Loads that a load costs: it evicts another adapter, which must be loaded again later.
 LOADS_PER_LOAD = 2.0
-# Loads are compared in quarters of a batch: within one, the conversation and the adapter's order decide.
+# Engines' loads are compared in quarters of a batch. Within a quarter, the conversation and the adapter's order decide.
 LEVELS = 4
-# Characters, or tokens, of a prompt that say which conversation it belongs to.
+# Leading characters, or tokens, of a prompt that identify its conversation.
 PREFIX_CHARS = 1024
 MAX_PREFIXES = 50_000
 
@@ -31,15 +31,15 @@ MAX_PREFIXES = 50_000
 def choose(
     engines: Iterable[EngineRecord], digest: str | None, prefix: bytes = b"", cached: EngineRecord | None = None
 ) -> EngineRecord | None:
-    """The engine for a request of adapter `digest` (None: the base model), None if there is none available.
+    """Return the engine for a request of adapter `digest` (None: the base model), None if none is available.
 
-    prefix: what conversation it is of, from `prefix_key`. cached: the engine that served that conversation last.
+    prefix: the conversation's key, from `prefix_key`. cached: the engine that served the conversation last.
     """
     candidates = [engine for engine in engines if engine.available]
     if len(candidates) <= 1:
         return candidates[0] if candidates else None
     affinity = digest.encode() if digest is not None else prefix
-    # The fleet's means: what was measured of one engine and another differs a little, and must not decide for all.
+    # Means over the fleet: the engines' own measurements differ a little, which must not decide every choice.
     request_seconds = sum(engine.request_seconds for engine in candidates) / len(candidates)
     load_seconds = sum(engine.load_seconds for engine in candidates) / len(candidates)
 
@@ -53,23 +53,26 @@ def choose(
 
 
 def seconds_in_queue(engine: EngineRecord) -> float:
-    """How long a new request waits for a place in the engine's batch, places falling free evenly."""
+    """Return how long a new request waits for a place in the engine's batch if places become free evenly."""
     return max(0, engine.load + 1 - engine.slots) * engine.request_seconds / engine.slots
 
 
 def level(engine: EngineRecord) -> float:
-    """The engine's load in batches, rounded down to a level."""
+    """Return the engine's load in batches, rounded down to a level."""
     return LEVELS * engine.load // engine.slots / LEVELS
 
 
 def rank(key: bytes, url: str) -> bytes:
-    """The place of an engine in a key's order: the same everywhere, and moved by no other engine's coming or going."""
+    """Return an engine's position in a key's order: the same everywhere, and independent of other engines."""
     return blake2b(url.encode(), key=key[:64], digest_size=8).digest()
 
 
 def prefix_key(tenant_id: str, digest: str | None, body: dict[str, Any]) -> bytes:
-    """What requests have in common that share cached prompt blocks: the tenant, the adapter, and OpenAI's
-    `prompt_cache_key` or, without it, a conversation's first two messages or a prompt's beginning."""
+    """Return a key for requests that share cached prompt blocks.
+
+    It is made of the tenant, the adapter, and OpenAI's `prompt_cache_key` or, without it, a conversation's first two
+    messages or a prompt's beginning.
+    """
     messages = body.get("messages")
     beginning = messages[:2] if isinstance(messages, list) else body.get("prompt")
     said = body.get("prompt_cache_key") or beginning
@@ -79,7 +82,7 @@ def prefix_key(tenant_id: str, digest: str | None, body: dict[str, Any]) -> byte
 
 
 class Conversations:
-    """Which engine served a conversation last, of the MAX_PREFIXES newest."""
+    """The last engine of each of the MAX_PREFIXES newest conversations."""
 
     def __init__(self) -> None:
         self._engines: OrderedDict[bytes, EngineRecord] = OrderedDict()

@@ -16,9 +16,9 @@ from gateway.process.outage import Outage
 
 log = logging.getLogger(__name__)
 
-# Longest time for a call; the process goes by its own reports after it.
+# Time-out of a call; after it the process uses its own reports only.
 CALL_SECONDS = 1.0
-# Reports kept in the stream, and read at once.
+# Most reports that the stream keeps, and most that one call reads.
 MAX_REPORTS = 1000
 PAGE = 100
 # KEYS: the stream. ARGV: seconds to keep it, its longest length, the reporting process, the report.
@@ -44,7 +44,7 @@ class Suspect(NamedTuple):
 
 
 class Report(msgspec.Struct):
-    """An engine's death as a process saw it: the tenants whose requests the engine had from it, and these requests."""
+    """An engine's death as a process saw it: the tenants of its requests there, and the requests that broke."""
 
     engine: str
     tenants: list[str]
@@ -52,7 +52,7 @@ class Report(msgspec.Struct):
 
 
 class SharedDeaths:
-    """deployment: a value that all processes of a deployment share and others do not, such as the database's URL."""
+    """The stream of reports. deployment: a value that only the processes of a deployment share: the database's URL."""
 
     def __init__(self, redis: Any, deployment: str) -> None:
         self._add, self._read = redis.register_script(ADD), redis.register_script(READ)
@@ -64,14 +64,15 @@ class SharedDeaths:
         self.is_away = False
 
     async def add(self, report: Report, seconds: float) -> None:
-        """Share a report. The stream is deleted `seconds` after its last report. A report that Redis does not take
-        stays this process's own.
+        """Share a report. The stream is deleted `seconds` after its last report.
+
+        While Redis is away the report is not shared, and only this process applies it.
         """
         arguments = [int(seconds) + 1, MAX_REPORTS, self._process, msgspec.json.encode(report)]
         await self._call(self._add, arguments)
 
     async def read(self) -> list[tuple[Report, float]]:
-        """Return other processes' reports that are new to this one, and the age of each in seconds."""
+        """Return the new reports of other processes, and the age of each in seconds."""
         async with self._reading:
             now, entries = await self._call(self._read, [self._last, PAGE]) or (0, [])
             if entries:

@@ -1,9 +1,9 @@
-"""Adapters of vLLM servers: loaded by name through the runtime API (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1), and unloaded
-least recently used first.
+"""Adapters of vLLM servers: loaded by name and unloaded least recently used first.
 
-A name is `sha256:<digest>`, so a name that exists, whoever loaded it, stands for the same bytes. Another gateway may
-unload it at any time: the request then fails with 404 before any work, and is sent again after a load. Gateways share
-their uses of adapters through Redis, so that none unloads an adapter that another is using.
+The runtime API needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A name is `sha256:<digest>`, so it stands for the same bytes
+whichever gateway loaded it. Another gateway may unload an adapter at any time: the request then fails with 404 before
+any work, and is sent again after a load. Gateways share their uses of adapters through Redis, so that no gateway
+unloads an adapter that another gateway is using.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ class VllmAdapters:
         self._moving: WeakKeyDictionary[EngineRecord, _Moving] = WeakKeyDictionary()
 
     async def ensure(self, engine: EngineRecord, digest: str, *, again: bool = False) -> None:
-        """Return when the engine has the adapter; concurrent callers share a load.
+        """Load the adapter unless the engine has it; concurrent callers share a load.
 
-        again: the engine has just answered that it lacks the adapter. Raises UpstreamFailed, ClientError, OSError,
-        TimeoutError.
+        again: whether the engine has just answered that it lacks the adapter. Raises UpstreamFailed, ClientError,
+        OSError, TimeoutError.
         """
         moving = self._moving.setdefault(engine, _Moving())
         self._uses.note(engine.url, digest)
         while (leaving := moving.unloads.get(digest)) is not None:
-            # The load must not overtake the unload on its way there.
+            # The load must not overtake the unload that is under way.
             await leaving.wait()
         if again:
             engine.resident -= {digest}
@@ -70,7 +70,7 @@ class VllmAdapters:
         engine.resident |= {digest}
 
     async def _unload_surplus(self, engine: EngineRecord, moving: "_Moving") -> None:
-        """Unload the least recently used adapters beyond the server's room, whichever gateway loaded or used them."""
+        """Unload the least recently used adapters beyond the server's limit, whichever gateway loaded or used them."""
         if len(engine.resident) <= engine.address.adapters or not self._idle(engine, moving):
             return
         async with moving.unloading:

@@ -1,4 +1,4 @@
-"""The allow-list of request fields for vLLM servers, and the body that they are sent.
+"""The allow-list of request fields for vLLM servers, and the request bodies for them.
 
 vLLM accepts fields that only the operator may set: `kv_transfer_params` alone replaces the prompt that the gateway has
 counted, names hosts to fetch KV blocks from, and exists in every server. Each release adds more. So a body for vLLM is
@@ -33,7 +33,7 @@ class VllmOnly(Struct, kw_only=True):
 
 
 # Hints for OpenAI's own service that many clients send. They do not change the answer and are dropped. `priority` is
-# the tenant's, not the request's.
+# dropped too, because it belongs to the tenant, not to the request.
 DROPPED = frozenset(
     {
         "metadata",
@@ -84,27 +84,26 @@ def check_fields(raw: bytes, kind: RequestType) -> bytes:
 
 
 def vllm_request(body: dict[str, Any], path: str, tenant_id: str, digest: str | None) -> dict[str, Any]:
-    """Return the body to send to a vLLM server for a checked one; the caller sets its `model`.
+    """Return the body for a vLLM server, made from a checked body; the caller sets its `model`.
 
-    Raises the protocol's BadRequest as `check_fields` does, which has not run if the only vLLM servers announced
-    themselves.
+    Raises the protocol's BadRequest as `check_fields` does, which has not run if all vLLM servers announced themselves.
     """
     body = {name: msgspec.json.decode(value) if isinstance(value, Raw) else value for name, value in body.items()}
     sent = _allowed(body, ChatCompletionRequest if path == CHAT_PATH else CompletionRequest)
     sent["cache_salt"] = cache_salt(tenant_id, digest, body.get("cache_salt"))
     if sent.get("stream"):
-        # Each event then carries the tokens so far, which bill a client that leaves. Not with several sequences: vLLM
-        # counts each of them alone, which would pass for the total.
+        # Each event then carries the tokens so far, by which a client that leaves is billed. Off for several sequences:
+        # vLLM counts each of them alone, which would be taken for the total.
         sent["stream_options"] = {**sent["stream_options"], "continuous_usage_stats": _is_one_sequence(sent)}
     return sent
 
 
 def cache_salt(tenant_id: str, digest: str | None, own: str | None) -> str:
-    """Return the salt of a request's KV blocks, so that only requests with the same tenant, adapter and client's salt
-    share them.
+    """Return the salt of a request's KV blocks. own: the client's salt.
 
-    The adapter is included because caches behind vLLM may leave it out of their keys (vllm-project/vllm#44250). The
-    length is fixed: vLLM refuses salts of more than 1,024 characters.
+    Only requests with the same tenant, adapter and client's salt share blocks. The adapter is included because caches
+    behind vLLM may leave it out of their keys (vllm-project/vllm#44250). The length is fixed, because vLLM refuses
+    salts of more than 1,024 characters.
     """
     parts = "\0".join((tenant_id, digest or "base", own or ""))
     return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
@@ -146,7 +145,7 @@ def _type_info(kind: RequestType) -> inspect.Type:
 def _declared(value: Any, declared: inspect.Type) -> Any:
     """Return a checked value without the members that its type does not declare.
 
-    Only structs and lists of them are walked through: a prompt may have a million token ids, a schema any depth.
+    Only structs and lists of structs are traversed: a prompt may have a million token ids, and a schema any depth.
     """
     options = declared.types if isinstance(declared, inspect.UnionType) else (declared,)
     for option in options:

@@ -1,6 +1,6 @@
 """The last use of each adapter of a vLLM server, by any gateway process: a sorted set in Redis for each server.
 
-The order decides which adapter is unloaded when a server is full. Without Redis a process knows its own uses only.
+The order decides which adapter is unloaded when a server is full. Without Redis a process orders by its own uses only.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ return redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
 
 
 class RecentUses:
-    """redis: None for a process that shares its engines with no other. timeout: seconds for a call."""
+    """Last uses of adapters. redis: None for a process that shares its engines with no other. timeout: of a call."""
 
     def __init__(self, redis: Any, timeout: float) -> None:
         self._script = redis.register_script(SCRIPT) if redis is not None else None
@@ -56,7 +56,7 @@ class RecentUses:
     async def all(self, engine_url: str) -> Mapping[str, float]:
         """Return the time of each digest's last use, by all processes if Redis answers."""
         shared = await self._call(engine_url)
-        # Redis has all of this process's uses by now, and one clock for all.
+        # Redis has received all uses of this process, and its clock is the same for all processes.
         return shared or self._own.get(engine_url, {})
 
     async def _tell(self, engine_url: str) -> None:

@@ -16,7 +16,7 @@ _VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(a|b|rc|dev)\d*)?(?:\D.*
 
 
 class UnsafeVersion(Exception):
-    """The version may mix up adapters. The message tells the operator the reason and the remedy."""
+    """The version may mix up adapters. The message gives the operator the reason and the remedy."""
 
 
 class _Version(msgspec.Struct):
