@@ -1,4 +1,4 @@
-"""The account of an admitted request: updated while it runs, settled and recorded however it ends."""
+"""Account of an admitted request: updated while the request runs, settled and recorded however it ends."""
 
 import asyncio
 import logging
@@ -28,16 +28,16 @@ from wire.responses import FinishedRequest
 
 log = logging.getLogger(__name__)
 
-# How long the end of an answer may wait for its settlement, so that a client that asks again at once finds its slot
-# free. A slower settlement goes on behind the answer.
+# Maximum wait for the settlement at the end of an answer, so that the client's next request sees the released slot. A
+# slower settlement continues in the background.
 SETTLE_PATIENCE_SECONDS = 1.0
-# How long an engine that was left gets to say what it generated: it stops within a step, or was killed and comes back.
-# After it the request is left to `abandoned`, which waits longer while the tenant has its place back.
+# Maximum wait for an engine's final count after an answer was cut off: the engine stops within a step, or was killed
+# and is restarted. After it `Abandoned` settles the request: it waits longer, with the tenant's slot released.
 OUTCOME_PATIENCE_SECONDS = 10.0
 
 
 class Account:
-    """The costs of a request so far. Token counts are the engine's if it sends them."""
+    """Costs of a request so far. Token counts are the engine's if it sends them."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class Account:
         self.hold = reservation.hold
         if self.hold is not None:
             self.hold.weight = asked.weights.completion
-        # Whether the engine ended the answer because its token rates had no room; whether that has been noted.
+        # Whether the engine ended the answer because its token rates had no room, and whether that has been handled.
         self.ended_by_allowance = self.was_limited = False
-        # The error for which an engine that does not know of it was stopped.
+        # The error for which the gateway stopped an engine that keeps no allowance.
         self.cut: RateLimited | None = None
         # Indices of the choices that have ended.
         self.ended_choices: set[int] = set()
         self.engine: str | None = None
-        # Whether the engine can be asked what it did: ours can.
+        # Whether the engine reports the counts of ended requests; ours do.
         self.engine_remembers = False
         self._before: tuple[str | None, bool] = None, False
-        # The last of our engines that died with the request before it answered.
+        # The last of our engines that died with the request before an answer.
         self.lost_engine: str | None = None
         self.prompt_tokens = 0
         self.completion_tokens = 0
@@ -87,12 +87,12 @@ class Account:
 
     @property
     def used(self) -> Used:
-        """The tokens so far; those of the usage row once the account is closed."""
+        """Return the tokens so far, or those of the usage row once the account is closed."""
         return self.billed or Used(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
     @property
     def is_beyond_hold(self) -> bool:
-        """Return whether the answer needs more than it holds of its token rates, and nobody has noted it."""
+        """Return whether the answer needs more tokens than its hold, and this has not been handled yet."""
         if self.hold is None or self.was_limited:
             return False
         return self.ended_by_allowance or self.hold.pace.is_used_up
@@ -107,7 +107,7 @@ class Account:
         return None if self._first_token is None else self._first_token - self.arrived
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
-        """Note that the engine has the prompt. From here on the request costs tokens, even if its client leaves."""
+        """Record that the engine has the prompt. From then on the request costs tokens, even if its client leaves."""
         self._before = self.engine, self.engine_remembers
         self.engine, self.prompt_tokens, self.completion_tokens = engine.url, prompt_tokens, 0
         self.engine_remembers = engine.address.kind == "loraplex"
@@ -118,26 +118,26 @@ class Account:
         self.prompt_tokens = 0
 
     def lost(self) -> None:
-        """Note that the engine of the last `sent` died with the request, perhaps after work."""
+        """Record that the engine of the last `sent` died with the request, perhaps after work on it."""
         if self.engine_remembers:
             self.lost_engine = self.engine
 
     @property
     def engines_to_ask(self) -> list[str]:
-        """Return the engines that may have done work that this gateway does not know of, the likeliest first."""
+        """Return the engines whose work on the request may be unknown to this gateway, the likeliest first."""
         served = self.engine if self.ending.asks_engine and self.engine_remembers else None
         lost = self.lost_engine if self.ending.may_be_lost else None
         return list(dict.fromkeys(url for url in (served, lost) if url is not None))
 
     def observe_receipt(self, receipt: Any) -> None:
-        """Read the engine's receipt. Raises EngineMismatch if it is not the request's adapter."""
+        """Store the engine's receipt. Raises EngineMismatch if it is not of the request's adapter."""
         if isinstance(receipt, str):
             self.served_digest = served_digest(receipt)
             if not matches(self.served_digest, self.model.digest):
                 raise EngineMismatch
 
     def observe_report(self, completion_tokens: int) -> None:
-        """Note the completion tokens so far of a whole answer."""
+        """Record the completion tokens so far of a whole answer."""
         self.completion_tokens = completion_tokens
         self._progressed()
 
@@ -146,7 +146,7 @@ class Account:
         self._observe(answer)
 
     def observe_event(self, event: Fields) -> None:
-        """Read the counts of a stream event and note the first token's time. Raises UpstreamFailed, EngineMismatch."""
+        """Read the counts of a stream event and the time of the first token. Raises UpstreamFailed, EngineMismatch."""
         before = self.completion_tokens
         self._observe(event)
         if self._first_token is None and self.completion_tokens > before:
@@ -163,7 +163,7 @@ class Account:
         elif isinstance(progress, dict):
             self._count(progress, progress.get("cached_tokens"))
         else:
-            # An engine that doesn't say how far it is (vLLM): until its last event, a piece of text is one token.
+            # The engine (vLLM) sends no counts before its last event: count a piece of text as one token.
             self.completion_tokens += sum(_has_text(choice) for choice in choices)
         self._progressed()
         for choice in choices:
@@ -178,7 +178,7 @@ class Account:
             self.hold.use(self.completion_tokens)
 
     def charge(self, told: FinishedRequest | None) -> Charge:
-        """Return the cost of the request. told: the engine's final count, if its answer was not read to the end."""
+        """Return the charge of the request. told: the engine's final count, if the answer was not read to the end."""
         heard = self.used
         known = None if told is None else Used(told.prompt_tokens, told.completion_tokens, told.cached_tokens)
         if told is not None:
@@ -219,8 +219,8 @@ class Account:
 def lease_note(
     principal: TenantPrincipal, endpoint: str, model: Model, price: Price, weights: Weights
 ) -> dict[str, Any]:
-    """Return the data, besides its progress, with which another gateway settles the request: the constant fields of its
-    usage row, its price and, if they are not 1, its weights in the token rates.
+    """Return the data with which another gateway settles the request, besides its progress: the constant fields of its
+    usage row, its price, and its weights in the token rates if they are not 1.
     """
     weighed = {} if weights == Weights() else {"weights": weights}
     return {
@@ -235,7 +235,7 @@ def lease_note(
 
 
 class Accounting:
-    """Opens accounts, and closes them in the background, where the cancellation of a handler cannot stop it."""
+    """Accounts of this process. Background tasks close them, so that the cancellation of a handler cannot stop it."""
 
     def __init__(self, quota: Quota, ledger: Ledger, metrics: Metrics, finished: FinishedClient) -> None:
         self._quota = quota
@@ -246,13 +246,13 @@ class Accounting:
         self._closing: set[asyncio.Task[None]] = set()
 
     def check_room(self) -> None:
-        """Raises Unavailable when usage could not be written down."""
+        """Raise Unavailable if the ledger has no room for further usage."""
         if not self._ledger.has_room:
             raise Unavailable("The usage ledger is behind; try again shortly.", code="ledger_unavailable")
 
     @contextmanager
     def open(self, account: Account) -> Iterator[Account]:
-        """Close the account at the end of the block, however it ends. Redis gets the progress periodically."""
+        """Close the account at the end of the block, however it ends. Redis receives the progress during the block."""
         account.tell = self._quota.progress
         try:
             yield account
@@ -278,19 +278,21 @@ class Accounting:
         return account.settlement
 
     async def close_and_wait(self, account: Account, ending: Ending) -> None:
-        """Close the account, and wait for it as long as a client may be kept waiting."""
+        """Close the account and wait for its settlement, at most SETTLE_PATIENCE_SECONDS."""
         await asyncio.wait({self.close(account, ending)}, timeout=SETTLE_PATIENCE_SECONDS)
 
     async def close_ahead(self, account: Account) -> None:
-        """Close the account of a successful request. Sends the settlement before the answer ends, so that the client's
-        next request sees the freed slot; waits for it if Redis does not keep the order of calls.
+        """Close the account of a successful request before its answer ends.
+
+        The settlement is sent first, so that the client's next request sees the released slot. If Redis does not keep
+        the order of calls, wait for the settlement.
         """
         settlement = self.close(account, Ending.FINISHED)
         if not self._quota.in_order:
             await asyncio.wait({settlement}, timeout=SETTLE_PATIENCE_SECONDS)
 
     async def drain(self, seconds: float) -> None:
-        """Waits until every account that was opened is closed; cuts short what takes longer than `seconds`."""
+        """Wait until all accounts are closed, and cancel those that take longer than `seconds`."""
         if self._closing:
             _, late = await asyncio.wait(set(self._closing), timeout=seconds)
             for task in late:
@@ -328,7 +330,7 @@ class Accounting:
             )
             self._outage.over()
         except Unavailable as error:
-            # The row goes to the journal; the quota sees to the rest.
+            # The row goes to the journal. The quota corrects the limits when Redis is back.
             self._outage.failed(str(error), "what requests took of their limits is corrected when redis is back")
         if entry_id is None:
             await self._ledger.keep(row)
@@ -336,8 +338,9 @@ class Accounting:
             self._ledger.settled(entry_id, row)
 
     async def _leave(self, account: Account, engine: str) -> bool:
-        """Leave the settlement to `Abandoned`, with the count that holds if the engine stays away. Returns whether that
-        is possible.
+        """Leave the settlement to `Abandoned`, with the counts that apply if the engine stays away.
+
+        Returns whether that is possible.
         """
         heard = account.used if account.ending in CUT else Used()
         is_free = account.ending.may_be_lost

@@ -1,4 +1,4 @@
-"""The charge of a request by its ending: `charge` has the table."""
+"""Charge of a request by its ending. `charge` has the table."""
 
 import math
 from enum import Enum
@@ -19,16 +19,16 @@ from gateway.fleet.client import EngineRefused
 from gateway.records.prices import Price
 from wire.requests import CompletionRequest, SamplingRequest
 
-# Log-probabilities at a position that cost a token of the token rates.
+# Number of log-probabilities at a position that cost one token of the token rates.
 LOGPROBS_PER_TOKEN = 5
-# Estimated JSON of an answer: of one log-probability, and of one token's text and ids. Measured on Llama's vocabulary:
-# 61 bytes for a prompt's log-probability, 78 for a chat's; a whole answer beyond the limit is cut off when it is read.
+# Estimated bytes of JSON for one log-probability, and for one token's text and ids. Measured on Llama's vocabulary: 61
+# bytes for a prompt's log-probability, 78 for a chat's. A whole answer that still exceeds the limit is cut off.
 LOGPROB_BYTES = 80
 TOKEN_BYTES = 8
 
 
 class Ending(Enum):
-    """The way in which an admitted request ended."""
+    """Ending of an admitted request."""
 
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -58,27 +58,27 @@ class Ending(Enum):
 
     @property
     def asks_engine(self) -> bool:
-        """Return whether the engine may have done work that this gateway does not know of."""
+        """Return whether the engine may have done work that is unknown to this gateway."""
         return self in (*CUT, Ending.NOT_BEGUN)
 
     @property
     def may_be_lost(self) -> bool:
-        """Return whether no engine served the request, so that an engine that died with it is asked for its work."""
+        """Return whether no engine served the request. An engine that died with it is then asked for its counts."""
         return self in (Ending.NOT_BEGUN, *UNANSWERED)
 
 
-# Endings of an answer that had begun and did not come to its end.
+# Endings of an answer that began and was not completed.
 CUT = (Ending.CANCELLED, Ending.REVOKED, Ending.SHORTENED, Ending.LIMITED, Ending.BROKEN)
 
-# Endings of a request that no engine worked on, unless one died with it before.
+# Endings of a request that no engine worked on, except an engine that died with it.
 UNANSWERED = (Ending.REFUSED, Ending.OVERLOADED, Ending.UNABLE, Ending.UNSERVED)
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Tokens of the token rates that a token of a prompt, and a generated one, cost.
+    """Cost of a prompt token and of a generated token, in tokens of the token rates.
 
-    A log-probability costs a fifth of a token: `completion = 1 + ceil(logprobs / 5)`, and where log-probabilities of
-    the prompt are asked for `prompt = 1 + n * max(1, ceil(prompt_logprobs / 5))`.
+    A log-probability costs a fifth of a token: `completion = 1 + ceil(logprobs / 5)` and, if log-probabilities of the
+    prompt are requested, `prompt = 1 + n * max(1, ceil(prompt_logprobs / 5))`.
     """
 
     prompt: int = 1
@@ -88,7 +88,7 @@ class Weights(msgspec.Struct, frozen=True):
         return prompt * self.prompt + completion * self.completion
 
     def price(self, price: Price) -> Price:
-        """Return the price of a rate's token, such that reserved rate tokens cost as much as the real tokens."""
+        """Return the price of a token of the rates, at which reserved rate tokens cost as much as the real tokens."""
         return msgspec.structs.replace(
             price,
             input=-(-price.input // self.prompt),
@@ -106,7 +106,7 @@ class Used(msgspec.Struct, frozen=True):
 
 
 class Charge(msgspec.Struct, frozen=True):
-    """The cost of a request in request rates, in token rates, and in `billed` tokens, those of its usage row.
+    """Cost of a request in request rates, in token rates, and in `billed` tokens, which are those of its usage row.
 
     is_free: whether the billed tokens cost no money. is_recorded: whether there is a usage row.
     """
@@ -124,11 +124,11 @@ class Charge(msgspec.Struct, frozen=True):
 
 
 def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, weights: Weights) -> Charge:
-    """Return what a request costs by how it ended.
+    """Return the charge of a request by its ending.
 
-    asked_prompt: the prompt's tokens as admitted. heard: the counts of the answer as far as it came; the whole prompt
-    once an engine was asked. told: the engine's own count, where it was asked afterwards and knows the request; of an
-    engine that died with the request where no engine served it.
+    asked_prompt: the prompt's tokens as admitted. heard: the counts of the answer as far as it was received, with the
+    whole prompt once it was sent to an engine. told: the final count of the engine that was asked afterwards, None if
+    none was asked or it does not have the request; if no engine served the request, an engine that died with it.
 
     | ending     | when                                               | request | token rates    | usage row | money  |
     |------------|----------------------------------------------------|---------|----------------|-----------|--------|
@@ -145,13 +145,13 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
     | UNSERVED   | no engine was there                                | 0       | none           | no row    | none   |
     | MISMATCHED | an engine served another adapter                   | 0       | none           | no tokens | none   |
 
-    A client never pays money for work of which it could receive nothing because an engine failed. That work counts
-    against its token rates, so that nobody gets work for nothing by making engines fail. If an engine dies with the
-    request before it answers and another serves it, only the other one's count holds. If none serves it (REFUSED,
-    OVERLOADED, UNABLE, UNSERVED) and the dead engine knows it, request and rates count as for BROKEN, so each request
-    in an engine's books has a row, though maybe of no tokens; a REFUSED one costs the token rates its prompt at least.
-    NOT_BEGUN asks the last engine first. What the gateway refuses itself is refused before it is admitted, and costs
-    nothing.
+    A client never pays money for work whose result it could not receive because an engine failed. That work counts
+    against its token rates, so that making engines fail does not yield free work. If an engine dies with the request
+    before an answer and another engine serves it, only the other engine's count applies. If none serves it (REFUSED,
+    OVERLOADED, UNABLE, UNSERVED) and the dead engine has counts of it, request and rates count as for BROKEN. So each
+    request that an engine has recorded has a usage row, possibly without tokens. A REFUSED request costs the token
+    rates at least its prompt. For NOT_BEGUN the last engine is asked first. Requests that the gateway itself refuses
+    are refused before admission and cost nothing.
     """
     was_lost = ending in UNANSWERED and told is not None
     if ending is Ending.FINISHED or ending in CUT:
@@ -162,7 +162,7 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
         used = Used()
     rate_tokens = weights.tokens(used.prompt, used.completion)
     if ending is Ending.REFUSED:
-        # Before its refusal the engine may have compiled a grammar or loaded an adapter.
+        # The engine may have compiled a grammar or loaded an adapter before it refused the request.
         rate_tokens = max(rate_tokens, weights.tokens(asked_prompt, 0))
     counts = was_lost or ending not in (Ending.UNABLE, Ending.UNSERVED, Ending.MISMATCHED)
     is_recorded = was_lost or ending is not Ending.UNSERVED
@@ -170,7 +170,7 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
 
 
 def ending_after(error: Exception) -> Ending:
-    """Return the ending of a request whose stream this error ended."""
+    """Return the ending of a request whose stream was ended by an error."""
     if isinstance(error, InvalidKey | Forbidden):
         return Ending.REVOKED
     if isinstance(error, RateLimited):
@@ -195,16 +195,16 @@ def weights_of(request: SamplingRequest) -> Weights:
     of_prompt, of_completion = request.num_prompt_logprobs, request.num_logprobs
     prompt = 1
     if of_prompt is not None:
-        # Even without alternatives the logits of every position are computed, and nothing comes from the cache.
+        # Even without alternatives, the logits of every position are computed and the prefix cache is not used.
         prompt += (request.n or 1) * max(1, math.ceil(of_prompt / LOGPROBS_PER_TOKEN))
     return Weights(prompt, 1 + math.ceil((of_completion or 0) / LOGPROBS_PER_TOKEN))
 
 
 def check_answer_size(request: SamplingRequest, prompt: int, completion: int, limit: int) -> None:
-    """Refuse a request whose answer could exceed the gateway's limit. For a stream only the prompt's part counts,
-    because it is a single event.
+    """Raise BadRequest for a request whose answer could exceed `limit` bytes; the error names the field.
 
-    prompt: tokens of all prompts. completion: the most tokens of all choices. Raises BadRequest naming the field.
+    For a stream only the prompt's part counts, because it is a single event. prompt: tokens of all prompts. completion:
+    the maximum tokens of all choices.
     """
     n, of_prompt, of_completion = request.n or 1, request.num_prompt_logprobs, request.num_logprobs
     text = n * prompt * TOKEN_BYTES if isinstance(request, CompletionRequest) and request.echo else 0

@@ -1,4 +1,4 @@
-"""Ask engines for the token counts of requests whose answers this gateway did not read to the end."""
+"""Client for the engines' token counts of requests whose answers this gateway did not read to the end."""
 
 import asyncio
 import logging
@@ -12,28 +12,31 @@ from wire.responses import FinishedRequest, FinishedRequestList
 
 log = logging.getLogger(__name__)
 
-# What an engine may hold an answer back until a request has ended, and how long one may take beyond that (seconds).
+# Seconds that an engine may delay its response until a request has ended, and seconds that it may take beyond that.
 WAIT_SECONDS = 2.0
 ANSWER_SECONDS = 3.0
-# Between two tries to ask one that is away.
+# Pause between two calls to an engine that is away.
 AWAY_SECONDS = 0.25
-# Request ids in one question: they go into the URL.
+# Maximum number of request ids in one call; they are part of the URL.
 PAGE = 50
 
 
 class FinishedClient:
-    """Asks our own engines only; vLLM has no such route."""
+    """Client for our own engines; vLLM has no such route."""
 
     def __init__(self, session: ClientSession, internal_token: str) -> None:
         self._session = session
-        # Of the engines that do not answer.
+        # Outages of the engines that do not answer, by URL.
         self._outages: dict[str, Outage] = {}
         self._headers = {"x-loraplex-internal-token": internal_token}
 
     async def ask(
         self, engine_url: str, request_ids: Sequence[str], wait: float = 0.0
     ) -> dict[str, FinishedRequest] | None:
-        """What the engine knows of them, once none runs or `wait` seconds are over. None: it could not be asked."""
+        """Return the engine's records by request id, once none of the requests runs or `wait` seconds have passed.
+
+        Returns None if the engine does not answer.
+        """
         found: dict[str, FinishedRequest] = {}
         for start in range(0, len(request_ids), PAGE):
             query = {"ids": ",".join(request_ids[start : start + PAGE]), "wait": str(wait)}
@@ -67,8 +70,11 @@ class FinishedClient:
         return found
 
     async def outcome(self, engine_url: str, request_id: str, seconds: float) -> FinishedRequest | None:
-        """What one request has cost in the end. None: the engine does not know. Raises TimeoutError where for all of
-        `seconds` it is away or the request runs. One that was killed and comes back knows more than what was heard."""
+        """Return the record of a request that has ended, None if the engine has none.
+
+        Raises TimeoutError if the engine is away or the request runs for all of `seconds`. An engine that is away is
+        asked again, because one that was killed and restarted has more accurate counts than the gateway received.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while (left := deadline - loop.time()) > 0:

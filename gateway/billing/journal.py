@@ -1,9 +1,10 @@
-"""Usage events on the local disk, for as long as Redis does not take them: nothing that was generated is forgotten.
+"""Journal of usage events on the local disk, used while Redis does not accept them, so that no usage is lost.
 
-One file a process, made when it is first needed, locked while the process lives. A file whose lock is free belonged to
-a process that died, and whoever finds it takes it over. What is written is on the disk (fsync) before `append` returns.
+Each process has one file, which it creates when it is first needed and locks while it lives. A file whose lock is free
+belonged to a process that died; the first process that finds it takes it over. Events are on the disk (fsync) before
+`append` returns.
 
-A file is records one after the other: length and CRC-32 of an event, 4 bytes each (big endian), and the event.
+A file is a sequence of records: length and CRC-32 of an event, 4 bytes each (big endian), and the event.
 """
 
 import asyncio
@@ -28,19 +29,19 @@ T = TypeVar("T")
 
 HEADER = struct.Struct(">II")
 SUFFIX = ".journal"
-# Events of one batch on the way out.
+# Maximum number of events that one read returns.
 BATCH = 500
 
 
 def journal_folder(root: Path, database_url: str) -> Path:
-    """Beneath `root`, one folder a database: what is found in it must never reach another one."""
+    """Return the folder beneath `root` for a database. Each has its own, so that no event reaches another database."""
     url = make_url(database_url)
     place = f"{url.get_backend_name()}://{url.host}:{url.port}/{url.database}"
     return root / hashlib.sha256(place.encode()).hexdigest()[:16]
 
 
 class JournalFile:
-    """One file, its lock held. Not thread-safe; every method blocks on the disk and may raise OSError."""
+    """Journal file with its lock held. Not thread-safe; every method blocks on the disk and may raise OSError."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -54,7 +55,7 @@ class JournalFile:
     def create(cls, folder: Path) -> "JournalFile":
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / f"{uuid.uuid4().hex}{SUFFIX}"
-        # Nobody takes over a name that does not end as theirs do, so the lock is there before the name is.
+        # Other processes take over only names with SUFFIX, so the file is locked before it gets one.
         nascent = path.with_suffix(".new")
         descriptor = os.open(nascent, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,7 +65,7 @@ class JournalFile:
 
     @classmethod
     def adopt(cls, path: Path) -> "JournalFile | None":
-        """A dead process's file; None if its process lives, or another one was quicker."""
+        """Take over a dead process's file. Return None if its process lives or another process has taken it over."""
         try:
             descriptor = os.open(path, os.O_RDWR)
         except FileNotFoundError:
@@ -80,7 +81,7 @@ class JournalFile:
         return cls(path, descriptor)
 
     def append(self, events: Sequence[bytes]) -> None:
-        """All of them or, if it raises, none."""
+        """Append all events or, if an OSError is raised, none."""
         data = b"".join(HEADER.pack(len(event), zlib.crc32(event)) + event for event in events)
         try:
             written = 0
@@ -88,13 +89,13 @@ class JournalFile:
                 written += os.pwrite(self._descriptor, data[written:], self.size + written)
             os.fdatasync(self._descriptor)
         except OSError:
-            # Half a record would hide those after it.
+            # A partial record would make those after it unreadable.
             os.ftruncate(self._descriptor, self.size)
             raise
         self.size += len(data)
 
     def read(self) -> list[bytes]:
-        """The next events, at most BATCH; the same ones again until `forget`. Ends at a record that is not whole."""
+        """Return the next events, at most BATCH; the same ones again until `forget`. Stop at an incomplete record."""
         events: list[bytes] = []
         at = self._read
         while len(events) < BATCH:
@@ -104,7 +105,7 @@ class JournalFile:
             length, checksum = HEADER.unpack(header)
             event = os.pread(self._descriptor, length, at + HEADER.size) if length <= self.size else b""
             if len(event) < length or zlib.crc32(event) != checksum:
-                # The last one may be: its process died as it wrote it, before it relied on it.
+                # This can happen to the last record, if its process died during the write, before `append` returned.
                 log.critical("usage journal %s: the record at byte %d is not whole; the file ends there", self.path, at)
                 self.damaged = True
                 break
@@ -114,14 +115,14 @@ class JournalFile:
         return events
 
     def forget(self) -> None:
-        """What `read` gave is written down elsewhere. A file that has been read to its end is emptied."""
+        """Drop the events of the last `read`, which are stored elsewhere. Truncate a file that was read to its end."""
         self._read = self._next
         if self._read >= self.size:
             os.ftruncate(self._descriptor, 0)
             self.size = self._read = self._next = 0
 
     def end(self) -> None:
-        """Deletes the file; one that is not whole is put aside for people to look at."""
+        """Delete the file, or rename a damaged one, for the operator to examine."""
         if self.damaged:
             self.path.rename(self.path.with_suffix(".damaged"))
         else:
@@ -133,8 +134,10 @@ class JournalFile:
 
 
 class Journal:
-    """This process's file and those it took over. max_bytes: beyond it no request should be admitted; what runs
-    already may still be written down."""
+    """Journal of this process: its own file and those that it took over.
+
+    max_bytes: the size beyond which no request should be admitted. Running requests may still append.
+    """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
@@ -142,7 +145,8 @@ class Journal:
         self._own: JournalFile | None = None
         self._adopted: list[JournalFile] = []
         self._disk = asyncio.Lock()
-        # The event loop's default threads also publish adapters and build bodies for vLLM, work that tenants cause.
+        # A thread of its own, because tenants can occupy the event loop's default threads, which also publish adapters
+        # and build bodies for vLLM.
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
         self._flusher: asyncio.Task[None] | None = None
@@ -154,7 +158,10 @@ class Journal:
         return self.bytes < self._max_bytes
 
     async def append(self, event: bytes) -> None:
-        """Returns once the event is on the disk. Raises OSError. Those that come meanwhile share the next fsync."""
+        """Append an event and return once it is on the disk. Events that arrive during an fsync share the next one.
+
+        Raises OSError.
+        """
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((event, done))
         if self._flusher is None or self._flusher.done():
@@ -176,7 +183,7 @@ class Journal:
         self.appended.set()
 
     async def batches(self) -> AsyncIterator[list[bytes]]:
-        """All that is kept, own and dead processes', oldest first; a batch is forgotten once the next is asked for.
+        """Yield all events, those of dead processes first. A batch is dropped when the next one is requested.
 
         Raises OSError.
         """
@@ -200,7 +207,7 @@ class Journal:
                     await self._thread(file.end)
 
     async def close(self) -> None:
-        """Release the files, whose events the next process takes over."""
+        """Release the files. The next process takes over their events."""
         async with self._disk:
             for file in (*self._adopted, self._own):
                 if file is not None:
@@ -221,8 +228,9 @@ class Journal:
                     self._adopted.append(file)
 
     async def _thread(self, work: Callable[[], T]) -> T:
-        """Run work on the journal's own thread. A cancelled caller still waits for it, because nothing else may touch
-        the files before it is done.
+        """Run work on the journal's own thread.
+
+        A cancelled caller still waits for it, because no other work may use the files before it is done.
         """
         task = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:

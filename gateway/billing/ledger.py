@@ -1,8 +1,8 @@
-"""Usage from where it is safe to where it is kept: out of Redis' streams, or this host's journal, into SQL, once each.
+"""Ledger: moves usage rows from Redis' streams or this host's journal into SQL, each exactly once.
 
 The quota's script adds a request's event to its tenant's stream in the same step that settles it. The process that
-settled has the row in memory and writes it within a moment; the entry is deleted after that. What a process leaves
-behind (it died, SQL was away) is found by a sweep of any process. SQL drops what it has seen.
+settled it has the row in memory, writes it to SQL soon, and then deletes the entry from the stream. Entries that a
+process leaves behind (it died, SQL was away) are found by a sweep of any process. SQL ignores rows that it has already.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 # The jitter has its own generator, so that it never changes the state of Python's shared one.
 JITTER = random.Random()
 
-# Rows in one transaction, and how long the first of them may wait for company (seconds). A transaction of SQLite's
-# costs the event loop a millisecond or two beside its rows.
+# Maximum number of rows in one transaction, and how long the first of them waits for others (seconds). A transaction of
+# SQLite costs the event loop a millisecond or two in addition to its rows.
 MAX_BATCH = 500
 LINGER_SECONDS = 0.2
-# Rows held in memory beside the stream; what is beyond it the sweep finds.
+# Maximum number of rows in memory, besides the stream. The sweep finds the others.
 MAX_HELD = 5_000
 SWEEP_SECONDS = 5.0
-# Younger entries are about to be written by the process that settled them.
+# Minimum age of entries that the sweep writes. Younger ones are written by the process that settled them.
 LEFT_BEHIND_SECONDS = 3.0
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
@@ -39,10 +39,10 @@ AWAY = {"quota_unavailable": "redis does not answer", "database_unavailable": "t
 
 
 class Ledger:
-    """`run` moves rows until it is cancelled; `close` then writes what can be written at once."""
+    """Ledger of this process. `run` moves rows until it is cancelled; `close` then tries once to write the rest."""
 
     def __init__(self, writer: UsageWriter, stream: UsageStream, journal: Journal, max_rows: int) -> None:
-        """max_rows: that may wait anywhere for the database; beyond them no request should be admitted."""
+        """max_rows: the number of rows waiting for the database beyond which no request should be admitted."""
         self._writer = writer
         self._stream = stream
         self._journal = journal
@@ -55,12 +55,12 @@ class Ledger:
 
     @property
     def has_room(self) -> bool:
-        """False when the database is so far behind that no further request may be admitted."""
+        """Return whether the ledger has room for the usage of further requests."""
         return self.waiting < self._max_rows and self._journal.has_room
 
     @property
     def waiting(self) -> int:
-        """Rows not yet in the database, the journal's aside."""
+        """Return the number of rows that are not in the database yet, without the journal's."""
         return max(len(self._held), self._left_behind)
 
     @property
@@ -69,17 +69,17 @@ class Ledger:
 
     @property
     def rejected(self) -> int:
-        """Events that this process set aside because they are no rows."""
+        """Return the number of events that this process has set aside as invalid rows."""
         return self._writer.rejected
 
     def settled(self, entry_id: bytes, row: UsageRow) -> None:
-        """Redis has the row in its tenant's stream, as this entry."""
+        """Queue a row that Redis has in its tenant's stream as this entry."""
         if len(self._held) < MAX_HELD:
             self._held.append((entry_id, row))
             self._arrived.set()
 
     async def keep(self, row: UsageRow) -> None:
-        """Redis does not have the row: returns once the disk does. One that no disk takes is in the log."""
+        """Write a row that Redis does not have to the journal. If that fails, write it to the log."""
         try:
             await self._journal.append(encode(row))
         except OSError:
@@ -95,11 +95,11 @@ class Ledger:
             try:
                 await asyncio.get_running_loop().create_future()
             finally:
-                # A cancellation may be lost within a database's or Redis' driver as its call ends in time.
+                # A driver of the database or Redis may lose a cancellation that coincides with the end of a call.
                 self._ended = True
 
     async def close(self) -> None:
-        """One last try. What cannot be written stays in Redis or on the disk, for whoever comes next."""
+        """Try once to write the remaining rows. The others stay in Redis or in the journal for the next process."""
         try:
             await self._write_held()
             await self._replay()
@@ -120,10 +120,10 @@ class Ledger:
         work: Callable[[], Awaitable[bool | None]],
         describe: Callable[[], str],
     ) -> None:
-        """Do the work at each event and about every so many seconds; retry, ever later, while something is away.
+        """Do the work at each event and about every `seconds`; retry with growing delays while a part is away.
 
-        work: returns False where it was another process' turn. describe: returns what waits for the work, if anything
-        does. Outages have their own log.
+        work: returns False if it was another process's turn. describe: returns the amount that waits for the work as
+        text, empty if there is none; only then is an outage not logged.
         """
         delay = FIRST_RETRY_SECONDS
         outage = Outage(log, "writing usage down")
@@ -137,7 +137,7 @@ class Ledger:
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
                 continue
             except Exception:
-                # A fault of ours; the ledger must not end with it, for the rows are there.
+                # A bug must not end the ledger, because the rows still have to be written.
                 log.exception("usage could not be written; tried again")
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
@@ -148,7 +148,7 @@ class Ledger:
             if self._ended:
                 return
             if event is None:
-                # Uneven, so that no process is always the first to ask for its turn: one may be cut off from SQL.
+                # Jitter, so that no process always gets the turn: it may be cut off from SQL.
                 await asyncio.sleep((seconds or 0) * JITTER.uniform(0.5, 1.5))
                 continue
             with contextlib.suppress(TimeoutError):
@@ -164,13 +164,15 @@ class Ledger:
             await self._writer.write(row for _, row in batch)
             for _ in batch:
                 self._held.popleft()
-            # Where Redis went away meanwhile the sweep will find these again, and SQL that it has them.
+            # If Redis is away, the sweep finds these entries again and SQL ignores them.
             with contextlib.suppress(Unavailable):
                 await self._stream.remove((row.tenant_id, entry_id) for entry_id, row in batch)
 
     async def _sweep(self) -> bool:
-        """Write down the events that dead processes left in Redis, as the one process of all that does; every process
-        learns how many there are. Returns False where another process is at it."""
+        """Write the events that processes left behind in Redis, if it is this process's turn, and publish their number.
+
+        Returns False if it is another process's turn; then only read the published number.
+        """
         turn = SWEEP_SECONDS / 2
         if not await self._stream.is_first(turn):
             self._left_behind = await self._stream.backlog()
@@ -179,7 +181,7 @@ class Ledger:
         lengths: dict[str, int] = {}
         async for found in self._stream.lengths():
             lengths |= found
-            # The sum so far is published where it is more than was known.
+            # Publish the sum so far if it exceeds the last known number.
             await self._stream.publish(max(self._left_behind, sum(lengths.values())), turn)
         self._left_behind = sum(lengths.values())
         await self._stream.publish(self._left_behind, turn)
@@ -195,7 +197,7 @@ class Ledger:
         return True
 
     async def _move(self, batch: list[tuple[str, bytes, bytes]], turn: float) -> None:
-        """Write events, of many tenants in one transaction, and remove them from their streams."""
+        """Write events of many tenants in one transaction and remove them from their streams."""
         await self._writer.write_events(event for _, _, event in batch)
         await self._stream.remove((tenant_id, entry_id) for tenant_id, entry_id, _ in batch)
         self._left_behind = max(0, self._left_behind - len(batch))
@@ -207,7 +209,7 @@ class Ledger:
 
 
 def _what_fails(error: Unavailable | OSError) -> str:
-    """Which of those that usage passes through."""
+    """Return the part that fails: the journal's disk, Redis or the database."""
     if isinstance(error, OSError):
         return f"the journal's disk: {error}"
     return AWAY.get(error.code or "", error.message)

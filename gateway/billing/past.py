@@ -1,4 +1,4 @@
-"""The ledger's usage sums up to a moment, for limits whose state Redis has lost."""
+"""Usage sums of the ledger up to a moment, for limits whose state Redis has lost."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -15,10 +15,10 @@ from gateway.records.usage_report import TIMES, segments
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A part of a tenant's usage: by a family of keys, or by models. With no field set, all of it.
+    """Part of a tenant's usage: by a family of keys, or by models. Without any field, all of it.
 
-    models: names, and the tenant's other names that mean the same content now. besides: all adapters except those that
-    `models` would name.
+    models: names, which include the tenant's other names whose current content is the same. besides: all adapters
+    except those that these names would select as `models`.
     """
 
     family: str | None = None
@@ -30,9 +30,9 @@ ALL = Part()
 
 
 class UsagePast:
-    """Usage of a tenant or a part of it, exact to the microsecond of a row's `created_at`.
+    """Usage sums of a tenant or a part of it, exact to the microsecond of a row's `created_at`.
 
-    Raises Unavailable when the database is away.
+    Raises Unavailable if the database is away.
     """
 
     def __init__(self, database: Database, base_model: str) -> None:
@@ -47,7 +47,7 @@ class UsagePast:
         ]
         if not parts:
             return 0
-        # One statement, so that a row that is being written is seen in the row and in the sums, or in neither.
+        # One statement, so that a row in the process of being written is read in both tables or in neither.
         every = union_all(*parts).subquery()
         async with self._database.read() as connection:
             return int((await connection.execute(select(func.sum(every.c.cost)))).scalar() or 0)
@@ -55,7 +55,7 @@ class UsagePast:
     async def tokens_by_hour(
         self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL
     ) -> list[tuple[datetime, int]]:
-        """Return the tokens that the requests in `[since, until)` cost token rates, by the hour's start, in order.
+        """Return (start of the hour, tokens of the token rates) of the requests in `[since, until)`, in order.
 
         since: the start of an hour.
         """
@@ -88,7 +88,7 @@ class UsagePast:
         found += [at < end] if end is not None else []
         if part.family is not None:
             keys = select(api_keys.c.id).where(api_keys.c.family_id == part.family)
-            # The first key of a family may be from a gateway of the release before, which leaves the column empty.
+            # A gateway of the previous release leaves `family_id` empty for the first key of a family.
             found.append((table.c.key_id == part.family) | table.c.key_id.in_(keys))
         if part.models is not None:
             found.append(table.c.model.in_(part.models) | table.c.model.in_(_same_content(tenant_id, part.models)))
@@ -99,7 +99,7 @@ class UsagePast:
 
 
 def _same_content(tenant_id: str, names: Sequence[str]) -> Select[Any]:
-    """Select the tenant's names whose content any of `names` means or ever meant."""
+    """Select the tenant's names whose current content any of `names` has or once had."""
     ever = all_versions(tenant_id, lambda name, _: name.in_(names))
     return (
         select(adapters.c.name)

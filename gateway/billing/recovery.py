@@ -1,4 +1,4 @@
-"""Requests whose gateway died: settled by another gateway with the token counts of their engine."""
+"""Recovery of requests whose gateway died: another gateway settles them with their engine's token counts."""
 
 import asyncio
 import logging
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 # The jitter has its own generator, so that it never changes the state of Python's shared one.
 JITTER = random.Random()
 
-# An engine that is away may come back and know: that is waited for so long. After it the last progress counts.
+# Maximum wait for the counts of an engine that is away and may come back. After it the last progress counts.
 ENGINE_PATIENCE_SECONDS = 60.0
-# How long the gateways that live have, after Redis was away, to settle themselves what ended meanwhile.
+# Time that live gateways get, after Redis was away, to settle the requests that ended during the outage.
 RETURN_SECONDS = 5.0
-# Tenants that are looked at in each round though no lease of theirs has ended, so that what is paid off is forgotten.
+# Tenants that are swept in each round although none of their leases has ended, so that paid-off states are dropped.
 IN_TURN = 10
 
 Answers = dict[str, dict[str, FinishedRequest] | None]
@@ -37,7 +37,7 @@ Answers = dict[str, dict[str, FinishedRequest] | None]
 
 
 class Abandoned:
-    """engines: the URLs of our own engines."""
+    """Settlement of expired leases. engines: returns the URLs of our own engines."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class Abandoned:
         self._turn = 0
 
     async def run(self) -> None:
-        """For ever, one process of all at a time. Run it as a task."""
+        """Settle expired leases periodically until cancelled, one process at a time. Run it as a task."""
         while True:
-            # Uneven, so that no process is always the first to ask for its turn.
+            # Jitter, so that no process always gets the turn.
             pause = self._every_seconds * JITTER.uniform(0.75, 1.25)
             await asyncio.sleep(max(pause, RETURN_SECONDS - self._quota.answers_for))
             if self._quota.answers_for < RETURN_SECONDS:
@@ -70,14 +70,14 @@ class Abandoned:
                 if await self._quota.is_first(self._every_seconds / 2):
                     await self.settle_all()
             except Unavailable as error:
-                # What is away is said by its own log.
+                # The part that is away logs its own outage.
                 log.debug("requests of gateways that died wait to be settled: %s", error)
             except Exception:
-                # A fault of ours; other requests wait.
+                # A bug must not end the task, because other requests wait.
                 log.exception("requests of gateways that died could not be settled; tried again")
 
     async def settle_all(self) -> None:
-        """Once through all tenants that have any. Raises Unavailable."""
+        """Settle the expired leases of all tenants once. Raises Unavailable."""
         tenants = await self._stream.tenants()
         self._turn = self._turn % max(1, len(tenants))
         in_turn = tenants[self._turn : self._turn + IN_TURN]
@@ -90,7 +90,7 @@ class Abandoned:
                     raise
                 log.error("leases of tenant %s wait: %s", tenant_id, error.__cause__)
             except Exception:
-                # Whatever it is about this one, the others do not wait for it.
+                # An error of one tenant must not stop the others.
                 log.exception("leases of tenant %s could not be settled; tried again", tenant_id)
 
     async def _settle_of(self, tenant_id: str) -> None:
@@ -114,7 +114,8 @@ class Abandoned:
         try:
             row = abandoned_row(lease, outcome)
         except (KeyError, TypeError, msgspec.ValidationError):
-            # Not a note of ours (a newer gateway's?): what there is of it goes where people look, and is held no more.
+            # The note has another form, perhaps a newer gateway's. Settle it with an event that is set aside for the
+            # operator, so that nothing stays held.
             log.critical("request %s of a gateway that died cannot be read", lease.reservation.request_id)
             event = msgspec.json.encode({**lease.lease, "request_id": lease.reservation.request_id, "outcome": outcome})
             await self._quota.settle(lease.reservation, tokens=lease.reservation.tokens, cost=0, event=event)
@@ -128,14 +129,16 @@ class Abandoned:
 
 
 def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> FinishedRequest | None:
-    """What the request has cost; None if that will be known better later: it runs, its gateway living after all, or
-    its engine is away and `patient`."""
+    """Return the final counts of an abandoned request, None to decide later.
+
+    That is the case if the request still runs (its gateway lives after all), or if `patient` and its engine is away.
+    """
     request_id, progress = lease.reservation.request_id, lease.progress
     known = [record for answer in answers.values() if answer and (record := answer.get(request_id)) is not None]
     if any(record.finish_reason is None for record in known):
         return None
     if known:
-        # Tried on one engine and served by another: that one did the work.
+        # The request was tried on several engines; the one with the most tokens served it.
         return max(known, key=lambda record: record.completion_tokens)
     may_know = answers.values() if progress is None else [answers.get(progress.engine_url)]
     if patient and any(answer is None for answer in may_know):
@@ -146,7 +149,7 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
 
 
 def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
-    """Return the usage row of an abandoned request. lease.lease: made by `accounting.lease_note`."""
+    """Return the usage row of an abandoned request. `account.lease_note` made `lease.lease`."""
     fields = {name: value for name, value in lease.lease.items() if name != "weights"}
     price = msgspec.convert(fields.pop("price"), Price)
     weights = msgspec.convert(lease.lease.get("weights", Weights()), Weights)
@@ -163,7 +166,7 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
         cached_tokens=outcome.cached_tokens,
         cost=0 if is_free else price.cost(prompt, completion, outcome.cached_tokens),
         surcharge=weights.tokens(prompt, completion) - prompt - completion,
-        # Until its gateway was last heard of, a third of a lease before it died or less.
+        # Time until the last extension of the lease, at most a third of a lease before the gateway died.
         latency_ms=max(0, round((lease.last_heard - created_at).total_seconds() * 1000)),
         ttft_ms=None,
         status="abandoned",

@@ -1,4 +1,7 @@
-"""Each tenant's usage events in Redis: added by the quota's script at settlement, removed once SQL has them."""
+"""Stream of each tenant's usage events in Redis.
+
+The quota's script adds an event at settlement; the ledger removes it once SQL has it.
+"""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Iterable
@@ -14,29 +17,35 @@ from gateway.process.loop_lag import deadline
 
 log = logging.getLogger(__name__)
 
-# Exists while a process sweeps, so that no other begins.
+# Key that exists while a process sweeps, so that no other process begins.
 SWEEPER = "loraplex:usage:sweeper"
-# The number of events in all streams, as the last sweep found it, and how long that stands.
+# Key of the number of events in all streams, as counted by the last sweep, and the time for which it is valid.
 BACKLOG = "loraplex:usage:backlog"
 BACKLOG_SECONDS = 60
-# The one field of an entry.
+# The only field of an entry.
 FIELD = b"event"
-# Entries read at once.
+# Maximum number of entries in one read.
 PAGE = 500
 
 
 def stream_key(tenant_id: str) -> str:
-    """The hash tag keeps a tenant's keys together, so that the quota's script may add to the stream."""
+    """Return the key of a tenant's stream.
+
+    The hash tag keeps a tenant's keys on one shard of a cluster, so that the quota's script can add to the stream.
+    """
     return f"loraplex:{{{tenant_id}}}:usage"
 
 
 def leases_key(tenant_id: str) -> str:
-    """Return the key of the quota's leases of a tenant."""
+    """Return the key of a tenant's leases."""
     return f"loraplex:{{{tenant_id}}}:leases"
 
 
 class UsageStream:
-    """Every method raises Unavailable when Redis is away. Deadlines are of pages, whatever the number of tenants."""
+    """Usage streams of all tenants. Every method raises Unavailable if Redis is away.
+
+    Deadlines apply to single pages, so they do not depend on the number of tenants.
+    """
 
     def __init__(self, redis: Redis | RedisCluster, timeout: float) -> None:
         self._redis = redis
@@ -47,27 +56,27 @@ class UsageStream:
         return sorted({tenant_id async for page in self._pages() for tenant_id in page})
 
     async def is_first(self, seconds: float) -> bool:
-        """Return whether this process is to sweep: no other has asked, or published, for so many seconds."""
+        """Return whether it is this process's turn to sweep: no other has asked or published for so many seconds."""
         return bool(await self._call(sweeps.is_first(self._redis, SWEEPER, seconds)))
 
     async def backlog(self) -> int:
-        """Return the number of events in all streams, as it was published last."""
+        """Return the last published number of events in all streams."""
         return int(await self._call(self._redis.get(BACKLOG)) or 0)
 
     async def publish(self, backlog: int, seconds: float) -> None:
-        """Tell all processes the backlog, and keep them from sweeping for so many more seconds."""
+        """Publish the backlog to all processes, and keep the turn to sweep for so many more seconds."""
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.set(BACKLOG, backlog, ex=BACKLOG_SECONDS)
         pipeline.set(SWEEPER, b"", px=max(1, int(seconds * 1000)))
         await self._call(pipeline.execute())
 
     async def move_tenants(self) -> None:
-        """Take over the tenants that the release before has registered."""
+        """Move the tenants that gateways of the previous release have registered."""
         while await self._call(sweeps.move_page(self._redis)):
             pass
 
     async def lengths(self) -> AsyncIterator[dict[str, int]]:
-        """Return the number of waiting events of each tenant with any, as far as its part of Redis answers."""
+        """Yield pages of the number of waiting events, by tenant. Tenants whose shard fails are left out."""
         seconds, _ = await self._call(self._redis.time())
         idle_before = (seconds - sweeps.IDLE_SECONDS) * 1000
         async for tenants in self._pages():
@@ -76,7 +85,7 @@ class UsageStream:
     async def _lengths(self, tenants: dict[str, float], idle_before: float) -> dict[str, int]:
         """Return the lengths of a page's streams. idle_before: the moment (ms) before which a registration is old."""
         old = [tenant_id for tenant_id, registered in tenants.items() if registered < idle_before]
-        # Leases before streams: a request that is settled between the two questions has moved to the stream.
+        # Count leases before streams: a request that is settled between the two counts is then in the stream.
         pipeline = self._redis.pipeline(transaction=False)
         for tenant_id in old:
             pipeline.zcard(leases_key(tenant_id))
@@ -87,7 +96,7 @@ class UsageStream:
         lengths = dict(zip(tenants, answers[len(old) :], strict=True))
         for tenant_id, error in lengths.items():
             if isinstance(error, Exception):
-                # The others' events do not wait for it.
+                # An error of one tenant must not stop the others.
                 log.error("usage events of tenant %s cannot be counted: %s", tenant_id, error)
         idle = [(id_, tenants[id_]) for id_ in old if leases[id_] == 0 and lengths[id_] == 0]
         if idle:
@@ -102,7 +111,7 @@ class UsageStream:
                 yield tenants
 
     async def left_behind(self, tenant_id: str, min_age: float) -> AsyncIterator[list[tuple[bytes, bytes]]]:
-        """Pages of (entry id, event) that have waited for at least `min_age` seconds, by Redis' clock, oldest first."""
+        """Yield pages of (entry id, event) that are at least `min_age` seconds old by Redis' clock, oldest first."""
         seconds, microseconds = await self._call(self._redis.time())
         newest = int((seconds + microseconds / 1e6 - min_age) * 1000)
         start = "-"
@@ -115,7 +124,7 @@ class UsageStream:
             start = b"(" + page[-1][0]
 
     async def remove(self, entries: Iterable[tuple[str, bytes]]) -> None:
-        """Entries, as (tenant id, entry id), that SQL has."""
+        """Remove entries, given as (tenant id, entry id), that SQL has."""
         by_tenant: dict[str, list[bytes]] = {}
         for tenant_id, entry_id in entries:
             by_tenant.setdefault(tenant_id, []).append(entry_id)
@@ -129,5 +138,5 @@ class UsageStream:
             async with deadline(self._timeout):
                 return await call
         except (RedisError, OSError, TimeoutError, AttributeError) as error:
-            # AttributeError: a cluster's client has dropped the connection as the call was about to write to it.
+            # A cluster's client raises AttributeError if it drops a connection that a call is about to write to.
             raise Unavailable("The quota store is unavailable; try again shortly.", code="quota_unavailable") from error

@@ -1,12 +1,13 @@
-"""Sweeps over tenants: the tenants that may have leases or usage events in Redis, and the one process that looks.
+"""Sweeps over tenants: registration of tenants with leases or usage events in Redis, and the turn to sweep.
 
-A tenant is registered in a sorted set with the moment of that, on Redis' clock. A gateway registers a tenant before it
-takes a lease, and again after REGISTER_SECONDS of use. A sweep removes a tenant whose last registration is older than
-IDLE_SECONDS and that has neither leases nor events. No event is lost by that: a lease is taken within REGISTER_SECONDS
-of a registration, so a lease or an event that the sweep has not seen belongs to a later registration, and an entry that
-was registered again is not removed. The keys lie on different shards of a cluster; no step needs two of them at once.
+A tenant is registered in a sorted set with the moment of its registration by Redis' clock. A gateway registers a tenant
+before it takes a lease, and again after REGISTER_SECONDS of use. A sweep removes a tenant whose last registration is
+older than IDLE_SECONDS and that has neither leases nor events. No event is lost by that: a lease is taken within
+REGISTER_SECONDS of a registration, so a lease or an event that the sweep did not find belongs to a later registration,
+and an entry that was registered again is not removed. The keys are on different shards of a cluster; no step needs two
+of them at once.
 
-Every method raises what its client raises; the callers set the deadlines.
+Every function raises what its client raises; the callers set the deadlines.
 """
 
 import time
@@ -16,26 +17,26 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
-# Sorted set: tenant id -> when it was registered last (ms).
+# Sorted set: tenant id -> moment of the last registration (ms).
 TENANTS = "loraplex:usage:active"
-# The release before kept a set, to which its gateways may add while they are replaced.
+# Set of the previous release, whose gateways may add to it until they have been replaced.
 TENANTS_BEFORE = "loraplex:usage:tenants"
-# A registration is good for so long. Far below IDLE_SECONDS: the difference is what a call may take at most.
+# Validity of a registration. It is far below IDLE_SECONDS, because the difference limits the duration of a call.
 REGISTER_SECONDS = 60.0
 IDLE_SECONDS = 600.0
-# Gateways of the release before register a tenant once and rely on that for as long as they live.
+# Additional validity for tenants of the previous release, whose gateways register a tenant only once in their lives.
 BEFORE_SECONDS = 86_400.0
-# Tenants that one call reads, adds or removes.
+# Maximum number of tenants that one call reads, adds or removes.
 PAGE = 500
 
-# KEYS: the sorted set. ARGV: milliseconds to add to the moment, then tenants. A later moment stands.
+# KEYS: the sorted set. ARGV: milliseconds to add to the moment, then tenants. A later moment is not replaced.
 REGISTER = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000) + tonumber(ARGV[1])
 for i = 2, #ARGV do redis.call('ZADD', KEYS[1], 'GT', string.format('%d', now), ARGV[i]) end
 return now
 """
-# KEYS: the sorted set. ARGV: tenant, moment, tenant, moment ...; one that was registered since is kept.
+# KEYS: the sorted set. ARGV: tenant, moment, tenant, moment ... A tenant with another moment is kept.
 REMOVE = """
 local removed = 0
 for i = 1, #ARGV, 2 do
@@ -50,27 +51,29 @@ Client = Redis | RedisCluster
 
 
 async def is_first(redis: Client, key: str, seconds: float) -> bool:
-    """Return whether no other process has asked this for so many seconds."""
+    """Return whether no process has asked this for so many seconds."""
     return bool(await redis.set(key, b"", nx=True, px=max(1, int(seconds * 1000))))
 
 
 class Registrations:
-    """The tenants that this process has registered lately."""
+    """Tenants that this process has registered within REGISTER_SECONDS."""
 
     def __init__(self, redis: Client) -> None:
         self._redis = redis
-        # Tenant -> when, on this process' clock, oldest first.
+        # Tenant id -> time (monotonic) of the registration, oldest first.
         self._since: dict[str, float] = {}
 
     def is_due(self, tenant_id: str, after: float) -> bool:
-        """Return whether a tenant must be registered before its next lease. after: the moment (monotonic) since which
-        Redis is known to have kept its data; earlier registrations may be lost."""
+        """Return whether a tenant must be registered before its next lease.
+
+        after: the time (monotonic) since which Redis has kept its data; earlier registrations may be lost.
+        """
         since = self._since.get(tenant_id)
         return since is None or since < max(after, time.monotonic() - REGISTER_SECONDS)
 
     async def add(self, tenant_ids: Sequence[str]) -> None:
         """Register at most PAGE tenants."""
-        # The moment before the call: Redis' own is not earlier.
+        # Read the clock before the call, so that the registration in Redis is not older.
         now = time.monotonic()
         await register(self._redis, tenant_ids)
         for tenant_id in tenant_ids:
@@ -81,26 +84,28 @@ class Registrations:
 
 
 async def register(redis: Client, tenant_ids: Sequence[Any], ahead: float = 0.0) -> None:
-    """Register at most PAGE tenants. ahead: seconds by which their entries are kept longer."""
+    """Register at most PAGE tenants. ahead: seconds that are added to the moment of the registration."""
     await redis.execute_command("EVAL", REGISTER, 1, TENANTS, int(ahead * 1000), *tenant_ids)
 
 
 async def page(redis: Client, cursor: int) -> tuple[int, dict[str, float]]:
-    """Return the next cursor (0 at the end) and about PAGE tenants with the moments of their registrations. A tenant
-    that is registered all the while is returned at least once."""
+    """Return the next cursor (0 at the end) and about PAGE tenants with the moments of their registrations.
+
+    A tenant that stays registered during a whole scan is returned at least once.
+    """
     answer: Any = await redis.zscan(TENANTS, cursor, count=PAGE)
     following, found = answer
     return int(following), {tenant_id.decode(): registered for tenant_id, registered in found}
 
 
 async def remove(redis: Client, registered: Iterable[tuple[str, float]]) -> int:
-    """Remove tenants unless they were registered again; return how many were removed."""
+    """Remove tenants that were not registered again; return their number."""
     flat: list[Any] = [item for tenant_id, at in registered for item in (tenant_id, int(at))]
     return int(await redis.execute_command("EVAL", REMOVE, 1, TENANTS, *flat)) if flat else 0
 
 
 async def move_page(redis: Client) -> bool:
-    """Move some tenants from the set of the release before; return whether there may be more."""
+    """Move some tenants from the set of the previous release; return whether there may be more."""
     ids: Any = await redis.srandmember(TENANTS_BEFORE, PAGE)
     if not ids:
         return False

@@ -1,4 +1,4 @@
-"""The ledger's row of an admitted request; before that it is JSON in the quota's stream or a journal."""
+"""Usage row of an admitted request: JSON in the quota's stream or in a journal, later a row of the ledger in SQL."""
 
 from datetime import datetime
 from typing import Annotated
@@ -11,10 +11,12 @@ Id = Annotated[str, Meta(max_length=32)]
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """status: "ok", "cancelled" (the client left), "refused" (the engine found the request bad; it cost nothing),
-    "error" or "abandoned" (its gateway died). Times in ms from the request's arrival. cost: in micro-units.
-    served_digest: the engine's receipt (gateway/fleet/receipts.py); None if it sent none. surcharge: the tokens of the
-    token rates beyond prompt and completion.
+    """Usage row of a request. Times are in ms from the request's arrival.
+
+    status: "ok", "cancelled" (the client left), "revoked" (its key became invalid), "limited" (a token rate ended it),
+    "refused" (the engine refused the request, which costs no money), "error" or "abandoned" (its gateway died). cost:
+    in micro-units. served_digest: the engine's receipt (gateway/fleet/receipts.py), None if it sent none. surcharge:
+    the tokens of the token rates beyond prompt and completion.
     """
 
     request_id: Annotated[str, Meta(max_length=64)]
@@ -47,7 +49,7 @@ def encode(row: UsageRow) -> bytes:
 
 
 def decode(event: bytes) -> UsageRow:
-    """Raises ValueError for what is no usage row."""
+    """Decode a usage row. Raises ValueError if the event is not one."""
     try:
         return _decoder.decode(event)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Usage rows into SQL: each once however often it comes, with the hour's and the day's sums in the same transaction.
+"""Writer of usage rows into SQL: each row once, with the sums of its hour and day in the same transaction.
 
-Any number of processes may write at once. Each transaction locks in one order (rows by request id, then hours, then
-days, each by its key), so that two of them wait for one another but never in a circle.
+Any number of processes may write at once. All transactions lock in the same order (rows by request id, then hours, then
+days, each by its key), so that they cannot deadlock.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "co
 
 
 class UsageWriter:
-    """rejected: how many events this process has set aside in `usage_rejected`."""
+    """Writer of usage rows. rejected: the number of events that this process has set aside in `usage_rejected`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -36,7 +36,7 @@ class UsageWriter:
         self.rejected = 0
 
     async def write_events(self, events: Iterable[bytes]) -> None:
-        """As `write`; what is no usage row is set aside."""
+        """Write encoded rows as `write` does. Events that are not usage rows are set aside."""
         rows = []
         for event in events:
             try:
@@ -46,12 +46,12 @@ class UsageWriter:
         await self.write(rows)
 
     async def write(self, rows: Iterable[UsageRow]) -> None:
-        """Rows that the database refuses are set aside. Raises Unavailable, and then some rows may be written."""
+        """Write rows; those that the database refuses are set aside. Raises Unavailable, perhaps after some rows."""
         by_id = {row.request_id: row for row in reversed(list(rows))}
         await self._write([by_id[request_id] for request_id in sorted(by_id)])
 
     async def _write(self, rows: Sequence[UsageRow]) -> None:
-        """Finds the row that is refused by halves, so that it takes no other with it."""
+        """Write rows in one transaction. If it is refused, bisect them, so that only the bad row is set aside."""
         if not rows:
             return
         try:
@@ -72,7 +72,7 @@ class UsageWriter:
             await self._write(rows[middle:])
 
     async def _insert(self, connection: AsyncConnection, rows: Sequence[UsageRow]) -> list[UsageRow]:
-        """The rows that were not there yet."""
+        """Insert rows and return those that were not in the table yet."""
         if self._database.dialect == "postgresql":
             found = await connection.execute(INSERT_ON_POSTGRESQL, {"rows": msgspec.json.encode(rows).decode()})
         else:
@@ -89,8 +89,8 @@ class UsageWriter:
         )
 
     async def _reject(self, event: bytes, reason: str) -> None:
-        """Raises Unavailable."""
-        # No database takes a NUL in a text, and not every event is UTF-8.
+        """Set an event aside. Raises Unavailable."""
+        # PostgreSQL's text cannot contain a NUL, and an event may not be UTF-8.
         shown = event.decode("utf-8", "backslashreplace").replace("\0", "\\0")
         values = {
             "id": hashlib.sha256(event).hexdigest(),
@@ -106,7 +106,7 @@ class UsageWriter:
 
 
 def _sums(rows: Iterable[UsageRow], period: str) -> list[dict[str, Any]]:
-    """Sums of each tenant, period, key and model, in the order of the sums' primary key."""
+    """Return the sums of each tenant, period, key and model, in the order of the sums' primary key."""
     sums: dict[tuple[str, datetime, str, str], dict[str, Any]] = {}
     for row in rows:
         start = row.created_at.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
@@ -124,7 +124,7 @@ def _sums(rows: Iterable[UsageRow], period: str) -> list[dict[str, Any]]:
 
 
 def _insert_on_postgresql() -> Executable:
-    """One parameter for any number of rows, so that the server prepares the statement once."""
+    """Return the insert statement. It has one parameter for all rows, so that the server prepares it only once."""
     dialect = postgresql.dialect()
     names = ", ".join(usage.c.keys())
     columns = ", ".join(f"{column.name} {column.type.compile(dialect)}" for column in usage.c)
