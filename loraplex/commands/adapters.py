@@ -1,4 +1,4 @@
-"""`loraplex adapter`: a tenant's adapters, with its own key or as an operator."""
+"""The `loraplex adapter` commands: a tenant's adapters, with the tenant's own key or as an operator."""
 
 from pathlib import Path
 
@@ -53,6 +53,8 @@ def delete(name: str, tenant: str | None, gateway: Gateway) -> None:
 @adapter.command("collect", epilog=examples("loraplex adapter collect"))
 @admin_options
 def collect(gateway: Gateway) -> None:
-    """Remove content from the store that no adapter of any tenant has had for an hour, as the gateways do each hour."""
+    """Remove content from the store that no adapter of any tenant has referred to for an hour. The gateways do this
+    hourly.
+    """
     done = gateway.run(lambda client: client.collect_adapters())
     click.echo(f"removed {done['removed']} adapters, {done['bytes']} bytes")

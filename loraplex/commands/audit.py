@@ -1,4 +1,4 @@
-"""`loraplex audit`: who changed what, when and from where."""
+"""The `loraplex audit` command: the audit log of changes, with actor, time and address."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.values import Moment, given
 
 COLUMNS = ("id", "at", "action", "target", "tenant", "actor", "address", "request_id", "detail", "own")
-# Of a request's id, in the table: enough to find it in a log.
+# Length of request ids in the table: enough to find one in a log.
 SHORT_CHARS = 12
 
 
@@ -25,18 +25,18 @@ SHORT_CHARS = 12
         "loraplex audit --since 2026-11-01 --limit 1000 --csv > november.csv",
     )
 )
-@click.option("--tenant", help="Of this tenant's things only; also one that was deleted.")
-@click.option("--actor", help="By this key only, by its id; `bootstrap` is LORAPLEX_ADMIN_KEY.")
-@click.option("--action", help="`key.revoke` and the like only, or all of a kind: tenant, key, adapter, price.")
-@click.option("--since", type=Moment(ahead=False), help="From this moment on: 2026-11-01, or 30d, 12h, ... ago.")
-@click.option("--until", type=Moment(ahead=False), help="Before this moment; default: now.")
-@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Entries at most.")
-@click.option("--after", help="Only what is older than the entry of this id: the next page.")
-@click.option("--csv", "as_csv", is_flag=True, help="As CSV, with all that is known; the detail is JSON.")
+@click.option("--tenant", help="Only changes of this tenant's objects; also accepts a deleted tenant.")
+@click.option("--actor", help="Only changes by the key with this id; `bootstrap` is LORAPLEX_ADMIN_KEY.")
+@click.option("--action", help="Only this action, such as `key.revoke`, or all of a kind: tenant, key, adapter, price.")
+@click.option("--since", type=Moment(ahead=False), help="Start of the period: 2026-11-01, or 30d, 12h, ... ago.")
+@click.option("--until", type=Moment(ahead=False), help="End of the period (exclusive); default: now.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Maximum entries.")
+@click.option("--after", help="Only entries older than the one with this id: the next page.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV with all fields; the detail is JSON.")
 @json_option
 @admin_options
 def audit(as_csv: bool, as_json: bool, gateway: Gateway, **query: Any) -> None:
-    """Show what was changed, the newest first: by which key, from which address."""
+    """Show the audit log, newest changes first, with the key and address of each."""
     if as_csv and as_json:
         raise click.UsageError("give either --csv or --json")
     answer = gateway.run(lambda client: client.audit(**given(query)))

@@ -1,4 +1,4 @@
-"""What the commands share: how errors reach the user, and where the gateway is."""
+"""Shared parts of the commands: error output, and the gateway's URL and key."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,7 +22,7 @@ DATA_DIR = Path(".loraplex")
 
 @contextmanager
 def one_line(*errors: type[Exception]) -> Iterator[None]:
-    """Turns domain errors into a message on stderr and exit code 1; anything else is a bug and keeps its trace."""
+    """Turn domain errors into a message on stderr and exit code 1. Any other error is a bug and keeps its traceback."""
     try:
         yield
     except errors as error:
@@ -30,13 +30,13 @@ def one_line(*errors: type[Exception]) -> Iterator[None]:
 
 
 def examples(*lines: str) -> str:
-    """A command's epilog: command lines to copy, not to be wrapped."""
+    """Return a command's epilog: example command lines to copy, which are not wrapped."""
     return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
 
 
 @dataclass(frozen=True)
 class Gateway:
-    """Where a command's gateway is and the key to use. tenants_own: a tenant's own key, not an operator's."""
+    """The gateway's URL and the key to use. tenants_own: the key is a tenant's own, not an operator's."""
 
     url: str
     key: str
@@ -54,9 +54,10 @@ class Gateway:
 
 
 def find_gateway(url: str | None, key: str | None, data_dir: Path, key_flag: str = "--admin-key") -> Gateway:
-    """Flags (or their environment) first, then what `loraplex up` left in the data directory.
+    """Find the gateway and the key: from flags (or their environment), else from `loraplex up`'s file in the data
+    directory.
 
-    local.json's key goes to local.json's gateway only. Raises click.UsageError naming what is missing.
+    local.json's key is sent only to local.json's gateway. Raises click.UsageError naming what is missing.
     """
     path = data_dir / "local.json"
     with one_line(DataDirError):
@@ -73,19 +74,19 @@ def find_gateway(url: str | None, key: str | None, data_dir: Path, key_flag: str
 
 
 def check_url(url: str, flag: str) -> None:
-    """Raises click.UsageError for what is no server's URL."""
+    """Raise click.UsageError for a text that is not a server's URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise click.UsageError(f"{flag}: expected a URL like http://127.0.0.1:8080, got {url!r}")
 
 
 def is_gateway_of(stored: dict[str, Any], url: str) -> bool:
-    """Whether what a file in the data directory holds is meant for this gateway; no other may see its keys."""
+    """Return whether a file of the data directory belongs to this gateway; its keys are sent to no other gateway."""
     return stored.get("gateway", "").rstrip("/") == url.rstrip("/")
 
 
 def whose(stored: dict[str, Any], url: str) -> str:
-    """Why a file's keys are not used for `url`: the end of an error's sentence."""
+    """Return the end of an error sentence that explains why a file's keys are not used for `url`."""
     return f"is of {stored['gateway']}, not of {url}" if stored else "does not exist"
 
 
@@ -96,7 +97,7 @@ def _where_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Path(path_type=Path),
             default=DATA_DIR,
             show_default=True,
-            help="Where `loraplex up` left local.json, read when the two options above are not given.",
+            help="Data directory of `loraplex up`; its local.json is read if the two options above are not given.",
         ),
         click.option("--admin-key", envvar="LORAPLEX_ADMIN_KEY", help="An operator's key. [env: LORAPLEX_ADMIN_KEY]"),
         click.option("--gateway", envvar="LORAPLEX_GATEWAY", help="The gateway's URL. [env: LORAPLEX_GATEWAY]"),
@@ -106,7 +107,7 @@ def _where_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def admin_options(command: Callable[..., None]) -> Callable[..., None]:
-    """For an operator's command: it gets `gateway`, found by these flags."""
+    """Add the options of an operator's command, which receives `gateway`."""
 
     @_where_options
     @wraps(command)
@@ -117,18 +118,19 @@ def admin_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def tenant_options(*, or_all: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For what a tenant may do itself: the command gets `gateway` and `tenant`, the latter None with its own key.
+    """Add the options of a command that tenants may also use; it receives `gateway` and `tenant`, None with a tenant's
+    own key.
 
-    or_all: without either, `tenant` is None and the key an operator's: what is asked for is every tenant's.
+    or_all: without --tenant and --api-key, `tenant` is None and the key an operator's: the command covers all tenants.
     """
-    whose = "default, as an operator: every tenant's." if or_all else "needs an operator's key."
+    whose = "default, with an operator's key: all tenants." if or_all else "needs an operator's key."
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
-        @click.option("--tenant", help=f"Whose; {whose}")
+        @click.option("--tenant", help=f"Tenant to act on; {whose}")
         @click.option(
             "--api-key",
             envvar="LORAPLEX_API_KEY",
-            help="A tenant's own key, instead of --tenant. [env: LORAPLEX_API_KEY]",
+            help="The tenant's own key, instead of --tenant. [env: LORAPLEX_API_KEY]",
         )
         @_where_options
         @wraps(command)

@@ -1,4 +1,4 @@
-"""`loraplex key`: tenants' API keys and other admins'."""
+"""The `loraplex key` commands: API keys of tenants and operators."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -18,11 +18,11 @@ def key() -> None:
     """Create, list, rotate and revoke API keys."""
 
 
-_admin_option = click.option("--admin", is_flag=True, help="An operator's key, of no tenant.")
+_admin_option = click.option("--admin", is_flag=True, help="Use operators' keys, which belong to no tenant.")
 
 
 def _read_id(_: click.Context, __: click.Parameter, given: str) -> str:
-    """Return a key's id, also from the whole key, whose secret is then not sent anywhere."""
+    """Return a key's id; from a whole key, cut it out, so that the secret is not sent anywhere."""
     found = re.fullmatch(r"lpx_([0-9a-f]{16})(_.*)?", given.strip())
     return found[1] if found else given
 
@@ -42,22 +42,22 @@ def _check_owner(tenant: str | None, admin: bool) -> None:
 )
 @click.argument("tenant", required=False)
 @_admin_option
-@click.option("--label", help="For people: what it is for.")
+@click.option("--label", help="Note for people: the key's purpose.")
 @click.option(
     "--expires",
     "expires_at",
     type=Moment(ahead=True),
-    help="2027-01-31 (UTC), 2027-01-31T12:00+01:00, or in 30d, 12h, ...; default: never.",
+    help="Expiry: 2027-01-31 (UTC), 2027-01-31T12:00+01:00, or 30d, 12h, ... from now; default: never.",
 )
-@click.option("--scopes", type=Words(*SCOPES), help=f"Some of {','.join(SCOPES)}; default: all.")
-@click.option("--models", "allowed_models", type=Words(), help="The only models it may ask, comma separated.")
-@click.option("--force", is_flag=True, help="Take --models that the tenant does not have yet.")
+@click.option("--scopes", type=Words(*SCOPES), help=f"Scopes, comma separated: {','.join(SCOPES)}; default: all.")
+@click.option("--models", "allowed_models", type=Words(), help="Allowed models, comma separated; default: all.")
+@click.option("--force", is_flag=True, help="Accept --models that the tenant does not have yet.")
 @limit_options
 @admin_options
 def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fields: Any) -> None:
     """Create an API key for TENANT. Only the key is printed on stdout; it cannot be shown again.
 
-    Limits of a key hold beside its tenant's.
+    The key's limits apply in addition to the tenant's.
     """
     _check_owner(tenant, admin)
     made = gateway.run(lambda client: client.create_key(tenant, force=force, **given(fields)))
@@ -70,7 +70,7 @@ def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fie
 @json_option
 @admin_options
 def list_all(tenant: str | None, admin: bool, as_json: bool, gateway: Gateway) -> None:
-    """List TENANT's keys, without the keys themselves."""
+    """List TENANT's keys, without their secrets."""
     _check_owner(tenant, admin)
     rows = gateway.run(lambda client: client.keys(tenant))
     if as_json:
@@ -83,10 +83,10 @@ def list_all(tenant: str | None, admin: bool, as_json: bool, gateway: Gateway) -
 
 @key.command("rotate", epilog=examples("loraplex key rotate 5f0c1a2b3d4e5f60 --grace 1d > acme.key"))
 @click.argument("key_id", callback=_read_id)
-@click.option("--grace", type=Duration(), default="1h", show_default=True, help="How long the old key goes on.")
+@click.option("--grace", type=Duration(), default="1h", show_default=True, help="Time that the old key stays valid.")
 @admin_options
 def rotate(key_id: str, grace: timedelta, gateway: Gateway) -> None:
-    """Replace the key of this id by one for the same use. Only the new key is printed on stdout."""
+    """Replace the key with this id by a new one with the same permissions. Only the new key is printed on stdout."""
     made = gateway.run(lambda client: client.rotate_key(key_id, int(grace.total_seconds())))
     _print_once(made)
 
@@ -95,7 +95,7 @@ def rotate(key_id: str, grace: timedelta, gateway: Gateway) -> None:
 @click.argument("key_id", callback=_read_id)
 @admin_options
 def revoke(key_id: str, gateway: Gateway) -> None:
-    """Revoke the key with this id. It opens nothing within a second, and its running streams end."""
+    """Revoke the key with this id. It is refused within a second, and its running streams end."""
     gateway.run(lambda client: client.revoke_key(key_id))
     click.echo(f"revoked key {key_id}")
 

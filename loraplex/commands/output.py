@@ -1,4 +1,4 @@
-"""How the commands show what the gateway answered: tables for people and awk, its own JSON for programs."""
+"""Output of the commands: tables for people and awk, the gateway's JSON for programs."""
 
 import json
 import re
@@ -16,24 +16,24 @@ _NUMBER = re.compile(r"-?[\d.]+")
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--json`: the command gets it as `as_json`."""
-    flag = click.option("--json", "as_json", is_flag=True, help="As the admin API answers; amounts in micro-units.")
+    """Add `--json`; the command receives it as `as_json`."""
+    flag = click.option("--json", "as_json", is_flag=True, help="Print the API's JSON, with amounts in micro-units.")
     return flag(command)
 
 
 def money(micro_units: int) -> str:
-    """An amount of the deployment's currency, exactly, with two decimals at least."""
+    """Return an exact amount of the deployment's currency, with at least two decimals."""
     whole, _, part = f"{Decimal(micro_units) / MICRO_UNITS:f}".partition(".")
     return f"{whole}.{part:0<2}"
 
 
 def moment(text: str) -> str:
-    """One of the API's moments, in UTC and without fractions of a second."""
+    """Return a time of the API in UTC, without fractions of a second."""
     return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def limits_text(row: dict[str, Any]) -> str | None:
-    """Those of a row's limits that are set, in one cell of a table; None for none."""
+    """Return a row's limits that are set, as one table cell; None if none is set."""
     limits = {name: row[name] for name in (*LIMITS, BUDGET) if row.get(name) is not None}
     if BUDGET in limits:
         limits[BUDGET] = money(limits[BUDGET])
@@ -45,7 +45,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Plain aligned columns, one line a row: reads well, and pipes into awk. Numbers stand at the right."""
+    """Print aligned columns, one line per row, which also suit awk. Numbers are right-aligned."""
     table = [[_cell(column, row.get(column)) for column in columns] for row in rows]
     numeric = [_is_numeric([line[i] for line in table]) for i in range(len(columns))]
     table.insert(0, [column.upper() for column in columns])

@@ -1,4 +1,4 @@
-"""`loraplex price`: what tokens cost, in the deployment's currency per million tokens."""
+"""The `loraplex price` commands: prices of tokens, in the deployment's currency per million tokens."""
 
 import click
 
@@ -20,10 +20,12 @@ def price() -> None:
     ),
 )
 @click.argument("model")
-@click.option("--input", "input_price", type=Money(), required=True, help="Of a million prompt tokens, like 0.50.")
-@click.option("--output", "output_price", type=Money(), required=True, help="Of a million completion tokens.")
-@click.option("--cached", "cached_price", type=Money(), help="Of a million cached prompt tokens; default: --input.")
-@click.option("--force", is_flag=True, help="Also for an adapter or a model that does not exist yet.")
+@click.option(
+    "--input", "input_price", type=Money(), required=True, help="Price per million prompt tokens, such as 0.50."
+)
+@click.option("--output", "output_price", type=Money(), required=True, help="Price per million completion tokens.")
+@click.option("--cached", "cached_price", type=Money(), help="Price per million cached tokens; default: --input.")
+@click.option("--force", is_flag=True, help="Accept an adapter or a model that does not exist yet.")
 @admin_options
 def set_price(
     model: str, input_price: int, output_price: int, cached_price: int | None, force: bool, gateway: Gateway
@@ -52,6 +54,6 @@ def list_all(as_json: bool, gateway: Gateway) -> None:
 @click.argument("model")
 @admin_options
 def delete(model: str, gateway: Gateway) -> None:
-    """Delete the price of MODEL: from now on that of what is less particular holds."""
+    """Delete the price of MODEL. From then on the next more general price applies."""
     gateway.run(lambda client: client.delete_price(model))
     click.echo(f"deleted the price of {model}")

@@ -1,4 +1,4 @@
-"""`loraplex gateway | engine | migrate`: each program by itself, as a deployment runs it."""
+"""The `loraplex gateway | engine | migrate` commands: each program by itself, as a deployment runs it."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import click
 from loraplex.commands.common import DATA_DIR, examples, one_line
 from loraplex.commands.vllm_flags import EngineCommand
 
-# Addresses to listen on that are none to be reached at.
+# Addresses to listen on that clients cannot connect to.
 ANY_HOST = ("0.0.0.0", "::")
 MODULE_FIELDS = ("name", "path", "base_model_name")
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -36,7 +36,9 @@ class Bytes(click.ParamType):
 
 
 class Module(click.ParamType):
-    """`name=path` or `{"name": ..., "path": ...}`, as vLLM writes it; there is one base model, whatever its name."""
+    """`name=path` or `{"name": ..., "path": ...}` as in vLLM; a base model's name is ignored, because there is only
+    one.
+    """
 
     name = "name=path"
 
@@ -79,66 +81,101 @@ class Sizes(click.ParamType):
     ),
 )
 @click.option("--model", required=True, help="A model folder, a .gguf file, or a hub id.")
-@click.option("--tokenizer", help="A folder with the tokenizer to use; default: the model's own.")
+@click.option("--tokenizer", help="Folder with the tokenizer to use; default: the model's own.")
 @click.option("--served-model-name", help="The base model's name in the API; default: from --model.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--max-model-len", type=int, help="Tokens of prompt and answer together; default: the model's.")
-@click.option("--max-num-seqs", default=64, show_default=True, help="Requests in one batch.")
-@click.option("--max-num-batched-tokens", default=640, show_default=True, help="Tokens in one step.")
-@click.option("--block-size", default=16, show_default=True, help="Tokens of a KV cache block.")
-@click.option("--threads", type=int, help="CPU threads; default: as many as affinity and cgroup quota allow.")
+@click.option("--dtype", default="auto", show_default=True, help="Model dtype: auto, float32, bfloat16 or float16.")
+@click.option("--device", default="auto", show_default=True, help="Device: auto, cpu or cuda.")
+@click.option("--max-model-len", type=int, help="Maximum tokens of prompt and answer together; default: the model's.")
+@click.option("--max-num-seqs", default=64, show_default=True, help="Maximum requests in a batch.")
+@click.option("--max-num-batched-tokens", default=640, show_default=True, help="Maximum tokens in a step.")
+@click.option("--block-size", default=16, show_default=True, help="Tokens per KV cache block.")
+@click.option("--threads", type=int, help="CPU threads; default: as many as CPU affinity and cgroup quota allow.")
 @click.option("--kv-cache-memory", type=Bytes(), help="Size of the KV cache, such as 4GiB; default: from the device.")
-@click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto, fp8_e4m3 or int8.")
-@click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
-@click.option("--cuda-graph-sizes", type=Sizes(), help="Rows of captured decode steps, such as 1,2,4,8.")
-@click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True, help="Reuse KV.")
-@click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=True, show_default=True, help="Split.")
-@click.option("--prefill-stretch", default=1.8, show_default=True, help="Most that prompts may stretch others' steps.")
-@click.option("--async-scheduling/--no-async-scheduling", default=None, help="Plan ahead; default: on a GPU.")
-@click.option("--max-lora-rank", default=64, show_default=True, help="Largest rank of an adapter.")
-@click.option("--lora-dtype", default="auto", show_default=True, help="Of adapters: auto, fp8_e4m3 or int8.")
-@click.option("--adapter-store", help="Folder of adapters by digest, for `sha256:...` models.")
+@click.option("--kv-cache-dtype", default="auto", show_default=True, help="KV cache dtype: auto, fp8_e4m3 or int8.")
+@click.option("--enforce-eager", is_flag=True, help="Do not use CUDA graphs.")
+@click.option("--cuda-graph-sizes", type=Sizes(), help="Batch sizes of CUDA graphs for decode, such as 1,2,4,8.")
+@click.option(
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    default=True,
+    show_default=True,
+    help="Reuse the KV cache of equal prefixes.",
+)
+@click.option(
+    "--enable-chunked-prefill/--no-enable-chunked-prefill",
+    default=True,
+    show_default=True,
+    help="Split long prompts into chunks that share steps with running requests.",
+)
+@click.option(
+    "--prefill-stretch",
+    default=1.8,
+    show_default=True,
+    help="Maximum slow-down of a decode step caused by prefill, as a factor.",
+)
+@click.option(
+    "--async-scheduling/--no-async-scheduling",
+    default=None,
+    help="Plan the next step while the current one runs; default: on a GPU.",
+)
+@click.option("--max-lora-rank", default=64, show_default=True, help="Maximum rank of an adapter.")
+@click.option("--lora-dtype", default="auto", show_default=True, help="Dtype of adapters: auto, fp8_e4m3 or int8.")
+@click.option("--adapter-store", help="Folder of adapters by digest, for models named `sha256:...`.")
 @click.option("--adapter-memory", type=Bytes(), help="Device memory for adapters; default: from the device.")
 @click.option("--host-adapter-memory", type=Bytes(), help="Host memory for adapters.  [default: 4GiB]")
-@click.option("--lora-modules", type=Module(), multiple=True, help="Adapter folders to serve under names.")
+@click.option("--lora-modules", type=Module(), multiple=True, help="Adapter folders to serve under given names.")
 @click.option(
-    "--max-waiting", default=1024, show_default=True, type=click.IntRange(0), help="Longest queue; 503 past it."
+    "--max-waiting",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Maximum waiting requests; further requests get 503.",
 )
-@click.option("--finished-file", type=click.Path(path_type=Path), help="What requests have cost, kept over restarts.")
-@click.option("--tool-call-parser", type=click.Choice(["hermes", "llama3_json"]), help="Default: as the template says.")
+@click.option(
+    "--finished-file",
+    type=click.Path(path_type=Path),
+    help="File that keeps the usage of finished requests over restarts.",
+)
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice(["hermes", "llama3_json"]),
+    help="Format of tool calls; default: from the chat template.",
+)
 @click.option(
     "--generation-config",
     type=click.Choice(["auto", "none"]),
     default="auto",
     show_default=True,
-    help="Sampling where a request says nothing: the model's generation_config.json, or OpenAI's defaults.",
+    help="Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none).",
 )
-@click.option("--seed", default=0, show_default=True, help="Of requests that bring none.")
+@click.option("--seed", default=0, show_default=True, help="Seed of requests without one.")
 @click.option(
     "--download-dir",
     type=click.Path(path_type=Path),
     default=DATA_DIR / "models",
     show_default=True,
-    help="Where a model named by hub id is kept.",
+    help="Folder for models downloaded by hub id.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
-@click.option("--gateway", "gateways", multiple=True, help="A gateway to announce this engine to; repeat.")
-@click.option("--advertise-url", help="Where gateways reach this engine; default: --host and --port.")
-@click.option("--drain-seconds", default=30.0, show_default=True, help="What requests get to end in on SIGTERM.")
-@click.option("--internal-token-file", type=click.Path(path_type=Path), help="Instead of LORAPLEX_INTERNAL_TOKEN.")
+@click.option("--gateway", "gateways", multiple=True, help="URL of a gateway to announce this engine to; repeatable.")
+@click.option("--advertise-url", help="URL at which gateways reach this engine; default: --host and --port.")
+@click.option("--drain-seconds", default=30.0, show_default=True, help="Seconds for requests to finish after SIGTERM.")
+@click.option(
+    "--internal-token-file",
+    type=click.Path(path_type=Path),
+    help="File with the internal token, instead of LORAPLEX_INTERNAL_TOKEN.",
+)
 @click.option(
     "--api-key",
     "api_keys",
     multiple=True,
     envvar="LORAPLEX_ENGINE_API_KEY",
-    help="Clients must show it as Authorization: Bearer; repeat. [env: LORAPLEX_ENGINE_API_KEY, spaces between]",
+    help="Key that clients send as Authorization: Bearer; repeatable. [env: LORAPLEX_ENGINE_API_KEY, space separated]",
 )
-@click.option("--access-log", is_flag=True, help="A line of log for each request.")
+@click.option("--access-log", is_flag=True, help="Log a line per request.")
 def engine(**flags: Any) -> None:
     """Serve one base model and its adapters over the OpenAI API, without tenants or quotas."""
-    # OpenMP reads this once, when torch is loaded; spinning threads would take the cores from the server.
+    # OpenMP reads this once, when torch is loaded. Spinning threads would take the cores from the server.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from adapters.manifest import AdapterError
     from adapters.store import open_store
@@ -172,7 +209,7 @@ def engine(**flags: Any) -> None:
         flags["model"] = str(ensure_model(flags["model"], flags.pop("download_dir")))
         given = {flag: value for flag, value in flags.items() if value is not None}
         config = EngineConfig(**given | {"served_model_name": name})
-        with _needs_extra("engine"):  # torch takes seconds to load: after everything that can be refused without it
+        with _needs_extra("engine"):  # torch loads for seconds, so all checks without it come first
             from engine.program import run
         with loading_bar() as progress:
             code = run(
@@ -199,18 +236,18 @@ def engine(**flags: Any) -> None:
 
 @click.command(epilog=examples("loraplex gateway --port 8080 --workers 4 --metrics-port 9100"))
 @click.option("--host", help="Address to listen on. [env: LORAPLEX_HOST; default: 127.0.0.1]")
-@click.option("--port", type=click.IntRange(1, 65535), help="Port. [env: LORAPLEX_PORT; default: 8080]")
-@click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve /metrics there, openly, instead.")
-@click.option("--workers", type=click.IntRange(1), help="Processes that share the port. [default: 1]")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port to listen on. [env: LORAPLEX_PORT; default: 8080]")
+@click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve /metrics on this port, without a key.")
+@click.option("--workers", type=click.IntRange(1), help="Number of processes that share the port. [default: 1]")
 @click.option("--engines", help="Engine URLs, comma separated. [env: LORAPLEX_ENGINES]")
 @click.option("--base-model", help="The base model's name in the API. [env: LORAPLEX_BASE_MODEL]")
-@click.option("--model-dir", help="Folder of config.json and tokenizer; no weights. [env: LORAPLEX_MODEL_DIR]")
-@click.option("--adapter-store", help="Where uploads go; the engines read it. [env: LORAPLEX_ADAPTER_STORE]")
-@click.option("--migrate-on-start", is_flag=True, default=None, help="Bring the database up to date first.")
+@click.option("--model-dir", help="Folder with config.json and tokenizer; needs no weights. [env: LORAPLEX_MODEL_DIR]")
+@click.option("--adapter-store", help="Adapter folder shared with the engines. [env: LORAPLEX_ADAPTER_STORE]")
+@click.option("--migrate-on-start", is_flag=True, default=None, help="Upgrade the database schema first.")
 def gateway(**flags: Any) -> None:
     """Serve tenants: keys, quotas, adapters and usage in front of engines. Never loads torch.
 
-    Everything can be given in the environment as LORAPLEX_...; secrets and the URLs that hold one only there:
+    All settings can be given in the environment as LORAPLEX_...; secrets and the URLs that contain one only there:
     LORAPLEX_DATABASE_URL, LORAPLEX_REDIS_URL, LORAPLEX_INTERNAL_TOKEN, LORAPLEX_KEY_PEPPER, LORAPLEX_ADMIN_KEY,
     LORAPLEX_ANNOUNCE_TOKEN.
     """
@@ -226,7 +263,7 @@ def gateway(**flags: Any) -> None:
 
 @click.command(epilog=examples("LORAPLEX_DATABASE_URL=postgresql://user:password@host/loraplex loraplex migrate"))
 def migrate() -> None:
-    """Bring the database at LORAPLEX_DATABASE_URL to the newest schema."""
+    """Upgrade the database at LORAPLEX_DATABASE_URL to the newest schema."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.records import database
@@ -257,13 +294,15 @@ def _by_name(modules: tuple[tuple[str, Path], ...]) -> dict[str, Path]:
 
 
 def _check_parent(flag: str, path: Path | None) -> None:
-    """A folder in which something is to be made must be there: a misspelt path is not to become one."""
+    """Refuse a path whose parent folder is missing, so that a misspelt path is not created."""
     if path is not None and not path.absolute().parent.is_dir():
         raise click.ClickException(f"{flag}: no such folder: {path.absolute().parent}")
 
 
 def _internal_token(file: Path | None) -> str | None:
-    """The file's content if one is named, else the environment's; an empty one is refused, not taken for none."""
+    """Return the token from the file if one is given, else from the environment. An empty token is an
+    error, not None.
+    """
     try:
         token = file.read_text().strip() if file else os.environ.get("LORAPLEX_INTERNAL_TOKEN")
     except OSError as error:

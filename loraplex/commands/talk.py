@@ -1,4 +1,4 @@
-"""`loraplex chat | bench`: a tenant's requests through the OpenAI API."""
+"""The `loraplex chat | bench` commands: a tenant's requests through the OpenAI API."""
 
 import asyncio
 import json
@@ -23,14 +23,20 @@ from loraplex.up.datadir import DataDirError, read_json
 @click.option("--model", help="The base model or an adapter; default: the base model.")
 @click.option("--gateway", envvar="LORAPLEX_GATEWAY", help="The gateway's URL. [env: LORAPLEX_GATEWAY]")
 @click.option("--api-key", envvar="LORAPLEX_API_KEY", help="A tenant's key. [env: LORAPLEX_API_KEY]")
-@click.option("--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Longest answer.")
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
+@click.option("--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Maximum answer tokens.")
+@click.option(
+    "--temperature",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 2),
+    help="Sampling temperature; 0 is greedy.",
+)
 @click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
     default=DATA_DIR,
     show_default=True,
-    help="Where local.json and demo.json lie; without a key, demo.json's tenant that has the model is used.",
+    help="Folder with local.json and demo.json; without a key, the tenant in demo.json that has the model is used.",
 )
 def chat(
     message: str | None,
@@ -71,9 +77,9 @@ def chat(
 
 
 async def _who_has(url: str, keys: list[str], model: str | None) -> tuple[str, str]:
-    """The first key whose tenant has the model, and the model: the base model for None.
+    """Return the first key whose tenant has the model, and the model's name; None selects the base model.
 
-    Raises click.UsageError if none has, GatewayError if the gateway refuses.
+    Raises click.UsageError if no tenant has it, GatewayError if the gateway refuses.
     """
     from loraplex.client import GatewayClient
 
@@ -115,7 +121,7 @@ async def _stream(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
 
 
 def _ask() -> str | None:
-    """The next line, None at the end of the input."""
+    """Return the next line, or None at the end of the input."""
     if sys.stdin.isatty():
         click.echo("> ", nl=False)
     line = sys.stdin.readline()
@@ -128,27 +134,27 @@ def _ask() -> str | None:
         "loraplex bench --url http://127.0.0.1:8000 --models a0,a1,a2 --zipf 1.0 --rate 4 --json report.json",
     )
 )
-@click.option("--url", help="The server; default: the gateway named in --tenants.")
+@click.option("--url", help="URL of the server; default: the gateway named in --tenants.")
 @click.option("--models", help="Model names, comma separated, the most popular first.")
 @click.option("--api-key", envvar="LORAPLEX_API_KEY", help="Key for --models. [env: LORAPLEX_API_KEY]")
 @click.option(
     "--tenants",
     type=click.Path(path_type=Path),
-    help="A file in the form of demo.json: several tenants, their keys and models, instead of --models.",
+    help="File in the format of demo.json with several tenants, their keys and models; replaces --models.",
 )
-@click.option("--keys-to-other-url", is_flag=True, help="Send that file's keys to --url, though it is not its gateway.")
+@click.option("--keys-to-other-url", is_flag=True, help="Send --tenants' keys to a --url that is not their gateway.")
 @click.option(
     "--internal-token-file", type=click.Path(path_type=Path), help="File with the token of an engine behind a gateway."
 )
-@click.option("--n", default=64, show_default=True, type=click.IntRange(1), help="Requests.")
-@click.option("--c", default=16, show_default=True, type=click.IntRange(1), help="Requests at once (closed loop).")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Poisson arrivals a second, instead of --c.")
-@click.option("--zipf", default=0.0, show_default=True, type=click.FloatRange(0), help="Skew of the models; 0: even.")
-@click.option("--input-words", default=64, show_default=True, type=click.IntRange(1), help="Words of a prompt.")
-@click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(1), help="Tokens of an answer.")
-@click.option("--warmup", default=4, show_default=True, type=click.IntRange(0), help="Requests before the measured.")
-@click.option("--seed", default=0, show_default=True, help="Of prompts, models and arrivals.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report here.")
+@click.option("--n", default=64, show_default=True, type=click.IntRange(1), help="Number of measured requests.")
+@click.option("--c", default=16, show_default=True, type=click.IntRange(1), help="Concurrent requests (closed loop).")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Poisson arrivals per second, instead of --c.")
+@click.option("--zipf", default=0.0, show_default=True, type=click.FloatRange(0), help="Skew of the models; 0 is even.")
+@click.option("--input-words", default=64, show_default=True, type=click.IntRange(1), help="Words per prompt.")
+@click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(1), help="Tokens per answer.")
+@click.option("--warmup", default=4, show_default=True, type=click.IntRange(0), help="Warm-up requests.")
+@click.option("--seed", default=0, show_default=True, help="Seed of prompts, models and arrivals.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report to this file.")
 def bench(
     url: str | None,
     models: str | None,

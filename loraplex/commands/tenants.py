@@ -1,4 +1,4 @@
-"""`loraplex tenant`: who may use the service, and how much."""
+"""The `loraplex tenant` commands: tenants and their limits."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def tenant() -> None:
 
 
 class ModelLimits(click.ParamType):
-    """JSON of limits by model, budgets in money as `--budget-per-month` takes them."""
+    """JSON of limits by model; budgets in money, as in `--budget-per-month`."""
 
     name = "json"
 
@@ -39,20 +39,20 @@ class ModelLimits(click.ParamType):
 
 def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        click.option("--force", is_flag=True, help="Take --model-limits of models that the tenant does not have yet."),
+        click.option("--force", is_flag=True, help="Accept --model-limits of models that do not exist yet."),
         click.option(
             "--model-limits",
             type=ModelLimits(),
-            help='All of them, as JSON: {"pirate": {"requests_per_minute": 10, "budget_per_month": 2.50}}; '
-            '"*" is shared by all adapters without limits of their own.',
+            help='All limits by model, as JSON: {"pirate": {"requests_per_minute": 10, "budget_per_month": 2.50}}; '
+            '"*" applies to all adapters without their own limits, together.',
         ),
         click.option(
             "--on-token-limit",
             type=click.Choice(["refuse", "shorten"]),
-            help="Refuse a request for more tokens than are left, or shorten its answer.",
+            help="Refuse a request that exceeds the remaining tokens, or shorten its answer.",
         ),
-        click.option("--priority", type=int, help="0, served first, to 9, shed first."),
-        click.option("--weight", type=float, help="Share of a busy engine, relative to the other tenants'."),
+        click.option("--priority", type=int, help="Priority from 0 (served first) to 9 (shed first)."),
+        click.option("--weight", type=float, help="Share of a busy engine, relative to other tenants' weights."),
     ):
         command = option(command)
     return limit_options(adapter_limit_options(command))
@@ -69,7 +69,7 @@ def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @_tenant_options
 @admin_options
 def create(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
-    """Create the tenant NAME: with 600 requests and 200000 tokens a minute and 32 requests at once unless said."""
+    """Create the tenant NAME. Defaults: 600 requests and 200000 tokens per minute, and 32 concurrent requests."""
     gateway.run(lambda client: client.create_tenant(name, force=force, **given(fields)))
     click.echo(f"created tenant {name}; next: loraplex key create {name}")
 
@@ -92,7 +92,7 @@ def list_all(as_json: bool, gateway: Gateway) -> None:
 @json_option
 @admin_options
 def show(name: str, as_json: bool, gateway: Gateway) -> None:
-    """Show the tenant NAME: all of its limits, those of its models too."""
+    """Show the tenant NAME with all of its limits, including those of its models."""
     row = gateway.run(lambda client: client.tenant(name))
     if as_json:
         print_json(row)
@@ -114,7 +114,7 @@ def show(name: str, as_json: bool, gateway: Gateway) -> None:
 @_tenant_options
 @admin_options
 def update(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
-    """Change the tenant NAME: what is given, and nothing else."""
+    """Change the tenant NAME. Only the given values change."""
     changes = given(fields)
     if not changes:
         raise click.UsageError("say what to change: see --help")
@@ -135,17 +135,17 @@ def suspend(name: str, gateway: Gateway) -> None:
 @click.argument("name")
 @admin_options
 def resume(name: str, gateway: Gateway) -> None:
-    """Let the suspended tenant NAME in again."""
+    """Accept the suspended tenant NAME's keys again."""
     gateway.run(lambda client: client.update_tenant(name, suspended=False))
     click.echo(f"resumed tenant {name}")
 
 
 @tenant.command("delete", epilog=examples("loraplex tenant delete acme", "loraplex tenant delete acme --yes"))
 @click.argument("name")
-@click.option("--yes", is_flag=True, help="Don't ask; needed where there is no terminal to ask on.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
 @admin_options
 def delete(name: str, yes: bool, gateway: Gateway) -> None:
-    """Delete the tenant NAME with its keys and adapter names. What it used stays on record."""
+    """Delete the tenant NAME with its keys and adapter names. Its usage stays on record."""
     if not yes:
         if not sys.stdin.isatty():
             raise click.UsageError("nothing was deleted: there is no terminal to ask on; say --yes")

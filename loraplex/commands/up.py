@@ -1,4 +1,4 @@
-"""`loraplex up`: the whole service on this machine, in the foreground."""
+"""The `loraplex up` command: the whole service on this machine, in the foreground."""
 
 import asyncio
 import shlex
@@ -16,23 +16,23 @@ from loraplex.commands.common import DATA_DIR, examples, one_line
         "loraplex up --model HuggingFaceTB/SmolLM2-360M-Instruct --engine-args '--max-num-seqs 32'",
     )
 )
-@click.option("--demo", is_flag=True, help="With the demo model, two tenants and their adapters.")
-@click.option("--model", help="A model folder, a .gguf file, or a hub id; with --demo it replaces the demo model.")
+@click.option("--demo", is_flag=True, help="Serve the demo model, with two tenants and their adapters.")
+@click.option("--model", help="Model folder, .gguf file, or hub id; with --demo it replaces the demo model.")
 @click.option("--served-model-name", help="The base model's name in the API; default: from --model.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address that the gateway listens on.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address for the gateway to listen on.")
 @click.option("--port", default=8080, show_default=True, type=click.IntRange(1, 65535), help="The gateway's port.")
 @click.option(
     "--data-dir",
     default=DATA_DIR,
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Keeps database, adapters, secrets, converted models and logs between runs.",
+    help="Folder that keeps database, adapters, secrets, converted models and logs between runs.",
 )
 @click.option(
     "--database-url", help="SQLAlchemy URL (postgresql+asyncpg://...); default: SQLite in the data directory."
 )
-@click.option("--redis-url", help="Redis or Valkey; default: an embedded Valkey.")
-@click.option("--engines", default=1, show_default=True, type=click.IntRange(1, 64), help="Engine processes.")
+@click.option("--redis-url", help="URL of Redis or Valkey; default: an embedded Valkey.")
+@click.option("--engines", default=1, show_default=True, type=click.IntRange(1, 64), help="Number of engine processes.")
 @click.option("--engine-args", default="", help="Flags for every engine, as one string: '--max-num-seqs 32'.")
 def up(
     demo: bool,
@@ -46,10 +46,10 @@ def up(
     engines: int,
     engine_args: str,
 ) -> None:
-    """Start Valkey, database, engine and gateway on this machine; Ctrl-C stops them.
+    """Start Valkey, the database, engines and the gateway on this machine; Ctrl-C stops them.
 
-    Secrets are generated once into the data directory. DATABASE_URL with a password is better given as
-    LORAPLEX_DATABASE_URL to `loraplex gateway`, run by itself.
+    Secrets are generated once into the data directory. To use a DATABASE_URL with a password, prefer `loraplex gateway`
+    with LORAPLEX_DATABASE_URL, which does not show it in the process list.
     """
     from loraplex.client import GatewayError
     from loraplex.models import ModelError, ensure_demo_model, ensure_gguf_folder, ensure_model

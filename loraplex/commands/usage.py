@@ -1,4 +1,4 @@
-"""`loraplex usage`: what was used and what it cost, of a tenant or of all; as a table, as CSV for billing, as JSON."""
+"""The `loraplex usage` command: usage and cost of one tenant or all; as a table, as CSV for billing, or as JSON."""
 
 import csv
 import sys
@@ -12,7 +12,7 @@ from loraplex.commands.output import json_option, moment, money, print_json, pri
 from loraplex.commands.values import Moment, Words, given
 
 SUMMED = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
-# The columns that tell apart what `--by` names; rows always say whose they are.
+# Columns added by each `--by` group; the tenant is always shown.
 COLUMNS = {"tenant": (), "model": ("model",), "key": ("key_id", "key"), "day": ("day",)}
 
 
@@ -27,17 +27,17 @@ COLUMNS = {"tenant": (), "model": ("model",), "key": ("key_id", "key"), "day": (
 @click.option(
     "--since",
     type=Moment(ahead=False),
-    help="From this moment on: 2026-11-01 (UTC), 2026-11-01T00:00+01:00, or 30d, 12h, ... ago.",
+    help="Start of the period: 2026-11-01 (UTC), 2026-11-01T00:00+01:00, or 30d, 12h, ... ago.",
 )
-@click.option("--until", type=Moment(ahead=False), help="Before this moment; default: now.")
+@click.option("--until", type=Moment(ahead=False), help="End of the period (exclusive); default: now.")
 @click.option(
     "--by",
     type=Words(*COLUMNS),
     default="model",
     show_default=True,
-    help="What is told apart beside tenants: some of tenant,model,key,day. An adapter is a model.",
+    help="Grouping besides tenants, comma separated: tenant,model,key,day. An adapter is a model.",
 )
-@click.option("--csv", "as_csv", is_flag=True, help="As CSV, costs exactly; without a row of totals.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV with exact costs, without a row of totals.")
 @json_option
 @tenant_options(or_all=True)
 def usage(
@@ -49,9 +49,9 @@ def usage(
     tenant: str | None,
     gateway: Gateway,
 ) -> None:
-    """Show what was used in a time, and what it cost: a tenant's, or as an operator every tenant's.
+    """Show usage and cost in a period: of one tenant, or as an operator of all tenants.
 
-    Days and moments without a zone are UTC's. A request counts at the moment it was admitted, once it has ended.
+    Days, and moments without a zone, are in UTC. A finished request counts at the moment it was admitted.
     """
     if as_csv and as_json:
         raise click.UsageError("give either --csv or --json")

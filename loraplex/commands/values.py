@@ -15,7 +15,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 class Limit(click.ParamType):
-    """A whole number, or `none` for no limit at all."""
+    """A whole number, or `none` for no limit."""
 
     name = "limit"
 
@@ -31,7 +31,7 @@ class Limit(click.ParamType):
 class Money(click.ParamType):
     """An amount of the deployment's currency with up to six decimals, in micro-units.
 
-    or_none: or `none`, for no limit.
+    or_none: also accept `none`, for no limit.
     """
 
     name = "money"
@@ -53,7 +53,7 @@ class Money(click.ParamType):
 
 
 class Words(click.ParamType):
-    """Comma separated; of `choices` only, where there are some."""
+    """Comma-separated words; only from `choices`, if given."""
 
     name = "words"
 
@@ -73,7 +73,7 @@ class Words(click.ParamType):
 
 
 class Duration(click.ParamType):
-    """`90s`, `30m`, `12h`, `30d`: as timedelta."""
+    """A duration such as `90s`, `30m`, `12h` or `30d`, as a timedelta."""
 
     name = "duration"
 
@@ -87,9 +87,9 @@ class Duration(click.ParamType):
 
 
 class Moment(click.ParamType):
-    """ISO 8601 (without a zone: UTC) or a duration from now: as an ISO string with its zone.
+    """ISO 8601 (UTC if without a zone) or a duration from now, as an ISO string with its zone.
 
-    ahead: whether the duration goes into the future.
+    ahead: whether the duration points into the future.
     """
 
     name = "moment"
@@ -109,25 +109,27 @@ class Moment(click.ParamType):
 
 
 LIMITS = {
-    "requests_per_minute": "Requests a minute.",
-    "tokens_per_minute": "Prompt and output tokens a minute.",
-    "tokens_per_day": "Prompt and output tokens a day.",
-    "max_concurrent": "Requests at the same time.",
-    "max_concurrent_tokens": "Prompt and output tokens of the requests that run at the same time.",
+    "requests_per_minute": "Requests per minute.",
+    "tokens_per_minute": "Prompt and output tokens per minute.",
+    "tokens_per_day": "Prompt and output tokens per day.",
+    "max_concurrent": "Concurrent requests.",
+    "max_concurrent_tokens": "Prompt and output tokens of all concurrent requests.",
 }
 
 
 ADAPTER_LIMITS = {
-    "adapter_changes_per_minute": "Uploads and deletes of adapters in a minute",
-    "max_concurrent_uploads": "Uploads of adapters at once",
-    "max_adapters": "Names of adapters",
-    "max_adapter_bytes": "Bytes of the adapters' tensors, all versions on record",
+    "adapter_changes_per_minute": "Uploads and deletions of adapters per minute",
+    "max_concurrent_uploads": "Concurrent adapter uploads",
+    "max_adapters": "Number of adapter names",
+    "max_adapter_bytes": "Total bytes of adapter tensors, including all versions on record",
 }
 
 
 def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A flag for each limit; `none` lifts one."""
-    money = click.option("--budget-per-month", type=Money(or_none=True), help="Money a calendar month (UTC), or none.")
+    """Add a flag for each limit; `none` removes a limit."""
+    money = click.option(
+        "--budget-per-month", type=Money(or_none=True), help="Budget per calendar month (UTC), or none."
+    )
     command = money(command)
     for name, text in reversed(LIMITS.items()):
         flag = f"--{name.replace('_', '-')}"
@@ -143,5 +145,5 @@ def adapter_limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def given(fields: dict[str, Any]) -> dict[str, Any]:
-    """The body of a request: the flags that were given, with null for `none`."""
+    """Return the body of a request: the given flags, with null for `none`."""
     return {name: None if value == NO_LIMIT else value for name, value in fields.items() if value is not None}

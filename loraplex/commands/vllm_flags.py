@@ -1,5 +1,5 @@
-"""vLLM's command line, for who brings one: several values behind one flag, and what stands in for the flags that the
-engine has under another name or does without.
+"""Compatibility with vLLM's command line: several values after one flag, and advice for vLLM's flags that the engine
+has under another name or does not need.
 """
 
 import click
@@ -21,7 +21,7 @@ INSTEAD = {
 }
 
 
-# Take several values, as in `--lora-modules a=/path b=/path`; click knows one behind each flag.
+# Flags that take several values, as in `--lora-modules a=/path b=/path`; click accepts one value per flag.
 LISTS = ("--lora-modules",)
 
 
@@ -36,7 +36,9 @@ class EngineCommand(click.Command):
 
 
 def _one_value_a_flag(args: list[str]) -> list[str]:
-    """`--flag a b` as `--flag a --flag b`. No word is anything but a flag's value: the command takes no arguments."""
+    """Rewrite `--flag a b` as `--flag a --flag b`. Every other word is a flag's value, because the command has no
+    arguments.
+    """
     spread: list[str] = []
     flag = ""
     for word in args:
