@@ -138,7 +138,7 @@ class TooManyBodies(GatewayError):
 
 
 class TooMuchRefused(GatewayError):
-    """The tenant's requests that were refused after they were counted have cost too much CPU time recently."""
+    """The tenant's refused requests, whose prompts had been counted, have recently cost too much CPU time."""
 
     status, kind, code = 429, "invalid_request_error", "too_many_refused_requests"
 
@@ -228,7 +228,7 @@ class EngineDied(NoEngine):
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    """Return OpenAI's error object as JSON. The message may quote a client: it is cut, lone surrogates are escaped."""
+    """Return OpenAI's error object as JSON. As the message may quote a client, cut it and escape lone surrogates."""
     message, param = _fit(message, MAX_MESSAGE_CHARS), None if param is None else _fit(param, MAX_PARAM_CHARS)
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 

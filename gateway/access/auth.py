@@ -49,7 +49,7 @@ _KEY = re.compile(r"lpx_([0-9a-f]{16})_([0-9a-f]{40})([0-9a-f]{8})")
 
 
 class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's verified key, which has the required scope.
+    """Verified key of a tenant, with the required scope.
 
     key_family: the id under which the key's limits are counted; a rotated key keeps its predecessor's.
     """

@@ -132,17 +132,17 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
 
     | ending     | when                                               | request | token rates    | usage row | money  |
     |------------|----------------------------------------------------|---------|----------------|-----------|--------|
-    | FINISHED   | the answer came to its end                         | 1       | heard          | as rates  | billed |
+    | FINISHED   | the answer was completed                           | 1       | heard          | as rates  | billed |
     | CANCELLED  | the client left, or read too slowly                | 1       | told, or heard | as rates  | billed |
     | REVOKED    | its key was revoked or its tenant suspended        | 1       | told, or heard | as rates  | billed |
-    | SHORTENED  | a token rate had no room for more: ended as asked  | 1       | told, or heard | as rates  | billed |
-    | LIMITED    | a token rate had no room for more: ended by error  | 1       | told, or heard | as rates  | billed |
+    | SHORTENED  | no room in a token rate: ended as a short answer   | 1       | told, or heard | as rates  | billed |
+    | LIMITED    | no room in a token rate: ended by an error         | 1       | told, or heard | as rates  | billed |
     | BROKEN     | the answer broke off, grew too large, or timed out | 1       | told, or heard | as rates  | billed |
     | NOT_BEGUN  | engines failed before the first byte               | 1       | told, or none  | as rates  | none   |
     | REFUSED    | the request or its adapter is bad: 4xx             | 1       | the prompt     | no tokens | none   |
     | OVERLOADED | engines or their queue were full: 429, 503         | 1       | none           | no tokens | none   |
     | UNABLE     | an engine refused the gateway: 401, 404            | 0       | none           | no tokens | none   |
-    | UNSERVED   | no engine was there                                | 0       | none           | no row    | none   |
+    | UNSERVED   | no engine was available                            | 0       | none           | no row    | none   |
     | MISMATCHED | an engine served another adapter                   | 0       | none           | no tokens | none   |
 
     A client never pays money for work whose result it could not receive because an engine failed. That work counts

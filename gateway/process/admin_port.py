@@ -1,4 +1,4 @@
-"""A separate port for operators and engines, so that the public port serves clients only."""
+"""Separate port for operators and engines, so that the public port serves clients only."""
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware

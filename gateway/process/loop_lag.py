@@ -12,7 +12,7 @@ from types import TracebackType
 TICK_SECONDS = 0.05
 # A timer that is later than this is a stall; a shorter delay is the ordinary work of other callbacks.
 STALL_SECONDS = 0.02
-# Stalls older than this are forgotten.
+# Stalls older than this are dropped.
 WINDOW_SECONDS = 60.0
 # Number of slices of a deadline.
 SLICES = 10

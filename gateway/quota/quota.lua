@@ -14,7 +14,7 @@
 -- counts towards a rate of requests when it is admitted.
 --
 -- A budget and a day's tokens outlive this server's data, because the ledger in SQL has them. If such a limit has no
--- state, the script stores the current moment (`since`) and admits nothing until `recall` brings the usage before
+-- state, the script stores the current moment (`since`) and admits nothing until `recall` copies the usage before
 -- `since` from the ledger. A request that was admitted before `since` reaches the state through the ledger only:
 -- `recall` is repeated and adds the rows that have arrived (`known`). A request that was admitted later is counted here
 -- only.

@@ -13,7 +13,7 @@ from gateway.quota.refusals import States, rate_headers, refusal
 from gateway.quota.reservation import Reservation
 from gateway.records.prices import Price
 
-# Budgets whose remaining amount is remembered.
+# Maximum number of budgets whose remaining amount is stored.
 KNOWN_BUDGETS = 10_000
 
 
