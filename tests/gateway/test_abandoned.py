@@ -1,4 +1,4 @@
-"""Requests whose gateway died are settled by another, once: by what the engine says, or by what is known at last."""
+"""Requests whose gateway died: another gateway settles each once, by the engine's books or by the last progress."""
 
 import asyncio
 import socket
@@ -54,16 +54,16 @@ def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequ
 @pytest.mark.parametrize(
     ("progress", "answers", "patient", "expected"),
     [
-        # It is known what it has cost, at whichever engine.
+        # An engine knows the final cost.
         (None, {ENGINE: record("stop", 5), OTHER: {}}, True, 5),
         (Progress(ENGINE, 7, 3), {ENGINE: record("abort", 5), OTHER: None}, True, 5),
         (None, {ENGINE: record("killed", 1), OTHER: record("stop", 5)}, True, 5),
-        # It runs: its gateway may live.
+        # The request runs, so its gateway may live.
         (None, {ENGINE: record(None, 5), OTHER: {}}, False, None),
-        # Who may know is away.
+        # The engine that may know is away.
         (None, {ENGINE: {}, OTHER: None}, True, None),
         (Progress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, True, None),
-        # Who could know doesn't, or was waited for.
+        # The engine that could know has no record, or the wait for it is over.
         (Progress(ENGINE, 7, 3), {ENGINE: {}, OTHER: None}, True, 3),
         (Progress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, False, 3),
         (None, {ENGINE: {}, OTHER: {}}, True, 0),
@@ -85,14 +85,14 @@ def test_the_row_of_an_abandoned_request_has_its_price():
     free = abandoned_row(lease(Progress(ENGINE, 7, 3, is_free=True)), record("abort", 5)["r"])
     assert (free.completion_tokens, free.cost) == (5, 0)
     assert (row.status, row.finish_reason) == ("abandoned", "abort")
-    # How long it is known to have run, not how long nobody looked.
+    # The known running time, not the time until the settlement.
     assert (row.created_at, row.latency_ms) == (NOON, 3000)
 
 
 async def test_a_living_gateway_settles_what_a_dead_one_held(
     tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
 ):
-    """A lease that nobody extends, taken as by a gateway that then died; its engine has done the work."""
+    """A living gateway settles an expired lease, as left by a dead gateway; its engine has done the work."""
     upstream.finished["orphan"] = {
         "id": "orphan",
         "finish_reason": "abort",
@@ -114,7 +114,7 @@ async def test_a_living_gateway_settles_what_a_dead_one_held(
         await until(lambda: has_used(gateway, 1), 60)
         [used] = await heir.usage()
         assert (used["prompt_tokens"], used["completion_tokens"], used["cached_tokens"]) == (11, 9, 3)
-        # Its place is free, and what it had taken is given back but for what was used.
+        # Its slot is free, and its reservation is refunded except for the used tokens.
         assert (await heir.complete(x_engine={"tokens": 2})).status == 200
 
 
@@ -127,7 +127,7 @@ async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
         of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, lease_seconds=0.6)
         async with running(of) as gateway, connect(server.connection_url, 5.0) as redis:
             await gateway.tenant("heir", max_concurrent=1)
-            # Tenants of whom nothing in Redis is as it should be.
+            # Tenants whose every Redis key has the wrong type.
             for number in range(4):
                 await register(redis, [f"broken{number}"])
                 for part in ("leases", "usage", "quota", "held"):
@@ -146,7 +146,7 @@ async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
 
 @pytest.mark.usefixtures("starts_servers")
 async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
-    """By a gateway that lives: the engine counted tokens that never reached it."""
+    """A living gateway asks the restarted engine, which counted tokens that never reached the gateway."""
     async with Upstream().serving() as gone:
         port = int(gone.url.rpartition(":")[2])
     async with aiohttp.ClientSession() as session:
@@ -156,7 +156,7 @@ async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
         asking = asyncio.create_task(client.outcome(gone.url, "r", 60))
         back = Upstream()
         back.finished["r"] = msgspec.structs.asdict(FinishedRequest("r", "killed", PROMPT_TOKENS, 9, CACHED_TOKENS))
-        # No answer is the answer for as long as nobody listens there.
+        # A refused connection is no answer: the gateway continues to ask.
         await until(lambda: has_failed(gone.url, client))
         async with back.serving(port):
             outcome = await asking
@@ -168,7 +168,7 @@ async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
 async def test_an_engine_that_stays_away_for_long_is_left_to_who_settles_for_dead_gateways(
     upstream: Upstream, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """They wait longer, while the tenant has its place back."""
+    """A long absence is left to the settlement for dead gateways, which waits longer; the tenant's slot is free."""
 
     async def is_away(*_: object) -> None:
         raise TimeoutError
@@ -194,7 +194,7 @@ async def test_who_was_admitted_without_redis_is_settled_by_what_was_heard(
         raise TimeoutError
 
     monkeypatch.setattr(FinishedClient, "outcome", is_away)
-    with socket.socket() as bound:  # and does not listen, so that connections are refused
+    with socket.socket() as bound:  # bound but not listening, so that connections are refused
         bound.bind(("127.0.0.1", 0))
         nobody = f"redis://127.0.0.1:{bound.getsockname()[1]}"
         of = settings(tmp_path, model_dir, [upstream.url], nobody, quota_fallback=("open",))

@@ -1,4 +1,4 @@
-"""The access log: one line a request, with who asked and from where, and never a secret."""
+"""The access log: one line per request, with the caller and its address, and never a secret."""
 
 import logging
 
@@ -43,7 +43,7 @@ async def _some(caplog: pytest.LogCaptureFixture, route: str, number: int = 1) -
     [
         ("192.0.2.7", [], "192.0.2.7"),
         (None, [], "local"),
-        # Only a trusted proxy's word counts, and only its last.
+        # The header counts only from a trusted proxy, and only its last address.
         ("192.0.2.7", ["198.51.100.1"], "192.0.2.7"),
         ("10.1.2.3", ["198.51.100.1"], "198.51.100.1"),
         ("10.1.2.3", ["203.0.113.9, 198.51.100.1, 10.9.9.9"], "198.51.100.1"),

@@ -1,4 +1,4 @@
-"""Limits on a tenant's uploads and deletes of adapters, on a real Valkey and on a cluster."""
+"""Limits on a tenant's uploads and deletions of adapters, on a real Valkey and on a cluster."""
 
 import asyncio
 
@@ -79,7 +79,7 @@ async def test_an_upload_that_fails_or_whose_client_leaves_frees_its_place(quota
 
 
 async def test_the_place_of_a_gateway_that_died_is_free_after_its_lease(redis: Client):
-    """An upload has no usage, so its ended lease is not listed for settlement."""
+    """The slot of a dead gateway's upload is free after its lease; without usage, nothing is listed for settlement."""
     dying = Quota(redis, timeout=30.0, lease_seconds=0.2)
     other = Quota(redis, timeout=30.0, lease_seconds=30)
     who = principal()

@@ -1,4 +1,4 @@
-"""A tenant's room for adapters, on SQLite and PostgreSQL: uploads at once cannot pass a limit together."""
+"""A tenant's room for adapters, on SQLite and PostgreSQL: concurrent uploads cannot exceed a limit together."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -40,7 +40,7 @@ async def test_a_name_keeps_its_newest_versions(database: Database):
 
 
 async def test_removed_bytes_count_until_they_are_collected(database: Database):
-    """Twice the limit may lie in the store, so that a tenant at its limit can replace all that it has."""
+    """Removed bytes count until collection: the store holds up to twice the limit, so a tenant can replace all."""
     tenants, catalog = Tenants(database), Catalog(database, "base")
     tenant = await tenants.create("acme", {"max_adapter_bytes": 300}, "test")
     other = await tenants.create("other", {"max_adapter_bytes": 300}, "test")
@@ -56,7 +56,7 @@ async def test_removed_bytes_count_until_they_are_collected(database: Database):
     for number in range(6, 9):
         with pytest.raises(AdapterLimitExceeded, match="still holds 600 of removed versions"):
             await add(catalog, tenant, f"a{number}", number)
-    # Content of its own that the store still has takes no further room.
+    # Content of its own that is still in the store takes no further room.
     await add(catalog, tenant, "again", 4)
     await catalog.delete(tenant, "again", "test")
     deleted = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""Uploads: used at once, in each form that is promised; refused with a reason in every other."""
+"""Uploads: served at once in each documented form, refused with a reason in every other."""
 
 import gzip
 import io
@@ -114,7 +114,10 @@ async def test_new_content_is_a_new_version_and_delete_frees_the_name(acme: Clie
 
 
 async def test_anothers_adapter_and_none_answer_alike(gateway: Gateway, acme: Client):
-    """The same status, headers and body, the asked-for name apart; also while it is streamed or asked for by digest."""
+    """Another tenant's adapter and a missing one get the same status, headers and body, except the requested name.
+
+    Also for a stream, and for a request by digest.
+    """
     globex = await gateway.tenant("globex")
     digest = (await push(globex, "theirs", files())).json["digest"]
     for body in ({}, {"stream": True}):
@@ -149,7 +152,7 @@ async def test_a_name_that_is_none(name: str, acme: Client):
 
 
 BAD: dict[str, tuple[dict[str, bytes], str]] = {
-    # what is sent -> the parameter that is named
+    # upload -> the parameter that the error names
     "no weights": ({CONFIG: files()[CONFIG]}, WEIGHTS),
     "an unknown field": (files() | {"extra": b"x"}, "extra"),
     "files and an archive": (files() | {"file": zipped(files())}, "file"),

@@ -1,4 +1,4 @@
-"""Operators' routes on a port of their own."""
+"""Operators' routes on their own port."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ async def test_the_public_port_serves_clients_only(
         for path in ADMINS:
             got = await public.admin.get(path)
             assert (got.status, got.error) == (404, unknown), path
-        # A wrong method says nothing of a route either.
+        # A wrong method does not reveal a route either.
         assert (await public.admin.call("PUT", "/admin/api/tenants")).error == unknown
         headers = {"x-loraplex-internal-token": TOKEN}
         for gateway, status in ((public, 404), (admins, 204)):

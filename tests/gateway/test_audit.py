@@ -1,4 +1,4 @@
-"""The audit: every change with who made it, when and from where, and no secret."""
+"""The audit: every change with its author, time and address, and no secret."""
 
 import asyncio
 import csv
@@ -76,7 +76,7 @@ async def test_pages_follow_each_other(database: Database):
         assert (len(page), has_more) == (size, size == 3)
         seen += [entry.target for entry in page]
         after = page[-1].id
-    # All at the same moment, as far as the clock tells: in some order, and each once.
+    # All have the same time stamp: any order, each once.
     assert sorted(seen) == [f"t{number}" for number in range(7)]
     assert await audit.list(after=after) == ([], False)
 
@@ -105,7 +105,7 @@ async def test_only_operators_may_read_it(gateway: Gateway):
 
 
 async def test_a_tenants_own_changes_are_bounded(database: Database, monkeypatch: pytest.MonkeyPatch):
-    """Whether by age or by number; no tenant's changes remove another's, or an operator's entry."""
+    """A tenant's changes are bounded by age or number; they remove no other tenant's entry, and no operator's."""
     monkeypatch.setattr(audit, "OWN_ENTRIES", 5)
     monkeypatch.setattr(audit, "SWEPT_AT_ONCE", 2)
     tenants, keys, log = Tenants(database), Keys(database), Audit(database)

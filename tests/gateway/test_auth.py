@@ -1,4 +1,4 @@
-"""Keys: who gets in, how soon not any more, and what is kept of them."""
+"""Keys: admission, the delay of a revocation, and the stored data."""
 
 import asyncio
 import re
@@ -92,21 +92,21 @@ async def is_refused(client: Client) -> bool:
 async def two_gateways(
     tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
 ) -> AsyncIterator[tuple[Gateway, Gateway]]:
-    """Of one database."""
+    """Start two gateways of one database."""
     shared = settings(tmp_path, model_dir, [upstream.url], redis_url)
     async with running(shared) as here, running(shared) as there:
         yield here, there
 
 
 async def test_a_revoked_key_stops_on_every_other_gateway(two_gateways: tuple[Gateway, Gateway]):
-    """Within a second: `benchmarks/revocation.py` measures it."""
+    """A revoked key stops on every other gateway within a second; `benchmarks/revocation.py` measures the delay."""
     here, there = two_gateways
     elsewhere = there.client((await here.tenant("acme")).key or "")
     assert (await elsewhere.get("/v1/models")).status == 200
     await here.admin.call("DELETE", f"/admin/api/keys/{key_id(elsewhere)}")
     await until(lambda: is_refused(elsewhere))
     assert (await elsewhere.get("/v1/models")).error["message"] == "This API key has been revoked."
-    # Deleting a whole tenant ends its keys as well.
+    # The deletion of a tenant ends its keys as well.
     other = there.client((await here.tenant("other")).key or "")
     assert (await other.get("/v1/models")).status == 200
     await here.admin.call("DELETE", "/admin/api/tenants/other")
@@ -114,7 +114,7 @@ async def test_a_revoked_key_stops_on_every_other_gateway(two_gateways: tuple[Ga
 
 
 async def start_stream(client: Client, upstream: Upstream) -> "asyncio.Future[Answer]":
-    """One that would go on for minutes, once the engine has it."""
+    """Start a stream that would last for minutes, and wait until the engine has it."""
     before = len(upstream.requests)
     asked = client.complete(stream=True, max_tokens=200, x_engine={"tokens": 200, "delay": 1.0})
     stream = asyncio.ensure_future(asked)
@@ -170,7 +170,7 @@ async def test_a_suspended_tenant_is_told_so_until_it_is_not(gateway: Gateway):
         assert (got.status, got.error["code"]) == (403, "tenant_suspended")
     assert (await acme.chat()).status == 403
     assert (await other.chat()).status == 200
-    # Who has not its key is told nothing of it.
+    # A caller without the tenant's key does not learn of the suspension.
     mixed = gateway.client("_".join([*(acme.key or "").split("_")[:2], (other.key or "").split("_")[2]]))
     assert (await mixed.get("/v1/models")).status == 401
     await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json={"suspended": False})
@@ -178,7 +178,7 @@ async def test_a_suspended_tenant_is_told_so_until_it_is_not(gateway: Gateway):
 
 
 async def make_key(gateway: Gateway, tenant: str, **fields: Any) -> tuple[Client, dict[str, Any]]:
-    # Forced: the models that it names need not exist.
+    # Forced: the named models need not exist.
     made = await gateway.admin.post(f"/admin/api/tenants/{tenant}/keys?force=true", fields)
     assert made.status == 201, made.json
     return gateway.client(made.json["key"]), made.json
@@ -201,7 +201,7 @@ async def test_a_key_asks_the_models_it_is_for(gateway: Gateway):
     everything = await gateway.tenant("acme")
     narrow, made = await make_key(gateway, "acme", allowed_models=["pirate", "json"])
     assert made["allowed_models"] == ["pirate", "json"]
-    # Alike for the base model, for what exists elsewhere and for what does not.
+    # The answer is the same for the base model, for another tenant's adapter and for a missing one.
     for name in (BASE_MODEL, "brief", "nothing"):
         for got in (await narrow.chat(model=name), await narrow.get(f"/v1/models/{name}")):
             assert (got.status, got.error["code"], got.error["param"]) == (403, "model_not_allowed", "model")
@@ -269,7 +269,7 @@ async def test_rotation_leaves_the_old_key_its_grace(gateway: Gateway):
     assert got.status == 201
     assert {name: got.json[name] for name in fields} == fields
     assert got.json["id"] != made["id"]
-    # As long a life as the old one was given.
+    # The new key gets the old key's lifetime.
     assert datetime.fromisoformat(got.json["expires_at"]) > datetime.fromisoformat(made["expires_at"])
     new = gateway.client(got.json["key"])
     assert [(await client.chat()).status for client in (old, new)] == [200, 200]
@@ -316,7 +316,7 @@ async def test_admin_keys_can_be_made_rotated_and_revoked(gateway: Gateway, tmp_
     await third.call("DELETE", f"/admin/api/keys/{made.json['id']}")
     assert (await second.get("/admin/api/tenants")).status == 401
     assert (await third.get("/admin/api/tenants")).status == 200
-    # Who did it is written down.
+    # The audit names the author.
     connection = sqlite3.connect(tmp_path / "gateway.db")
     did = connection.execute("SELECT actor, action FROM audit ORDER BY at").fetchall()
     connection.close()
@@ -329,7 +329,7 @@ async def test_admin_keys_can_be_made_rotated_and_revoked(gateway: Gateway, tmp_
 
 
 async def test_no_secret_is_kept_or_logged(gateway: Gateway, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """A busy session, all loggers at their most talkative."""
+    """No secret is stored or logged in a busy session with all loggers at debug level."""
     caplog.set_level("DEBUG")
     tenant = await gateway.tenant("acme", requests_per_minute=9)
     assert re.fullmatch(r"lpx_[0-9a-f]{16}_[0-9a-f]{48}", tenant.key or "")

@@ -1,4 +1,4 @@
-"""Bad input: each a 4xx in OpenAI's shape that names the field, and nothing of it reaches an engine."""
+"""Bad input: each gets a 4xx in OpenAI's shape that names the field, and none reaches an engine."""
 
 import asyncio
 import io
@@ -98,7 +98,7 @@ async def test_what_is_no_http_is_not_quoted_in_the_log(gateway: Gateway, caplog
 
 
 async def whole_answer(gateway: Gateway, head: bytes) -> bytes:
-    """Return all that comes until the gateway closes the connection."""
+    """Return all bytes until the gateway closes the connection."""
     url = urlsplit(gateway.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     writer.write(head)

@@ -1,4 +1,4 @@
-"""Bodies and connections as weapons: crumbs, unread bodies, heads without an end."""
+"""Hostile bodies and connections: tiny chunks, unread bodies, endless heads."""
 
 import asyncio
 import gzip
@@ -59,7 +59,7 @@ async def test_a_body_in_crumbs_is_refused_early(path: str, kind: str, serve: An
             begin = b"%x\r\n%s\r\n" % (len(text), text)
         async with connected(gateway) as (reader, writer):
             writer.write(head(acme, path, f"Content-Type: {kind}", "Transfer-Encoding: chunked") + begin)
-            # No end: what is refused is refused before.
+            # The body has no end: the gateway refuses it before.
             writer.write(CRUMB * (FREE_CHUNKS + 100))
             status, top, body = await answered(reader)
             assert status == 400
@@ -130,7 +130,7 @@ async def held(gateway: Gateway) -> int:
 
 
 async def test_large_bodies_of_one_tenant_have_a_share(serve: Any, upstream: Upstream):
-    """Two trickled ones take a tenant's half; its third is refused unread, a neighbour's and an operator's are not."""
+    """Two trickled bodies take a tenant's half; its third is refused unread, but no neighbour's or operator's."""
     async with serve(max_body_bytes=2**20, body_memory_bytes=2**22) as gateway:
         greedy, neighbour = await gateway.tenant("greedy"), await gateway.tenant("neighbour")
         slow = [await begin(gateway, greedy, 2**20) for _ in range(2)]
@@ -144,7 +144,7 @@ async def test_large_bodies_of_one_tenant_have_a_share(serve: Any, upstream: Ups
         assert (status, json.loads(body)["error"]["code"]) == (429, "too_many_bodies")
         assert b"retry-after: 1" in top.lower()
         assert b"connection: close" in top.lower()
-        # Small ones are free.
+        # Small bodies do not count.
         assert (await greedy.complete(max_tokens=1)).status == 200
         assert (await neighbour.complete(max_tokens=1, x="a" * 500_000)).status == 200
         named = await gateway.admin.post("/admin/api/tenants", {"name": "x" * 500_000})
@@ -180,7 +180,7 @@ async def test_small_bodies_of_one_tenant_have_places(serve: Any, upstream: Upst
 
 
 async def test_a_body_that_grows_beyond_its_share_is_refused(serve: Any, upstream: Upstream):
-    """Compressed, or of wide characters: what it takes decoded counts."""
+    """A compressed or wide-character body counts by its decoded size."""
     async with serve(max_body_bytes=2**20, body_memory_bytes=2**22) as gateway:
         acme = await gateway.tenant("acme")
         kind = {"Content-Type": "application/json"}
@@ -224,7 +224,7 @@ def digits(count: int, max_tokens: int = 1) -> bytes:
 
 
 async def test_only_work_below_a_millisecond_is_done_on_the_event_loop(tmp_path: Any):
-    """Bodies of more work wait for their tenant's thread, which is taken here."""
+    """Bodies of more than a millisecond's work wait for their tenant's thread, which is busy here."""
     save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
     reader = PromptReader(Tokenizer.from_dir(tmp_path), max_model_len=100_000, default_max_tokens=16)
     memory, gone = BodyMemory(2**26), threading.Event()

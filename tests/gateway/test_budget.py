@@ -1,4 +1,4 @@
-"""A common budget: shares of owners that act together."""
+"""A shared budget: the shares of owners that act together."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from gateway.sharing.budget import Budget
 
 
 def fill(budget: Budget, owner: str, step: int = 1) -> int:
-    """Let an owner take all that it may, in steps. Returns what it holds."""
+    """Let an owner take as much as it may, in steps; return its total."""
     held = 0
     while budget.has_room(owner, step):
         budget.change(owner, step)
@@ -22,7 +22,7 @@ def test_one_owner_gets_half(leaves_room: bool):
 def test_owners_that_act_together_leave_some_to_others():
     budget = Budget(1024, leaves_room=True)
     assert [fill(budget, owner) for owner in "abcd"] == [512, 256, 128, 64]
-    # What one gives back is there for those that hold less than they leave free.
+    # Room that one owner returns goes to owners that hold less than they leave free.
     budget.change("a", -512)
     assert fill(budget, "d") > 200
     assert budget.held < budget.total

@@ -32,7 +32,7 @@ async def change(database: Database, *scopes: str | None) -> None:
 
 
 class CountingKeys(Keys):
-    """found: how often a key was looked up."""
+    """Keys that count lookups. found: number of lookups."""
 
     found = 0
 
@@ -101,11 +101,11 @@ async def test_a_process_that_stalled_asks_once_and_not_for_each_key(database: D
         readings += 1
 
     event.listen(database._reserved.sync_engine, "begin", count)
-    # No reading for longer than anything is believed.
+    # No reading for longer than any cached answer is trusted.
     await asyncio.sleep(0.6)
     await asyncio.gather(*(auth.tenant(bearer, "usage") for _, bearer in made))
     assert (keys.found, readings) == (20, 1)
-    # A revocation in such a pause is known to the first request after it.
+    # The first request after such a pause sees a revocation made in it.
     await asyncio.sleep(0.6)
     await keys.revoke(made[0][0].id, "op")
     with pytest.raises(InvalidKey):
@@ -113,14 +113,14 @@ async def test_a_process_that_stalled_asks_once_and_not_for_each_key(database: D
 
 
 async def test_a_commit_that_comes_after_a_newer_one_is_noticed(postgres_database: Database):
-    """The transaction with the older stamp commits last, and after a reading that has seen the newer one."""
+    """A transaction with an older stamp commits last, after a reading that has seen the newer one."""
     database, here = postgres_database, Changes(postgres_database)
     await here.read()
     mark = here.mark
     async with database.write() as slow:
         await count_change(slow, "slow")
         for _ in range(3):
-            # Nor does it hold another tenant's change up.
+            # It does not delay another tenant's change either.
             async with asyncio.timeout(5):
                 await change(database, "quick")
             await here.read()
@@ -132,7 +132,7 @@ async def test_a_commit_that_comes_after_a_newer_one_is_noticed(postgres_databas
 
 
 async def test_an_older_transaction_that_waited_for_a_newer_one_is_noticed(postgres_database: Database):
-    """It lowers the row's stamp."""
+    """An older transaction that waited for a newer one lowers the row's stamp."""
     database, here = postgres_database, Changes(postgres_database)
     await change(database, "acme")
     await here.read()
@@ -148,7 +148,7 @@ async def test_an_older_transaction_that_waited_for_a_newer_one_is_noticed(postg
 
 
 async def test_no_change_is_missed_by_readings_at_any_moment(database: Database):
-    """Writers that commit in any order, two readers all the while: the reading after a commit has its change."""
+    """Writers commit in any order beside two readers: the first reading after a commit includes its change."""
     readers = [Changes(database), Changes(database)]
     for reader in readers:
         await reader.read()
@@ -187,7 +187,7 @@ async def test_a_change_of_the_release_before_is_taken_for_a_change_of_everythin
 
 
 async def test_another_server_is_believed_nothing_of(database: Database):
-    """After a failover stamps may begin again lower, or be given twice."""
+    """After a failover stamps may restart lower, or be assigned twice, so no stamp of another server is trusted."""
     here = Changes(database)
     for known in (("another", 0), None):
         await here.read()
@@ -237,7 +237,10 @@ async def test_prices_are_loaded_when_they_have_changed(database: Database):
 
 
 async def test_known_keys_are_believed_as_long_as_the_operator_says(database_url: str):
-    """Strict: for half a second without the database. Else known keys work on, unknown ones and revoked ones do not."""
+    """Known keys are trusted without the database for the configured time; strict: half a second.
+
+    Otherwise known keys continue to work; unknown and revoked keys do not.
+    """
     database = Database(database_url)
     await database.upgrade()
     keys, tenants = Keys(database), Tenants(database)
@@ -275,7 +278,7 @@ async def test_known_keys_are_believed_as_long_as_the_operator_says(database_url
 
 
 async def test_a_server_that_became_read_only_is_connected_to_anew(migrated_postgres_url: str):
-    """Put the server in the state after a switchover: connections and reads succeed, every write fails."""
+    """A server became read-only after a switchover: connections and reads succeed, every write fails."""
     database = Database(migrated_postgres_url)
     await database.close()
 

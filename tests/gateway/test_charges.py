@@ -1,4 +1,4 @@
-"""The charge of each ending, and the cost of log-probabilities."""
+"""The charge for each ending, and the cost of log-probabilities."""
 
 import io
 import sqlite3
@@ -57,13 +57,13 @@ def test_who_pays(ending: Ending, told: Used | None, requests: int, tokens: int,
     charged = charge(ending, 9, HEARD, told, Weights())
     assert (charged.requests, charged.rate_tokens, charged.billed) == (requests, tokens, billed)
     assert charged.is_recorded == (ending is not Ending.UNSERVED or told is not None)
-    # Money is for what a client could receive.
+    # Money is charged only for an answer that a client could receive.
     has_answer = ending is Ending.FINISHED or ending in CUT
     assert charged.is_free == (not has_answer and ending is not Ending.MISMATCHED)
 
 
 async def test_a_request_with_which_the_only_engine_died_has_a_row(gateway: Gateway, upstream: Upstream):
-    """The engine's books have it, with no tokens; the client gets a 503, for no engine is left."""
+    """The engine's books have the request with no tokens; the client gets a 503, because no engine is left."""
 
     class Books(dict):
         def __contains__(self, _: object) -> bool:
@@ -87,7 +87,7 @@ async def test_a_request_with_which_the_only_engine_died_has_a_row(gateway: Gate
 
 
 class Pair:
-    """Two engines: the first request to either ends it after some work; the other does what the request says."""
+    """Two engines. The first request to either ends it after some work; the other follows the request's `x_engine`."""
 
     class Engine(Upstream):
         pair: "Pair"
@@ -116,7 +116,7 @@ class Pair:
         ({"status": 429}, "error", (11, 40)),
         ({"status": 503}, "error", (11, 40)),
         ({"status": 404}, "error", (11, 40)),
-        # Tokens of the engine that served it; the lost work is the operator's.
+        # The tenant pays the tokens of the engine that served it; the lost work is the operator's.
         ({"tokens": 3}, "ok", (11, 3)),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_stream_may_be_of_any_length():
 
 
 async def test_log_probabilities_are_reserved_and_settled(gateway: Gateway):
-    """A prompt of 2 tokens with 20 log-probabilities each is 10, and 8 generated ones with 20 are 40."""
+    """A prompt of 2 tokens with 20 log-probabilities each costs 10, and 8 generated tokens with 20 cost 40."""
     tight = await gateway.tenant("tight", tokens_per_minute=49)
     asked = {"prompt_logprobs": 20, "logprobs": 20, "max_tokens": 8, "x_engine": {"tokens": 2}}
     refused = await tight.complete(**asked)
@@ -211,7 +211,7 @@ async def test_log_probabilities_are_reserved_and_settled(gateway: Gateway):
     tenant = await gateway.tenant("enough", tokens_per_minute=50)
     got = await tenant.complete(**asked)
     assert got.status == 200
-    # The double counts 11 tokens of prompt: 55 and 10 were used, more than there are.
+    # The double counts 11 prompt tokens: 55 and 10 were used, more than the limit.
     assert (await tenant.complete(max_tokens=1)).error["type"] == "tokens"
 
 
@@ -228,7 +228,7 @@ def test_the_requests_above_are_what_the_wire_takes():
 
 @pytest.mark.parametrize("value", ["[" + "[]," * 150_000 + "1]", "[" + "1," * 600_000 + "1]"])
 async def test_a_body_of_very_many_values_is_refused(value: str, gateway: Gateway):
-    """Decoded they would take many times the body's bytes, for as long as the request runs."""
+    """A decoded body of very many values would take many times its bytes for the whole request."""
     tenant = await gateway.tenant("acme")
     body = f'{{"model": "base", "prompt": "Hi", "metadata": {value}}}'.encode()
     got = await tenant.call("POST", "/v1/completions", data=io.BytesIO(body))

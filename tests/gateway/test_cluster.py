@@ -1,4 +1,4 @@
-"""A node of the Redis cluster is killed: its replica takes over, and neither a lease nor a usage event is lost."""
+"""A killed node of the Redis cluster: its replica takes over, and no lease or usage event is lost."""
 
 import asyncio
 import shutil
@@ -27,7 +27,7 @@ from tests.gateway.rows import row
 from tests.gateway.running import until
 
 NUM_TENANTS, EACH = 12, 30
-# A dead node is noticed, a replica elected, and a client learns of it.
+# Time to detect a dead node, elect a replica, and inform a client.
 PATIENCE = 90.0
 
 
@@ -55,7 +55,7 @@ async def test_a_killed_node_loses_no_event_and_no_lease(
         await register(redis, [tenant_id])
         for i in range(EACH):
             event = encode(row(f"{tenant_id}-{i}", tenant_id=tenant_id))
-            # Of long ago: left behind.
+            # Old enough to count as left behind.
             await redis.xadd(stream_key(tenant_id), {"event": event}, id=f"1-{i + 1}")
     while not cluster.first_has(stream_key(tenant_id := uuid.uuid4().hex)):
         pass
@@ -69,7 +69,7 @@ async def test_a_killed_node_loses_no_event_and_no_lease(
     ledger = Ledger(UsageWriter(database), stream, Journal(tmp_path / "journal", 10**6), 10**6)
     moving = asyncio.create_task(ledger.run())
     try:
-        # What Redis cannot take meanwhile goes another way.
+        # Rows that Redis cannot take now go to the journal.
         await ledger.keep(row("kept"))
         await until(lambda: is_count(database, NUM_TENANTS * EACH + 1), PATIENCE)
         await until(lambda: is_empty(stream, ids), PATIENCE)

@@ -1,4 +1,4 @@
-"""`loraplex adapter collect`: the store forgets what no name refers to, and nothing else."""
+"""`loraplex adapter collect` removes exactly the store's content without a name."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ def stored(folder: Path) -> set[str]:
 
 
 def make_old(folder: Path) -> None:
-    """Let everything stored and removed so far be two hours old."""
+    """Set everything stored and removed so far to two hours ago."""
     for path in (folder / "adapters").glob("??/*"):
         os.utime(path, (time.time() - 7200,) * 2)
     with closing(sqlite3.connect(folder / "gateway.db", timeout=10)) as connection, connection:
@@ -45,13 +45,13 @@ async def test_only_what_no_name_refers_to_for_an_hour_is_removed(gateway: Gatew
         assert (await acme.call("DELETE", f"/v1/adapters/{name}")).status == 200
     assert (await gateway.admin.post(COLLECT)).json == {"object": "collection", "removed": 0, "bytes": 0}
     make_old(tmp_path)
-    # Uploaded long ago, but removed just now: a request may still be on its way to an engine with it.
+    # Uploaded long ago, but removed just now: a request for it may still be on its way to an engine.
     assert (await push(acme, "late", files(4))).status == 201
     late = (await acme.get("/v1/adapters/late")).json["digest"][7:]
     make_old(tmp_path)
     assert (await acme.call("DELETE", "/v1/adapters/late")).status == 200
     assert (await acme.call("DELETE", "/v1/adapters/a3")).status == 200
-    assert (await push(acme, "again", files(3))).status == 201  # its time is renewed
+    assert (await push(acme, "again", files(3))).status == 201  # renews its time
     assert (await acme.call("DELETE", "/v1/adapters/again")).status == 200
     done = (await gateway.admin.post(COLLECT)).json
     assert done["removed"] == 1
@@ -67,7 +67,10 @@ async def test_only_what_no_name_refers_to_for_an_hour_is_removed(gateway: Gatew
 async def test_content_that_a_name_refers_to_at_the_second_check_stays(
     fails: bool, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A version is added between the checks, and another gateway starts, which cleans the store; or the check fails."""
+    """Content that has a name at the second check stays: a version is added between the checks, or the check fails.
+
+    Another gateway, which cleans the store, starts between the checks.
+    """
     acme = await gateway.tenant("acme")
     assert (await push(acme, "a", files())).status == 201
     before = stored(tmp_path)
@@ -121,7 +124,7 @@ async def test_a_gateway_collects_by_itself(
 
 
 async def test_one_process_of_all_does_the_chores(redis_url: str, monkeypatch: pytest.MonkeyPatch):
-    """Three processes, two turns: each chore runs once a turn, and one that fails keeps no other from it."""
+    """Three processes, two turns: each chore runs once per turn, and a failing chore stops no other."""
     monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
     monkeypatch.setattr(housekeeping, "EVERY_SECONDS", 1.0)
     redis = connect(redis_url, timeout=10.0)

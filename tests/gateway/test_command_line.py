@@ -24,7 +24,7 @@ Run = Callable[..., Awaitable[Result]]
 
 @pytest.fixture
 def run(gateway: Gateway, tmp_path: Path) -> Run:
-    """A command as its user starts it, in a thread beside the gateway; it must end well, unless `code` says how."""
+    """Run a command as a user does, in a thread beside the gateway; it must succeed unless `code` is given."""
     clean = {name: None for name in os.environ if name.startswith("LORAPLEX_")}
     env = clean | {"LORAPLEX_GATEWAY": gateway.url, "LORAPLEX_ADMIN_KEY": ADMIN_KEY}
 
@@ -96,7 +96,7 @@ async def test_a_key_from_create_to_revoke(run: Run, gateway: Gateway):
     rotated = (await run("key", "rotate", key_id, "--grace", "0s")).stdout.strip()
     assert (await gateway.client(made.stdout.strip()).chat()).status == 401
     assert (await gateway.client(rotated).chat()).status == 200
-    # The whole key is as good as its id, and its secret is not repeated.
+    # The whole key works like its id, and the output does not repeat its secret.
     assert rotated.split("_")[2] not in (await run("key", "revoke", rotated)).output
     assert (await gateway.client(rotated).chat()).status == 401
     lines = (await run("key", "list", "acme")).stdout.splitlines()

@@ -1,4 +1,4 @@
-"""The proxying of inference requests: what goes up, what comes down, what is written."""
+"""The proxying of inference requests: the request to the engine, the answer to the client, the usage row."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ async def tenant(gateway: Gateway) -> Client:
 
 
 async def rows(client: Client, count: int = 1) -> dict[str, Any]:
-    """The sums of the one model used, once `count` requests are written."""
+    """Return the sums of the one model used, once `count` requests are recorded."""
 
     async def written() -> bool:
         data = await client.usage()
@@ -58,7 +58,7 @@ async def test_a_whole_answer(route: str, tenant: Client, upstream: Upstream):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_has_the_end_of_an_answer_has_the_slot_back(stream: bool, gateway: Gateway):
-    """Though the answer does not wait for its settlement."""
+    """The slot is free at the end of an answer, although the answer does not wait for its settlement."""
     one_at_a_time = await gateway.tenant("acme", max_concurrent=1)
     for _ in range(30):
         assert (await one_at_a_time.chat(stream=stream)).status == 200
@@ -104,7 +104,7 @@ async def test_an_event_arrives_when_it_is_made(tenant: Client):
     started = asyncio.get_running_loop().time()
     async with tenant.session.post(f"{tenant.url}/v1/completions", json=body, headers=tenant.headers) as response:
         await response.content.readuntil(b"\n\n")
-        assert asyncio.get_running_loop().time() - started < 20  # of the 30 s that all take
+        assert asyncio.get_running_loop().time() - started < 20  # of the 30 s that all of them take
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -115,7 +115,7 @@ async def test_a_client_that_leaves_stops_the_engine_and_is_written_down(
     body = {"model": BASE_MODEL, "prompt": "Hi", "stream": stream, "max_tokens": 100}
     body["x_engine"] = {"tokens": 100, "delay": 0.05}
     url = f"{tenant.url}/v1/completions"
-    # A session of its own, so that leaving closes the connection.
+    # A separate session, so that leaving it closes the connection.
     request = asyncio.ensure_future(tenant.session.post(url, json=body, headers=tenant.headers))
     if stream:
         response = await request
@@ -129,14 +129,14 @@ async def test_a_client_that_leaves_stops_the_engine_and_is_written_down(
 
     await until(lambda: _true(upstream.cancelled), seconds=1)
     used = await rows(tenant)
-    # What the engine says that it did, whoever heard of it.
+    # The engine's count, whatever part the client received.
     [done] = upstream.finished.values()
     assert done["completion_tokens"] < 100
     assert used["completion_tokens"] == done["completion_tokens"]
     assert used["prompt_tokens"] == PROMPT_TOKENS
     page = (await gateway.nobody.get("/admin/", headers=_basic())).body.decode()
     assert "cancelled" in page
-    # The slot is free again, and what was reserved and not used is given back.
+    # The slot is free again, and the unused part of the reservation is refunded.
     again = await tenant.complete(max_tokens=100)
     assert again.status == 200
 
@@ -181,22 +181,22 @@ async def test_an_engine_that_refuses(stream: bool, theirs: int, ours: int, tena
     assert got.status == ours
     assert got.headers["content-type"].startswith("application/json")
     assert "sha256" not in got.error["message"]
-    # The engine's own words are passed on where they are about the request, and only there.
+    # The engine's message is passed on only if it is about the request.
     assert ("no: " in got.error["message"]) == (ours == 400)
     if ours == 503:
         assert got.headers["Retry-After"] == "1"
     if ours == 400:
         assert got.error["param"] == "prompt"
-    # Nothing was made, so nothing is charged; the request itself is written all the same.
+    # No tokens were generated, so nothing is charged; the request has a row all the same.
     used = await rows(tenant)
     assert (used["prompt_tokens"], used["completion_tokens"]) == (0, 0)
 
 
 @pytest.mark.parametrize("theirs", [400, 422])
 async def test_a_refusal_of_the_engine_costs_a_request_and_the_prompts_tokens(theirs: int, gateway: Gateway):
-    """And no money: the engine may have compiled a grammar or loaded an adapter for it."""
+    """A refusal costs no money, although the engine may have compiled a grammar or loaded an adapter for it."""
     await gateway.admin.call("PUT", "/admin/api/prices", json={"model": BASE_MODEL, "input": "1", "output": "1"})
-    # "Hi" is 2 tokens: two refusals leave 96 of 100, and then one request of three.
+    # "Hi" is 2 tokens: two refusals leave 96 of 100, and one request of three.
     tenant = await gateway.tenant("once", requests_per_minute=3, tokens_per_minute=100)
     for left in (98, 96):
         got = await tenant.complete(max_tokens=90, x_engine={"status": theirs})

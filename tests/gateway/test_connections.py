@@ -1,4 +1,4 @@
-"""Limit of open connections: idle ones give way, and new clients always get in."""
+"""Limit of open connections: idle ones are closed, and new clients always get in."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ async def test_connections_without_a_key_have_a_quarter(serve: Any, upstream: Up
                 return sum(still_open(idle)) <= 10
 
             await until(closed)
-            assert sum(still_open(idle)) >= 9  # the operator's own connection, before its first request
+            assert sum(still_open(idle)) >= 9  # one is the operator's own connection, before its first request
             assert all(still_open(kept))
             assert (await acme.complete()).status == 200
             assert await metric(gateway, "loraplex_gateway_connections_closed_total") >= 20

@@ -1,4 +1,4 @@
-"""The context that the gateway holds prompts against is the one that engines read from the same config.json."""
+"""The gateway's context length for prompts equals the engine's, from the same config.json."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""PostgreSQL away: known tenants are served as the operator chose, probes say so, and nothing has to be restarted."""
+"""PostgreSQL outage: known tenants are served as configured, probes report it, and no restart is needed."""
 
 import base64
 import os
@@ -16,7 +16,7 @@ BROWSER = {"Authorization": f"Basic {base64.b64encode(f'any:{ADMIN_KEY}'.encode(
 
 
 class Postgres:
-    """A server of its own, to be stopped."""
+    """A separate server, which the test stops."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -65,7 +65,7 @@ async def test_known_tenants_are_served_through_an_outage_where_the_operator_cho
         at_strict = strict.client(acme.key or "")
         assert [(await client.chat()).status for client in (acme, revoked, at_strict)] == [200, 200, 200]
         await lenient.admin.call("DELETE", f"/admin/api/keys/{made['id']}")
-        # A tenant's change has all of its keys looked up again, each with its next request.
+        # A tenant's change invalidates all of its keys; each is looked up at its next request.
         assert [(await client.chat()).status for client in (acme, revoked)] == [200, 401]
         assert await status(lenient, "?strict=true") == await status(strict) == (200, "ready")
 
@@ -76,7 +76,7 @@ async def test_known_tenants_are_served_through_an_outage_where_the_operator_cho
             return got.status == 503 and got.error["code"] == "database_unavailable" and "Retry-After" in got.headers
 
         await until(refused)
-        # Far longer than half a second for the lenient gateway as well.
+        # Much longer than half a second, also for the lenient gateway.
         assert [(await client.chat()).status for client in (acme, revoked, unseen)] == [200, 401, 503]
         assert await status(lenient) == (200, "degraded")
         assert await status(lenient, "?strict=true") == await status(strict) == (503, "not ready")
@@ -92,7 +92,7 @@ async def test_known_tenants_are_served_through_an_outage_where_the_operator_cho
         upstream.healthy = False
 
         async def shows_what_is_known() -> bool:
-            """Neither the database nor an engine is there."""
+            """The page works without the database and without an engine."""
             page = await lenient.nobody.get("/admin/", headers=BROWSER)
             shown = page.body.decode()
             assert "acme" not in shown
@@ -117,7 +117,7 @@ async def test_known_tenants_are_served_through_an_outage_where_the_operator_cho
             return await status(lenient) == await status(strict) == (200, "ready")
 
         await until(well)
-        # Changes from before the outage still hold, and new ones are noticed.
+        # Changes from before the outage still hold, and new ones take effect.
         assert (await revoked.chat()).status == 401
         await strict.admin.call("PATCH", "/admin/api/tenants/acme", json={"suspended": True})
 

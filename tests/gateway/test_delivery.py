@@ -1,4 +1,4 @@
-"""Clients that do not read: what they hold of the engines, of the memory and of others' time."""
+"""Clients that do not read: their use of engines, memory and other clients' time."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ UNREAD = "loraplex_gateway_unread_answer_bytes"
 
 
 class Reader:
-    """A client that has asked for an answer and reads nothing of it."""
+    """A client that sends a request and reads nothing of the answer."""
 
     def __init__(self, reader: Any, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -45,7 +45,7 @@ Ask = Callable[..., Awaitable[Reader]]
 
 @pytest.fixture
 async def ask() -> AsyncIterator[Ask]:
-    """Send a request and read nothing; closes all connections in the end."""
+    """Send a request and read nothing; closes all connections at the end."""
     made: list[Reader] = []
 
     async def send(gateway: Gateway, client: Client, **body: Any) -> Reader:
@@ -64,7 +64,7 @@ async def ask() -> AsyncIterator[Ask]:
 
 @asynccontextmanager
 async def lag_probe() -> AsyncIterator[list[float]]:
-    """Yield the longest stalls of this event loop, which is the gateway's as well."""
+    """Yield the longest stalls of this event loop, which the gateway shares."""
     longest = [0.0]
 
     async def look() -> None:
@@ -91,7 +91,7 @@ async def in_flight(gateway: Gateway) -> int:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_readers_that_stop_hold_no_places(stream: bool, serve: Any, ask: Ask, upstream: Upstream):
-    """70 of them, more than the 64 places that this engine has, and a neighbour is served at once."""
+    """70 stopped readers exceed the engine's 64 seats, and a neighbour is served at once."""
     async with serve() as gateway:
         slow, neighbour = await gateway.tenant("slow", **MANY), await gateway.tenant("neighbour")
         for _ in range(70):
@@ -119,7 +119,7 @@ async def test_a_reader_beyond_its_buffer_holds_the_engine_back_and_no_place(ser
         assert upstream.events < events
         assert await in_flight(gateway) == 0
         assert await metric(gateway, UNREAD) < 2**19
-        # Leaving stops the engine still.
+        # A disconnection still stops the engine.
         reader.writer.transport.abort()
 
         async def is_cancelled() -> bool:
@@ -165,7 +165,7 @@ async def test_a_reader_below_the_least_rate_is_cut_off_and_billed(
 ):
     async with serve(max_model_len=LONG, client_timeout=1.0) as gateway:
         slow = await gateway.tenant("slow", **MANY)
-        # A stream is cut off in its middle; a whole answer has ended by then.
+        # A stream is cut off in the middle; a whole answer has ended by then.
         tokens, pad = (1000, 2**16) if stream else (3, 7 * 2**20)
         reader = await ask(gateway, slow, stream=stream, max_tokens=tokens, x_engine={"tokens": tokens, "pad": pad})
 
@@ -219,7 +219,7 @@ async def test_unread_answers_take_bounded_memory(serve: Any, ask: Ask, upstream
 
 @pytest.mark.usefixtures("starts_servers")
 async def test_a_large_answer_stalls_nobody():
-    """Read, renamed and sent on in steps of some milliseconds; the double's making of it is before the probe."""
+    """A large answer is read, renamed and sent in steps of a few milliseconds; the double makes it before the probe."""
     place = {str(t): {"logprob": -1.5, "rank": 1, "decoded_token": "word"} for t in range(20)}
     answer = msgspec.json.encode({"id": "x", "model": "sha256:0", "choices": [], "prompt_logprobs": [place] * 7500})
     assert len(answer) > 7 * 2**20

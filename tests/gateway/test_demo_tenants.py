@@ -1,4 +1,4 @@
-"""The demo's tenants are made once: what their user deletes or replaces is so after a restart."""
+"""The demo's tenants are created once: a user's deletions and replacements survive a restart."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ Provision = Callable[..., Awaitable[dict[str, DemoTenant]]]
 
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Adapters that fit the tests' model, in place of the demo's own."""
+    """Return adapters that fit the tests' model, in place of the demo's own."""
     for seed, name in enumerate(("pirate", "json", "brief")):
         write(tmp_path / "examples" / name, tensors(seed=seed))
     monkeypatch.setattr(demo_tenants, "adapters_folder", lambda: tmp_path / "examples")
@@ -28,7 +28,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def provision(gateway: Gateway, examples: Path, tmp_path: Path) -> Provision:
-    """What `loraplex up --demo` does with each start, on one data directory."""
+    """Provision as `loraplex up --demo` does at each start on one data directory."""
     data = DataDir.open(tmp_path / "data")
 
     async def start(database: str = "local") -> dict[str, DemoTenant]:
@@ -56,7 +56,7 @@ async def test_what_was_deleted_stays_deleted(provision: Provision, gateway: Gat
         assert second["acme"].api_key == first["acme"].api_key
         await admin.delete_tenant("acme")
         assert await provision() == {}
-    # Another database has never had them.
+    # A new database has not had them.
     assert set(await provision("elsewhere:5432/loraplex")) == {"acme", "globex"}
 
 

@@ -1,4 +1,4 @@
-"""`/openapi.json` says what is there: every route, and no other."""
+"""`/openapi.json` lists every route, and no other."""
 
 import re
 
@@ -12,7 +12,7 @@ from tests.gateway.upstream import Upstream
 
 async def test_every_route_is_described(tmp_path, model_dir, upstream: Upstream, redis_url: str):
     app = await make_app(settings(tmp_path, model_dir, [upstream.url], redis_url))
-    # What it opened is closed only by an application that was started.
+    # Only a started application closes its resources.
     runner = web.AppRunner(app)
     await runner.setup()
     await runner.cleanup()

@@ -1,4 +1,4 @@
-"""Where engines are said to be, and the breaker that counts how they fare."""
+"""Sources of engine addresses, and the circuit breaker of each engine."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +86,7 @@ async def test_announced_engines_are_seen_by_all_until_they_go_or_fall_silent(re
         }
         await other.withdraw("http://a:1")
         assert await one.all() == ["vllm+http://b:1?adapters=3"]
-        # Last heard of an hour ago, by Redis' clock.
+        # Its last announcement was an hour ago, by Redis' clock.
         seconds, _ = await redis.time()
         await redis.zadd(ANNOUNCEMENTS, {"vllm+http://b:1?adapters=3": seconds - 3600})
         assert await one.all() == []
@@ -152,7 +152,7 @@ def test_older_word_of_an_engine_does_not_overwrite_newer():
     assert engine.resident == {"new"}
     engine.observe_state(said("first", 8, "newer"), 0)
     assert engine.resident == {"newer"}
-    # A restart counts from the beginning.
+    # A restart resets the counter.
     engine.observe_state(said("second", 0), 0)
     assert engine.resident == set()
 
@@ -184,7 +184,7 @@ def test_the_breaker_opens_tries_one_and_waits_longer_each_time():
     for _ in range(10):
         assert not breaker.allows
         clock.now += pause
-        # One goes, no other until it is back.
+        # One trial request is sent, and no other until its outcome.
         assert breaker.allows
         breaker.sent()
         assert not breaker.allows
@@ -205,7 +205,7 @@ def test_a_trial_that_begins_to_answer_lets_others_in_and_its_failure_opens_it_f
     clock.now += FIRST_PAUSE_SECONDS
     breaker.sent()
     assert not breaker.allows
-    # Its answer may take minutes: nobody waits for that.
+    # Its answer may take minutes; other requests do not wait for that.
     breaker.began()
     assert breaker.allows
     breaker.sent()

@@ -1,4 +1,4 @@
-"""A gateway that leaves cuts nobody off, and one that comes waits for its database."""
+"""A stopping gateway cuts off no request, and a starting one waits for its database."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -16,12 +16,12 @@ from tests.ports import free_ports
 
 
 class Seen(Exception):
-    """All that a test wanted to see."""
+    """Raised when the test has seen enough."""
 
 
 @asynccontextmanager
 async def leaving(of: Settings):
-    """A gateway that can be told to leave while others talk to it, and that is let go of in the end."""
+    """Run a gateway that a test can stop while clients send requests; it ends with the test."""
     up, leave = asyncio.Event(), asyncio.Event()
 
     async def live() -> None:
@@ -43,7 +43,7 @@ async def leaving(of: Settings):
 
 
 async def keep_asking(url: str, key: str, enough: asyncio.Event) -> int:
-    """On one connection for as long as it is kept; any failure fails the test."""
+    """Send requests on one connection while it is kept alive; any failure fails the test."""
     asked = 0
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
         while not enough.is_set():
@@ -65,7 +65,7 @@ async def test_restarts_of_one_of_two_fail_no_request(
         try:
             for _ in range(3):
                 async with leaving(of):
-                    # Long enough for some to have come to it; that none has is no failure.
+                    # Long enough for some requests to arrive; none is no failure either.
                     await asyncio.sleep(0.3)
             enough.set()
             assert all(await asyncio.gather(*asking))
@@ -84,7 +84,7 @@ async def test_a_gateway_that_leaves_says_so_before_it_stops_listening(
 
 
 async def see_it_leave(of: Settings) -> None:
-    """Raises Seen, so that nobody waits for the hour that it would go on."""
+    """Raise Seen at the end, so that the test does not wait for the drain of an hour."""
     async with leaving(of) as leave, aiohttp.ClientSession() as session:
         gateway = Gateway(f"http://127.0.0.1:{of.port}", session)
         before = await gateway.nobody.get("/readyz")

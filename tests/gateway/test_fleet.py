@@ -1,4 +1,4 @@
-"""Engines that come and go: health, announcements, and requests that find another."""
+"""Engines that come and go: health, announcements, and requests that move to another engine."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ async def test_an_engine_that_dies_is_passed_over_and_found_again(tmp_path: Path
             acme = await gateway.tenant("acme")
             assert (await acme.complete()).status == 200
         try:
-            # The first to meet the refused connection goes on to the next engine, unseen by its client.
+            # The first request with a refused connection goes to the next engine; its client does not notice.
             for i in range(8):
                 got = await acme.complete(prompt=f"conversation {i}")
                 assert got.status == 200, got.body
@@ -139,13 +139,13 @@ async def pair(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterator
 
 @pytest.fixture
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A breaker that opens stays so for the whole test."""
+    """Keep an opened breaker open for the whole test."""
     monkeypatch.setattr("gateway.fleet.breaker.FIRST_PAUSE_SECONDS", 3600.0)
     monkeypatch.setattr("gateway.fleet.breaker.LONGEST_PAUSE_SECONDS", 3600.0)
 
 
 async def ask_of_both(acme: Client, one: Upstream, two: Upstream, asked: int) -> None:
-    """Requests of ever new conversations until each engine has had `asked`; every one must be answered."""
+    """Send requests of new conversations until each engine has had `asked`; every request must be answered."""
     numbers = itertools.count()
 
     async def enough() -> bool:
@@ -253,7 +253,7 @@ async def test_an_engine_that_fails_with_a_request_is_not_the_only_one_asked(pai
     acme = await gateway.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
     one.refuses = (500, "internal")
     await ask_of_both(acme, one, two, 1)
-    # Both fail: it may be the request.
+    # Both engines fail, so the request may be the cause.
     two.refuses = (500, "internal")
     got = await acme.complete(prompt="what ends them all")
     assert got.status in (502, 503)

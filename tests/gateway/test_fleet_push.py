@@ -1,4 +1,4 @@
-"""Engines push their state; those that cannot are asked for it."""
+"""Engines push their state; engines that cannot push are polled."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.gateway.upstream import TOKEN, Upstream
 
 
 class Fleet:
-    """A registry that watches engines, and who hears of it."""
+    """A registry that watches engines, with an event for its changes."""
 
     def __init__(self, session: ClientSession, *urls: str) -> None:
         self.urls = list(urls)
@@ -37,7 +37,7 @@ class Fleet:
         return self.registry.engines[0]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Looks only when the registry says that something was heard."""
+        """Wait for the condition, checked only when the registry reports a change."""
         async with asyncio.timeout(30.0):
             while not condition():
                 await self._heard.wait()

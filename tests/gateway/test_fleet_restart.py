@@ -1,4 +1,4 @@
-"""Real engines that announce themselves to a gateway, and leave it one after the other under load."""
+"""Real engines that announce themselves to a gateway and stop one after the other under load."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ START_SECONDS = 100.0
 
 
 def start(model: Path, gateway: Gateway, log: Path) -> "subprocess.Popen[bytes]":
-    """`loraplex engine` in a process of its own."""
+    """Start `loraplex engine` as a separate process."""
     command = [sys.executable, "-m", "loraplex.cli", "engine", "--model", str(model), "--device", "cpu"]
     command += ["--port", str(free_port()), "--served-model-name", BASE_MODEL, "--gateway", gateway.url]
     command += ["--kv-cache-memory", "16MiB", "--adapter-memory", "4MiB", "--max-num-seqs", "8"]
@@ -31,7 +31,7 @@ def start(model: Path, gateway: Gateway, log: Path) -> "subprocess.Popen[bytes]"
 
 @asynccontextmanager
 async def engine(model: Path, gateway: Gateway, log: Path) -> AsyncIterator["subprocess.Popen[bytes]"]:
-    """Killed at the end if it is still there."""
+    """Yield an engine, killed at the end if it still runs."""
     process = await asyncio.to_thread(start, model, gateway, log)
     try:
         yield process
@@ -45,7 +45,7 @@ async def engines_up(gateway: Gateway) -> int:
 
 
 async def keep_asking(client: Client, number: int, enough: asyncio.Event) -> int:
-    """Asks again and again and returns how often; any answer that is not whole fails the test."""
+    """Send requests in a loop and return their number; any incomplete answer fails the test."""
     asked = 0
     while not enough.is_set():
         stream = (number + asked) % 2 == 0
@@ -92,7 +92,7 @@ async def is_up(gateway: Gateway, engines: int) -> bool:
 
 
 async def leave(process: "subprocess.Popen[bytes]", gateway: Gateway) -> None:
-    """SIGTERM: it ends what it has and says goodbye."""
+    """Send SIGTERM: the engine finishes its requests and withdraws its announcement."""
     process.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(asyncio.to_thread(process.wait), START_SECONDS) == 0
     await until(lambda: is_up(gateway, 1), START_SECONDS)

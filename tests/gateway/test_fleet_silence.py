@@ -1,4 +1,4 @@
-"""An engine that hangs, its connections open: who waits for its first word gets another engine."""
+"""A hung engine with open connections: a request without a first token moves to another engine."""
 
 import asyncio
 from pathlib import Path
@@ -63,7 +63,7 @@ async def test_a_stream_that_has_begun_stays_with_a_silent_engine(tmp_path: Path
                 return one.followers == two.followers == 1 and await ups() == 2
 
             await until(both_are_up)
-            # One event now, the last when the test has seen what it waits for.
+            # One event now; the last one when the test allows it.
             asking = asyncio.create_task(acme.complete(stream=True, x_engine={"tokens": 2, "pause": True}))
 
             async def has_begun() -> bool:

@@ -1,4 +1,4 @@
-"""vLLM servers behind the gateway, by a double that speaks as they do."""
+"""vLLM servers behind the gateway, by a double with vLLM's protocol."""
 
 import asyncio
 import shutil
@@ -21,7 +21,7 @@ async def served(
     async with VllmDouble().serving() as vllm:
         shutil.copy(migrated, folder / "gateway.db")
         options = f"{options or '?'}&key_file={key_file(folder)}"
-        # On a machine that is slow no call to Redis may be given up: a refused request would never reach the queue.
+        # On a slow machine no call to Redis may time out: a refused request would never reach the queue.
         settled = {"redis_timeout": 30.0} | settled
         of = settings(folder, model_dir, [f"vllm+{vllm.url}{options}"], redis_url, migrate_on_start=False, **settled)
         async with running(of) as gateway:
@@ -36,7 +36,7 @@ def key_file(folder: Path) -> Path:
 
 @pytest.fixture
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's list of models is asked for when the gateway starts, and not while it changes."""
+    """Query the server's list of models only at the gateway's start, not later."""
     monkeypatch.setattr("gateway.fleet.registry.POLL_SECONDS", 3600.0)
 
 
@@ -49,13 +49,13 @@ async def both(
 
 
 async def billed(client: Client, expected: tuple[int, int, int]) -> bool:
-    """Whether all that the tenant owes is so many requests, prompt and completion tokens."""
+    """Return whether the tenant's rows sum to this many requests, prompt and completion tokens."""
     rows = await client.usage()
     return expected == tuple(sum(row[k] for row in rows) for k in ("requests", "prompt_tokens", "completion_tokens"))
 
 
 async def adapters(client: Client, number: int) -> list[str]:
-    """The names of as many new adapters, each of other content."""
+    """Push this many new adapters, each with different content, and return their names."""
     names = [f"adapter-{seed}" for seed in range(number)]
     for seed, name in enumerate(names):
         assert (await push(client, name, files(seed))).status == 201
@@ -69,13 +69,13 @@ async def test_the_base_model_is_asked_as_vllm_knows_it(both: tuple[Gateway, Vll
     assert (got.status, got.json["model"], got.json["choices"][0]["text"]) == (200, BASE_MODEL, "aaa")
     [(headers, body)] = vllm.requests
     assert body["model"] == BASE_MODEL
-    # The tenant's own salt, and nothing that names the tenant to others.
+    # The tenant's own salt, which does not identify the tenant.
     own_salt = body["cache_salt"]
     assert own_salt
     assert headers["authorization"] == f"Bearer {API_KEY}"
     assert headers["x-request-id"] == got.headers["x-request-id"]
     await until(lambda: billed(acme, (1, PROMPT_TOKENS, 3)))
-    # The internal token opens our own engines, and is not vLLM's to see.
+    # The internal token opens our own engines; vLLM must not see it.
     assert TOKEN not in str(vllm.requests)
 
 
@@ -132,7 +132,7 @@ async def test_a_name_that_another_gateway_loaded_is_taken_as_it_is(both: tuple[
     assert (await acme.complete(model=name)).status == 200
     [loaded] = vllm.loads
 
-    # Gone, and back by another's hand before this gateway has asked for it again.
+    # Removed, then loaded again by another gateway before this gateway's next query.
     class Back(dict[str, str]):
         def __contains__(self, key: object) -> bool:
             first, self.first = self.first, False
@@ -152,7 +152,7 @@ async def test_no_more_names_are_kept_than_it_was_told(both: tuple[Gateway, Vllm
     first, second, third = await adapters(acme, 3)
     for name in (first, second, first, third):
         assert (await acme.complete(model=name)).status == 200
-    # The longest unused goes.
+    # The least recently used adapter is evicted.
     assert vllm.unloads == [vllm.loads[1]]
     assert len(vllm.names) == 2
     assert (await acme.complete(model=second)).status == 200
@@ -178,7 +178,7 @@ async def test_who_asks_for_an_adapter_on_its_way_out_gets_it_loaded_after_that(
     await until(lambda: in_flight(gateway, 2))
     vllm.hold_unloads.set()
     assert [got.status for got in await asyncio.gather(other, again)] == [200, 200]
-    # Loaded once more, after it was gone: nobody met a name that was not there.
+    # Loaded once more after its eviction: no request used a missing name.
     assert [name for name in vllm.loads if name == vllm.loads[0]] == [vllm.loads[0]] * 2
     assert len(vllm.requests) == 3
 
@@ -236,7 +236,7 @@ async def test_tenants_share_it_fairly_for_it_is_given_only_what_it_runs(both: t
     assert {got.status for got in await asyncio.gather(*many, *few)} == {200}
     assert vllm.most_running == 2
     [salt] = {salt for salt in vllm.served if vllm.served.count(salt) == 3}
-    # Who came last with little is not behind the other's twenty: at most each second place is someone else's.
+    # The late tenant with few requests does not wait for the other's twenty: it gets at least every second slot.
     assert max(i for i, tenant in enumerate(vllm.served) if tenant == salt) < 12
 
 

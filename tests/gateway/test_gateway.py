@@ -1,4 +1,4 @@
-"""The gateway as a whole: what it says of itself, what it does when a part is away, how it stops."""
+"""The gateway as a whole: its probes and pages, outages of a part, and its stop."""
 
 import asyncio
 import base64
@@ -54,7 +54,7 @@ async def test_the_openai_client(gateway: Gateway):
 
 
 async def test_redis_dies_and_comes_back(tmp_path: Path, model_dir: Path, upstream: Upstream):
-    """Killed, not stopped: 503 and not ready while it is away, all well again without a restart."""
+    """Killed, not stopped: 503 and not ready during the outage, then full recovery without a restart."""
     server = ValkeyServer(data_dir=tmp_path / "valkey")
     server.start()
     port = server.port
@@ -78,7 +78,7 @@ async def test_redis_dies_and_comes_back(tmp_path: Path, model_dir: Path, upstre
         assert (ready.json["status"], list(ready.json["since"])) == ("degraded", ["redis", "quota"])
         assert (await gateway.nobody.get("/readyz?strict=true")).status == 503
         assert (await gateway.nobody.get("/healthz")).status == 200
-        # What was admitted goes on to its end.
+        # Admitted requests run to their end.
         assert (await long).events[-1] == "[DONE]"
 
         again = ValkeyServer(port=port, data_dir=tmp_path / "valkey")
@@ -103,7 +103,7 @@ async def test_the_database_goes_away_and_comes_back(gateway: Gateway, tmp_path:
     path = tmp_path / "gateway.db"
     lock = sqlite3.connect(path, isolation_level=None)
     lock.execute("BEGIN EXCLUSIVE")
-    # Reads go on beside a writer; the usage of what is served meanwhile waits for it.
+    # Reads continue beside a writer; the usage of requests served in that time waits for it.
     assert (await acme.complete()).status == 200
     lock.execute("ROLLBACK")
     lock.close()
@@ -124,7 +124,7 @@ async def test_the_usage_of_a_deleted_tenant_is_found_by_name(gateway: Gateway):
     [row] = (await gateway.admin.get("/admin/api/usage?tenant=acme")).json["data"]
     assert (row["tenant"], row["requests"], row["deleted"]) == ("acme", 1, True)
     assert (await gateway.admin.get("/admin/api/usage?tenant=acme&until=1")).json["data"] == []
-    # A new tenant of the name begins with nothing; the old one's rows stay apart.
+    # A new tenant of that name starts with no usage; the old tenant's rows stay separate.
     again = await gateway.tenant("acme")
     await again.complete()
     await until(lambda: used(again, 1))
@@ -214,7 +214,7 @@ async def test_the_status_page_is_for_admins(password: str | None, gateway: Gate
     assert got.status == 401
     assert got.headers["WWW-Authenticate"].startswith("Basic")
     assert b"acme" not in got.body
-    # What a browser sends by itself opens none of the routes that change something.
+    # The credentials that a browser sends by itself open no route that changes data.
     made = await gateway.nobody.post("/admin/api/tenants", {"name": "forged"}, headers=basic(ADMIN_KEY))
     assert made.status == 401
 
@@ -260,7 +260,7 @@ async def test_what_cannot_start_says_which_setting(
 async def test_sigterm_lets_streams_end_and_writes_their_usage(
     tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
 ):
-    """The program itself: ready line, a stream over SIGTERM, no new requests, exit code 0, nothing lost."""
+    """The program itself: ready line, a stream across SIGTERM, no new requests, exit code 0, nothing lost."""
     of = settings(tmp_path, model_dir, [upstream.url], redis_url)
     names = ("database_url", "redis_url", "adapter_store", "model_dir", "base_model", "key_pepper", "admin_key")
     environ = {f"LORAPLEX_{name.upper()}": str(getattr(of, name)) for name in names}

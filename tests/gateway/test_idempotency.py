@@ -1,4 +1,4 @@
-"""A POST that is sent again with its Idempotency-Key is answered again, and not done again."""
+"""A POST repeated with its Idempotency-Key gets the same answer and is not executed again."""
 
 import asyncio
 import uuid
@@ -12,7 +12,7 @@ from tests.gateway.test_adapters import files, push
 
 @pytest.fixture
 def once() -> dict[str, str]:
-    # The tests share one Redis, which remembers.
+    # The tests share one Redis, which keeps old keys.
     return {"Idempotency-Key": uuid.uuid4().hex}
 
 
@@ -53,7 +53,7 @@ async def test_keys_of_different_callers_do_not_meet(gateway: Gateway, once: dic
     second = gateway.client(made.json["key"])
     assert (await create(gateway.admin, "acme", once)).status == 201
     assert (await create(second, "other", once)).status == 201
-    # What an answer was is told only to whom it was given.
+    # A stored answer is returned only to its own caller.
     assert (await create(gateway.nobody, "acme", once)).status == 401
 
 

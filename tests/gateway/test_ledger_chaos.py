@@ -1,5 +1,7 @@
-"""Each part of a real stack is killed once under streams: the ledger is the engine's books. The large run of the same
-is `python -m benchmarks.ledger_chaos`."""
+"""Small run of `python -m benchmarks.ledger_chaos`: each part of a real stack is killed once under streams.
+
+At the end the ledger equals the engine's books.
+"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Equal questions are asked once for all who wait, and nobody gets an answer older than their own question."""
+"""Concurrent lookups of one key share one query, and no caller gets a result older than its own call."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from tests.gateway.running import until
 
 
 class Answers:
-    """Each question waits until it is answered here."""
+    """Queries that wait until the test answers them."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, asyncio.Future[int]]] = []

@@ -1,4 +1,4 @@
-"""The event loop's lag is measured, and a stall of the loop is never taken for an outage of Redis."""
+"""The event loop's lag is measured, and a stall of the loop never counts as an outage of Redis."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from tests.gateway.running import Gateway, until
 
 
 def stand_still(seconds: float) -> None:
-    """Keep the event loop from running anything."""
+    """Block the event loop."""
     time.sleep(seconds)
 
 
@@ -26,7 +26,7 @@ async def test_a_stall_is_measured_and_forgotten_where_it_was_before():
         await asyncio.sleep(0.2)
         before = time.monotonic()
         stand_still(0.5)
-        # Even before the tick that would note it.
+        # Even before the tick that would record it.
         assert 0.4 < lag.since(before) <= 0.55
         await asyncio.sleep(0.1)
         assert 0.4 < lag.since(before) <= time.monotonic() - before
@@ -52,7 +52,7 @@ async def test_a_deadline_ends_what_takes_too_long():
     assert time.monotonic() - start >= 0.29
     async with deadline(0.3):
         await asyncio.sleep(0)
-    # Nothing is left that would cancel this task later.
+    # No timer is left that would cancel this task later.
     await asyncio.sleep(0.5)
 
 
@@ -81,7 +81,7 @@ async def test_a_loop_that_always_lags_does_not_keep_a_call_for_ever():
 
 
 class Asked:
-    """Calls under way on a store of its own: answered by the server at once, and after a while."""
+    """Pending calls on a separate store: some the server answers at once, one after a delay."""
 
     def __init__(self, redis: Redis) -> None:
         self.redis, self.store = redis, Store(redis, timeout=1.0)
@@ -106,9 +106,9 @@ class Asked:
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["connecting", "connected"])
 async def test_a_stall_is_no_outage_of_redis(fresh: bool, redis_url: str):
-    """Calls under way while the loop stands still for twice their deadline get their answers."""
+    """Calls pending during a stall of twice their deadline get their answers."""
     asked = []
-    # Begun 0.8 s, 0.1 s, 1 ms before the loop stands still, and at that moment.
+    # Started 0.8 s, 0.1 s and 1 ms before the stall, and at its start.
     for pause in (0.7, 0.099, 0.001, 0.0):
         redis = connect(redis_url, timeout=1.0)
         assert isinstance(redis, Redis)

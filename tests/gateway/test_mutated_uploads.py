@@ -1,4 +1,4 @@
-"""Mutated uploads are refused with a reason, shortly, soon, and leave nothing behind. All of them: the benchmark."""
+"""Mutated uploads are refused with a short reason, soon, and leave nothing behind. The benchmark runs all of them."""
 
 import asyncio
 import io
@@ -11,7 +11,7 @@ from tests.gateway.running import Answer, Client, Gateway
 from tests.gateway.test_adapters import files, push
 
 COUNT = int(os.environ.get("LORAPLEX_TEST_MUTATED_UPLOADS", "60"))
-# The benchmark holds 5 s on a quiet machine; here others use the cores as well.
+# The benchmark's limit is 5 s on a quiet machine; here other tests use the cores as well.
 SECONDS = 30.0
 
 

@@ -1,4 +1,4 @@
-"""An operator's slip in a model's name is refused; a model that is to come later can be forced."""
+"""An operator's typing error in a model name is refused; a model that will come later can be forced."""
 
 from io import BytesIO
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.adapters.files import write
 from tests.gateway.running import BASE_MODEL, Answer, Gateway
 
 PRICE = {"input": 1, "output": 2}
-# Of a tenant acme that has the base model and the adapter pirate: what names a model, and where.
+# Calls that name a model, for a tenant acme with the base model and the adapter pirate.
 CALLS = {
     "allowed_models": ("POST", "/admin/api/tenants/acme/keys", lambda model: {"allowed_models": [BASE_MODEL, model]}),
     "model_limits": (

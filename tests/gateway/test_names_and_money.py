@@ -37,7 +37,7 @@ def catalog(database: Database) -> Catalog:
 
 @pytest.fixture
 async def records_of(gateway: Gateway, tmp_path: Path) -> AsyncIterator[Catalog]:
-    """The names of the running gateway's tenants, as another gateway of the same database changes them."""
+    """Return the names of the running gateway's tenants, as another gateway of the same database changes them."""
     database = Database(f"sqlite:///{tmp_path}/gateway.db")
     yield Catalog(database, BASE_MODEL)
     await database.close()
@@ -62,12 +62,12 @@ async def test_a_further_name_makes_nothing_cheaper(database: Database, catalog:
         await push(catalog, acme, name, digit)
         await push(catalog, other, name, digit)
     assert [await price(known, catalog, acme, name) for name in ("pirate", "alias", "cheap", "json")] == [50, 50, 50, 2]
-    # Another tenant's names set that tenant's price for the same bytes.
+    # Another tenant's names get that tenant's price for the same bytes.
     assert await price(known, catalog, other, "pirate") == 2
-    # Content that a priced name ever meant keeps that price under every name.
+    # Content that ever had a priced name keeps that price under every name.
     await push(catalog, acme, "pirate", "c")
     assert [await price(known, catalog, acme, name) for name in ("pirate", "alias", "cheap")] == [50, 50, 50]
-    # The owner's rule holds for everything that has no price of its own, whatever bytes it is.
+    # The owner's rule applies to everything without its own price, whatever its bytes.
     await stored.put("acme/*", Price(output=9), "op")
     assert [await price(known, catalog, acme, name) for name in ("pirate", "json", "base")] == [50, 9, 2]
     assert await price(known, catalog, other, "json") == 2
@@ -94,7 +94,7 @@ async def test_thousands_of_names_for_one_content_are_not_read(database: Databas
     for i in range(30):
         await push(catalog, acme, f"n{i}", "a")
     assert (await catalog.resolve(limited, "n3")).names == ("n3", "n7")
-    # A request that began under the tenant's limits of before reads what these named, and leaves nothing behind.
+    # A request under the tenant's old limits reads the names of those limits, and does not change the cache.
     assert (await catalog.resolve(acme, "n3")).names == ("n3",)
     assert (await catalog.resolve(limited, "n3")).names == ("n3", "n7")
 
@@ -110,7 +110,7 @@ async def test_limits_of_a_model_follow_its_content(catalog: Catalog, acme: Tena
         return [limit.field for limit in limits_of(who, await catalog.resolve(acme, name)) if limit.owner == "model"]
 
     assert await fields("pirate") == await fields("alias") == ["model:pirate:r"]
-    # All adapters without limits of their own share a counter; the base model is no adapter.
+    # All adapters without their own limits share a counter; the base model is no adapter.
     assert await fields("json") == await fields("sql") == ["model:*:r"]
     assert await fields("base") == []
 
@@ -119,7 +119,7 @@ async def test_limits_of_a_model_follow_its_content(catalog: Catalog, acme: Tena
 async def test_prices_and_limits_stay_with_the_content(
     database: Database, catalog: Catalog, acme: Tenant, take_away: str
 ):
-    """However a ruled name loses its content, another name does not get it at the base model's price."""
+    """When a ruled name loses its content in any way, no other name gets that content at the base model's price."""
     stored = Prices(database)
     known = PriceList(stored, "base")
     await stored.put("base", Price(output=1), "op")
@@ -143,7 +143,7 @@ async def test_prices_and_limits_stay_with_the_content(
     who = principal(tenant_id=acme.id, model_limits=acme.model_limits)
     found = [limit.field for limit in limits_of(who, await catalog.resolve(acme, name)) if limit.owner == "model"]
     assert found == ["model:premium:r"]
-    # The ledger, asked after a loss of Redis, counts the same names against the limit.
+    # The ledger's sum after a loss of Redis counts the same names against the limit.
     await UsageWriter(database).write([row("r", tenant_id=acme.id, model=name, cost=7)])
     day = timedelta(days=2)
     past = UsagePast(database, "base")
@@ -168,7 +168,7 @@ async def test_the_removed_versions_remembered_are_bounded(
     await push(catalog, acme, "n6", "a")
     await catalog.delete(acme, "n6", "a")
     await catalog.collected(young)
-    # The newest three, n4 to n6, and n6 would stay for its age alone.
+    # The newest three are n4 to n6; n6 would stay for its age alone.
     assert (await catalog.resolve(acme, "kept")).names == ("kept", "n5", "n6")
 
 
@@ -201,7 +201,7 @@ async def test_an_alias_shares_the_limit_at_a_gateway(gateway: Gateway, records_
     assert (await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json=limits)).status == 200
     answers = [await acme.chat(model=name) for name in ("alias", "pirate", "alias", "pirate")]
     assert [answer.status for answer in answers] == [200, 200, 429, 429]
-    # Under a name of other content nothing is limited.
+    # A name with other content is not limited.
     await push(records_of, tenant, "json", "b")
     assert (await acme.chat(model="json")).status == 200
 
@@ -242,13 +242,13 @@ async def test_a_rotated_key_shares_its_successors_limits(gateway: Gateway):
 
 
 async def test_what_a_rotated_key_spent_is_recalled_for_its_family(gateway: Gateway, tmp_path: Path):
-    """With Redis emptied: the successor finds its predecessor's spend in the ledger."""
+    """With Redis emptied, the successor finds its predecessor's spending in the ledger."""
     database = Database(f"sqlite:///{tmp_path}/gateway.db")
     await gateway.tenant("acme")
     made = (await gateway.admin.post("/admin/api/tenants/acme/keys", {"budget_per_month": 1000})).json
     second = await rotate(gateway, gateway.client(made["key"]))
     tenant = await Tenants(database).get("acme")
-    # The release before leaves a key like this.
+    # The previous release leaves such a key.
     async with database.write() as connection:
         await connection.execute(text("UPDATE api_keys SET family_id = NULL WHERE id = :id"), {"id": made["id"]})
     used = {"tenant_id": tenant.id, "created_at": datetime.now(UTC)}

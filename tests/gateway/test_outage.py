@@ -1,4 +1,4 @@
-"""What is away is told of once, summed up each minute, and once when it is back."""
+"""An outage is logged once at its start, summed up each minute, and logged once at its end."""
 
 import logging
 from pathlib import Path
@@ -67,7 +67,7 @@ async def test_redis_going_and_coming_back_is_a_few_true_lines(
         await until(served)
         lines = told()
         again.stop()
-    # Twenty refusals, sweeps and pings without number: a line as it goes and one as it is back.
+    # Twenty refusals and countless sweeps and pings: one line at the start of the outage and one at its end.
     of_redis = [line for line in lines if line.startswith("redis ")]
     assert of_redis[0].endswith("; limits hold as LORAPLEX_QUOTA_FALLBACK says")
     assert of_redis[-1].startswith("redis works again; it failed ")

@@ -1,4 +1,4 @@
-"""The gate before full engines: order, bounds, and that no place is lost."""
+"""The gate before full engines: order, bounds, and no lost slot."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from gateway.fleet.queue import DECODE_COST, Gate, Place
 
 
 class Visitor:
-    """One request at the gate. It says when it is inside and stays until it is told to leave."""
+    """One request at the gate. It signals its admission and stays until the test ends it."""
 
     def __init__(self, gate: Gate, tenant: str, priority: int = 5, weight: float = 1.0, tokens: int = 0) -> None:
         self.tenant, self.tokens = tenant, tokens
@@ -39,7 +39,7 @@ class Crowd:
         return [visitor.tenant for visitor in self.all if visitor.inside]
 
     async def end(self, visitor: Visitor) -> str:
-        """One leaves; who comes in for it."""
+        """End a request; return the next one that is admitted."""
         before = [other for other in self.all if other.inside]
         visitor.leave.set()
         await settled()
@@ -51,7 +51,7 @@ class Crowd:
 
 
 async def settled() -> None:
-    """Lets every task go on until it waits."""
+    """Let every task run until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -87,7 +87,7 @@ async def test_the_least_served_tenant_goes_first_by_weight(crowd: Crowd):
         await crowd.come("light", tokens=10)
         await crowd.come("heavy", tokens=10, weight=3.0)
     order = [await crowd.end_anyone() for _ in range(8)]
-    # Three times the weight, three times the service.
+    # Three times the weight gets three times the service.
     assert order.count("heavy") == 6
 
 
@@ -107,13 +107,13 @@ async def test_a_full_queue_refuses_who_would_be_last():
     crowd = Crowd(gate)
     first = await crowd.come("first")
     low, middle = await crowd.come("low", priority=9), await crowd.come("middle", priority=5)
-    # A better one comes: the worst of those that wait makes room.
+    # A better request arrives: the worst waiting request is refused.
     high = await crowd.come("high", priority=0)
     with pytest.raises(Overloaded) as refused:
         await low.task
     assert refused.value.status == 429
     assert int(refused.value.headers["Retry-After"]) >= 1
-    # A worse one is refused itself.
+    # A worse request is refused itself.
     worst = await crowd.come("worst", priority=9)
     with pytest.raises(Overloaded, match="the queue for them is full"):
         await worst.task
@@ -163,7 +163,7 @@ async def test_who_leaves_while_waiting_or_at_the_moment_of_its_turn_takes_no_pl
     await settled()
     assert crowd.gate.waiting == 2
     room = 1
-    # Its turn comes, and before it can go on it is cancelled.
+    # Its turn comes, and it is cancelled before it can continue.
     crowd.gate.admit()
     second.task.cancel()
     await settled()

@@ -1,4 +1,4 @@
-"""Many callers on one connection, on a real Valkey: everybody gets their own answer, whatever becomes of the others."""
+"""Many callers on one connection, on a real Valkey: each gets its own answer, whatever happens to the others."""
 
 import asyncio
 import socket
@@ -14,7 +14,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from gateway.redis.client import connect
 from gateway.redis.pipeline import Pipeline, pack
 
-# Blocks the connection, and no other, for as long as nothing is pushed.
+# Blocks only this connection, until a value is pushed.
 BLOCKING = ("BLPOP", "nothing-is-ever-pushed-here", 0)
 
 
@@ -78,7 +78,7 @@ async def test_a_lost_connection_fails_what_waits_and_the_next_command_takes_a_n
 def test_a_command_to_a_connection_that_has_just_closed_fails_as_any_on_a_lost_one(
     run: Callable[..., None], redis_url: str
 ):
-    """uvloop says so with a RuntimeError, before the reader knows."""
+    """uvloop raises a RuntimeError for a write to a closed connection, before the reader knows of the loss."""
 
     async def main() -> None:
         redis = connect(redis_url, timeout=10.0)
@@ -132,7 +132,7 @@ async def test_a_reset_fails_what_waits_also_before_there_is_a_connection(pipeli
 
 @pytest.mark.usefixtures("starts_servers")
 async def test_a_server_that_is_not_there_fails_every_call():
-    with socket.socket() as bound:  # and does not listen, so that connections are refused
+    with socket.socket() as bound:  # bound but not listening, so that connections are refused
         bound.bind(("127.0.0.1", 0))
         nobody = connect(f"redis://127.0.0.1:{bound.getsockname()[1]}", timeout=10.0)
         assert isinstance(nobody, Redis)

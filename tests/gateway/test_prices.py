@@ -1,4 +1,4 @@
-"""What tokens cost: prices by model, in whole micro-units, reserved before and billed after."""
+"""The cost of tokens: prices by model, in whole micro-units, reserved before and billed after."""
 
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
@@ -62,7 +62,7 @@ async def test_the_nearest_price_holds(database: Database):
 
 
 async def test_a_tenants_prices_end_with_it(database: Database):
-    """Another tenant may get the name. The base model's stays, whatever it is called."""
+    """Another tenant may get the name. The base model's price stays, whatever the model's name."""
     prices, tenants = Prices(database), Tenants(database)
     await tenants.create("a_b", {}, actor="test")
     kept = ["*", "A_B/pirate", "a_b", "a_b/base", "a_bc/pirate", "axb/pirate"]
@@ -101,7 +101,7 @@ async def test_a_price_may_come_before_its_tenant_where_that_is_forced(gateway: 
 async def test_a_request_costs_what_it_used_and_a_budget_ends_it(gateway: Gateway):
     priced = {"input": 1_000_000, "cached": 0, "output": 2_000_000}
     assert (await gateway.admin.call("PUT", f"/admin/api/prices/{BASE_MODEL}", json=priced)).status == 200
-    # One request of HI_TOKENS and 10 of answer, and a micro-unit.
+    # One request of HI_TOKENS and 10 answer tokens, plus a micro-unit.
     whole = HI_TOKENS + 2 * 10
     acme = await gateway.tenant("acme", budget_per_month=whole + 1)
     assert (await acme.chat(max_tokens=11)).error["code"] == "request_exceeds_limit"
@@ -119,7 +119,7 @@ async def test_a_request_costs_what_it_used_and_a_budget_ends_it(gateway: Gatewa
     refused = await acme.chat(max_tokens=left // 2 + 1)
     assert (refused.status, refused.error["code"], refused.error["type"]) == (429, "insufficient_quota", "budget")
     assert f"remaining {format_money(left)}." in refused.error["message"]
-    # In money, and until when in people's words; the header has the seconds.
+    # The message has money and a readable date; the header has the seconds.
     month = (datetime.now(UTC).replace(day=1) + timedelta(days=32)).replace(day=1)
     assert f"Try again on 1 {month:%B %Y} 00:00 UTC." in refused.error["message"]
     assert int(refused.headers["Retry-After"]) > 0

@@ -1,4 +1,4 @@
-"""What the gateway counts is what the engine will see: the same tokenizer and template, tools included."""
+"""The gateway counts the tokens that the engine will see: the same tokenizer and template, tools included."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Bad requests of a tenant beside others: an engine's breaker, and requests that kill engines."""
+"""A tenant's bad requests beside others: an engine's breaker, and requests that kill engines."""
 
 from collections import Counter
 from contextlib import AsyncExitStack

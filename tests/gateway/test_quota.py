@@ -55,7 +55,7 @@ async def test_200_at_once_against_a_limit_of_50(limits: dict, tokens: int, kind
 
 
 async def test_a_refusal_consumes_nothing(quota: Quota, redis: Client):
-    """Refused by the model's limit, a request takes nothing of its tenant's or its key's."""
+    """A request refused by the model's limit takes nothing of its tenant's or its key's."""
     who = principal(
         tenant={"requests_per_minute": 2, "max_concurrent": 2, "tokens_per_day": 100, "budget_per_month": 100},
         key={"requests_per_minute": 10, "max_concurrent_tokens": 1000},
@@ -164,7 +164,7 @@ async def test_settling_more_than_was_taken_is_owed(quota: Quota):
     await settle(quota, await take(quota, who, 100), 1500)
     with pytest.raises(RateLimited) as refused:
         await take(quota, who, 1)
-    # 501 tokens too many, of which one is paid off every 86.4 s.
+    # 501 tokens too many; one is paid off every 86.4 s.
     assert 43_100 <= int(refused.value.headers["Retry-After"]) <= 43_287
 
 
@@ -245,7 +245,10 @@ async def test_an_answer_that_came_too_late_is_nobody_elses(redis: Client):
 
 @pytest.mark.usefixtures("starts_servers")
 async def test_a_server_that_does_not_answer_is_given_up_in_time():
-    """A socket that accepts and stays silent: worse than one that is closed. After two calls nobody waits for it."""
+    """A silent server is abandoned in time: an open socket without answers is worse than a closed one.
+
+    After two calls no request waits for it.
+    """
     silent = socket.socket()
     silent.bind(("127.0.0.1", 0))
     silent.listen()
@@ -310,7 +313,7 @@ def test_refusals_say_one_thing_in_the_singular_and_money_as_money():
 
 
 def test_a_request_that_can_never_pass_is_told_of_the_default():
-    """Its client may not have sent any max_tokens."""
+    """The message mentions the default, because the client may not have sent any max_tokens."""
     limits = [Limit("tenant:t", "tenant", "t", 10)]
     with pytest.raises(BadRequest, match="can never be admitted") as found:
         check_possible(limits, 5, 64, FREE)

@@ -1,5 +1,4 @@
-"""The quota's script under a clock that the test moves: against its twin in Python, step by step, and against what its
-answers promise."""
+"""The quota's script on a clock that the test sets: against its twin in Python, step by step, and its guarantees."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -106,7 +105,7 @@ def test_who_waits_as_long_as_told_is_served_and_who_waits_a_millisecond_less_is
             tokens_used, cost = prompt + completion, price.highest_cost(prompt, completion)
             script.settle(f"r{number}", tokens_used, cost, True)
     if any(limit.amount(tokens, price.highest_cost(0, tokens)) > limit.value for limit in limits):
-        return  # refused for good, before any script is asked
+        return  # refused for good, before any script call
     allowed, _, states = script.acquire("asks", limits, 0, tokens, tokens, price)
     wait = max((wait for _, wait, _ in states), default=0)
     assert allowed == (wait == 0)
@@ -126,7 +125,7 @@ def test_who_waits_as_long_as_told_is_served_and_who_waits_a_millisecond_less_is
 def test_never_one_token_more_than_the_limit_and_what_came_back(
     client: redis.Redis, kind: str, value: int, steps: list
 ):
-    """By exact arithmetic; who takes all that is left each time finds no way round it."""
+    """By exact arithmetic, a client that takes every free token each time never exceeds the limit."""
     script, limit = Script(client), Limit(f"tenant:{kind}", "tenant", kind, value)
     taken = 0
     for number, (wait, tokens) in enumerate(steps):
@@ -135,7 +134,7 @@ def test_never_one_token_more_than_the_limit_and_what_came_back(
         if allowed:
             taken += limit.amount(granted, 0)
         elapsed = Fraction(script.now - START - steps[0][0], WINDOW[kind])
-        # The script's own slack for what doubles cannot say: a thousandth of a token.
+        # The script's own slack for the precision of doubles: 0.001 token.
         assert taken <= value * (1 + elapsed) + Fraction(2, 1000)
 
 
@@ -147,7 +146,7 @@ def test_a_budget_is_a_calendar_months(client: redis.Redis, before_it_ends: str)
     assert script.acquire("a", limits, 0, 100, 100, price) == (True, 100, [(0, 0, 1000)])
     assert script.acquire("b", limits, 0, 1, 1, price) == (False, 1, [(0, 1000, 1000)])
     script.now += SECOND
-    # A new month; what is settled of the last one's is not this one's.
+    # A new month; settlements of the last month do not count in it.
     assert script.acquire("c", limits, 0, 60, 60, price)[0]
     assert script.settle("a", 10, 10, True)
     allowed, _, [(remaining, _, _)] = script.acquire("d", limits, 0, 41, 41, price)
@@ -155,7 +154,7 @@ def test_a_budget_is_a_calendar_months(client: redis.Redis, before_it_ends: str)
 
 
 def ask(script: Script, request_id: str, limit: Limit, tokens: int, price: Price) -> list[int]:
-    """The script's own answer: what it says is to be recalled or checked as well."""
+    """Return the script's raw answer, which also lists the limits to recall or check."""
     asked = (0, tokens, tokens, max(1, tokens))
     call = ("acquire", request_id, 10**9, *asked, price.highest_input, price.output, "{}")
     return script.call(*call, limit.field, limit.value)
@@ -170,7 +169,7 @@ PER_TOKEN = Price(output=10**6)
     brought=st.lists(st.tuples(st.integers(0, 500), st.sampled_from([0, 0, 0, -1, 1])), min_size=1, max_size=8),
 )
 def test_what_several_gateways_recall_adds_up_in_any_order(client: redis.Redis, kind: str, brought: list):
-    """Of the moment that was noted the most that is known counts, of any other (before the data were lost) nothing."""
+    """Of results for the noted moment the largest counts; results for another moment, before the data loss, do not."""
     script, limit = Script(client), Limit(f"tenant:{kind}", "tenant", kind, 1000)
     since = script.now
     assert ask(script, "a", limit, 1, PER_TOKEN) == [UNKNOWN, 0, since]
@@ -184,7 +183,7 @@ def test_what_several_gateways_recall_adds_up_in_any_order(client: redis.Redis, 
     most = max(known_then)
     allowed, granted, admitted_at, remaining, *_ = ask(script, "a", limit, 100, PER_TOKEN)
     assert (allowed, granted, admitted_at) == (1, 100, script.now)
-    # Of a day's tokens a microsecond gives nothing back that would show.
+    # A microsecond restores no visible part of a day's tokens.
     assert remaining == 1000 - most - 100
 
 
@@ -209,7 +208,7 @@ def test_a_new_month_begins_without_the_ledger_and_is_checked_against_it(client:
     script.call("recall", limit.field, limit.value, since, 90, 90)
     assert ask(script, "a", limit, 11, PER_TOKEN)[0] == 0
     script.now += 2 * SECOND
-    # What an answer that was on the way brings of the old month is too late.
+    # A late answer about the old month is ignored.
     script.call("recall", limit.field, limit.value, since, 95, 95)
     assert ask(script, "b", limit, 50, PER_TOKEN)[6:] == [0, script.now]
     script.call("recall", limit.field, limit.value, script.now, 30, 30)

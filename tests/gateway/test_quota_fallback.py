@@ -1,4 +1,4 @@
-"""Admission while Redis is away, by class of limit, and its coming back."""
+"""Admission while Redis is away, by class of limit, and the return of Redis."""
 
 import asyncio
 import uuid
@@ -37,7 +37,7 @@ def server(starts_servers: None, tmp_path: Path) -> Iterator[ValkeyServer]:
 
 @asynccontextmanager
 async def quota_of(server: ValkeyServer, *fallback: str) -> AsyncIterator[tuple[Quota, Counter[str]]]:
-    """A quota and how many it admitted without Redis, by mode."""
+    """Yield a quota and its counts of admissions without Redis, by mode."""
     counted: Counter[str] = Counter()
     redis = connect(server.connection_url, timeout=5.0)
     quota = Quota(redis, 5.0, 30, parse_fallback(fallback), lambda mode: counted.update([mode]))
@@ -53,7 +53,7 @@ async def take(quota: Quota, who: Any, tokens: int = 1) -> Reservation:
 
 
 async def admitted(quota: Quota, who: Any, count: int, tokens: int = 1) -> int:
-    """How many of so many requests pass."""
+    """Return how many of `count` requests are admitted."""
     found = 0
     for _ in range(count):
         try:
@@ -100,10 +100,10 @@ async def test_local_is_the_limit_divided_by_the_gateways_that_live(server: Valk
         server.terminate()
         for limits in ({"tokens_per_day": 100}, {"max_concurrent_tokens": 100}):
             who = principal(tenant=limits)
-            # The first two find out that Redis is away.
+            # The first two requests detect that Redis is away.
             assert await admitted(quota, who, 12, tokens=10) == 5
             assert await admitted(other, who, 12, tokens=10) == 5
-        # Half of what was left of the month; the other gateway has never heard of it.
+        # Half of the month's rest; the other gateway has no record of the spending.
         assert await admitted(quota, budgeted, 12, tokens=4) == 5
         assert await admitted(other, budgeted, 12, tokens=4) == 0
         for keeper in keepers:
@@ -138,7 +138,7 @@ async def test_it_comes_back_by_itself(server: ValkeyServer, tmp_path: Path):
                 return not quota.away
 
             await until(back)
-            # Redis holds nothing of what it did not admit.
+            # Redis has no reservation that it did not admit.
             assert [await quota.settle(taken, tokens=1, cost=1, event=b"{}") for taken in without] == [None] * 3
             assert await admitted(quota, who, 5) == 2
             assert counted == {"open": 3}
@@ -149,7 +149,7 @@ async def test_it_comes_back_by_itself(server: ValkeyServer, tmp_path: Path):
 async def test_without_redis_and_sql_what_runs_is_kept_and_then_nothing_more_is_admitted(
     server: ValkeyServer, tmp_path: Path, model_dir: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    """The journal's room is bounded: here for one request. It comes back by itself, and has forgotten nothing."""
+    """The journal's room is bounded, here to one request. Admission returns by itself, and no row is lost."""
     monkeypatch.setattr("gateway.records.database.STATEMENT_SECONDS", 0.1)
     options = {"quota_fallback": ("open",), "journal_bytes": 1}
     of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, **options)
@@ -157,7 +157,7 @@ async def test_without_redis_and_sql_what_runs_is_kept_and_then_nothing_more_is_
         acme = await gateway.tenant("acme")
         records = Database(of.database_url)
         async with records.write() as connection:
-            await connection.execute(text("SELECT 1"))  # who writes to SQLite keeps others from it
+            await connection.execute(text("SELECT 1"))  # a writer to SQLite blocks other writers
             server.terminate()
             assert (await acme.complete()).status == 200
 
@@ -165,7 +165,7 @@ async def test_without_redis_and_sql_what_runs_is_kept_and_then_nothing_more_is_
                 refused = await acme.complete()
                 return refused.status == 503 and refused.error["code"] == "ledger_unavailable"
 
-            # The first row is written down behind its answer.
+            # The first row is written after its answer.
             await until(is_full)
 
         async def serves_again() -> bool:

@@ -1,4 +1,4 @@
-"""A small run of benchmarks/quota_race.py: gateways that are killed admit nothing too many, and leak nothing."""
+"""A small run of benchmarks/quota_race.py: killed gateways admit no token too many, and leak none."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A tenant's reads leave connections for others, and a key changes only the adapters that it is allowed."""
+"""A tenant's reads leave connections for others, and a key changes only its allowed adapters."""
 
 import asyncio
 from collections.abc import AsyncIterator

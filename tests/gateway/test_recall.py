@@ -1,4 +1,4 @@
-"""What Redis has lost of a month's spend and a day's tokens comes back from the ledger: all of it, and once."""
+"""A month's spending and a day's tokens that Redis lost are recalled from the ledger: completely, and once."""
 
 import asyncio
 import random
@@ -42,7 +42,7 @@ PRICE = Price(output=1_000_000)
 
 @pytest.fixture
 def server(starts_servers: None) -> Iterator[ValkeyServer]:
-    """Its own: it is emptied."""
+    """Start a separate server, because the tests empty it."""
     with ValkeyServer() as server:
         yield server
 
@@ -76,7 +76,7 @@ async def flush(server: ValkeyServer) -> None:
 
 
 async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
-    """Days, hours and rows at the edges, against the rows themselves."""
+    """Days, hours and rows at the edges equal the sum of the rows."""
     rows = [
         row(
             f"r{i}",
@@ -120,7 +120,7 @@ async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
     st.integers(1, 200_000),
 )
 def test_tokens_by_the_hour_owe_what_they_do_one_by_one_or_up_to_an_hours_worth_more(taken: list, limit: int):
-    """Against the leaky bucket itself, filled token by token as the script does."""
+    """The debt by hours is at least that of the leaky bucket, filled token by token, and at most one hour more."""
     exact, at = 0.0, NOON
     hours: dict[datetime, int] = {}
     for seconds, tokens in sorted(taken):
@@ -154,7 +154,7 @@ async def test_what_was_used_before_the_data_was_lost_still_counts(
 
 
 async def test_what_reaches_the_ledger_late_is_added_once(server: ValkeyServer, records: Database):
-    """As of a request that ran when Redis lost its data, or that waited in a journal for a while."""
+    """Late rows come from a request that ran when Redis lost its data, or that waited in a journal."""
     who = principal(tenant={"budget_per_month": 10_000})
     late = row("late", tenant_id=who.tenant.id, cost=500, created_at=datetime.now(UTC))
     async with quota_of(server, records) as quota, quota_of(server, records) as other:
@@ -163,7 +163,7 @@ async def test_what_reaches_the_ledger_late_is_added_once(server: ValkeyServer, 
         await UsageWriter(records).write([late])
 
         async def added() -> bool:
-            """Only what is admitted asks for the check, each time at twice the age."""
+            """Return whether the late row counts; only admitted requests trigger a check, each at twice the age."""
             for each in (quota, other):
                 taken = await take(each, who, 1)
                 await each.settle(taken, tokens=0, cost=0, event=b"{}")
@@ -194,7 +194,7 @@ async def test_requests_at_once_ask_the_ledger_once(server: ValkeyServer, record
     quota = Quota(redis, 10.0, 30, past=Counting(records, BASE_MODEL))
     answers = await asyncio.gather(*(take(quota, who, 1) for _ in range(60)), return_exceptions=True)
     assert sum(not isinstance(answer, RateLimited) for answer in answers) == 50
-    # Further ones only check what was recalled, ever more rarely.
+    # Further ones only check the recalled sum, at growing intervals.
     assert asked < 30
     await quota.close()
     await redis.aclose()
@@ -208,25 +208,25 @@ async def test_without_redis_data_and_without_sql_it_is_as_the_operator_chose(se
         with pytest.raises(Unavailable) as refused:
             await take(closed, who, 1)
         assert refused.value.code == "database_unavailable"
-        # What needs no memory does not need the ledger.
+        # Limits without history do not need the ledger.
         await take(closed, unlimited, 1)
         await take(opened, who, 1)
     await away.close()
 
 
 class Gateways:
-    """Some in one process, each with its own ledger, and what they have under way."""
+    """Several gateways in one process, each with its own ledger, and their running requests."""
 
     def __init__(self, quotas: list[Quota], ledgers: list[Ledger], who: TenantPrincipal) -> None:
         self.parts = list(zip(quotas, ledgers, strict=True))
         self.who = who
-        # The most that each request which has not ended may cost.
+        # The maximum cost of each unfinished request.
         self.running: dict[str, int] = {}
         self.ended = 0
         self.random = random.Random(5)
 
     async def ask(self, who: TenantPrincipal) -> bool:
-        """One request from start to end; False if it is refused."""
+        """Run one request from start to end; return False if it is refused."""
         quota, ledger = self.random.choice(self.parts)
         request_id, tokens = uuid.uuid4().hex, self.random.randint(1, 100)
         self.running[request_id] = tokens
@@ -258,8 +258,10 @@ class Gateways:
 async def test_a_budget_holds_though_redis_is_emptied_again_and_again(
     server: ValkeyServer, records: Database, tmp_path: Path
 ):
-    """Three gateways, requests at once, four times all of Redis' data gone: never more is spent than the budget and
-    what was under way, unknown to SQL, as the data went; and in the end Redis knows what the ledger knows."""
+    """Three gateways, concurrent requests, and four losses of all Redis data: spending stays bounded by the budget.
+
+    The bound includes the work that SQL did not know at a loss. At the end Redis holds the ledger's sums.
+    """
     budget, report = 20_000, UsageReport(records)
     who = principal(tenant={"budget_per_month": budget})
     unknown, lost = 0, 0
@@ -286,13 +288,13 @@ async def test_a_budget_holds_though_redis_is_emptied_again_and_again(
             await until(lambda part=part: at_least(gateways, part * budget))
             written = await in_ledger()
             await redis.flushall()
-            # At least what SQL did not know as the data went; what has begun since is a little more.
+            # At least the work that SQL did not know at the loss; requests begun since add a little.
             unknown += gateways.ended + sum(gateways.running.values()) - written
             lost += 1
         await asyncio.gather(*asking)
 
         async def agrees() -> bool:
-            # With a larger budget, for only what is admitted asks for a check.
+            # With a larger budget, because only admitted requests trigger a check.
             await gateways.ask(principal(tenant_id=who.tenant.id, tenant={"budget_per_month": 10 * budget}))
             await until(lambda: is_true_of(in_ledger, gateways))
             return await spent(server, who) == gateways.ended

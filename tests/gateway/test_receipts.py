@@ -1,4 +1,4 @@
-"""The engine's receipt: which adapter's pages its steps read."""
+"""The engine's receipt: the adapter whose pages its steps read."""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ async def test_another_adapters_answer_is_thrown_away_and_its_engine_taken_out(
 
     await until(is_out)
     assert (await acme.complete()).error["code"] == "no_engine"
-    # Its state goes on being pushed and changes nothing; a restart does.
+    # Further pushes of its state change nothing; a restart does.
     upstream.receipt, upstream.running = True, 7
     await until(is_out)
     upstream.instance = "two"
@@ -80,7 +80,7 @@ async def test_another_adapters_answer_is_thrown_away_and_its_engine_taken_out(
         return await ups(gateway) == 1
 
     await until(is_back)
-    # Nothing of its limits was taken.
+    # The failed requests took nothing of its limits.
     assert (await acme.complete(max_tokens=90)).status == 200
 
 

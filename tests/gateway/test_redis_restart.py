@@ -1,4 +1,4 @@
-"""Redis killed and started again under load: refusals that say when to come back, no other errors, then all is well."""
+"""Redis killed and restarted under load: refusals with a retry time, no other errors, then full recovery."""
 
 import asyncio
 from collections import Counter
@@ -54,7 +54,7 @@ async def test_a_restart_under_load(tmp_path: Path, model_dir: Path, upstream: U
 async def test_a_request_that_ends_while_redis_is_away_is_counted_once(
     tmp_path: Path, model_dir: Path, upstream: Upstream
 ):
-    """Its lease comes back with Redis, ended; its gateway lives and settles it, and nobody else does."""
+    """Its lease is expired when Redis returns; its living gateway settles it, and no other gateway does."""
     server = ValkeyServer(data_dir=tmp_path / "valkey")
     server.start()
     port = server.port

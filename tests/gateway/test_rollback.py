@@ -1,4 +1,4 @@
-"""Redis comes back with older data: budgets equal the ledger again, to the micro-unit, and no slot is lost."""
+"""Redis returns with older data: budgets equal the ledger again, to the micro-unit, and no slot is lost."""
 
 import asyncio
 import shutil
@@ -37,8 +37,10 @@ async def records(tmp_path: Path, migrated: Path) -> AsyncIterator[Database]:
 
 @pytest.mark.usefixtures("starts_servers")
 async def test_an_older_snapshot_is_noticed_and_healed_from_the_ledger(records: Database, tmp_path: Path):
-    """More is spent after the snapshot; one request runs since before it, another since after it. Redis is killed and
-    starts from the snapshot; both requests end later."""
+    """Redis is killed and restarts from a snapshot, after further spending; both running requests end later.
+
+    One request runs since before the snapshot, the other since after it.
+    """
     server = ValkeyServer(data_dir=tmp_path / "valkey")
     server.start()
     who = principal(tenant={"budget_per_month": 10**9, "max_concurrent": 20}, key={"budget_per_month": 10**9})
@@ -90,7 +92,7 @@ async def test_an_older_snapshot_is_noticed_and_healed_from_the_ledger(records: 
 
         await until(agrees, 60)
         tag = f"loraplex:{{{who.tenant.id}}}:"
-        # Nothing runs: no slot is held.
+        # No request runs, so no slot is held.
         assert await redis.hget(tag + "quota", "tenant:c") is None
         moving.cancel()
         await asyncio.wait({moving})
@@ -126,7 +128,7 @@ async def _equals(found: Callable[[], Awaitable[int]], expected: int) -> bool:
 
 
 async def test_records_that_are_evicted_leak_no_slot_and_stop_no_extension(redis: Client):
-    """`held` alone is gone: running requests take their places again, ended ones leave none."""
+    """Only `held` is lost: running requests take their slots again, ended ones leave none."""
     quota = Quota(redis, timeout=30.0, lease_seconds=600)
     dying = Quota(redis, timeout=30.0, lease_seconds=0.05)
     who = principal(tenant={"max_concurrent": 2, "tokens_per_minute": 1000, "max_concurrent_tokens": 1000})
@@ -150,12 +152,12 @@ async def test_records_that_are_evicted_leak_no_slot_and_stop_no_extension(redis
 
 
 async def test_counts_that_are_wrong_are_counted_again(redis: Client):
-    """Gateways of the release before settle requests of this one without the tokens that these hold."""
+    """Gateways of the previous release settle requests of this one without their held tokens."""
     quota = Quota(redis, timeout=30.0, lease_seconds=600)
     who = principal(tenant={"max_concurrent": 1, "tokens_per_minute": 100})
     key = f"loraplex:{{{who.tenant.id}}}:quota"
     await redis.hset(key, mapping={"tenant:c": 1, "tenant:t#": 100})
-    # Nothing runs, so the first refusal heals it.
+    # No request runs, so the first refusal corrects it.
     with pytest.raises(RateLimited):
         await take(quota, who, 100)
     taken = await take(quota, who, 100)

@@ -21,7 +21,7 @@ async def test_a_burst_leaves_rounds_to_others():
     await late
     assert len(begun) == 101
     assert max(after - before for before, after in itertools.pairwise(seen)) <= 4
-    # Not after all of the others that came first.
+    # Not after all earlier requests of the burst.
     assert begun.index("quiet") < 10
 
 

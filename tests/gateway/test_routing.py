@@ -1,4 +1,4 @@
-"""The choice of an engine, as a function of what is known of each."""
+"""The choice of an engine, as a function of the known state of each."""
 
 import pytest
 
@@ -64,14 +64,14 @@ def test_an_adapter_on_its_way_is_held_already():
 def test_a_hot_adapter_is_copied_where_waiting_is_shortest_and_the_copy_left_when_it_cools():
     holder, *others = (engine(url) for url in URLS)
     holder.resident = frozenset(["d"])
-    # Light: everything goes to who holds it.
+    # Light load: every request goes to the engine that holds the adapter.
     holder.in_flight = 3
     assert chosen([holder, *others], "d") == holder.url
-    # A queue there that takes longer than a load elsewhere.
+    # The queue there takes longer than a load elsewhere.
     holder.in_flight = SLOTS + 4
     others[0].in_flight = others[1].in_flight = 2
     assert chosen([holder, *others], "d") == others[2].url
-    # Both hold it, both are light: one of them gets all of it.
+    # Both engines hold it under light load: one of them gets all requests.
     others[2].resident = frozenset(["d"])
     holder.in_flight = 0
     assert len({chosen([holder, *others], "d") for _ in range(3)}) == 1
@@ -151,7 +151,7 @@ def test_conversations_are_remembered_up_to_a_number_and_of_engines_that_are_the
 
 
 def test_a_simulated_fleet_loads_far_fewer_adapters_and_answers_no_later():
-    # Simulated time and seeded requests: no run differs from another.
+    # Simulated time and seeded requests: every run is the same.
     ours, ours_median, ours_worst = measure(POLICIES["ours"], 2500, 30.0, 1.0, 0.3)
     least, least_median, least_worst = measure(POLICIES["least loaded"], 2500, 30.0, 1.0, 0.3)
     assert 1.5 * ours <= least

@@ -1,4 +1,4 @@
-"""The secrets that open everything: the bootstrap admin key, and the token that admits engines."""
+"""The secrets of full access: the bootstrap admin key, and the token that admits engines."""
 
 from pathlib import Path
 
@@ -31,14 +31,14 @@ async def test_the_bootstrap_key_can_be_switched_off_once_another_exists(
         assert (await alice.get("/admin/api/tenants")).status == 200
         for key in (temporary, made):
             assert (await alice.call("DELETE", f"/admin/api/keys/{key['id']}")).status == 200
-    # The last one is revoked: nobody could open the admin API.
+    # The last operator key is revoked: no key would open the admin API.
     with pytest.raises(SettingsError, match="LORAPLEX_ADMIN_KEY: is required while"):
         async with running(of(OFF)):
             pass
 
 
 async def test_announcing_has_a_token_of_its_own(tmp_path: Path, model_dir: Path, redis_url: str, upstream: Upstream):
-    """With one, whoever has only the internal token cannot make an engine receive tenants' prompts."""
+    """With an announce token, the internal token alone cannot make an engine receive tenants' prompts."""
     of = settings(tmp_path, model_dir, ["announced"], redis_url, announce_token=ANNOUNCE)
     async with running(of) as gateway:
 

@@ -62,7 +62,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 @pytest.fixture
 def servers(starts_servers: None, tmp_path: Path) -> Iterator[Servers]:
-    """A master, its replica, and three sentinels."""
+    """Start a master, its replica, and three sentinels."""
     ports = [free_port() for _ in range(2 + SENTINELS)]
     with ExitStack() as stack:
         master = stack.enter_context(started(tmp_path / "master", ports[0], ["save ''"]))
@@ -80,7 +80,7 @@ def servers(starts_servers: None, tmp_path: Path) -> Iterator[Servers]:
         for port in ports[2:]:
             with redis.Redis(port=port) as client:
                 wait_until(lambda client=client: knows_all(client))
-        # The first is away.
+        # The first sentinel is away.
         hosts = ",".join(f"127.0.0.1:{port}" for port in (1, *ports[2:]))
         servers = Servers(ports, [master, replica], f"redis+sentinel://{hosts}/limits/0")
         yield servers
@@ -113,7 +113,7 @@ async def test_a_failover_is_followed(how: str, servers: Servers):
             await settle(quota, await take(quota, who, request_id=request_id), 1)
         except Unavailable:
             return False
-        # The old master takes writes, which are lost, until a sentinel has demoted it.
+        # The old master accepts writes, which are lost, until a sentinel has demoted it.
         roles = [client.info("replication").get("role") for client in servers.clients[how == "killed" :]]
         return roles == (["master"] if how == "killed" else ["slave", "master"])
 

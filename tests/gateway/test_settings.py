@@ -1,4 +1,4 @@
-"""The one config: what it takes, and that each refusal names what to look at."""
+"""The settings: accepted values, and refusals that name the setting."""
 
 import secrets
 from pathlib import Path
@@ -119,5 +119,5 @@ def test_secrets_that_can_be_guessed(secret: str):
 
 @pytest.mark.parametrize("made", [lambda: secrets.token_urlsafe(32), lambda: secrets.token_hex(16)])
 def test_what_generators_print_is_accepted(made: Any):
-    """`loraplex up` made the first kind for its folders, which must go on starting."""
+    """Common generators' output is accepted. `loraplex up` made the first kind, and its old folders must start."""
     assert min(guess_bits(made()) for _ in range(2000)) >= MIN_BITS

@@ -39,7 +39,7 @@ class Processes:
         self.alive.remove(quarantine)
 
     async def die(self, quarantine: Quarantine, at: str, tenant: str = "a", **body: Any) -> None:
-        """Let an engine die with a request of a tenant; every process knows of it."""
+        """Let an engine die with a request of a tenant; every process learns of it."""
         quarantine.died(engine(at, others=1, **{tenant: 1}), tenant, None, BODY | body)
         await quarantine.reported()
         for each in self.alive:
@@ -72,7 +72,7 @@ async def test_deaths_that_two_processes_saw_are_added(any_redis: Any):
 
 
 async def test_tenants_that_another_process_had_on_the_engine_are_not_blamed(any_redis: Any):
-    """Each process knows its own tenants only; the engines died with requests of tenants a and b."""
+    """Each process knows only its own tenants; the engines died with requests of tenants a and b."""
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one() as two:
         for url in ("http://one:1", "http://two:1"):
@@ -170,7 +170,7 @@ async def test_a_request_that_killed_engines_at_one_gateway_kills_none_at_anothe
             each.refuses = False
 
         async def is_known() -> bool:
-            """The other gateway reads the report within a poll; until then the engines serve the request."""
+            """Wait until the other gateway has read the report, within a poll; until then engines serve the request."""
             return (await elsewhere.complete(prompt="a secret of acme")).status == 422
 
         await until(is_known)

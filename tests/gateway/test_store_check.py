@@ -1,4 +1,4 @@
-"""Redis' own settings are read: one that evicts keys or keeps nothing is said, or refused."""
+"""Redis' own settings: eviction or missing persistence is reported, or refused."""
 
 import asyncio
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_an_unknown_mode_names_the_setting(tmp_path: Path, model_dir: Path):
 
 
 async def test_leases_of_many_tenants_are_extended_in_few_round_trips(redis_url: str):
-    """With 30 ms on the way to Redis, 300 tenants would take 9 s one after the other."""
+    """With 30 ms of latency to Redis, 300 tenants would take 9 s one after the other."""
     host, _, port = redis_url.removeprefix("redis://").partition(":")
     async with await asyncio.start_server(lambda *streams: relay(*streams, host, int(port)), "127.0.0.1", 0) as proxy:
         far = f"redis://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
@@ -90,7 +90,7 @@ async def test_leases_of_many_tenants_are_extended_in_few_round_trips(redis_url:
             quota = Quota(redis, timeout=30.0, lease_seconds=600)
             tenants = [principal(tenant={"max_concurrent": 1}) for _ in range(300)]
             running = await asyncio.gather(*(take(quota, who) for who in tenants))
-            # A tenant's broken state stops no other tenant's.
+            # A tenant's broken state blocks no other tenant's.
             await near.set(f"loraplex:{{{tenants[0].tenant.id}}}:leases", "no sorted set")
             before = asyncio.get_running_loop().time()
             await quota._leases.extend_all()
@@ -104,7 +104,7 @@ async def test_leases_of_many_tenants_are_extended_in_few_round_trips(redis_url:
 
 
 async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
-    """Pass bytes both ways, each 15 ms late."""
+    """Relay bytes both ways, each 15 ms late."""
     other_reader, other_writer = await asyncio.open_connection(host, port)
 
     async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:

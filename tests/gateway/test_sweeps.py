@@ -1,4 +1,4 @@
-"""Sweeps over many tenants: one process looks, all learn what it found, and tenants that are idle are forgotten."""
+"""Sweeps over many tenants: one process sweeps, all learn its result, and idle tenants are dropped."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from tests.gateway.principals import principal
 from tests.gateway.quotas import settle, take
 from tests.gateway.rows import row
 
-# Its own, so that nothing else is counted.
+# A separate server, so that no other commands are counted.
 REDIS_DATABASE = 11
 
 
@@ -36,7 +36,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 def ledgers(database: Database, redis: Redis, tmp_path: Path) -> list[Ledger]:
-    """Return the commands of eight gateways."""
+    """Start the ledgers of eight gateways."""
     writer, stream = UsageWriter(database), UsageStream(redis, 30.0)
     return [Ledger(writer, stream, Journal(tmp_path / str(i), 10**6), 100) for i in range(8)]
 
@@ -49,7 +49,7 @@ async def add_tenants(redis: Redis, count: int) -> list[str]:
 
 
 async def make_old(redis: Redis, *tenant_ids: str) -> None:
-    """Set these registrations back to before the time that an idle tenant is kept."""
+    """Set these registrations to before the retention time of an idle tenant."""
     long_ago = (time.time() - sweeps.IDLE_SECONDS - 60) * 1000
     await redis.zadd(sweeps.TENANTS, dict.fromkeys(tenant_ids, int(long_ago)))
 
@@ -74,11 +74,11 @@ async def test_of_eight_gateways_one_counts_a_thousand_tenants(redis: Redis, led
     await asyncio.gather(*(ledger._sweep() for ledger in ledgers))
     after = await calls(redis)
     made = {name: after[name] - before.get(name, 0) for name in after if name != "info"}
-    # Two looks at the streams that hold something; nothing that grows with gateways times tenants.
+    # Two reads of each stream with entries; nothing grows with gateways times tenants.
     assert made["xlen"] == 1000
     assert made["xrange"] == 120
     assert sum(made.values()) < 1000 + 4 * 120 + 8 * 10
-    # Every gateway knows of the backlog, which is more than their rows may be.
+    # Every gateway knows of the backlog, which exceeds their limit of rows.
     for ledger in ledgers:
         await ledger._sweep()
     assert [ledger.waiting for ledger in ledgers] == [120] * 8
@@ -106,7 +106,7 @@ async def test_pages_are_counted_under_deadlines_of_their_own(redis: Redis):
     redis.pipeline = counting  # type: ignore[method-assign]
     assert await survey(stream) == {ids[-1]: 1}
     assert await stream.tenants() == sorted(ids)
-    # Redis' pages have about as many as were asked for.
+    # Redis' pages have about the requested size.
     assert 0 < longest <= 2 * sweeps.PAGE
 
 
@@ -126,7 +126,7 @@ async def test_a_tenant_is_forgotten_once_it_is_idle_and_has_nothing(redis: Redi
 
 
 async def test_a_tenant_that_registers_while_it_is_looked_at_stays(redis: Redis, monkeypatch: pytest.MonkeyPatch):
-    """It takes a lease after the sweep has found none."""
+    """A tenant takes a lease after the sweep has found none, and stays registered."""
     await make_old(redis, "t")
     remove = sweeps.remove
 
@@ -141,7 +141,7 @@ async def test_a_tenant_that_registers_while_it_is_looked_at_stays(redis: Redis,
 
 
 async def test_a_request_that_is_settled_between_the_two_looks_is_not_lost(redis: Redis):
-    """Leases are counted before streams: where its lease is gone already, its event is there."""
+    """Leases are counted before streams: if the lease is already gone, the event is in the stream."""
     who = principal(tenant={"max_concurrent": 1})
     quota, asked = Quota(redis, 30.0, 600), []
     running = await take(quota, who)
@@ -172,7 +172,7 @@ async def test_a_gateway_registers_a_tenant_again_while_it_is_in_use(redis: Redi
     monkeypatch.setattr(sweeps, "REGISTER_SECONDS", 0.0)
     await take(quota, who)
     assert await registered(redis) == {who.tenant.id}
-    # Registrations from before Redis went away do not count.
+    # Registrations from before the outage of Redis do not count.
     monkeypatch.setattr(sweeps, "REGISTER_SECONDS", 60.0)
     await redis.delete(sweeps.TENANTS)
     quota._store._answers_since = time.monotonic()
@@ -193,7 +193,7 @@ async def test_a_process_remembers_no_registration_that_is_over(redis: Redis, mo
 async def test_tenants_of_the_release_before_are_taken_over(
     redis: Redis, ledgers: list[Ledger], database: Database, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its gateways register a tenant once: it is kept for longer, and what they left is written down."""
+    """Gateways of the previous release register a tenant once: it is kept for longer, and its usage is written."""
     monkeypatch.setattr(ledger_module, "LEFT_BEHIND_SECONDS", 0.0)
     ids = [f"t{i}" for i in range(sweeps.PAGE + 20)]
     await redis.sadd(sweeps.TENANTS_BEFORE, *ids)
@@ -203,7 +203,7 @@ async def test_tenants_of_the_release_before_are_taken_over(
     assert not await redis.exists(sweeps.TENANTS_BEFORE)
     assert await redis.zscore(sweeps.TENANTS, ids[0]) > (time.time() + sweeps.BEFORE_SECONDS / 2) * 1000
     assert await redis.xlen(stream_key(ids[7])) == 0
-    # A gateway of this release registers it, and does not shorten that.
+    # A gateway of this release registers it, and does not shorten its time.
     await sweeps.register(redis, [ids[0]])
     assert await redis.zscore(sweeps.TENANTS, ids[0]) > (time.time() + sweeps.BEFORE_SECONDS / 2) * 1000
 

@@ -1,4 +1,4 @@
-"""Wrong keys from one address: refused unseen after a few, while issued keys are served."""
+"""Wrong keys from one address: refused unchecked after a few, while issued keys are served."""
 
 from pathlib import Path
 
@@ -16,9 +16,9 @@ WRONG = "lpx_0123456789abcdef_" + "0" * 48
 
 
 async def throttled(gateway: Gateway) -> int:
-    """Send wrong keys until they are refused unseen; the number that were looked at."""
+    """Send wrong keys until they are refused unchecked; return how many were checked."""
     wrong, looked_at = gateway.client(WRONG), 0
-    # A bucket that fills again: on a slow machine a few more pass.
+    # The bucket refills: on a slow machine a few more are checked.
     while (got := await wrong.get("/v1/models")).status == 401 and looked_at < 1000:
         assert got.error["code"] == "invalid_api_key"
         looked_at += 1
@@ -38,7 +38,7 @@ async def test_no_guess_of_a_throttled_address_is_looked_at_and_issued_keys_are_
     acme, admin = await gateway.tenant("acme"), await operator(gateway)
     looked_at = await throttled(gateway)
     assert looked_at >= BURST
-    # A chosen secret that is right gets the answer of one that is wrong: there is nothing to learn.
+    # A correct chosen secret gets the same answer as a wrong one, so the answer reveals nothing.
     right = await gateway.admin.get("/admin/api/tenants")
     wrong = await gateway.client(ADMIN_KEY + "x").get("/admin/api/tenants")
     assert (right.status, right.error["code"]) == (wrong.status, wrong.error["code"]) == (429, "too_many_wrong_keys")
@@ -47,7 +47,7 @@ async def test_no_guess_of_a_throttled_address_is_looked_at_and_issued_keys_are_
     for token in (TOKEN, "wrong"):
         headers = {"x-loraplex-internal-token": token}
         assert (await gateway.nobody.post("/internal/engines", {"url": "http://e"}, headers=headers)).status == 429
-    # Keys that were issued are no guesses, whoever else is behind the address; nor is no key at all.
+    # An issued key is no guess, whatever else comes from the address; nor is a missing key.
     assert (await acme.get("/v1/models")).status == 200
     assert (await admin.get("/admin/api/tenants")).status == 200
     assert (await gateway.nobody.get("/admin/", headers=basic(admin.key))).status == 200
@@ -77,7 +77,7 @@ async def test_wrong_tokens_of_engines_count_as_well(gateway: Gateway):
             break
         assert got.status == 401
     assert got.status == 429
-    # A token that is missing is no guess.
+    # A missing token is no guess.
     assert (await gateway.nobody.post("/internal/engines", {"url": "http://e"})).status == 401
 
 
@@ -96,14 +96,14 @@ async def test_clients_behind_a_trusted_proxy_are_told_apart(
 
 
 async def test_processes_share_the_count_through_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch):
-    # Far more than a machine can be slow.
+    # Longer than any delay of a slow machine.
     monkeypatch.setattr("gateway.access.throttle.SHARE_SECONDS", 10.0)
     async with Redis.from_url(redis_url) as redis:
         one, two, other = (FailedLogins(Metrics(), lambda _: False, redis, name) for name in ("a", "a", "b"))
         for _ in range(BURST):
             await one.count("203.0.113.9")
         assert one._wait("203.0.113.9") > 0
-        # The other has not looked at any yet: it learns with its first.
+        # The other process has checked no key yet: it learns of the count with its first.
         assert two._wait("203.0.113.9") < 0
         await two.count("203.0.113.9")
         assert two._wait("203.0.113.9") > 0

@@ -1,4 +1,4 @@
-"""Clients and engines that are slow, on purpose or not: what each may take, and that nothing piles up meanwhile."""
+"""Slow clients and engines: the time limit of each, and bounded memory in that time."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def head(client: Client, length: int) -> bytes:
 
 
 async def test_a_head_that_never_ends(serve: Any):
-    """Slowloris: a connection that keeps sending and never asks for anything is closed."""
+    """Slowloris: a connection that keeps sending and never completes a request is closed."""
     async with serve(idle_timeout=0.5) as gateway:
         reader, writer = await connect(gateway)
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: test\r\n")
@@ -42,10 +42,10 @@ async def test_a_head_that_never_ends(serve: Any):
         while not closed.done():
             writer.write(b"x-more: and more\r\n")
             await asyncio.wait({closed}, timeout=0.05)
-        # Said nothing, or cut off.
+        # No answer, or cut off.
         assert closed.exception() is not None or closed.result() == b""
         writer.close()
-        # Others are served all the time.
+        # Other clients are served all the time.
         assert (await gateway.nobody.get("/healthz")).status == 200
 
 
@@ -77,7 +77,7 @@ async def test_a_request_that_never_ends(stream: bool, serve: Any, upstream: Ups
 
 
 async def test_a_reader_that_stops_stops_the_engine(serve: Any, upstream: Upstream):
-    """Nothing piles up in the gateway: the engine itself is held, and goes on when the reader does."""
+    """Nothing piles up in the gateway: the engine itself is blocked, and continues with the reader."""
     tokens = EVENTS * TOKENS_PER_EVENT
     async with serve(max_model_len=2 * tokens) as gateway:
         acme = await gateway.tenant("acme", tokens_per_minute=10 * tokens)
@@ -105,7 +105,7 @@ async def test_a_reader_that_stops_stops_the_engine(serve: Any, upstream: Upstre
 
 
 async def test_a_whole_answer_may_take_longer_than_an_engines_silence(serve: Any, upstream: Upstream):
-    """Its first byte is its last; a stream's engine must not be silent for so long."""
+    """A whole answer's first byte is its last, so it may take longer; a stream's engine must not be silent as long."""
     async with serve(engine_timeout=1.0) as gateway:
         acme = await gateway.tenant("acme")
         assert (await acme.complete(x_engine={"tokens": 1, "delay": 3.0})).status == 200

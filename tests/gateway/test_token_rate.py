@@ -1,5 +1,7 @@
-"""A rate's promise, `limit * (1 + t / window)`, for the tokens really used: against a leaky bucket fed with real use,
-for the script on a real Valkey and for its twin in Python."""
+"""A rate's guarantee, `limit * (1 + t / window)`, for the tokens really used.
+
+Tested against a leaky bucket fed with real use, for the script on a real Valkey and for its twin in Python.
+"""
 
 import random
 import struct
@@ -60,7 +62,7 @@ waits = st.one_of(st.integers(0, SECOND), st.integers(0, 90 * SECOND), st.intege
 clock_steps = st.integers(-3600 * SECOND, -1)
 parts = st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1))
 begins = st.tuples(st.just("begin"), waits, parts, st.booleans(), parts)
-# Streams that use what they hold and ask for more at once.
+# Streams that use their hold and request more at once.
 grows = st.tuples(st.just("grow"), st.integers(0, 5 * SECOND), st.integers(0, 3), parts, parts)
 uses = st.tuples(st.just("use"), waits, st.integers(0, 9), st.floats(0, 1))
 ends = st.tuples(st.just("end"), waits, st.integers(0, 9), st.floats(0, 1))
@@ -77,12 +79,14 @@ sets = st.tuples(st.just("set back"), clock_steps)
 def test_tokens_really_used_stay_within_the_promise(
     client: redis.Redis, made: str, kind: str, value: int, steps: list[Any]
 ):
-    """Requests that use any part of what they hold, at any moments until their end, and grow it; clocks that are set
-    back. A growth of nothing is the lease's extension."""
+    """Requests use any part of their hold, at any moments until their end, and grow it; clocks are set back.
+
+    A growth of nothing is the lease's extension.
+    """
     limits = Script(client) if made == "script" else Twin()
     limit = Limit(f"tenant:{kind}", "tenant", kind, value)
     bucket, elapsed = Bucket(limit), 0
-    # Request -> tokens that it may use in all, tokens used so far.
+    # Request -> (total tokens that it may use, tokens used so far).
     running: dict[str, tuple[int, int]] = {}
     for number, (action, moment, *rest) in enumerate(steps):
         limits.now += moment
@@ -113,13 +117,13 @@ def test_tokens_really_used_stay_within_the_promise(
             if wanted:
                 grown = limits.grow(request_id, used, int(value * wanted))
                 assert grown is not None
-                # Nothing that was granted is taken back.
+                # No granted token is withdrawn.
                 assert grown[0] >= may_use
                 may_use = grown[0]
             else:
                 assert limits.extend(request_id, used) == []
             running[request_id] = may_use, used
-    # Whatever still runs may use all of its reservation at once.
+    # Every running request may use all of its reservation at once.
     bucket.use(sum(granted - used for granted, used in running.values()), elapsed)
 
 
@@ -129,7 +133,7 @@ def test_tokens_really_used_stay_within_the_promise(
 def test_streams_that_grow_as_far_as_they_may_stay_within_the_promise(
     client: redis.Redis, made: str, kind: str, seed: int
 ):
-    """Four streams that reserve the whole limit, hold none of it at first and use all that is granted to them.
+    """Four streams reserve the whole limit, hold none of it at first and use every granted token.
 
     The clock is set back now and then.
     """
@@ -180,7 +184,7 @@ def test_streams_that_grow_as_far_as_they_may_stay_within_the_promise(
 def test_requests_that_count_stay_within_the_promise(
     client: redis.Redis, made: str, kind: str, value: int, steps: list[Any]
 ):
-    """A request that is given back, however late, gives nobody else more than its place."""
+    """A request that is refunded, however late, gives others no more than its own slot."""
     limits = Script(client) if made == "script" else Twin()
     limit = Limit(f"tenant:{kind}", "tenant", kind, value)
     bucket, elapsed = Bucket(limit), 0
@@ -226,7 +230,7 @@ def test_an_ended_request_gives_its_reservation_back_at_once_and_owes_what_it_us
 
 
 def test_requests_of_the_release_before_are_settled_as_it_took_them(client: redis.Redis):
-    """Its reservation is in the debt; what it did not use comes back as far as it is not paid off."""
+    """The old reservation is in the debt; its unused part is refunded as far as it is not paid off."""
     script, limit = Script(client), Limit("tenant:t", "tenant", "t", 60_000)
     state, leases, held, _ = script.keys
     record = {
@@ -243,12 +247,12 @@ def test_requests_of_the_release_before_are_settled_as_it_took_them(client: redi
     assert not script.acquire("a", [limit], 0, 20_000, 20_000, FREE)[0]
     script.now += 20 * SECOND
     assert script.settle("old", 10_000, 0, True)
-    # 50 s of debt, 20 of them paid off, 20 given back: the 10 that were used are owed, and nothing is held.
+    # 50 s of debt, 20 of them paid off, 20 refunded: the 10 that were used are owed, and nothing is held.
     assert not script.acquire("b", [limit], 0, 50_001, 50_001, FREE)[0]
     assert script.acquire("b", [limit], 0, 50_000, 50_000, FREE)[0]
     assert not script.acquire("c", [limit], 0, 1, 1, FREE)[0]
     assert script.settle("b", 50_000, 0, True)
-    # A gateway of the release before settles a request of ours: its tokens are held until the next count.
+    # A gateway of the previous release settles our request: its tokens are held until the next count.
     assert script.acquire("d", [Limit("key:k:t", "key", "t", 100)], 0, 100, 100, FREE)[0]
     client.hdel(held, "d")
     client.zrem(leases, "d")

@@ -1,4 +1,4 @@
-"""The gateway's traces: of what failed, of what is not sampled, and no harm from a collector that is away."""
+"""The gateway's traces: failures, unsampled requests, and no harm from a collector that is away."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from tests.gateway.upstream import Upstream
 from wire.telemetry.spans import TracingError, start_tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-# Of W3C's flags.
+# W3C trace flags.
 SAMPLED = 1
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -40,7 +40,7 @@ async def test_what_failed_says_so_and_where(traced: Gateway, collector: Collect
     asked = [await acme.chat(x_engine={"status": 500})]
     torn_off = await acme.chat(stream=True, x_engine={"tokens": 3, "fail_after": 1})
     assert "error" in torn_off.events[-1]
-    # On a slow machine a few more pass.
+    # On a slow machine a few more are admitted.
     while asked[-1].status != 429:
         asked.append(await acme.chat())
     assert asked[0].status == 502
@@ -55,7 +55,7 @@ async def test_what_failed_says_so_and_where(traced: Gateway, collector: Collect
     # Its status was sent before it failed.
     assert (torn.status, torn.attributes["http.response.status_code"]) == (2, 200)
     assert torn.attributes["loraplex.status"] == "error"
-    # A refusal is no failure of the server's, only of the admission.
+    # A refusal is no failure of the server span, only of the admission span.
     assert (refused.status, refused.attributes["http.response.status_code"]) == (0, 429)
     [admission] = [span for span in collector.named("admission") if span.parent_id == refused.span_id]
     assert (admission.status, admission.attributes["error.type"]) == (2, "RateLimited")
@@ -76,7 +76,7 @@ async def test_what_is_not_sampled_is_not_sent_and_the_engine_is_told(
         assert (await acme.post("/v1/chat/completions", CHAT, headers=sampled)).status == 200
     first, second = (headers for headers, _ in upstream.requests)
     assert int(first["traceparent"][-2:], 16) & SAMPLED == 0
-    # The gateway has been closed, so all has been sent.
+    # The gateway is closed, so all spans have been sent.
     assert {span.trace_id for span in collector.spans} == {TRACE}
     [asked] = collector.named("chat base")
     assert second["traceparent"].startswith(f"00-{TRACE}-{asked.span_id}-")

@@ -1,4 +1,4 @@
-"""Places in turn: each owner has so many at most, and nothing is lost when a waiting task is cancelled."""
+"""Slots in turn: each owner has a bounded number, and a cancelled waiting task loses none."""
 
 import asyncio
 import random
@@ -34,7 +34,7 @@ async def test_no_owner_has_more_than_its_places_whoever_leaves(places: int, eac
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
     assert not [result for result in results if isinstance(result, Exception)]
     assert max(most.values()) <= each
-    # Nothing was lost: as many places as before are free at once.
+    # No slot is lost: as many as before are free at once.
     async with asyncio.timeout(5):
         for owner in held:
             for _ in range(min(each, places)):
@@ -45,7 +45,7 @@ async def test_no_owner_has_more_than_its_places_whoever_leaves(places: int, eac
 
 
 async def test_an_owner_rests_after_its_turn_and_no_other_does():
-    """An owner that asks without pause has a quarter of the time; its place is another's meanwhile."""
+    """An owner that asks without pause gets a quarter of the time; another owner uses its slot in the rest."""
     turns = Turns(1, rest=3.0)
     began: list[float] = []
     for _ in range(3):

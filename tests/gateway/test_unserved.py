@@ -1,4 +1,4 @@
-"""Floods of requests that no engine serves: they wait, and nobody else does."""
+"""Floods of requests that no engine serves: they wait, and no other requests do."""
 
 import asyncio
 import gzip
@@ -53,7 +53,7 @@ async def test_served_requests_are_free(serve: Any, upstream: Upstream):
 async def test_refusals_count_and_so_do_the_bytes_of_their_bodies(serve: Any, upstream: Upstream):
     async with serve(unserved_per_second=RATE) as gateway:
         mallory = await gateway.tenant("mallory")
-        # 2 MiB of spaces in 2 KB count as 32 requests more.
+        # 2 MiB of spaces in 2 KB count as 32 more requests.
         body, headers = gzip.compress(b" " * 2**21), {"Content-Encoding": "gzip"}
         assert (await mallory.call("POST", "/v1/completions", data=body, headers=headers)).status == 400
         assert await seconds_of(mallory.complete()) > 2.0

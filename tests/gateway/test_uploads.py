@@ -1,4 +1,4 @@
-"""Hostile and unlucky uploads: they hold nobody else's, cost the gateway nothing and leave nothing behind."""
+"""Hostile and failing uploads: they block no other tenant, cost the gateway nothing and leave nothing behind."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ Start = Callable[..., contextlib.AbstractAsyncContextManager[Gateway]]
 
 @pytest.fixture
 def start(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str) -> Start:
-    """Starts a gateway with further settings."""
+    """Start a gateway with further settings."""
     return lambda **overrides: running(settings(tmp_path, model_dir, [upstream.url], redis_url, **overrides))
 
 
@@ -36,7 +36,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def children() -> list[int]:
-    """The checks under way: child processes of this one."""
+    """Return the running checks: child processes of this one."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ TRAINER = {
 
 @pytest.mark.parametrize("pack_up", [zipped, tarred, lambda content: gzip.compress(tarred(content))])
 async def test_an_archive_as_a_trainer_leaves_it(pack_up: Callable[[dict[str, bytes]], bytes], gateway: Gateway):
-    """The root's adapter is taken, not a checkpoint's; nothing else is looked into."""
+    """The root's adapter is used, not a checkpoint's; other files are not read."""
     acme = await gateway.tenant("acme")
     steps = nested(files(1), "checkpoint-1") | nested(files(2), "checkpoint-2") | {"checkpoint-2/optimizer.pt": b"x"}
     wanted = (await push(acme, "plain", files(3))).json["digest"]
@@ -107,7 +107,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 @pytest.mark.parametrize("kind", BOMBS)
 async def test_bombs_cost_the_gateway_nothing(kind: str, gateway: Gateway, tmp_path: Path):
-    """The event loop goes on, the gateway's memory stays: it is the child's to be limited."""
+    """The event loop stays responsive and the gateway's memory constant: the limits apply to the child process."""
     acme = await gateway.tenant("acme")
     bomb = BOMBS[kind]()
     begun, longest, last = time.monotonic(), 0.0, time.monotonic()
@@ -119,12 +119,12 @@ async def test_bombs_cost_the_gateway_nothing(kind: str, gateway: Gateway, tmp_p
     assert (got.status, got.error["param"]) == (400, "file"), got.body
     assert len(got.body) < 2048
     assert time.monotonic() - begun < 30
-    assert longest < 2.0  # on a machine that others use; it was more than 600 s
+    assert longest < 2.0  # on a shared machine; it was more than 600 s
     assert leftovers(tmp_path) == []
 
 
 def slow_form(wait: Awaitable[Any]) -> AsyncIterator[bytes]:
-    """An upload that begins, waits, and never ends."""
+    """Send an upload that begins, waits, and never ends."""
 
     async def parts() -> AsyncIterator[bytes]:
         yield form(files())[:300]
@@ -197,7 +197,7 @@ async def test_a_revoked_key_ends_its_upload(gateway: Gateway):
 
 
 async def test_clients_that_leave_leave_nothing(gateway: Gateway, tmp_path: Path):
-    """At any moment: while the folder is made, while the body comes, while the child runs."""
+    """A client may disconnect at any moment: during the folder's creation, the body, or the child's check."""
     acme = await gateway.tenant("acme", adapter_changes_per_minute=None, max_concurrent_uploads=None)
     body = form(files())
     for number in range(60):
@@ -245,7 +245,7 @@ async def test_a_rank_that_no_engine_serves_is_refused(start: Start, upstream: U
 
 
 async def in_chunks(body: bytes) -> AsyncIterator[bytes]:
-    """A body that declares no length."""
+    """Return a body that declares no length."""
     yield body
 
 

@@ -1,4 +1,4 @@
-"""A gateway that is killed amid uploads: its checks die with it, its folders go when it is back."""
+"""A gateway killed during uploads: its checks die with it, and its folders are removed after its restart."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""A check that needs more than it may: the upload is refused with the reason, the gateway goes on."""
+"""A check that exceeds its limits: the upload is refused with the reason, and the gateway continues."""
 
 import asyncio
 import json

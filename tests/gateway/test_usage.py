@@ -1,4 +1,4 @@
-"""What was used, over HTTP: told apart as asked for, by tenants and operators."""
+"""Usage over HTTP: grouped as requested, by tenants and operators."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ async def test_groups_that_there_are_not(groups: str, gateway: Gateway):
 
 
 async def test_a_report_is_bounded_and_followed(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """However many models a tenant has used, an answer has so many; the command line reads them all."""
+    """A page of the report has a bounded number of models, however many were used; the command line reads all pages."""
     monkeypatch.setattr(usage, "MAX_GROUPS", 4)
     acme = await gateway.tenant("acme")
     database = Database(f"sqlite:///{tmp_path}/gateway.db")

@@ -1,4 +1,4 @@
-"""Usage rows in SQL: each once, with its sums, on both databases, from several writers at once."""
+"""Usage rows in SQL: each once, with its sums, on both databases, from several concurrent writers."""
 
 import asyncio
 from datetime import timedelta
@@ -17,7 +17,7 @@ from tests.gateway.rows import NOON, row
 
 
 async def totals(database: Database) -> list[tuple[int, ...]]:
-    """Requests, tokens and cost by the rows, the hours and the days; the three must be alike."""
+    """Return requests, tokens and cost by the rows, the hours and the days; the three must be equal."""
     found = []
     async with database.read() as connection:
         for table in (usage, usage_hourly, usage_daily):
@@ -43,7 +43,7 @@ async def test_a_row_comes_back_as_it_was(database: Database):
 
 
 async def test_two_writers_of_the_same_rows_neither_deadlock_nor_count_twice(migrated_postgres_url: str):
-    """Each writes the same tenants' rows in an order of its own, in batches that overlap."""
+    """Each writes the same tenants' rows in its own order, in batches that overlap."""
     databases = [Database(migrated_postgres_url) for _ in range(2)]
     rows = [row(f"r{i:04}", tenant_id=f"t{i % 7}", model=f"m{i % 5}", key_id=f"k{i % 3}") for i in range(1200)]
 
@@ -52,7 +52,7 @@ async def test_two_writers_of_the_same_rows_neither_deadlock_nor_count_twice(mig
         for start in range(0, len(rows), 40):
             await writer.write([rows[(start + i) * step % len(rows)] for i in range(80)])
 
-    # What deadlocks comes as an error: PostgreSQL ends one of the two.
+    # A deadlock would raise an error: PostgreSQL ends one of the two.
     await asyncio.gather(*(write(database, step) for database in databases for step in (1, 7, 1199)))
     assert await totals(databases[0]) == [(1200, 3600, 6000, 1200, 8400)] * 3
     for database in databases:
@@ -98,7 +98,7 @@ async def test_what_is_no_usage_row_is_set_aside(database: Database, caplog: pyt
 
 
 async def test_sums_of_any_time_are_those_of_the_rows(database: Database):
-    """Rows at uneven moments of five days, asked for with ends on, before and behind hours and days, and open."""
+    """Sums equal the rows, at uneven moments of five days, for bounds on, before and after hours and days, or open."""
     rows = [
         row(
             f"r{i}",
@@ -160,7 +160,7 @@ async def test_sums_are_told_apart_by_model_key_and_day(database: Database):
 @pytest.mark.parametrize("groups", [["model"], ["key"], ["day", "model", "key"], []])
 @pytest.mark.parametrize("from_rows", [False, True])
 async def test_pages_are_the_whole_report(groups: list[str], from_rows: bool, database: Database):
-    """Each group is on one page, in order, and every page has the total of all; a name's two lives are two groups."""
+    """Each group is on one page, in order, and every page has the total of all; a name's two tenants are two groups."""
     name = "two-lives"
     ids = ["gone", (await Tenants(database).create(name, {}, "op")).id]
     rows = [

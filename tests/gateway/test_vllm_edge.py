@@ -112,7 +112,7 @@ async def test_a_wrong_key_is_said_and_shown_nowhere(
 async def test_an_announcement_changes_nothing_of_a_listed_engine(
     tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
 ):
-    """Announced as one of our own engines, a vLLM server would be shown the internal token."""
+    """An announcement of a listed vLLM server as our own engine would otherwise reveal the internal token to it."""
     async with VllmDouble().serving() as vllm:
         shutil.copy(migrated, tmp_path / "gateway.db")
         engines = [f"vllm+{vllm.url}?key_file={key_file(tmp_path)}", "announced"]
@@ -127,7 +127,7 @@ async def test_an_announcement_changes_nothing_of_a_listed_engine(
 
 
 class Elsewhere:
-    """A server that answers everything with a redirect to another, which notes all that it is sent."""
+    """A server that redirects every request to another server, which records all that it receives."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -173,7 +173,7 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
 
 
 async def test_a_redirect_is_the_engines_failure(tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path):
-    """Three of them open its breaker, and no prompt has gone anywhere."""
+    """Three redirects open the engine's breaker, and no prompt has reached the target."""
     async with Elsewhere().serving() as elsewhere, served(tmp_path, model_dir, redis_url, migrated) as (gateway, vllm):
         vllm.redirect = elsewhere.url
         acme = await gateway.tenant("acme")
@@ -189,7 +189,7 @@ def digests(*letters: str) -> list[str]:
 
 
 class Worker:
-    """A process's view: its own records of the same server, with uses shared through Redis."""
+    """One process's view: its own records of the same server, with uses shared through Redis."""
 
     def __init__(self, session: ClientSession, url: str, room: int, redis: Redis, store: Path) -> None:
         self.engine = EngineRecord(Address(url, "vllm", adapters=room, key=API_KEY))
@@ -197,7 +197,7 @@ class Worker:
         self.adapters = VllmAdapters(session, open_store(str(store)), RecentUses(redis, 10.0))
 
     async def ask(self, digest: str, vllm: VllmDouble) -> None:
-        """Ask like a request: load an adapter again if the server lacks it."""
+        """Use an adapter like a request: load it again if the server lacks it."""
         await self.adapters.ensure(self.engine, digest)
         if f"sha256:{digest}" not in vllm.names:
             await self.adapters.ensure(self.engine, digest, again=True)
@@ -210,7 +210,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 async def test_workers_do_not_unload_each_others_hot_adapters(tmp_path: Path, redis: Redis):
-    """Room for four, of which each of two workers keeps two hot; what is cold goes first, whoever loaded it."""
+    """The server has four slots and each of two workers keeps two hot; cold adapters go first, whoever loaded them."""
     hot_one, hot_two, cold = digests("a", "b"), digests("c", "d"), digests("0", "1", "2", "3")
     for digest in (*hot_one, *hot_two, *cold):
         (tmp_path / digest).mkdir()
@@ -233,6 +233,6 @@ async def test_workers_do_not_unload_each_others_hot_adapters(tmp_path: Path, re
                 loads_until_warm = len(vllm.loads)
             await asyncio.sleep(0.15)
         assert set(vllm.names) == {f"sha256:{digest}" for digest in (*hot_one, *hot_two)}
-        # On a slow machine a hot adapter may go before the workers have read each other's uses; never later.
+        # On a slow machine a hot adapter may be evicted before the workers have read each other's uses; never later.
         assert len(vllm.loads) == loads_until_warm
         assert set(vllm.unloads) >= {f"sha256:{digest}" for digest in cold}

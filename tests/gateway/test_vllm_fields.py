@@ -1,4 +1,4 @@
-"""The allow-list before vLLM: what a tenant may say to it, at every depth."""
+"""The allow-list before vLLM: the fields that a tenant may send, at every depth."""
 
 import json
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from wire.decoding import decode
 from wire.errors import BadRequest
 from wire.requests import ChatCompletionRequest, CompletionRequest
 
-# Fields that vLLM 0.32 takes and a tenant must not send. Some are known to our engine, which does not serve them.
+# Fields that vLLM 0.32 accepts and a tenant must not send. Some are known to our engine, which does not serve them.
 OPERATORS_OWN: dict[str, Any] = {
     "kv_transfer_params": {"prompt_token_ids": [1, 2, 3], "remote_host": "10.0.0.1", "remote_port": 1},
     "ec_transfer_params": {"a": 1},
@@ -97,7 +97,7 @@ async def test_only_declared_fields_are_sent_at_every_depth(vllm_gateway: tuple[
 
 
 async def test_a_vllm_server_that_announced_itself_gets_no_more(tmp_path: Path, model_dir: Path, redis_url: str):
-    """Such a gateway lists no vLLM, so requests are not refused before one is chosen."""
+    """The gateway lists no vLLM server, so requests are refused only after the choice of an engine."""
     async with VllmDouble(api_key="").serving() as vllm:
         of = settings(tmp_path, model_dir, ["announced"], redis_url)
         async with running(of) as gateway:
@@ -159,7 +159,7 @@ def test_a_client_cannot_make_several_sequences_count_as_one():
 
 
 def test_what_has_no_declared_members_is_not_walked_through():
-    """A body of 8 MiB may hold a million of them, at any depth; walking took seconds of the event loop."""
+    """Values without declared members are not walked through: 8 MiB may hold a million, and a walk took seconds."""
     deep: Any = 1
     for _ in range(5000):
         deep = {"a": [deep]}

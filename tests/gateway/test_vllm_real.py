@@ -1,8 +1,9 @@
-"""The gateway in front of a real vLLM server, on a CPU. Not in CI: it wants a vLLM of your own installing.
+"""The gateway in front of a real vLLM server, on a CPU. Not in CI: needs your own installation of vLLM.
 
     LORAPLEX_VLLM=VENV/bin/vllm python -m pytest -m slow tests/gateway/test_vllm_real.py
 
-The demo's adapters change the answers in ways that are easily told; three of them through a server that keeps two.
+The demo's adapters change the answers in clearly different ways; the test uses three of them on a server that keeps
+two.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ def start(program: str, model: Path, port: int, log: Path) -> "subprocess.Popen[
 
 @asynccontextmanager
 async def vllm(model: Path, log: Path) -> AsyncIterator[str]:
-    """A server of its own, by its URL. It may not be up yet."""
+    """Start a separate server and yield its URL. It may not be up yet."""
     assert VLLM is not None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -55,7 +56,7 @@ async def vllm(model: Path, log: Path) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        # Its engine is a process of its own.
+        # Its engine is a separate process.
         os.killpg(process.pid, signal.SIGKILL)
         await asyncio.to_thread(process.wait)
 
@@ -93,19 +94,19 @@ async def test_adapters_by_name_through_a_real_vllm(tmp_path: Path, redis_url: s
                 parts = {part.name: part.read_bytes() for part in folder.iterdir() if part.suffix != ".md"}
                 assert (await push(acme, name, parts)).status == 201
             base = text(await ask(acme, BASE_MODEL))
-            # All at once, each twice: one load each, and other words from each.
+            # All at once, each twice: one load per adapter, and a different answer from each.
             answers = await asyncio.gather(*(ask(acme, name) for name in names * 2))
             said = [text(got) for got in answers]
             assert [got.json["model"] for got in answers] == names * 2
             assert len({base, *said}) == 4
             assert said[:3] == said[3:]
             assert said[1].lstrip().startswith("{")
-            # Streamed, the same; the counts are vLLM's own.
+            # The stream is the same; the counts are vLLM's own.
             streamed = await ask(acme, "json", stream=True, stream_options={"include_usage": True})
             pieces = [choice["delta"].get("content") or "" for e in streamed.events[:-1] for choice in e["choices"]]
             assert "".join(pieces) == said[1]
             assert streamed.events[-2]["usage"].items() <= answers[1].json["usage"].items()
-            # What it refuses is told as ours would be.
+            # vLLM's refusals look like ours.
             got = await acme.chat(messages=QUESTION, temperature=-1)
             assert got.status == 400
             [engine] = (await gateway.admin.get("/admin/api/engines")).json["data"]

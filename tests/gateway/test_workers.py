@@ -1,4 +1,4 @@
-"""Several processes on one port: one ready line, the dead replaced, all ended together."""
+"""Several processes on one port: one ready line, dead workers replaced, all ended together."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def children(pid: int) -> set[int]:
 
 
 async def answers(url: str) -> bool:
-    # A connection of its own: no worker that was asked before is asked again for that.
+    # A separate connection each time, so that any worker may answer.
     try:
         async with aiohttp.ClientSession() as session, session.get(url) as response:
             return response.status == 200
