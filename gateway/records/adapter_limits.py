@@ -1,4 +1,4 @@
-"""A tenant's limits on its own adapters: the rate of changes, and the room in the store."""
+"""Limits of a tenant's own adapters: the rate of changes, and the room in the store."""
 
 import msgspec
 from sqlalchemy import func, select
@@ -10,16 +10,16 @@ from gateway.records.tables import adapter_versions, adapters, tenants
 
 # Versions of a name that stay on record and count; older ones are removed.
 KEPT_VERSIONS = 20
-# Removed contents stay in the store for a while. With those a tenant may have this many times its limit, so that one
-# that fills its limit can still replace all of it.
+# Removed contents stay in the store for a while. Including them, a tenant may have this many times its limit, so that a
+# tenant at its limit can still replace all its adapters.
 UNCOLLECTED_FACTOR = 2
 
 
 class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """None is unlimited. adapter_changes_per_minute: uploads and deletes. max_adapters: names.
+    """Limits; None is unlimited. adapter_changes_per_minute: uploads and deletions. max_adapters: names.
 
-    max_adapter_bytes: size of all versions on record, in the files' own dtypes; with removed versions that are not
-    collected yet, UNCOLLECTED_FACTOR times as much.
+    max_adapter_bytes: size of all versions on record, in the files' own dtypes. Together with removed versions that are
+    not collected yet, UNCOLLECTED_FACTOR times as much is allowed.
     """
 
     adapter_changes_per_minute: int | None = 60
@@ -32,7 +32,7 @@ FIELDS = AdapterLimits.__struct_fields__
 
 
 def read_limits(stored: str | None) -> AdapterLimits:
-    """Return the limits of a tenant's row; NULL, in a row of the release before, means the defaults."""
+    """Return the limits of a tenant's row; NULL, in a row of the previous release, means the defaults."""
     return AdapterLimits() if stored is None else msgspec.json.decode(stored, type=AdapterLimits)
 
 
@@ -65,7 +65,7 @@ async def check_room(
 async def check_bytes(
     connection: AsyncConnection, tenant_id: str, new_bytes: int, limit: int, digest: str | None = None
 ) -> None:
-    """Check that an upload fits. digest: its content; None, before it is read, leaves removed versions out of account.
+    """Check that an upload fits. digest: of its content; None, before it is read, ignores removed versions.
 
     Raises AdapterLimitExceeded.
     """

@@ -1,4 +1,4 @@
-"""Who changed what, when and from where. A row is written in the same transaction as the change it tells of."""
+"""Audit log: the actor, time and origin of each change. An entry is written in the transaction of its change."""
 
 import uuid
 from datetime import UTC, datetime, timedelta
@@ -13,14 +13,18 @@ from gateway.errors import BadRequest
 from gateway.records.database import Database
 from gateway.records.tables import api_keys, audit
 
-# A tenant's own changes are rate-limited, not counted: 60 a minute fill this in 14 hours, about 20 MB.
+# Entries kept of a tenant's own changes. These are limited by rate, not by number: 60 a minute reach this in 14 hours,
+# about 20 MB.
 OWN_ENTRIES = 50_000
 SWEPT_AT_ONCE = 1000
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A change. actor: the id of the key that asked. tenant: the owner of the changed things, by the name it had; None:
-    no single tenant. address, request_id: of the HTTP request; None where there was none. own: by the tenant's own key.
+    """A change.
+
+    actor: the id of the key that made it. tenant: the owner of the changed records, by its name at that time; None for
+    no single tenant. address, request_id: of the HTTP request; None without a request. own: whether the tenant's own
+    key made the change.
     """
 
     id: str
@@ -64,7 +68,7 @@ async def record_change(
 
 
 class Audit:
-    """Reads entries, and removes those of tenants' own changes. Raises Unavailable when the database is away."""
+    """The entries, and the removal of those of tenants' own changes. Raises Unavailable while the database is away."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -80,8 +84,11 @@ class Audit:
         after: str | None = None,
         limit: int = 100,
     ) -> tuple[list[AuditEntry], bool]:
-        """The newest first, and whether there are more. action: "key.create", or "key" for all that is done to keys.
-        after: the id of the last entry that is known already. Raises BadRequest if it is none."""
+        """Return entries, newest first, and whether there are more.
+
+        action: "key.create", or "key" for all changes of keys. after: the id of the previous page's last entry. Raises
+        BadRequest if there is no such entry.
+        """
         query = select(audit).order_by(audit.c.at.desc(), audit.c.id.desc()).limit(limit + 1)
         if tenant is not None:
             query = query.where(audit.c.tenant == tenant)
@@ -104,7 +111,8 @@ class Audit:
 
     async def sweep(self, kept: timedelta) -> int:
         """Remove entries of tenants' own changes that are older than `kept` or beyond a tenant's newest OWN_ENTRIES.
-        Returns how many. Operators' entries stay.
+
+        Operators' entries stay. Returns the number of removed entries.
         """
         removed = await self._remove(audit.c.at < datetime.now(UTC) - kept)
         own = select(audit.c.tenant).where(audit.c.own).group_by(audit.c.tenant).having(func.count() > OWN_ENTRIES)

@@ -1,7 +1,7 @@
-"""The catalog of adapters: names in each tenant's own namespace, and the content that each name means.
+"""Catalog of adapters: names in each tenant's own namespace, and the content that each name means.
 
-Names are cached while the tenant's change counter stays the same (gateway/records/changes.py). A change of a name's
-meaning is answered only when no gateway that reaches the database still trusts the old meaning.
+Names are cached while the tenant's change counter stays the same (gateway/records/changes.py). The response to a change
+of a name's meaning waits until no gateway that reaches the database still trusts the old meaning.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ CURRENT_VERSION = and_(
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A name and the version it means now. digest: 64 hex digits, no prefix. rank: the largest of its modules."""
+    """A name and its current version. digest: 64 hex digits, no prefix. rank: the largest of its modules."""
 
     name: str
     version: int
@@ -50,8 +50,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The model that a request names. name: the tenant's own. digest: None is the base model.
 
-    names: an adapter's name, and those of the tenant's names with a price or limits that mean or ever meant the same
-    content. These apply to the content, whichever name a request uses.
+    names: an adapter's name, and all names of the tenant that have a price or limits and mean, or ever meant, the same
+    content. These prices and limits apply to the content, whichever name a request uses.
     """
 
     name: str
@@ -68,11 +68,14 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 async def _already_stored() -> None:
-    """Publish nothing: the content is in the store."""
+    """Do nothing, because the content is already in the store."""
 
 
 class Catalog:
-    """Names and versions of adapters. Raises ModelNotFound, RecordNotFound and BadRequest (param "name")."""
+    """Names and versions of adapters. Raises ModelNotFound, RecordNotFound and BadRequest (param "name").
+
+    believed_seconds: the time for which another gateway may still trust an old meaning.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,6 @@ class Catalog:
         changes: Changes | None = None,
         believed_seconds: float = 0.0,
     ) -> None:
-        """believed_seconds: for how long another gateway may still trust an old meaning."""
         self._database = database
         self.base_model = base_model
         self._changes = changes or Changes(database)
@@ -92,7 +94,7 @@ class Catalog:
         self._reads = Turns(READS)
 
     def check_name(self, name: str) -> None:
-        """Raises BadRequest unless a new adapter may be called this."""
+        """Raise BadRequest unless a new adapter may have this name."""
         if not ADAPTER_NAME.fullmatch(name):
             raise BadRequest(
                 "Expected an adapter name of 1 to 64 characters a-z, 0-9, '.', '_' and '-', "
@@ -103,10 +105,9 @@ class Catalog:
             raise BadRequest(f"'{name}' is the base model's name; choose another for the adapter.", param="name")
 
     async def resolve(self, tenant: Tenant, name: str) -> Model:
-        """Return the model that a tenant means by `name`. An unknown name is always queried, so a new one works at
-        once.
+        """Return the model that a tenant means by `name`. Raises ModelNotFound.
 
-        Raises ModelNotFound.
+        An unknown name is always queried, so that a new name works at once.
         """
         if name == self.base_model:
             return Model(name=name, digest=None)
@@ -160,18 +161,17 @@ class Catalog:
         actor: str,
         publish: Callable[[], Awaitable[None]] = _already_stored,
     ) -> Adapter:
-        """Add a first or a further version under `name`, current from now on. Repeating the current digest changes
-        nothing.
+        """Add a version under `name`, which becomes the current one. Repeating the current digest changes nothing.
 
-        publish: puts the content into the store; called when the version is allowed and before it is committed, so that
-        a refused version stores nothing and every version has content. Raises Forbidden, naming the limit.
+        publish: puts the content into the store. It is called after the version is allowed and before it is committed,
+        so that a refused version stores nothing and every version has content. Raises Forbidden, naming the limit.
         """
         self.check_name(name)
         content = {"digest": digest, "rank": rank, "num_bytes": num_bytes}
         try:
             adapter = await self._add_version(tenant, name, content, actor, publish)
         except IntegrityError:
-            # Another upload made the name in between (PostgreSQL); this one is its next version.
+            # Another upload created the name in between (PostgreSQL); this upload is its next version.
             adapter = await self._add_version(tenant, name, content, actor, publish)
         await self._changed(replaced=adapter.version > 1)
         return adapter
@@ -215,8 +215,9 @@ class Catalog:
         return Adapter(name=name, version=version, created_at=now, **content)
 
     async def referenced(self, digests: Sequence[str], since: datetime) -> set[str]:
-        """Return the digests that a version of any tenant has, or had until `since`. For at most a few hundred at
-        once.
+        """Return those of the digests that a version of any tenant has, or had after `since`.
+
+        digests: a few hundred at most.
         """
         query = select(adapter_versions.c.digest).where(adapter_versions.c.digest.in_(digests)).distinct()
         async with self._database.read() as connection:
@@ -224,11 +225,11 @@ class Catalog:
             return on_record | await removed_since(connection, digests, since)
 
     async def collected(self, since: datetime) -> None:
-        """Settle what was removed until `since`: the store keeps none of it for the tenants that removed it."""
+        """Stop counting versions removed until `since` against their tenants, because the collection is over."""
         await settle_removed(self._database, since)
 
     async def by_tenant(self) -> Mapping[str, Sequence[Adapter]]:
-        """Every tenant's adapters, by the tenant's id; of one that has none there is nothing."""
+        """Return every tenant's adapters, by the tenant's id. Tenants without adapters are absent."""
         found = defaultdict(list)
         query = _CURRENT.add_columns(adapters.c.tenant_id).order_by(adapters.c.name)
         async with self._database.read() as connection:
@@ -265,8 +266,9 @@ class Catalog:
         await self._changed(replaced=True)
 
     async def _changed(self, *, replaced: bool) -> None:
-        """Drop the old meaning here, and wait until no other worker trusts it. replaced: whether there was an old
-        meaning.
+        """Drop the old meaning here, and wait until no other process trusts it.
+
+        replaced: whether there was an old meaning.
         """
         await self._changes.catch_up()
         if replaced:
@@ -274,7 +276,7 @@ class Catalog:
 
 
 def _check_possible(name: str) -> None:
-    """What cannot be a name is not found, before a database meets characters it cannot hold."""
+    """Raise RecordNotFound for an impossible name, before its characters reach a database that may refuse them."""
     if not ADAPTER_NAME.fullmatch(name):
         raise RecordNotFound("There is no adapter of this name.", param="name")
 
@@ -283,15 +285,15 @@ _CURRENT: Select[Any] = select(adapters.c.name, adapter_versions).join_from(adap
 
 
 def _current(tenant_id: str) -> Select[Any]:
-    """The tenant's names, each with its current version."""
+    """Select the tenant's names, each with its current version."""
     return _CURRENT.where(adapters.c.tenant_id == tenant_id)
 
 
 def _meanings(tenant_id: str, tenant_name: str, name: str, limited: frozenset[str]) -> Select[Any]:
     """Select (name, digest) of the name, and of every name with a price or in `limited` that ever meant its content.
 
-    A ruled name that means something else now, or is deleted, still rules the content. Only the operator adds prices
-    and limits, so a tenant's many names for the same content do not add rows.
+    A name with a price or limits applies to the content even if it means other content now or is deleted. Only the
+    operator adds prices and limits, so a tenant's many names for the same content do not add rows.
     """
     own, version = adapters.alias(), adapter_versions.alias()
     digest = (

@@ -1,8 +1,8 @@
-"""Change counters by tenant: they tell a gateway which tenants' keys and names to look up again.
+"""Change counters by tenant, by which a gateway finds the tenants whose cached keys and names are stale.
 
 Each transaction that changes a tenant, its keys, names or prices increments the counter in that tenant's row. Ten times
 a second a gateway reads the rows that have changed since a safe point. So a tenant's changes invalidate no other
-tenant's cache, and changes of two tenants never wait for each other.
+tenant's cached records, and changes of two tenants never wait for each other.
 
 No change is missed, in whatever order transactions commit. A row's stamp is the id of the transaction that wrote it,
 and the safe point is the oldest transaction that a reading's snapshot saw running (`pg_snapshot_xmin`): a later commit
@@ -26,7 +26,7 @@ from gateway.records.lookups import Lookups
 OPERATORS, PRICES = "operators", "prices"
 
 # Cached keys and names are trusted for this long after the last reading: a revoked key is refused everywhere within
-# half a second, and the answer to an adapter's deletion waits as long. Some of the readings may be lost.
+# half a second, and the response to an adapter's deletion waits as long. A few readings may fail without any effect.
 TRUST_SECONDS = 0.5
 ASK_SECONDS = 0.1
 
@@ -41,7 +41,7 @@ _COUNT = {
     )
     for dialect, stamp in _STAMPS.items()
 }
-# The server's start tells one server from another after a failover: their transaction ids are not comparable.
+# The server's start time identifies it after a failover: transaction ids of two servers are not comparable.
 _SERVERS = {
     "postgresql": "SELECT CAST(pg_postmaster_start_time() AS text) AS server, pg_is_in_recovery() AS standby, "
     "CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text) AS bigint) AS safe",
@@ -62,10 +62,9 @@ _READ = {dialect: _reading(server) for dialect, server in _SERVERS.items()}
 
 
 async def count_change(connection: AsyncConnection, *scopes: str | None) -> None:
-    """Increment the counters of tenants, by id, or of other scopes; None is OPERATORS. The last statement of a
-    transaction.
+    """Increment the counters of tenants, by id, or of other scopes; None is OPERATORS.
 
-    Other changes of the same tenants wait from here to the commit.
+    Call it last in a transaction, because other changes of the same tenants wait from here to the commit.
     """
     # The order is the same everywhere, so that transactions never deadlock.
     for scope in sorted({scope or OPERATORS for scope in scopes}):
@@ -73,10 +72,10 @@ async def count_change(connection: AsyncConnection, *scopes: str | None) -> None
 
 
 class Changes:
-    """Tracks which tenants have changed. A cache keeps `mark`, taken before its query, with each answer.
+    """Tracker of tenants that have changed. A cache keeps `mark`, taken before its query, with each answer.
 
-    trust_seconds: how long answers are trusted after the last reading; above TRUST_SECONDS for a gateway that goes on
-    serving known keys while the database is away.
+    trust_seconds: how long answers are trusted after the last reading. It is above TRUST_SECONDS for a gateway that
+    goes on serving cached keys while the database is away.
     """
 
     def __init__(self, database: Database, trust_seconds: float = TRUST_SECONDS) -> None:
@@ -112,7 +111,7 @@ class Changes:
     async def confirm(self, mark: int, scope: str) -> bool:
         """Return whether an answer of this mark is valid now; concurrent callers share a reading.
 
-        After a stall of the event loop a process so makes one reading, not one for each key. Raises Unavailable.
+        So a process makes one reading after a stall of the event loop, not one for each key. Raises Unavailable.
         """
         if self.holds(mark, scope):
             return True
@@ -152,7 +151,7 @@ class Changes:
         first = rows[0]
         server = (first.server, first.others)
         if server != self._server or first.safe < self._since:
-            # Another server, or a gateway of the release before has counted a change without its tenant.
+            # The server is another one, or a gateway of the previous release counted a change without its tenant.
             self._server = server
             self._forget_all()
         for row in rows:

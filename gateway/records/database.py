@@ -25,23 +25,23 @@ from gateway.process.outage import Outage
 from gateway.settings import SettingsError
 
 log = logging.getLogger(__name__)
-# Alembic tells of its context whenever a schema's version is looked at; what changes is told below.
+# Alembic logs its context at every look at a schema's version. Changes are logged below.
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
-# How long one statement, or the wait for a connection, may take before the caller gets an error (seconds).
+# Time-out of a statement and of the wait for a connection, in seconds.
 STATEMENT_SECONDS = 10
 # Connections of a process: POOL_SIZE are kept, MAX_OVERFLOW more are opened under load, and one is reserved.
 POOL_SIZE, MAX_OVERFLOW = 10, 5
-# A connection is replaced at this age, so that a moved server or a balancer's time limit is noticed.
+# A connection is replaced at this age, so that a moved server is found and a balancer's time limit is not reached.
 RECYCLE_SECONDS = 1800
 RECONNECT_SECONDS = 1.0
 # SQLSTATE of a write on a standby.
 READ_ONLY = "25006"
-# Between two looks on start for a database that is away.
+# Pause between two attempts to reach the database at the start.
 RETRY_SECONDS = 0.5
-# Classes of SQLSTATE.
+# SQLSTATE classes.
 DATA_EXCEPTION, INTEGRITY_VIOLATION = "22", "23"
-# Any number, the same in every gateway: two that start at once migrate one after the other.
+# Any number that is the same in every gateway: gateways that start together migrate one after the other.
 MIGRATION_LOCK = 0x6C_70_78_6D
 
 
@@ -64,7 +64,7 @@ class Database:
             options["connect_args"] = {"timeout": STATEMENT_SECONDS, "command_timeout": STATEMENT_SECONDS}
             options["pool_size"], options["max_overflow"] = POOL_SIZE, MAX_OVERFLOW
             options["pool_recycle"] = RECYCLE_SECONDS
-            # A server may have closed a connection since it was used last.
+            # A server may have closed a connection since its last use.
             options["pool_pre_ping"] = True
         self._engine = create_async_engine(self._url, **options)
         # A connection that no request can take, for reading changes of keys.
@@ -86,9 +86,9 @@ class Database:
     async def write(self) -> AsyncIterator[AsyncConnection]:
         """Open a transaction that may write.
 
-        On SQLite it holds the write lock from its start, so that what it reads cannot change under it and it never
-        fails for a stale snapshot. A server that has become a standby refuses writes on connections that are otherwise
-        well: the pool is then replaced.
+        On SQLite it holds the write lock from its start, so that its reads stay valid and it never fails for a stale
+        snapshot. A server that has become a standby refuses writes on connections that otherwise work; the pool is then
+        replaced.
         """
         try:
             with _translated(self._outage):
@@ -102,7 +102,7 @@ class Database:
             raise
 
     async def reconnect(self, reason: str) -> None:
-        """Replace all connections, at most once in RECONNECT_SECONDS; the URL may lead to another server now."""
+        """Replace all connections, at most once in RECONNECT_SECONDS. The URL may lead to another server now."""
         now = time.monotonic()
         if now - self._reconnected_at < RECONNECT_SECONDS:
             return
@@ -112,13 +112,15 @@ class Database:
         await self._reserved.dispose()
 
     async def ping(self) -> None:
-        """Raises Unavailable if the database does not answer."""
+        """Raise Unavailable if the database does not answer."""
         async with self.read() as connection:
             await connection.execute(text("SELECT 1"))
 
     async def wait(self, seconds: float) -> None:
-        """Until the database answers, `seconds` at most; who comes then learns what is wrong. The log says so once.
-        A file is there or is made."""
+        """Wait until the database answers, for at most `seconds`. The log reports the outage once.
+
+        An outage that lasts longer raises no error here, but in the next call. SQLite needs no wait.
+        """
         if self.dialect == "sqlite":
             return
         deadline = time.monotonic() + seconds
@@ -130,7 +132,7 @@ class Database:
                 await asyncio.sleep(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
 
     async def upgrade(self) -> None:
-        """Brings the schema to the newest version; safe to call from several processes at once.
+        """Migrate the schema to the newest version. Several processes may call it at the same time.
 
         Raises SettingsError if the database cannot be reached.
         """
@@ -146,7 +148,7 @@ class Database:
             await connection.run_sync(_upgrade)
 
     async def check_schema(self) -> None:
-        """Raises SettingsError if the schema is not the one this program was written for, or cannot be reached."""
+        """Raise SettingsError if the schema is not of this program's version, or if the database cannot be reached."""
         with _reachable():
             current = await self._current_revision()
         head = ScriptDirectory.from_config(_alembic_config()).get_current_head()
@@ -166,7 +168,7 @@ class Database:
 
 @contextmanager
 def _reachable() -> Iterator[None]:
-    """A database that is still away when a start has waited for it is a setting to look at."""
+    """Raise SettingsError for a database that is away, because the start has already waited for it."""
     try:
         yield
     except Unavailable as error:
@@ -177,18 +179,18 @@ def _reachable() -> Iterator[None]:
 
 
 def _cause(error: BaseException | None) -> str:
-    """In one line: SQLAlchemy adds where to read on about its own errors."""
+    """Return the error in one line, without SQLAlchemy's links to its documentation."""
     cause = error.orig if isinstance(error, DBAPIError) else error
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _state(error: BaseException | None) -> str:
-    """Return the SQLSTATE of an error, "" where it has none."""
+    """Return the SQLSTATE of an error, "" if it has none."""
     return getattr(error.orig, "sqlstate", None) or "" if isinstance(error, DBAPIError) else ""
 
 
 def is_datas_fault(error: DBAPIError) -> bool:
-    """Return whether the database works and refuses the input. asyncpg's data errors tell so by SQLSTATE only."""
+    """Return whether the database works but refuses the input. asyncpg marks data errors by their SQLSTATE only."""
     state = _state(error)
     return isinstance(error, DataError | IntegrityError) or state[:2] in (DATA_EXCEPTION, INTEGRITY_VIOLATION)
 
@@ -206,7 +208,7 @@ def _translated(outage: Outage) -> Iterator[None]:
 
 
 async def upgrade(url: str) -> None:
-    """Opens the database at `url`, migrates it, closes it."""
+    """Open the database at `url`, migrate it and close it."""
     database = Database(url)
     try:
         await database.upgrade()
@@ -215,12 +217,12 @@ async def upgrade(url: str) -> None:
 
 
 def migrate(url: str) -> None:
-    """`upgrade` for callers without an event loop (`loraplex migrate`)."""
+    """Run `upgrade` for callers without an event loop (`loraplex migrate`)."""
     asyncio.run(upgrade(url))
 
 
 def async_url(url: str) -> URL:
-    """The URL with its async driver: `sqlite:///x` -> `sqlite+aiosqlite`, `postgresql://` -> `postgresql+asyncpg`."""
+    """Return the URL with its async driver: `sqlite:` -> `sqlite+aiosqlite`, `postgresql:` -> `postgresql+asyncpg`."""
     try:
         parsed = make_url(url)
     except ArgumentError as error:
@@ -233,7 +235,7 @@ def async_url(url: str) -> URL:
 
 
 def _make_sqlite(path: Path) -> None:
-    """The file, with a write-ahead log from now on: readers and a writer do not wait for each other."""
+    """Create the file and switch it to a write-ahead log, so that readers and a writer do not wait for each other."""
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + STATEMENT_SECONDS
     while True:
@@ -242,7 +244,7 @@ def _make_sqlite(path: Path) -> None:
                 connection.execute("PRAGMA journal_mode=WAL")
                 return
         except sqlite3.OperationalError as error:
-            # Where others make the switch at this moment SQLite does not wait for them, whatever its timeout.
+            # SQLite does not wait for another process that makes the switch at this moment, whatever its time-out.
             if time.monotonic() > deadline:
                 raise Unavailable("The database is unavailable.", code="database_unavailable") from error
             time.sleep(0.02)

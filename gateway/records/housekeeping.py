@@ -1,4 +1,4 @@
-"""Hourly chores of the installation: collecting adapters and sweeping old records, by one elected process of all."""
+"""Hourly chores of the installation: collecting adapters and sweeping old records, in one elected process."""
 
 import asyncio
 import logging
@@ -15,16 +15,16 @@ log = logging.getLogger(__name__)
 
 TURN = "loraplex:housekeeping"
 EVERY_SECONDS = 3600.0
-# Pause between two questions of a process for the turn.
+# Pause between two attempts of a process to get the turn.
 ASK_SECONDS = 60.0
-# A generator of its own: the shared one's state belongs to the program.
+# A separate generator, because the shared generator's state belongs to the program.
 JITTER = random.Random()
 
 Chore = Callable[[], Awaitable[object]]
 
 
 class Housekeeping:
-    """Runs the chores, by name. The first process that asks for the turn has it for EVERY_SECONDS."""
+    """Runner of the chores, by name. The first process that asks for the turn gets it for EVERY_SECONDS."""
 
     def __init__(self, redis: Client, redis_timeout: float, chores: Mapping[str, Chore]) -> None:
         self._redis = redis
@@ -37,9 +37,9 @@ class Housekeeping:
             yield
 
     async def run(self) -> None:
-        """Run the chores whenever this process is elected, without end. Run it as a task."""
+        """Run the chores whenever this process is elected, until cancelled. Run it as a task."""
         while True:
-            # Uneven, so that no process is always the first to ask.
+            # The pause is uneven, so that no process is always the first to ask.
             await asyncio.sleep(ASK_SECONDS * JITTER.uniform(0.75, 1.25))
             if await self._is_elected():
                 for name, chore in self._chores.items():
@@ -50,7 +50,7 @@ class Housekeeping:
             async with asyncio.timeout(self._redis_timeout):
                 return await is_first(self._redis, TURN, EVERY_SECONDS)
         except (RedisError, OSError, TimeoutError) as error:
-            # Redis' absence is logged by the quotas.
+            # The quota code logs an outage of Redis.
             log.debug("housekeeping waits for Redis: %s", error)
             return False
 

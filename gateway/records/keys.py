@@ -1,4 +1,4 @@
-"""API keys in the database: owner, scopes, lifetime; the secret only as a keyed hash."""
+"""API keys in the database: owner, scopes and lifetime; of the secret only a keyed hash."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from gateway.records.tenants import Limits, Tenant, read_tenant
 
 KEY_ID = re.compile(r"[0-9a-f]{16}")
 NO_KEY = "There is no key of this id."
-# Ids in one question.
+# Most ids in one query.
 MAX_IDS = 500
 
 
@@ -68,13 +68,13 @@ class Keys:
             await count_change(connection, key.scope)
 
     async def find(self, key_id: str) -> ApiKey | None:
-        """The key with its tenant and limits, valid or not; None if there is no such key."""
+        """Return the key with its tenant and limits, valid or not; None if there is no such key."""
         async with self._database.read() as connection:
             row = (await connection.execute(_KEYS.where(api_keys.c.id == key_id))).one_or_none()
         return None if row is None else _key(row)
 
     async def find_all(self, key_ids: Sequence[str]) -> dict[str, ApiKey]:
-        """Those of the keys that exist, by id."""
+        """Return those of the keys that exist, by id."""
         found = {}
         async with self._database.read() as connection:
             for first in range(0, len(key_ids), MAX_IDS):
@@ -84,7 +84,7 @@ class Keys:
         return found
 
     async def list(self, tenant: Tenant | None) -> Sequence[ApiKey]:
-        """A tenant's keys, or the admins', oldest first."""
+        """Return a tenant's keys, or the admin keys for None, oldest first."""
         owner = None if tenant is None else tenant.id
         query = _KEYS.where(api_keys.c.tenant_id.is_not_distinct_from(owner))
         async with self._database.read() as connection:
@@ -118,12 +118,12 @@ class Keys:
             await count_change(connection, new.scope)
 
     async def touch(self, used: Mapping[str, datetime]) -> None:
-        """Writes down when keys were last used; an older moment never replaces a newer one."""
+        """Store the times of the keys' last uses. An older time never replaces a newer one."""
         later = or_(api_keys.c.last_used_at.is_(None), api_keys.c.last_used_at < bindparam("at"))
         statement = (
             update(api_keys).where(api_keys.c.id == bindparam("key"), later).values(last_used_at=bindparam("at"))
         )
-        # In one order everywhere, so that two gateways never wait for each other's rows.
+        # The order is the same everywhere, so that two gateways never wait for each other's rows.
         rows = [{"key": key_id, "at": used[key_id]} for key_id in sorted(used)]
         async with self._database.write() as connection:
             await connection.execute(statement, rows)
@@ -155,7 +155,7 @@ async def _locked(connection: AsyncConnection, key_id: str) -> ApiKey:
 
 
 def _values(key: ApiKey) -> dict[str, Any]:
-    """Columns: the limits lie flat beside the other fields."""
+    """Return the columns: the limits lie flat beside the other fields."""
     values = msgspec.structs.asdict(key)
     tenant, limits = values.pop("tenant"), values.pop("limits")
     return {

@@ -20,8 +20,9 @@ class Lookups(Generic[K, V]):
         self._next: dict[K, asyncio.Task[V]] = {}
 
     async def get(self, key: K) -> V:
-        """Return the result of a query that starts after this call, or raise its error. A cancelled caller does not
-        stop it.
+        """Return the result of a query that starts after this call, or raise its error.
+
+        A cancelled caller does not stop the query.
         """
         lookup = self._next.get(key)
         if lookup is None:

@@ -23,40 +23,40 @@ from gateway.records.tables import prices, tenants
 # The base model's name, an adapter as "tenant/name", all of a tenant's adapters as "tenant/*", or everything as "*".
 MODEL = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,255}")
 EVERYTHING = "*"
-# A changed price is loaded within this time; without a change all prices are loaded every RELOAD_SECONDS, in case a
-# gateway of the release before, or SQL, has set one.
+# A changed price is loaded within this time. Without a change all prices are loaded every RELOAD_SECONDS, in case a
+# gateway of the previous release, or plain SQL, has set one.
 LOOK_SECONDS = 0.2
 RELOAD_SECONDS = 60.0
 MICRO_UNITS = 1_000_000
 
 
 def format_money(micro_units: int) -> str:
-    """As the currency is written, exact: `0.00`, `12.50`, `0.000001`. JSON has the micro-units themselves."""
+    """Return the exact amount in currency units: `0.00`, `12.50`, `0.000001`. JSON contains micro-units instead."""
     whole, part = divmod(micro_units, MICRO_UNITS)
     return f"{whole:,}.{f'{part:06}'.rstrip('0'):0<2}"
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """Micro-units of the deployment's currency per million tokens. cached: of prompt tokens that need no computing."""
+    """Prices in micro-units of the deployment's currency per million tokens. cached: of prompt tokens from a cache."""
 
     input: int = 0
     cached: int = 0
     output: int = 0
 
     def cost(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> int:
-        """In micro-units, rounded up once. cached_tokens: how many of the prompt's."""
+        """Return the cost in micro-units, rounded up once. cached_tokens: the cached part of the prompt's tokens."""
         computed = prompt_tokens - cached_tokens
         return -(
             -(computed * self.input + cached_tokens * self.cached + completion_tokens * self.output) // MICRO_UNITS
         )
 
     def highest_cost(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Before it is known how much of the prompt is cached."""
+        """Return the highest possible cost, before it is known how much of the prompt is cached."""
         return -(-(prompt_tokens * self.highest_input + completion_tokens * self.output) // MICRO_UNITS)
 
     @property
     def highest_input(self) -> int:
-        """Of a prompt token, before it is known which are cached."""
+        """Return the highest possible price of a prompt token, before it is known which tokens are cached."""
         return max(self.input, self.cached)
 
 
@@ -100,7 +100,7 @@ class Prices:
         return entry
 
     async def delete(self, model: str, actor: str) -> None:
-        # No database takes a NUL in a text.
+        # Databases refuse a NUL in a text.
         if not MODEL.fullmatch(model):
             raise RecordNotFound("There is no price of this model.", param="model")
         async with self._database.write() as connection:
@@ -111,8 +111,9 @@ class Prices:
 
 
 async def _count_change(connection: AsyncConnection, model: str) -> None:
-    """Count a change of prices, and of the tenant that owns the priced adapter, because `Model.names` depends on
-    prices.
+    """Count a change of prices and of the tenant that owns the priced adapter.
+
+    The tenant's counter is needed because `Model.names` depends on prices.
     """
     owner = select(tenants.c.id).where(tenants.c.name == model.partition("/")[0])
     tenant_id = (await connection.execute(owner)).scalar_one_or_none() if "/" in model else None
@@ -123,7 +124,8 @@ class PriceList:
     """All prices in memory.
 
     An adapter has the highest price of the tenant's names for its content, so that a further name never makes it
-    cheaper. Without such a price the first one of "tenant/*", of the base model and of "*" applies, or none.
+    cheaper. Without such a price, the first existing price of "tenant/*", the base model and "*" applies. Without any
+    price a model is free.
     """
 
     def __init__(self, prices: Prices, base_model: str) -> None:
@@ -145,7 +147,7 @@ class PriceList:
         self._known = {entry.model: entry.price for entry in await self._prices.list()}
 
     async def watch(self, changes: Changes) -> None:
-        """Reload prices after each change, without end. Run it as a task."""
+        """Reload prices after each change, until cancelled. Run it as a task."""
         mark, loaded_at = -1, 0.0
         while True:
             if not changes.is_unchanged(mark, PRICES) or time.monotonic() - loaded_at > RELOAD_SECONDS:
@@ -153,7 +155,7 @@ class PriceList:
                 try:
                     await self.refresh()
                 except Unavailable:
-                    # `Database` logs it; changed prices apply when it is back.
+                    # `Database` logs the outage; changed prices apply when it is back.
                     pass
                 else:
                     mark, loaded_at = before, time.monotonic()

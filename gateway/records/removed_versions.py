@@ -1,8 +1,8 @@
-"""Versions that are no longer on record: their names keep their prices and limits, their bytes count until collected.
+"""Removed versions of adapters: their names' prices and limits still apply, and their bytes count until collected.
 
-A deletion, or a name's version beyond its newest KEPT_VERSIONS, moves versions here in its own transaction. Prices and
-limits of a name hold for every digest that the name ever meant, so neither a push nor a deletion takes them off the
-content. The newest REMEMBERED of a tenant stay, and everything younger than UNUSED_SECONDS.
+The deletion of a name, or a push beyond the newest KEPT_VERSIONS, moves versions here in its own transaction. A name's
+prices and limits apply to every digest that the name ever meant, so neither a push nor a deletion removes them from the
+content. A tenant's newest REMEMBERED rows stay, and all rows younger than UNUSED_SECONDS.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.records.database import Database
 from gateway.records.tables import adapter_versions, adapters, removed_versions
 
-# For a tenant's names and digests; a row takes about 300 bytes.
+# Rows kept for each tenant; a row takes about 300 bytes.
 REMEMBERED = 10_000
 
 
 async def remove_versions(
     connection: AsyncConnection, tenant_id: str, which: ColumnElement[bool], now: datetime
 ) -> None:
-    """Move a tenant's versions from the record to the removed ones. The caller holds the lock of their name.
+    """Move a tenant's versions to the removed ones. The caller holds the lock of their name.
 
     which: a condition on `adapters` and `adapter_versions`.
     """
@@ -56,7 +56,7 @@ async def remove_versions(
 def all_versions(tenant_id: str, which: Callable[[ColumnElement[str], ColumnElement[str]], ColumnElement[bool]]) -> Any:
     """Select (name, digest) of a tenant's versions, on record or removed, as a subquery.
 
-    which: builds the condition from the columns of name and digest. It stands inside of each part, where indexes help.
+    which: builds the condition from the columns of name and digest. It stands inside each part, where indexes help.
     """
     table = removed_versions
     on_record = (
@@ -92,15 +92,16 @@ async def uncollected(connection: AsyncConnection, tenant_id: str, besides: str)
 
 
 async def removed_since(connection: AsyncConnection, digests: Sequence[str], moment: datetime) -> set[str]:
-    """Return those of the digests that a version had which was removed after the moment."""
+    """Return those of the digests that belong to versions removed after the moment."""
     table = removed_versions
     query = select(table.c.digest).where(table.c.digest.in_(digests), table.c.removed_at > moment).distinct()
     return set((await connection.execute(query)).scalars())
 
 
 async def settle_removed(database: Database, before: datetime) -> None:
-    """After a collection: stop counting the bytes of what was removed before the moment, and forget the oldest beyond
-    each tenant's REMEMBERED.
+    """Stop counting the bytes of versions removed before the moment. Call it after a collection.
+
+    Of these versions, the oldest beyond each tenant's REMEMBERED are deleted.
     """
     table, old = removed_versions, removed_versions.c.removed_at <= before
     async with database.write() as connection:

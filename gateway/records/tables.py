@@ -1,4 +1,4 @@
-"""The schema, fit for SQLite and PostgreSQL alike. `migrations/versions` creates it; a test holds the two equal."""
+"""The schema, for SQLite and PostgreSQL alike. `migrations/versions` creates it; a test checks that both are equal."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -23,7 +23,7 @@ from sqlalchemy import (
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """Aware UTC datetimes on both databases; SQLite drops the zone, so it is put back on the way out."""
+    """Aware UTC datetimes on both databases. SQLite drops the zone, so it is restored when a value is read."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -120,7 +120,7 @@ tenant_changes = Table(
     Column("stamp", BigInteger, nullable=False, index=True),
 )
 
-# A single row that only gateways of the release before write: the number of all changes.
+# A single row with the number of all changes, which only gateways of the previous release write.
 access_changes = Table(
     "access_changes",
     metadata,
@@ -151,7 +151,7 @@ adapter_versions = Table(
 )
 
 # Versions that a deletion or a newer version has removed (gateway/records/removed_versions.py). num_bytes: 0 once the
-# content is no longer the tenant's to account for.
+# content does not count for the tenant any longer.
 removed_versions = Table(
     "removed_versions",
     metadata,
@@ -162,7 +162,7 @@ removed_versions = Table(
     Column("removed_at", UtcDateTime, nullable=False),
 )
 
-# Rows outlive their tenant, key and adapter: no foreign keys, and the tenant's name is written down.
+# Rows outlive their tenant, key and adapter, so they have no foreign keys and store the tenant's name.
 usage = Table(
     "usage",
     metadata,
@@ -186,7 +186,7 @@ usage = Table(
     Column("created_at", UtcDateTime, nullable=False),
     # The engine's receipt: a digest, "base" or "mixed"; NULL if it sent none.
     Column("served_digest", String(64), nullable=True),
-    # Tokens of the rates beyond the counted ones, here and in the sums: log-probabilities cost some.
+    # Tokens charged to the token rates beyond the counted ones, here and in the sums: log-probabilities cost some.
     Column("surcharge", BigInteger, nullable=False, server_default="0"),
     Index("ix_usage_tenant_id_created_at", "tenant_id", "created_at"),
     Index("ix_usage_tenant_created_at", "tenant", "created_at"),
@@ -195,7 +195,10 @@ usage = Table(
 
 
 def _usage_sums(name: str, period: str) -> Table:
-    """Sums of `usage` over one UTC hour or day, which `period` is the start of; kept in the rows' own transactions."""
+    """Return a table of sums of `usage` over one UTC hour or day, updated in the transactions of the rows.
+
+    period: the name of the column with the start of the hour or day.
+    """
     return Table(
         name,
         metadata,
@@ -218,7 +221,7 @@ def _usage_sums(name: str, period: str) -> Table:
 usage_hourly = _usage_sums("usage_hourly", "hour")
 usage_daily = _usage_sums("usage_daily", "day")
 
-# Usage events that are no rows: for people to look at. id: the event's SHA-256, so that none is kept twice.
+# Usage events that could not become rows, kept for inspection. id: the event's SHA-256, so that none is kept twice.
 usage_rejected = Table(
     "usage_rejected",
     metadata,

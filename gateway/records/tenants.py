@@ -23,10 +23,10 @@ NO_TENANT = "There is no tenant of this name."
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a tenant, one of its keys or one of its models may use. None: not limited.
+    """The limits of a tenant, or of one of its keys or models. None: not limited.
 
-    Tokens are prompt and completion together. budget_per_month: micro-units of the deployment's currency (1,000,000
-    are one) in a calendar month, UTC.
+    Tokens are prompt and completion tokens together. budget_per_month: micro-units of the deployment's currency
+    (1,000,000 are one unit) in a calendar month, UTC.
     """
 
     requests_per_minute: int | None = None
@@ -37,7 +37,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     budget_per_month: int | None = None
 
 
-# Of a tenant whose operator asked for nothing else.
+# Limits of a tenant for which the operator chose no others.
 DEFAULT_LIMITS = Limits(requests_per_minute=600, tokens_per_minute=200_000, max_concurrent=32)
 
 # In `model_limits`: the limits shared by all adapters without limits of their own.
@@ -47,10 +47,11 @@ OnTokenLimit = Literal["refuse", "shorten"]
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """weight: its share of a full engine, relative to the others'. priority: 0 (served first) to 9 (shed first).
+    """A tenant.
 
-    on_token_limit: whether a request that asks for more tokens than are left is refused or given fewer.
-    model_limits: further limits, by the tenant's own name of a model; "*" is every adapter that has none of its own.
+    weight: its share of a full engine, relative to others. priority: 0 (served first) to 9 (refused first under
+    overload). on_token_limit: whether a request for more tokens than are left is refused or shortened. model_limits:
+    further limits, by the tenant's own name of a model; "*" covers all adapters without limits of their own.
     """
 
     id: str
@@ -113,9 +114,7 @@ class Tenants:
         return [read_tenant(row) for row in rows]
 
     async def update(self, name: str, changes: Mapping[str, Any], actor: str) -> Tenant:
-        """Change a tenant. changes: fields of Limits, AdapterLimits and Tenant to set; an empty mapping changes
-        nothing.
-        """
+        """Change a tenant. changes: the fields of Limits, AdapterLimits and Tenant to set, maybe none."""
         _check_possible(name)
         values = {key: value for key, value in changes.items() if key not in adapter_limits.FIELDS}
         of_adapters = {key: value for key, value in changes.items() if key in adapter_limits.FIELDS}
@@ -139,7 +138,7 @@ class Tenants:
     async def delete(self, name: str, actor: str, base_model: str) -> None:
         """Delete a tenant with its keys, adapter names and their prices. Usage and audit rows stay.
 
-        base_model: its price stays, even if its name begins like the tenant's adapters.
+        base_model: its price stays, even if its name begins like those of the tenant's adapters.
         """
         _check_possible(name)
         async with self._database.write() as connection:
@@ -147,7 +146,7 @@ class Tenants:
             tenant_id = deleted.scalar_one_or_none()
             if tenant_id is None:
                 raise RecordNotFound(NO_TENANT, param="tenant")
-            # Another tenant may get the name.
+            # Another tenant may get the name later.
             of_tenant = func.substr(prices.c.model, 1, len(name) + 1) == f"{name}/"
             await connection.execute(delete(prices).where(of_tenant, prices.c.model != base_model))
             await record_change(connection, actor, "tenant.delete", name, tenant=name)
@@ -186,6 +185,6 @@ def _encode(model_limits: Mapping[str, Limits]) -> str:
 
 
 def _check_possible(name: str) -> None:
-    """What cannot be a name is not found, before a database meets characters it cannot hold."""
+    """Raise RecordNotFound for an impossible name, before its characters reach a database that may refuse them."""
     if not TENANT_NAME.fullmatch(name):
         raise RecordNotFound(NO_TENANT, param="tenant")

@@ -1,4 +1,4 @@
-"""Reads of what the ledger wrote: sums over any time, from the days' and hours' sums where whole ones lie within."""
+"""Usage reports: sums of the ledger's rows over any period, from daily and hourly sums wherever these fit."""
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator, Sequence
@@ -29,10 +29,10 @@ from gateway.records.database import Database
 from gateway.records.tables import UtcDateTime, api_keys, tenants, usage, usage_daily, usage_hourly
 
 SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
-# Rows are of one tenant in any case.
+# Groups are split by tenant in any case.
 GROUPS = ("tenant", "model", "key", "day")
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
-# When a row, an hour or a day begins.
+# The column with the start of a row, an hour or a day.
 TIMES = {usage: usage.c.created_at, usage_hourly: usage_hourly.c["hour"], usage_daily: usage_daily.c["day"]}
 
 Moment = datetime | None
@@ -40,10 +40,10 @@ Moment = datetime | None
 
 
 class UsageSums(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of one tenant and whatever was asked to be told apart; the rest is left out of JSON.
+    """Sums of one tenant and group. Fields that the report does not group by are absent from JSON.
 
-    key: the label of the key `key_id`, if it is still there. day: its start, UTC. cost: micro-units.
-    deleted: the tenant is no more.
+    key: the label of the key `key_id`, if the key still exists. day: the day's start, UTC. cost: micro-units.
+    deleted: whether the tenant is deleted.
     """
 
     tenant: str
@@ -60,7 +60,7 @@ class UsageSums(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class UsagePage(msgspec.Struct, frozen=True, kw_only=True):
-    """Some groups, the sums over all groups, and the cursor of the next page; None after the last one."""
+    """A page of groups, the sums over all groups, and the cursor of the next page, None after the last page."""
 
     groups: list[UsageSums]
     total: dict[str, int]
@@ -68,13 +68,13 @@ class UsagePage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageReport:
-    """Raises Unavailable when the database is away."""
+    """Queries of usage. Raises Unavailable while the database is away."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def sums(self, group_by: Sequence[str] = ("model",), **which: Any) -> list[UsageSums]:
-        """Return all groups at once; see `page`. A tenant decides how many groups `model` makes, so bound those."""
+        """Return all groups at once; see `page`. Tenants decide how many groups "model" has, so give those a limit."""
         return (await self.page(group_by, **which)).groups
 
     async def page(
@@ -89,11 +89,11 @@ class UsageReport:
         after: str | None = None,
         limit: int | None = None,
     ) -> UsagePage:
-        """Sum the requests that arrived in `[since, until)` for each tenant and each value that `group_by` (GROUPS)
-        names, in the order of these.
+        """Return sums of the requests that arrived in `[since, until)`, grouped and ordered by tenant and `group_by`.
 
-        tenant: by name instead of by id, which also finds deleted tenants of that name. models: only these.
-        after: the previous page's `next`. limit: the most groups of a page. Raises BadRequest for a foreign cursor.
+        group_by: of GROUPS. tenant: by name instead of by id, which also finds deleted tenants of that name. models:
+        only these. after: the previous page's `next`. limit: the most groups of a page. Raises BadRequest for a cursor
+        of another report.
         """
         parts = []
         for table, start, end in segments(since, until):
@@ -115,7 +115,7 @@ class UsageReport:
             found = found.limit(limit + 1)
         groups, total = found.subquery(), select(*(func.sum(grouped.c[name]).label(name) for name in SUMMED)).subquery()
         totals = [total.c[name].label(f"total_{name}") for name in SUMMED]
-        # One statement, so that a row that is being written is seen in the row and in the sums, or in neither.
+        # A single statement sees a row that is being written in `usage` and in the sums, or in neither.
         query = select(*totals, groups).join_from(total, groups, true(), isouter=True)
         query = query.order_by(*(groups.c[column.name] for column in order))
         async with self._database.read() as connection:
@@ -123,13 +123,13 @@ class UsageReport:
         return _page(rows, [column.name for column in grouped.c], [column.name for column in order], limit)
 
     async def knows(self, tenant: str) -> bool:
-        """Whether a tenant of this name, deleted or not, has used anything."""
+        """Return whether a tenant of this name, deleted or not, has any usage."""
         async with self._database.read() as connection:
             query = select(usage_daily.c.tenant).where(usage_daily.c.tenant == tenant).limit(1)
             return (await connection.execute(query)).first() is not None
 
     async def recent(self, tenant_id: str | None = None, limit: int = 50) -> list[UsageRow]:
-        """The newest rows first."""
+        """Return rows, newest first."""
         query = select(usage).order_by(usage.c.created_at.desc(), usage.c.request_id).limit(limit)
         if tenant_id is not None:
             query = query.where(usage.c.tenant_id == tenant_id)
@@ -139,7 +139,7 @@ class UsageReport:
 
 
 def _grouped(every: Subquery, group_by: Sequence[str]) -> tuple[CTE, list[ColumnElement[Any]]]:
-    """Return the groups and the columns that order them: a group's position is a row of these."""
+    """Return the groups and the columns that order them. The values of these columns are a group's position."""
     keys: list[ColumnElement[Any]] = [every.c.tenant]
     source: FromClause = every.outerjoin(tenants, tenants.c.id == every.c.tenant_id)
     if "day" in group_by:
@@ -148,13 +148,13 @@ def _grouped(every: Subquery, group_by: Sequence[str]) -> tuple[CTE, list[Column
         keys.append(every.c.model)
     if "key" in group_by:
         keys.append(every.c.key_id)
-    # The last, because a name may have had two lives.
+    # Last in the order: it distinguishes an existing tenant from a deleted one of the same name.
     keys.append(tenants.c.id.is_(None).label("deleted"))
     names = [key.name for key in keys]
     if "key" in group_by:
         source = source.outerjoin(api_keys, api_keys.c.id == every.c.key_id)
         keys.append(api_keys.c.label.label("key"))
-    # PostgreSQL sums bigints to a numeric.
+    # PostgreSQL's sum of bigints is a numeric.
     sums = (cast(func.sum(every.c[name]), BigInteger).label(name) for name in SUMMED)
     grouped = select(*keys, *sums).select_from(source).group_by(*keys).cte("grouped")
     return grouped, [grouped.c[name] for name in names]
@@ -170,7 +170,7 @@ def _page(rows: Sequence[Any], columns: Sequence[str], order: Sequence[str], lim
 
 
 def _cursor(row: Any, order: Sequence[str]) -> str:
-    """Write a group's position, opaque to clients."""
+    """Return a group's position as a cursor, opaque to clients."""
     return urlsafe_b64encode(msgspec.json.encode([row._mapping[name] for name in order])).decode().rstrip("=")
 
 
@@ -189,9 +189,9 @@ def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnEl
 
 
 def segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
-    """`[since, until)` cut where it is cheapest: whole days, whole hours before and after them, rows at the edges.
+    """Yield `[since, until)` in the cheapest segments: whole days, whole hours around them, rows at the edges.
 
-    Every segment of hours lies within one day, every one of rows within one hour.
+    Every segment of hours lies within one day, and every segment of rows within one hour.
     """
     first_hour = None if since is None else _start(since, HOUR, up=True)
     last_hour = None if until is None else _start(until, HOUR)
@@ -212,13 +212,13 @@ def segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment, Mome
 
 
 def _unless_empty(table: Table, start: Moment, end: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
-    """Rows or hours; an open end has none, for days reach that far."""
+    """Yield a segment of rows or hours unless it is empty. It is empty at an open end, which days cover."""
     if start is not None and end is not None and start < end:
         yield table, start, end
 
 
 def _start(moment: datetime, period: timedelta, *, up: bool = False) -> datetime:
-    """The start of the hour or day that holds the moment; with `up` of the next one unless the moment is a start."""
+    """Return the start of the moment's hour or day. up: the next start instead, unless the moment is a start."""
     moment = moment.astimezone(UTC)
     start = moment.replace(minute=0, second=0, microsecond=0)
     if period == DAY:
@@ -227,7 +227,7 @@ def _start(moment: datetime, period: timedelta, *, up: bool = False) -> datetime
 
 
 def _part(table: Table, start: Moment, end: Moment) -> Select[Any]:
-    """Rows and sums alike, as columns of the same names."""
+    """Select a segment of rows or of sums, in columns of the same names."""
     at: ColumnElement[datetime] = TIMES[table]
     day: ColumnElement[Any] = at
     if start is not None and table is not usage_daily:
