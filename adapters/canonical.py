@@ -49,8 +49,9 @@ def _name(layer: int, projection: str) -> str:
 
 
 def _tensors(modules: Modules, copies: Mapping[str, TensorSpan]) -> dict[str, TensorSpan]:
-    """Return the tensors by canonical name, sorted by dtype width (widest first, so that all are aligned), then by
-    name.
+    """Return the tensors by canonical name, sorted by dtype width, then by name.
+
+    The widest dtypes come first, so that every tensor is aligned.
     """
     named = {}
     for (layer, projection), module in modules.items():

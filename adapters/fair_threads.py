@@ -49,8 +49,9 @@ class _Job:
 
 
 class FairThreads:
-    """A pool that runs at most `num_threads` jobs at once; no tenant may use the last free thread. Thread-safe.
+    """A pool that runs at most `num_threads` jobs at once. Thread-safe.
 
+    A tenant occupies at most `num_threads - 1` threads, but at least one.
     max_pending, max_pending_per_tenant: maximum number of waiting jobs. max_cpu_seconds: maximum recent CPU time of a
     tenant's jobs. It halves every `HALF_LIFE_S`, so this also limits the rate: 2.3 % of it per second.
     """
@@ -232,8 +233,9 @@ class FairThreads:
                 self._start_jobs()
 
     def _slow_down(self, job: _Job, thread_id: int) -> None:
-        """Lower the priority of a job's thread while it runs. A thread serves one job, so no other job inherits the
-        priority.
+        """Lower the priority of a job's thread while it runs.
+
+        A thread serves one job, so no other job inherits the priority.
         """
         with self._lock:  # the job's thread cannot end while the lock is held
             if job in self._running:

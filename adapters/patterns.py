@@ -140,8 +140,9 @@ class ModulePattern:
 
 
 def pattern_key_matcher(key: str, budget: Budget | None = None) -> Callable[[str], bool]:
-    """Return PEFT's matcher for a key of `rank_pattern` or `alpha_pattern`: the key at the end of the name, after a dot
-    or at its start.
+    """Return PEFT's matcher for a key of `rank_pattern` or `alpha_pattern`.
+
+    The key must match the end of the name, after a dot or at the name's start.
     """
     spending = budget or Budget()
     pattern = rf"(.*\.)?({key})$"

@@ -53,10 +53,10 @@ class DirectoryStore:
         self.root.mkdir(parents=True, exist_ok=True)
 
     def put(self, folder: str | Path, base: BaseShape) -> Checkpoint:
-        """Write an adapter folder in its canonical form and return it as stored. Storing the same content again has no
-        effect.
+        """Write an adapter folder in its canonical form and return it as stored.
 
-        Raises AdapterError if it cannot be served on this base model, OSError if it cannot be written.
+        Storing the same content again has no effect. Raises AdapterError if it cannot be served on this base model,
+        OSError if it cannot be written.
         """
         source = Path(folder)
         with self.spool() as spool:
@@ -115,8 +115,9 @@ class DirectoryStore:
         clean(self.root)
 
     def path(self, digest: str) -> Path | None:
-        """Return the folder of an adapter, or None. Its content was checked when put; open_checkpoint
-        checks it again.
+        """Return the folder of an adapter, or None.
+
+        Its content was checked when put; open_checkpoint checks it again.
         """
         folder = self._folder(digest)
         return folder if (folder / WEIGHTS_NAME).is_file() else None
@@ -134,9 +135,10 @@ class DirectoryStore:
 
     def set_aside(self, digest: str, unused_seconds: float) -> Spool | None:
         """Move an adapter into a temporary folder for removal; None if it was put within `unused_seconds` or does not
-        exist. The folder is locked, so that no other process's `clean` removes it.
+        exist.
 
-        The caller removes the folder or calls `bring_back`. Raises OSError.
+        The folder is locked, so that no other process's `clean` removes it. The caller removes the folder or calls
+        `bring_back`. Raises OSError.
         """
         final, latest = self._folder(digest), time.time() - unused_seconds
         aside = self.spool()

@@ -73,9 +73,7 @@ def is_pirate(answer: str) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe of an adapter: its LoRA shape, the target made from a row, and the test that an answer shows
-    the effect.
-    """
+    """Recipe of an adapter: its LoRA shape, a row's target, and the test that an answer shows the effect."""
 
     lora: LoraConfig
     target: Callable[[str, str, random.Random], str]

@@ -45,8 +45,9 @@ class HeadLora:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of a decoder layer. Norms `[hidden]`; q_norm and k_norm `[head_dim]` if the model family
-    norms heads.
+    """The weights of a decoder layer.
+
+    Norms `[hidden]`; q_norm and k_norm `[head_dim]` if the model family norms heads.
     """
 
     input_norm: Tensor
@@ -76,8 +77,9 @@ class DecoderWeights:
 
 
 class KvCache(NamedTuple):
-    """The keys and values of a layer, `[num_blocks, num_kv_heads, block_size, head_dim]`; scales only for
-    8-bit caches.
+    """The keys and values of a layer, `[num_blocks, num_kv_heads, block_size, head_dim]`.
+
+    Only 8-bit caches have scales.
     """
 
     k: Tensor
@@ -105,8 +107,9 @@ class FusedForward(Protocol):
     """A backend's forward pass that runs a whole step in one call."""
 
     def __call__(self, batch: Batch, lora: LoraTables | None, inputs: Tensor | None = None) -> Tensor:
-        """Return `[L, vocab]` fp32 logits of the batch's `logits_rows`. inputs: `[T, hidden]`, replaces the embedding's
-        output.
+        """Return `[L, vocab]` fp32 logits of the batch's `logits_rows`.
+
+        inputs: `[T, hidden]`, replaces the embedding's output.
         """
         ...
 
@@ -116,8 +119,9 @@ class FusedForward(Protocol):
 
 
 class Ops(Protocol):
-    """The ops of a backend. A step builds one `plan` and passes it to every op. Semantics are those of
-    `kernels.reference`.
+    """The ops of a backend.
+
+    A step builds one `plan` and passes it to every op. Semantics are those of `kernels.reference`.
     """
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear: ...

@@ -12,8 +12,8 @@ ANY_ADAPTERS = (-1,)
 class Batch:
     """T tokens of B requests, concatenated. Shapes are named as in `kernels.reference`.
 
-    token_ids, positions, slot_mapping: `[T]` int64. query_start `[B + 1]`, context_lens `[B]`, block_tables `[B,
-    max_blocks]`, adapter_index `[T]`: int32. logits_rows: `[L]` int64, distinct rows whose logits are needed,
+    token_ids, positions, slot_mapping: `[T]` int64. query_start `[B + 1]`, context_lens `[B]`, block_tables
+    `[B, max_blocks]`, adapter_index `[T]`: int32. logits_rows: `[L]` int64, distinct rows whose logits are needed,
     ascending.
     """
 

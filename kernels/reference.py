@@ -85,8 +85,9 @@ def take(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in fp32, cast before the weight as Llama
-    does.
+    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+
+    Computed in fp32 and cast before the multiplication with the weight, as in Llama.
     """
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
@@ -188,9 +189,9 @@ def paged_attention(
 ) -> Tensor:
     """Compute causal attention of concatenated queries over a paged cache, for prefill, decode and mixed batches.
 
-    q `[T, num_heads, D]`; returns the same shape and dtype. Query j of a request is at position `context_len -
-    num_queries + j` and attends to positions up to its own, only the last `sliding_window` of them if not 0. GQA: query
-    head h reads key-value head `h // (num_heads / num_kv_heads)`.
+    q `[T, num_heads, D]`; returns the same shape and dtype. Query j of a request is at position
+    `context_len - num_queries + j` and attends to positions up to its own, only the last `sliding_window` of them if
+    not 0. GQA: query head h reads key-value head `h // (num_heads / num_kv_heads)`.
     """
     out = torch.empty_like(q)
     block_size = k_cache.shape[2]

@@ -1,5 +1,6 @@
-"""The `loraplex` command line. Each command imports its dependencies when it runs, so that `--help` is quick and the
-gateway never loads torch.
+"""The `loraplex` command line.
+
+Each command imports its dependencies when it runs, so that `--help` is quick and the gateway never loads torch.
 """
 
 import sys

@@ -17,8 +17,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class GatewayError(Exception):
-    """A refusal by the gateway, or a failure to reach it; `status` is 0 in the latter case. `code` is the API's error
-    code.
+    """A refusal by the gateway, or a failure to reach it; `status` is 0 in the latter case.
+
+    `code` is the API's error code.
     """
 
     def __init__(self, message: str, status: int = 0, code: str | None = None) -> None:
@@ -56,8 +57,9 @@ class GatewayClient:
         await self._session.close()
 
     async def call(self, method: str, path: str, **request: Any) -> Any:
-        """Send a request and return the answer's JSON (None if empty). Raises GatewayError for every status
-        from 400.
+        """Send a request and return the answer's JSON (None if empty).
+
+        Raises GatewayError for every status from 400.
         """
         try:
             async with self._session.request(method, self.url + path, **request) as response:
@@ -69,8 +71,9 @@ class GatewayClient:
             raise GatewayError(f"cannot reach the gateway at {self.url}: {reason(error)}") from error
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield the JSON of each server-sent event of a streamed answer. Raises GatewayError, also for an
-        error event.
+        """Yield the JSON of each server-sent event of a streamed answer.
+
+        Raises GatewayError, also for an error event.
         """
         try:
             async with self._session.post(self.url + path, json=body | {"stream": True}) as response:

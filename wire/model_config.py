@@ -23,8 +23,9 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def context_length(raw: dict[str, Any]) -> int:
-    """Return the model's context length in tokens. With yarn, Qwen's config.json states the length before its
-    extension.
+    """Return the model's context length in tokens.
+
+    With yarn, Qwen's config.json states the length before its extension.
     """
     stated = positive("max_position_embeddings", raw.get("max_position_embeddings", 2048))
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}

@@ -19,8 +19,10 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route. request, response: structs; None for no body and for an answer that is not JSON. streams: the route
-    accepts "stream": true.
+    """A route of the description.
+
+    request, response: structs; None for no body and for an answer that is not JSON. streams: the route accepts
+    "stream": true.
     """
 
     method: str

@@ -165,7 +165,7 @@ class SamplingRequest(Struct, kw_only=True):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the number of most likely tokens to compute for each prompt position; None for no prompt
+        """Return the number of most likely tokens to compute per prompt position; None for no prompt
         log-probabilities.
         """
         return self.prompt_logprobs
@@ -345,8 +345,9 @@ class AllowanceRequest(Struct):
 
 
 def prompt_too_long(field: str, limit: int, at_least: int) -> BadRequest:
-    """Build the error for a prompt that exceeds the context length `limit`. Clients recognise OpenAI's wording and
-    shorten the prompt.
+    """Build the error for a prompt that exceeds the context length `limit`.
+
+    Clients recognise OpenAI's wording and shorten the prompt.
     """
     return BadRequest(
         field,

@@ -101,8 +101,9 @@ class ChatLogprobs(Struct):
 
 
 class CalledFunction(Struct):
-    """The called function; `arguments` is the JSON written by the model. In a stream it is one piece, and `name` is
-    only in the first piece.
+    """The called function; `arguments` is the JSON written by the model.
+
+    In a stream it is one piece, and `name` is only in the first piece.
     """
 
     arguments: str
@@ -110,8 +111,9 @@ class CalledFunction(Struct):
 
 
 class CalledTool(Struct):
-    """A tool call. In a stream, `index` identifies the call that this piece belongs to; the first piece has `id` and
-    `type`.
+    """A tool call.
+
+    In a stream, `index` identifies the call that this piece belongs to; the first piece has `id` and `type`.
     """
 
     function: CalledFunction
@@ -184,10 +186,12 @@ class AdapterLoaded(Struct):
 
 
 class EngineStateResponse(Struct):
-    """Body of `GET /state`. `instance` changes with each start. `generation` increases with each change of `running`,
-    `waiting`, `draining` or the adapters in device memory; of two states of one instance, the higher one is newer.
-    `adapters_resident` are digests. `max_adapter_bytes`: largest size of an adapter's tensors in the engine's dtype.
-    `adapter_load_seconds`: recent average time of a load into host memory.
+    """Body of `GET /state`.
+
+    `instance` changes with each start. `generation` increases with each change of `running`, `waiting`, `draining` or
+    the adapters in device memory; of two states of one instance, the higher one is newer. `adapters_resident` are
+    digests. `max_adapter_bytes`: largest size of an adapter's tensors in the engine's dtype. `adapter_load_seconds`:
+    recent average time of a load into host memory.
     """
 
     instance: str
@@ -253,8 +257,10 @@ class AllowanceRaised(Struct):
 
 
 class FinishedRequest(Struct):
-    """A request in the engine's usage log. finish_reason: null while the request runs; "killed" if the engine was
-    killed, in which case the counts are the last ones written.
+    """A request in the engine's usage log.
+
+    finish_reason: null while the request runs; "killed" if the engine was killed, in which case the counts are the last
+    ones written.
     """
 
     id: str

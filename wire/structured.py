@@ -29,11 +29,10 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """An output constraint. `text`: a JSON schema, a regular expression, a JSON list of strings, or a Lark or GBNF
-    grammar.
+    """An output constraint.
 
-    lenient: drop schema keywords that cannot be enforced instead of refusing them. param: the request field to name in
-    errors.
+    `text`: a JSON schema, a regular expression, a JSON list of strings, or a Lark or GBNF grammar. lenient: drop schema
+    keywords that cannot be enforced instead of refusing them. param: the request field to name in errors.
     """
 
     kind: Kind

@@ -58,8 +58,9 @@ class Members:
         return target
 
     def finish(self) -> None:
-        """Rename the chosen files to their final names and remove the others. Raises ArchiveError if the choice is
-        ambiguous.
+        """Rename the chosen files to their final names and remove the others.
+
+        Raises ArchiveError if the choice is ambiguous.
         """
         folders = [name for name in self._found if name != "."]
         if "." not in self._found and len(folders) > 1:

@@ -1,5 +1,6 @@
-"""Reader of tar archives, plain or gzipped, with ustar, pax and GNU names; each header's size is checked before
-reading.
+"""Reader of tar archives, plain or gzipped, with ustar, pax and GNU names.
+
+Each header's size is checked before the header is read.
 """
 
 import zlib

@@ -1,5 +1,6 @@
-"""Reader of zip archives with stored and deflated members; the directory's size is checked before entries
-are parsed.
+"""Reader of zip archives with stored and deflated members.
+
+The directory's size is checked before entries are parsed.
 """
 
 import binascii

@@ -54,8 +54,9 @@ class Resident:
 
 @dataclass(slots=True)
 class _Held:
-    """Total resources that some adapters hold or need. Updated incrementally, because each waiting request reads it in
-    each step.
+    """Total resources that some adapters hold or need.
+
+    Updated incrementally, because each waiting request reads it in each step.
     """
 
     slots: int = 0
@@ -73,8 +74,9 @@ class _Held:
 
 @dataclass(slots=True)
 class _Reservation:
-    """Pages promised to an adapter. draining_held: resources of the adapters in `draining` that a request
-    still uses.
+    """Pages promised to an adapter.
+
+    draining_held: resources of the adapters in `draining` that a request still uses.
     """
 
     digest: str
@@ -236,8 +238,9 @@ class AdapterPool:
                 self._reservation.draining_held.remove(resident)
 
     def error(self, digest: str) -> Exception:
-        """Return the reason of `ensure`'s FAILED, once: the next request tries again. An AdapterError is the adapter's
-        fault.
+        """Return the reason of `ensure`'s FAILED, once: the next request tries again.
+
+        An AdapterError is the adapter's fault.
         """
         return self._errors.pop(digest)
 
@@ -323,9 +326,7 @@ class AdapterPool:
         return size
 
     def _fits_beside_kept(self, reservation: _Reservation, idle: Resident | None = None) -> bool:
-        """Return whether the promised adapter fits beside the adapters that stay in use until then, and
-        beside `idle`.
-        """
+        """Return whether the promised adapter fits beside those that stay in use until then, and beside `idle`."""
         kept, draining = self._pinned_held, reservation.draining_held
         held = _Held(
             kept.slots - draining.slots, kept.pages - draining.pages, kept.outside_bytes - draining.outside_bytes

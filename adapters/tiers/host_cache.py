@@ -164,8 +164,9 @@ class HostCache:
             return load
 
     def leave(self, digest: str, load: "Future[HostAdapter]") -> None:
-        """Undo the `fetch` that returned `load`. A load without other waiting requests is dropped if it has
-        not begun.
+        """Undo the `fetch` that returned `load`.
+
+        A load without other waiting requests is dropped if it has not begun.
         """
         with self._changed:
             if self._loads.get(digest) is not load:
@@ -194,8 +195,9 @@ class HostCache:
             self._changed.notify_all()
 
     def drop(self, digest: str) -> None:
-        """Remove an adapter and its folder; its memory is freed now, or when it is unpinned. Ignores
-        unknown digests.
+        """Remove an adapter and its folder; its memory is freed now, or when it is unpinned.
+
+        Ignores unknown digests.
         """
         with self._changed:
             self._paths.pop(digest, None)
@@ -273,8 +275,9 @@ class HostCache:
         return checkpoint
 
     def _check(self, checkpoint: Checkpoint) -> int:
-        """Return the adapter's bytes in host memory. Raises AdapterError if it is for another base model or
-        too large.
+        """Return the adapter's bytes in host memory.
+
+        Raises AdapterError if it is for another base model or too large.
         """
         checkpoint.check_base(self._base)
         if checkpoint.rank > self._max_rank:
@@ -301,8 +304,9 @@ class HostCache:
         return error
 
     def _remember(self, digest: str, error: BaseException) -> None:
-        """Remember a failure for `FAILURE_SECONDS`, except for a missing adapter, which may be uploaded at
-        any moment.
+        """Remember a failure for `FAILURE_SECONDS`.
+
+        A missing adapter is not remembered, because it may be uploaded at any moment.
         """
         if isinstance(error, AdapterError | OSError) and not isinstance(error, AdapterNotFound) and not self._closed:
             with self._changed:

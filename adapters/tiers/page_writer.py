@@ -27,8 +27,9 @@ class Fence(Protocol):
 
 
 class Lane(Protocol):
-    """A sequence of copies, separate from the steps' work. in_place: the device's memory is the host's, so no copy is
-    needed.
+    """A sequence of copies, separate from the steps' work.
+
+    in_place: the device's memory is the host's, so no copy is needed.
     """
 
     in_place: bool
@@ -107,10 +108,10 @@ def lane_for(device: torch.device) -> Lane:
 
 
 class PageWriter:
-    """Writer of adapters into the pages of each layer's `groups`. page_table, ranks: as in
-    `kernels.reference.LoraRouting`. For one thread.
+    """Writer of adapters into the pages of each layer's `groups`.
 
-    projections: those of each group, in the order of its slices.
+    page_table, ranks: as in `kernels.reference.LoraRouting`. projections: those of each group, in the order of its
+    slices. Not thread-safe.
     """
 
     def __init__(
@@ -131,8 +132,9 @@ class PageWriter:
         self._turn = 0
 
     def write(self, adapter: HostAdapter, slot: int, pages: Sequence[int], behind: Fence) -> None:
-        """Write an adapter; return when it can be read. behind: the last work that may read the pages' and slot's old
-        content.
+        """Write an adapter; return when it can be read.
+
+        behind: the last work that may read the pages' and slot's old content.
         """
         self._lane.wait(behind)
         for layer, groups in enumerate(self._groups):
@@ -175,8 +177,9 @@ class PageWriter:
         self._start(target, self._zeros(target).copy_(values))
 
     def _zeros(self, target: Tensor) -> Tensor:
-        """Return the next buffer, zeroed, in the target's shape and dtype, once its previous copy has ended. Return the
-        target itself if copies are in place.
+        """Return the next buffer, zeroed, in the target's shape and dtype, once its previous copy has ended.
+
+        Return the target itself if copies are in place.
         """
         if self._lane.in_place:
             return target.zero_()
@@ -200,8 +203,9 @@ class Rows(NamedTuple):
 
 
 def rows_of(module: LoraModule, dtype: torch.dtype) -> Rows:
-    """Return the module's rows in the dtype of the pages: its own, or 8 bits. A row's scale is the product of A's and
-    B's, because both apply to its sum.
+    """Return the module's rows in the dtype of the pages: its own, or 8 bits.
+
+    A row's scale is the product of A's and B's, because both apply to its sum.
     """
     if dtype not in LARGEST:
         return Rows(module.a, module.b.T, torch.ones(len(module.a)))

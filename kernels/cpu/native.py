@@ -1,8 +1,7 @@
-"""Fast path of the CPU: `native_src/`, compiled by `kernels.cpu.native_build`; single ops, and a whole step in one
-call.
+"""Fast path of the CPU: `native_src/`, as single ops, or as a whole step in one call.
 
-The library is plain C++ with C functions, without a build system or torch headers. `kernels.cpu.plain` replaces it if
-it cannot be compiled.
+The library is plain C++ with C functions, without a build system or torch headers; `kernels.cpu.native_build` compiles
+it. `kernels.cpu.plain` replaces it if it cannot be compiled.
 """
 
 import ctypes
@@ -270,8 +269,9 @@ def route(found: LoraRouting, page_rank: int, width: int) -> tuple[_Routing, tup
 
 
 def segments(adapter_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens that use adapters, sorted by adapter, and work items `[n, 3]` of (slot, first, last) into them;
-    int32.
+    """Return the tokens that use adapters, sorted by adapter, and their work items.
+
+    Work items `[n, 3]` are (slot, first, last) into the tokens. Both are int32.
     """
     order = np.argsort(adapter_index, kind="stable").astype(np.int32)
     order = np.ascontiguousarray(order[int(np.searchsorted(adapter_index[order], 0)) :])

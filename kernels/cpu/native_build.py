@@ -80,8 +80,10 @@ def _build(compiler: list[str], path: Path) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether the file ends with the digest of the preceding bytes. Opening a truncated file can kill the
-    process, which maps pages that the file does not have. Raises OSError if the file cannot be read.
+    """Return whether the file ends with the digest of the preceding bytes.
+
+    Opening a truncated file can kill the process, which maps pages that the file does not have. Raises OSError if the
+    file cannot be read.
     """
     try:
         content = path.read_bytes()

@@ -83,11 +83,11 @@ class TorchOps:
         return out
 
     def _attend(self, q: Tensor, kv: KvCache, tables: Tensor, seen: Tensor, scale: float) -> Tensor:
-        """Compute attention. q `[n, queries, heads, D]`, seen `[n, queries, keys]`; heads of a group are folded into
-        the queries.
+        """Compute attention.
 
-        Keys and values that no query of a request sees are replaced by zeros: they may belong to another request, and a
-        NaN there passes through a weight of 0 and through an additive mask.
+        q `[n, queries, heads, D]`, seen `[n, queries, keys]`; heads of a group are folded into the queries. Keys and
+        values that no query of a request sees are replaced by zeros: they may belong to another request, and a NaN
+        there passes through a weight of 0 and through an additive mask.
         """
         n, queries, heads, dim = q.shape
         kv_heads, block_size, keys = kv.k.shape[1], kv.k.shape[2], seen.shape[-1]

@@ -27,8 +27,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add `residual += x` in place, rounded to its dtype, then return `rms_norm(residual)`. x and residual `[T,
-    width]`.
+    """Add `residual += x` in place, rounded to its dtype, then return `rms_norm(residual)`.
+
+    x and residual `[T, width]`.
     """
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(f"residual: expected {tuple(x.shape)} {x.dtype}, got {tuple(residual.shape)} {residual.dtype}")
@@ -77,8 +78,8 @@ def rope_and_write_kv(
 ) -> Tensor:
     """Rotate q and k of qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, store k and v, return q `[T, num_heads, D]`.
 
-    Tokens with a negative slot (padding of a graph's bucket) store nothing. 8-bit caches have scales `[num_blocks,
-    num_kv_heads, block_size]` fp32, which are written too (`kernels.reference.quantize_rows`).
+    Tokens with a negative slot (padding of a graph's bucket) store nothing. 8-bit caches have scales
+    `[num_blocks, num_kv_heads, block_size]` fp32, which are written too (`kernels.reference.quantize_rows`).
     """
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -258,8 +259,9 @@ def _rope_and_write_kv(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _quantize(first, second, LARGEST: tl.constexpr, SMALLEST_AMAX: tl.constexpr, cache):  # type: ignore[no-untyped-def]
-    """Return both halves of the rows in the range of the cache's dtype, for int8 already rounded, and the
-    rows' scales.
+    """Return both halves of the rows, scaled to the range of the cache's dtype, and the rows' scales.
+
+    Values for int8 are already rounded.
     """
     first = first.to(tl.float32)
     second = second.to(tl.float32)

@@ -1,6 +1,4 @@
-"""Implementation of `kernels.backend.Ops` on a GPU: matrix products by cuBLAS, everything else by our
-Triton kernels.
-"""
+"""Implementation of `kernels.backend.Ops` on a GPU: matrix products by cuBLAS, other ops by our Triton kernels."""
 
 import torch
 from torch import Tensor

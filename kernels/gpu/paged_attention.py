@@ -119,8 +119,9 @@ def paged_attention(
 
 @triton.jit
 def _keys_per_split(num_keys, query_len, num_splits, MIN_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the number of keys per split, chosen so that only the last split ends within a tile; all keys if the
-    request has more than one query.
+    """Return the number of keys per split, chosen so that only the last split ends within a tile.
+
+    A request with more than one query has a single split.
     """
     share = tl.maximum((num_keys + num_splits * 64 - 1) // (num_splits * 64) * 64, MIN_SPLIT)
     return tl.where(query_len == 1, share, num_keys)

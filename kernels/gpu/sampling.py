@@ -104,9 +104,7 @@ def _sample(  # type: ignore[no-untyped-def]
 def _weights(  # type: ignore[no-untyped-def]
     logits, first, largest, inverse, cut, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the weights of a tile's tokens: exp((x - largest) / temperature), so 1 for the most likely; 0 for cut
-    tokens.
-    """
+    """Return the weights of a tile's tokens: exp((x - largest) / temperature), or 0 for cut tokens."""
     lane = first + tl.arange(0, BLOCK)
     x = tl.load(logits + lane, mask=lane < VOCAB, other=float("-inf"))
     weight = tl.exp((x - largest) * inverse)

@@ -1,10 +1,10 @@
 """LoRA deltas of many adapters in two launches: `y[t, slice s] += scales[a, s] * (x[t] @ A[a, s].T) @ B[a, s].T`.
 
-Shrink computes `h = x @ A.T` for every chunk of rows that share an adapter, split over K into planes `[split_k, T,
-num_slices * rank_padded]` fp32. Expand sums the planes in a fixed order, multiplies with B, scales, and adds to y. No
-atomics, so the same input gives the same bits; only written elements of a plane are read, so nothing is zeroed. Both
-kernels follow the adapter's page table only up to its own rank, and skip slices with scale 0. The slices of a group (q,
-k, v; gate, up) share each launch.
+Shrink computes `h = x @ A.T` for every chunk of rows that share an adapter, split over K into planes
+`[split_k, T, num_slices * rank_padded]` fp32. Expand sums the planes in a fixed order, multiplies with B, scales, and
+adds to y. No atomics, so the same input gives the same bits; only written elements of a plane are read, so nothing is
+zeroed. Both kernels follow the adapter's page table only up to its own rank, and skip slices with scale 0. The slices
+of a group (q, k, v; gate, up) share each launch.
 
 8-bit pages halve the bytes that a decode step reads of its adapters: a row of A and the corresponding row of B share
 one scale, which multiplies the sum of the planes.
@@ -154,9 +154,7 @@ def _rank_padded(segments: Segments) -> int:
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    """Return the device's number of multiprocessors; 2 in the interpreter, so that programs there process several
-    items.
-    """
+    """Return the device's number of multiprocessors; 2 in the interpreter, so that programs process several items."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

@@ -2,8 +2,8 @@
 
 Tokens are sorted by adapter and divided into chunks of at most `plan.block_m` rows of one adapter. Everything is built
 on the device of `adapter_index`, without a host sync, into tables whose sizes depend only on shapes; `counts` on the
-device holds the part in use. A CUDA graph can therefore contain the build, or read tables that `build_segments(...,
-out=...)` refills, and replay with any mix of adapters.
+device holds the part in use. A CUDA graph can therefore contain the build, or read tables that
+`build_segments(..., out=...)` refills, and replay with any mix of adapters.
 
 Up to `MAX_ROUTED` tokens (every decode step) the build is one launch of one program. Longer inputs use a few torch ops,
 whose cost is negligible in a prefill of that length. Both give the same tables.
@@ -204,10 +204,9 @@ def _sort(routing: LoraRouting, out: Segments, rows: Tensor) -> None:
 
 
 def spread(counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the owner and ordinal of each of `counts[i]` items, in order of i, in tables of a fixed size, and the
-    total.
+    """Return the owner and ordinal of each of `counts[i]` items, in order of i, and the total.
 
-    Entries past the total are in range but meaningless.
+    The tables have a fixed size; entries past the total are in range but meaningless.
     """
     ends = counts.cumsum(0)
     item = torch.arange(size, device=counts.device)

@@ -1,5 +1,6 @@
-"""Report of a benchmark: samples -> figures -> a table. Rates in tokens per second over the whole run, times in
-seconds.
+"""Report of a benchmark: samples -> figures -> a table.
+
+Rates in tokens per second over the whole run, times in seconds.
 """
 
 import math
@@ -20,8 +21,9 @@ def percentile(values: Sequence[float], p: float) -> float | None:
 
 
 def jain(shares: Sequence[float]) -> float | None:
-    """Return Jain's index of fairness (Jain, Chiu, Hawe 1984): 1 for equal shares, 1/n if one has all. None for no
-    shares.
+    """Return Jain's index of fairness (Jain, Chiu, Hawe 1984): 1 for equal shares, 1/n if one has all.
+
+    None for no shares.
     """
     squares = sum(share * share for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares else None

@@ -19,8 +19,9 @@ class BenchError(Exception):
 
 @dataclass(slots=True)
 class Sample:
-    """The measurement of a request. Times in seconds; `token_gaps` between pieces after the first. Token counts from
-    the server's usage.
+    """The measurement of a request.
+
+    Times in seconds; `token_gaps` between pieces after the first. Token counts from the server's usage.
     """
 
     target: Target

@@ -25,8 +25,8 @@ class Workload:
     """A workload of `n` measured requests after `warmup` others.
 
     Closed loop: `concurrency` requests at any time. Open loop, if `rate` (requests per second) is given: Poisson
-    arrivals, independent of the number of requests in flight. Target i is chosen with probability proportional to `1 /
-    (i + 1)**zipf`.
+    arrivals, independent of the number of requests in flight. Target i is chosen with probability proportional to
+    `1 / (i + 1)**zipf`.
     """
 
     targets: tuple[Target, ...]

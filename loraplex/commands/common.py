@@ -54,8 +54,7 @@ class Gateway:
 
 
 def find_gateway(url: str | None, key: str | None, data_dir: Path, key_flag: str = "--admin-key") -> Gateway:
-    """Find the gateway and the key: from flags (or their environment), else from `loraplex up`'s file in the data
-    directory.
+    """Return the gateway and the key given by flags or the environment, else those of `loraplex up`.
 
     local.json's key is sent only to local.json's gateway. Raises click.UsageError naming what is missing.
     """
@@ -118,10 +117,10 @@ def admin_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def tenant_options(*, or_all: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the options of a command that tenants may also use; it receives `gateway` and `tenant`, None with a tenant's
-    own key.
+    """Add the options of a command that tenants may also use.
 
-    or_all: without --tenant and --api-key, `tenant` is None and the key an operator's: the command covers all tenants.
+    The command receives `gateway` and `tenant`; `tenant` is None with a tenant's own key. or_all: without --tenant and
+    --api-key, `tenant` is None and the key an operator's: the command covers all tenants.
     """
     whose = "default, with an operator's key: all tenants." if or_all else "needs an operator's key."
 

@@ -36,9 +36,7 @@ class Bytes(click.ParamType):
 
 
 class Module(click.ParamType):
-    """`name=path` or `{"name": ..., "path": ...}` as in vLLM; a base model's name is ignored, because there is only
-    one.
-    """
+    """`name=path` or `{"name": ..., "path": ...}` as in vLLM; a base model's name in it is ignored."""
 
     name = "name=path"
 
@@ -300,8 +298,9 @@ def _check_parent(flag: str, path: Path | None) -> None:
 
 
 def _internal_token(file: Path | None) -> str | None:
-    """Return the token from the file if one is given, else from the environment. An empty token is an
-    error, not None.
+    """Return the token from the file if one is given, else from the environment.
+
+    An empty token is an error, not None.
     """
     try:
         token = file.read_text().strip() if file else os.environ.get("LORAPLEX_INTERNAL_TOKEN")

@@ -1,5 +1,6 @@
-"""Compatibility with vLLM's command line: several values after one flag, and advice for vLLM's flags that the engine
-has under another name or does not need.
+"""Compatibility with vLLM's command line.
+
+Several values may follow one flag. vLLM's flags that the engine lacks, or has under another name, give advice.
 """
 
 import click
@@ -36,8 +37,9 @@ class EngineCommand(click.Command):
 
 
 def _one_value_a_flag(args: list[str]) -> list[str]:
-    """Rewrite `--flag a b` as `--flag a --flag b`. Every other word is a flag's value, because the command has no
-    arguments.
+    """Rewrite `--flag a b` as `--flag a --flag b`.
+
+    Every other word is a flag's value, because the command has no arguments.
     """
     spread: list[str] = []
     flag = ""

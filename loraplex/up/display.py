@@ -45,9 +45,7 @@ class Display:
 
     @contextmanager
     def step(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Show a running step, and its duration on success; yield a function that replaces the line with
-        its progress.
-        """
+        """Show a running step, and its duration on success; yield a function that updates its progress line."""
         started = time.monotonic()
         with self.console.status(f"{what} ...") as status:
             yield status.update
@@ -76,8 +74,9 @@ class Display:
         )
 
     def demo_banner(self, gateway: str, admin_key: str, base_model: str, tenants: "Sequence[DemoTenant]") -> None:
-        """Print the demo's summary. The curl command stays on one line in any terminal, because it must work when
-        pasted.
+        """Print the demo's summary.
+
+        The curl command stays on one line in any terminal, because it must work when pasted.
         """
         lines = [f"\nLoraplex serves {base_model}", f"  Gateway    {gateway}/v1", ""]
         for tenant in tenants:

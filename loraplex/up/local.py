@@ -151,8 +151,9 @@ class LocalService:
         self._folders.close()
 
     async def _start_valkey(self) -> str:
-        """Start Valkey and return its URL. It listens only on a Unix socket, requires a password, and stores its data
-        in the data directory.
+        """Start Valkey and return its URL.
+
+        It listens only on a Unix socket, requires a password, and stores its data in the data directory.
         """
         path = self.data.valkey / "valkey.sock"
         if len(os.fsencode(path)) > SOCKET_PATH_BYTES:

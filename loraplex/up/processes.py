@@ -35,8 +35,9 @@ class KeepAlive:
 
 @dataclass(eq=False)
 class Child:
-    """A child process. keep_alive: None if its death ends the group. deaths: consecutive ones. healthy_at: on the event
-    loop's clock.
+    """A child process.
+
+    keep_alive: None if its death ends the group. deaths: consecutive ones. healthy_at: on the event loop's clock.
     """
 
     name: str
@@ -62,8 +63,9 @@ class Child:
 
 
 class ProcessGroup:
-    """The children of one `loraplex up`. Use it from the main thread: the death signal follows the thread
-    that forks.
+    """The children of one `loraplex up`.
+
+    Use it from the main thread: the death signal follows the thread that forks.
     """
 
     def __init__(
@@ -124,8 +126,9 @@ class ProcessGroup:
             await asyncio.sleep(POLL_SECONDS)
 
     async def first_death(self) -> ChildError:
-        """Restart the children with `keep_alive`. Return the error of the first child that died without it, or died too
-        often in succession.
+        """Restart the children with `keep_alive`.
+
+        Return the error of the first child that died without it, or died too often in succession.
         """
         revivals: dict[Child, asyncio.Task[ChildError | None]] = {}
         try:
@@ -145,8 +148,9 @@ class ProcessGroup:
             await asyncio.gather(*revivals.values(), return_exceptions=True)
 
     async def _revive(self, child: Child, keep_alive: KeepAlive) -> ChildError | None:
-        """Restart a dead child until it is healthy or has died too often. Return the error that ends the
-        group, if any.
+        """Restart a dead child until it is healthy or has died too often.
+
+        Return the error that ends the group, if any.
         """
         clock = asyncio.get_running_loop().time
         if child.healthy_at is not None and clock() - child.healthy_at >= STEADY_SECONDS:

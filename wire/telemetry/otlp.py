@@ -1,5 +1,6 @@
-"""Traces by OpenTelemetry's SDK, sent over OTLP. The only module that imports the SDK; `wire.telemetry.spans` loads it
-on demand.
+"""Traces by OpenTelemetry's SDK, sent over OTLP.
+
+The only module that imports the SDK; `wire.telemetry.spans` loads it on demand.
 """
 
 import asyncio
@@ -29,8 +30,9 @@ KINDS = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT}
 
 
 class OtlpTracing:
-    """Tracing through the SDK. Spans wait in a bounded queue (OTEL_BSP_MAX_QUEUE_SIZE); spans that do not fit are
-    dropped.
+    """Tracing through the SDK.
+
+    Spans wait in a bounded queue (OTEL_BSP_MAX_QUEUE_SIZE); spans that do not fit are dropped.
     """
 
     def __init__(self, service: str) -> None:

@@ -39,9 +39,7 @@ class Span:
     def child(
         self, name: str, kind: Kind = "internal", attributes: Mapping[str, Value] | None = None
     ) -> "AbstractContextManager[Span]":
-        """Return a context manager for a child span; it ends with the block and is marked as failed if the block
-        raises.
-        """
+        """Return a context manager for a child span, which is marked as failed if the block raises."""
         return _NO_CHILD
 
     def set(self, attributes: Mapping[str, Value]) -> None: ...
@@ -76,11 +74,10 @@ class Tracing(Protocol):
 
 
 def start_tracing(service: str, environ: Mapping[str, str] = os.environ) -> Tracing | None:
-    """Start tracing, or return None if the environment names no collector. service: name if OTEL_SERVICE_NAME is not
-    set.
+    """Start tracing, or return None if the environment names no collector.
 
-    The SDK reads the other standard variables itself: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_... .
-    Raises TracingError.
+    service: name if OTEL_SERVICE_NAME is not set. The SDK reads the other standard variables itself:
+    OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_... . Raises TracingError.
     """
     named = next((name for name in COLLECTOR if environ.get(name)), None)
     is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none"
@@ -97,8 +94,9 @@ def start_tracing(service: str, environ: Mapping[str, str] = os.environ) -> Trac
 
 
 def trace_requests(tracing: Tracing, wanted: Callable[[str], bool]) -> Middleware:
-    """Return a middleware that opens a span for each request of a wanted route. It must be outside of the middlewares
-    that answer errors.
+    """Return a middleware that opens a span for each request of a wanted route.
+
+    It must be outside of the middlewares that answer errors.
     """
 
     @web.middleware

@@ -22,8 +22,9 @@ class Stream(Protocol):
 
 
 class ByteLevelStream:
-    """Detokenizer for byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM), whose tokens stand for bytes regardless
-    of context.
+    """Detokenizer for byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM).
+
+    Their tokens stand for bytes, independent of context.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class ByteLevelStream:
 
 
 class WindowStream:
-    """Detokenizer for other vocabularies (SentencePiece): decodes a window of recent tokens before and after
-    adding the new ones; the new text is the difference.
+    """Detokenizer for other vocabularies (SentencePiece).
 
-    A run of byte-fallback tokens decodes as a whole or not at all, so it is held back until it ends.
+    It decodes a window of recent tokens before and after adding the new ones; the new text is the difference. A run of
+    byte-fallback tokens decodes as a whole or not at all, so it is held back until it ends.
     """
 
     _MAX_HELD = 16

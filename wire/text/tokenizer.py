@@ -1,8 +1,8 @@
-"""Text to token ids and back, from a model's own files. Torch-free, so that the gateway counts tokens with the same
-code.
+"""Text to token ids and back, from a model's own files.
 
-Equal to transformers' `tokenizer(text)`, `apply_chat_template` and `decode(skip_special_tokens=True)` on the files of
-Llama-family models. Knows nothing about requests or sampling.
+Torch-free, so that the gateway counts tokens with the same code. Equal to transformers' `tokenizer(text)`,
+`apply_chat_template` and `decode(skip_special_tokens=True)` on the files of Llama-family models. Knows nothing about
+requests or sampling.
 """
 
 import json
@@ -44,10 +44,9 @@ class TextTooLong(ValueError):
 
 
 class ChatTemplateError(ValueError):
-    """A conversation that cannot be rendered: no template, or the template refuses it (with its own words in the
-    message).
+    """A conversation that cannot be rendered, because there is no template or the template refuses it.
 
-    `param` names the cause: `messages`, `tools` or `continue_final_message`.
+    The message has the template's own words. `param` names the cause: `messages`, `tools` or `continue_final_message`.
     """
 
     def __init__(self, message: str, param: str = "messages") -> None:
@@ -112,14 +111,14 @@ class Tokenizer:
         return cls(backend, special, template, eos, tool_template)
 
     def to_json(self) -> str:
-        """Return a tokenizer.json with the special tokens of all files, for libraries that read the vocabulary
-        themselves.
-        """
+        """Return a tokenizer.json with the special tokens of all files, for libraries that read the vocabulary."""
         return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
-        """Encode a text. limit: maximum number of useful tokens. Raises TextTooLong for a far longer text without
-        encoding all of it: a prompt of megabytes would occupy a processor for seconds and then be refused.
+        """Encode a text.
+
+        limit: maximum number of useful tokens. Raises TextTooLong for a far longer text without encoding all of it: a
+        prompt of megabytes would occupy a processor for seconds and then be refused.
         """
         if limit is not None and len(text) > limit * _LONG_TOKEN:
             self._check_length(text, limit)
@@ -149,9 +148,8 @@ class Tokenizer:
         limit: int | None = None,
     ) -> list[int]:
         """Render a conversation with the model's template, which writes the special tokens itself, and encode it.
-        limit: see `encode`.
 
-        Raises ChatTemplateError, TextTooLong.
+        limit: see `encode`. Raises ChatTemplateError, TextTooLong.
         """
         if limit is not None and len(messages) > limit:
             raise TextTooLong(limit)  # a message is at least one token; rendering half a million takes seconds
@@ -208,9 +206,10 @@ class Tokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()) -> Stream:
-        """Return an incremental detokenizer. shown_ids: special tokens to write nevertheless. after: the preceding
-        tokens, such as the prompt's: SentencePiece writes no space before the first word of a text, and a character may
-        begin there.
+        """Return an incremental detokenizer.
+
+        shown_ids: special tokens to write nevertheless. after: the preceding tokens, such as the prompt's:
+        SentencePiece writes no space before the first word of a text, and a character may begin there.
         """
         kind = ByteLevelStream if self._is_byte_level else WindowStream
         return kind(self, shown_ids, after[-CONTEXT:])
