@@ -35,7 +35,7 @@ def chunk(data: bytes) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection that serves one request at a time, as HTTP clients without pipelining use it."""
+    """A keep-alive connection that serves one request at a time, as HTTP clients without pipelining use it."""
 
     def __init__(self, answer_seconds: float, event_seconds: float) -> None:
         self.answer_seconds, self.event_seconds = answer_seconds, event_seconds

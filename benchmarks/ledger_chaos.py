@@ -52,7 +52,7 @@ def free_port() -> int:
 
 
 class Part:
-    """One process that is killed and restarted with the same arguments."""
+    """A process that is killed and restarted with the same arguments."""
 
     def __init__(self, name: str, argv: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.name, self.argv, self.log = name, argv, log
@@ -224,7 +224,7 @@ class Clients:
                 await asyncio.sleep(0.25)
 
     async def ask_each(self) -> None:
-        """Send one short request of each tenant, whatever its outcome."""
+        """Send one short request of each tenant, and ignore its outcome."""
         body = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 5, "stream": True}
         for key in self.keys:
             headers = {"Authorization": f"Bearer {key}"}

@@ -52,7 +52,7 @@ class Event(msgspec.Struct):
 
 
 def limits_for(name: str, requests: int) -> Limits:
-    """Return the limits of a tenant, too low for its share of all requests. Each kind is the tightest of one tenant."""
+    """Return the limits of a tenant, too low for its share of all requests; each kind binds in one tenant."""
     share = requests // len(TENANTS)
     return {
         "rates": Limits(requests_per_minute=share * 2 // 3, tokens_per_minute=share * 35),
@@ -69,7 +69,7 @@ def principal(run: str, name: str, requests: int) -> TenantPrincipal:
 
 
 class Gateway:
-    """One process that sends `count` requests and exits."""
+    """A process that sends `count` requests and exits."""
 
     def __init__(self, url: str, run: str, requests: int, log: Path, lease: float) -> None:
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -83,7 +83,7 @@ def gateways(flags: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
 
 
 class Connection:
-    """One keep-alive connection to one worker, and a stream on another one."""
+    """A keep-alive connection to one worker, and a stream on another one."""
 
     def __init__(self, url: str, key: str) -> None:
         self.url, self.headers = url, {"Authorization": f"Bearer {key}"}

@@ -109,7 +109,7 @@ def arrivals(number: int, rate: float, zipf: float, seed: int) -> Iterator[Reque
 
 
 class Simulation:
-    """One policy over one stream of requests. Times are simulated seconds."""
+    """Run of one policy over one stream of requests. Times are simulated seconds."""
 
     def __init__(self, policy: Policy, load_seconds: float) -> None:
         self._policy = policy

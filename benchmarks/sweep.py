@@ -54,7 +54,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def make_adapters(base: BaseShape, folder: Path, n: int, rank: int) -> list[Path]:
-    """Write n random adapters on all seven projections, as PEFT does, each with one tensor of its own."""
+    """Write n random adapters on all seven projections, as PEFT does, each with one unique tensor."""
     generator = torch.Generator().manual_seed(rank)
     tensors = {}
     for layer in range(base.num_layers):

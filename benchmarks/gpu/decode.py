@@ -1,4 +1,4 @@
-"""One decode step of the whole model in a CUDA graph: against the memory floor, and with adapters beside the base."""
+"""A decode step of the whole model in a CUDA graph: against the memory floor, and with adapters beside the base."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ from tests.e2e.stack import ROOT
 
 # The first requests of a stack warm caches; no attack should be charged for that.
 WARM_SECONDS = 2.0
-# Seconds beyond which the report shows a line.
+# The report mentions a recovery that takes longer than this many seconds.
 SLOW_TO_SETTLE = 5.0
 NUMBERS = itertools.count(1)
 

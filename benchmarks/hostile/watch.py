@@ -120,7 +120,7 @@ class Watch:
                 writer.close()
 
     async def settled(self, before: Remains | None = None, accepted: set[str] | None = None) -> Remains:
-        """Return the remains once they no longer differ from `before`, or after SETTLE_SECONDS."""
+        """Return the remains as soon as they are those of `before` again, or after SETTLE_SECONDS."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             remains = await self._remains()

@@ -17,7 +17,7 @@ REPLAYS = 30
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One row of a table. calls: the same work on different memory. num_bytes, flops: lower bounds for one call."""
+    """Row of a table. calls: the same work on different memory. num_bytes, flops: lower bounds for one call."""
 
     name: str
     calls: list[Callable[[], object]]

@@ -160,7 +160,7 @@ def test_tensors_that_we_would_not_apply_are_refused(tmp_path, name, message):
 
 
 def test_dora_and_bias_are_named_before_their_shape(tmp_path):
-    """DoRA and bias tensors are vectors, and are named before the shape check, whatever the config states."""
+    """DoRA and bias tensors are vectors in any config, and the error names them before it checks shapes."""
     content, prefix = tensors(), "base_model.model.model.layers.0.self_attn.q_proj."
     vector = ("F32", [16], content[key(0, "q_proj", "B")][2][:64])
     for name, message in (

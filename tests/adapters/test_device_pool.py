@@ -243,7 +243,7 @@ def test_who_waits_longest_is_promised_pages_and_nobody_else_gets_them(make: Mak
 
 
 def test_what_nobody_used_at_a_promise_does_not_take_its_pages(make: Make, adapter: Callable[..., str]) -> None:
-    """An adapter idle at the promise does not take the promised pages; repeated uses would hold them for ever."""
+    """An adapter idle at the promise does not take the promised pages; repeated uses could hold them indefinitely."""
     pool = make(4, max_rank=24)
     busy, small, large = adapter(seed=1), adapter(seed=2), adapter(rank=16, seed=3)
     big = adapter(rank=24, seed=4)

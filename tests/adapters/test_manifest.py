@@ -201,7 +201,7 @@ LORA_CONFIGS = {
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", LORA_CONFIGS)
 def test_ranks_and_scales_are_those_of_peft(llama, tmp_path, name):
-    """Ranks and scales equal those of the folder as PEFT loads it, because its save sorts the pattern keys."""
+    """Ranks and scales equal PEFT's after its save, which sorts the pattern keys; their order decides."""
     lora = LoraConfig(task_type="CAUSAL_LM", **LORA_CONFIGS[name])
     get_peft_model(copy.deepcopy(llama), lora).save_pretrained(tmp_path, save_embedding_layers=False)
     expected = {}

@@ -1,4 +1,4 @@
-"""One running stack for the whole session. Tests that stop or break a stack start their own."""
+"""The running stack of the whole session. Tests that stop or break a stack start their own."""
 
 from collections.abc import Iterator
 

@@ -54,13 +54,13 @@ def children(pid: int) -> list[int]:
 
 
 class Stack:
-    """One `loraplex up`. Its output goes to a file, so that it never blocks on a full pipe."""
+    """A running `loraplex up`. Its output goes to a file, so that it never blocks on a full pipe."""
 
     def __init__(self, data: Path, *arguments: str) -> None:
         self.data = data
         self.port = free_port()
         self.output = data / "up.log"
-        # A short path, because Valkey's socket may lie there. Files that its processes leave there stay.
+        # A short path, because Valkey's socket may be there. Only this stack's processes write to it.
         self.temporary = Path(tempfile.mkdtemp(prefix="lpx-"))
         with open(self.output, "w") as out:
             self.process = subprocess.Popen(

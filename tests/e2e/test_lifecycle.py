@@ -103,7 +103,7 @@ def test_a_second_run_keeps_everything_and_ctrl_c_leaves_nothing(tmp_path: Path)
         pids = children(first.process.pid)
         acme = Tenant("acme", demo["tenants"][0]["api_key"], tuple(demo["tenants"][0]["models"]), demo["gateway"])
         answer = acme.ask("pirate", "Why is the sky blue?")
-        # A killed engine is restarted. Until it serves, the gateway answers with a retry time.
+        # A killed engine is restarted; the gateway answers with a retry time in the meantime.
         os.kill(child(first, b"engine"), signal.SIGKILL)
         body = json.dumps({"model": "pirate", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]})
         away = []

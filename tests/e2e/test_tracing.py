@@ -1,4 +1,4 @@
-"""One trace across the gateway and the engine, as a collector receives it."""
+"""A trace across the gateway and the engine, as a collector receives it."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -124,7 +124,7 @@ def test_choices_of_one_prompt_share_its_blocks_once_they_are_there(make_engine:
 
 
 def test_prompt_logprobs_are_whole_whatever_is_cached(make_engine: Make) -> None:
-    """Prompt logprobs need every position's logits, so the prompt is computed in full; its blocks are then shared."""
+    """A prompt with logprobs needs every position's logits, so it is computed in full; its blocks are then shared."""
     engine, _ = make_engine()
     prompt = list(range(3, 70))
 

@@ -1,4 +1,4 @@
-"""The receipt of each answer: the adapter whose pages its steps read, whatever the request asked for."""
+"""The receipt of each answer: the adapter whose pages its steps read, not the one that the request named."""
 
 from collections.abc import Callable
 from pathlib import Path

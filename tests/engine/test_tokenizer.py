@@ -159,7 +159,7 @@ def test_an_answer_is_written_as_what_follows_its_prompt(ours, theirs, text):
 
 
 def test_streamed_random_tokens_join_to_the_whole_decode(ours):
-    """Random tokens that no text encodes to: cut and invalid UTF-8, special tokens, ids beyond the vocabulary."""
+    """Random tokens include cut and invalid UTF-8, special tokens and ids beyond the vocabulary."""
     rng = random.Random(0)
     for _ in range(200):
         ids = [rng.randrange(ours.vocab_size + 3) for _ in range(rng.randrange(1, 40))]

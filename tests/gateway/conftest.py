@@ -1,4 +1,4 @@
-"""Real servers for the gateway's tests: Valkey, PostgreSQL, and an upstream that speaks the engine's protocol."""
+"""Real servers for the gateway's tests: Valkey, PostgreSQL, and an upstream with the engine's protocol."""
 
 import asyncio
 import os

@@ -54,16 +54,16 @@ def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequ
 @pytest.mark.parametrize(
     ("progress", "answers", "patient", "expected"),
     [
-        # An engine knows the final cost.
+        # An engine has the final cost in its books.
         (None, {ENGINE: record("stop", 5), OTHER: {}}, True, 5),
         (Progress(ENGINE, 7, 3), {ENGINE: record("abort", 5), OTHER: None}, True, 5),
         (None, {ENGINE: record("killed", 1), OTHER: record("stop", 5)}, True, 5),
         # The request runs, so its gateway may live.
         (None, {ENGINE: record(None, 5), OTHER: {}}, False, None),
-        # The engine that may know is away.
+        # The engine that may have a record is away.
         (None, {ENGINE: {}, OTHER: None}, True, None),
         (Progress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, True, None),
-        # The engine that could know has no record, or the wait for it is over.
+        # The right engine has no record, or the wait for it is over.
         (Progress(ENGINE, 7, 3), {ENGINE: {}, OTHER: None}, True, 3),
         (Progress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, False, 3),
         (None, {ENGINE: {}, OTHER: {}}, True, 0),
@@ -127,7 +127,7 @@ async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
         of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, lease_seconds=0.6)
         async with running(of) as gateway, connect(server.connection_url, 5.0) as redis:
             await gateway.tenant("heir", max_concurrent=1)
-            # Tenants whose every Redis key has the wrong type.
+            # Every Redis key of these tenants has the wrong type.
             for number in range(4):
                 await register(redis, [f"broken{number}"])
                 for part in ("leases", "usage", "quota", "held"):
@@ -168,7 +168,7 @@ async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
 async def test_an_engine_that_stays_away_for_long_is_left_to_who_settles_for_dead_gateways(
     upstream: Upstream, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A long absence is left to the settlement for dead gateways, which waits longer; the tenant's slot is free."""
+    """A long absence is left to the settlement for dead gateways, which waits longer. The tenant's slot is free."""
 
     async def is_away(*_: object) -> None:
         raise TimeoutError

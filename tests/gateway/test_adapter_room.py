@@ -56,7 +56,7 @@ async def test_removed_bytes_count_until_they_are_collected(database: Database):
     for number in range(6, 9):
         with pytest.raises(AdapterLimitExceeded, match="still holds 600 of removed versions"):
             await add(catalog, tenant, f"a{number}", number)
-    # Content of its own that is still in the store takes no further room.
+    # Its own content that is still in the store takes no further room.
     await add(catalog, tenant, "again", 4)
     await catalog.delete(tenant, "again", "test")
     deleted = datetime.now(UTC)

@@ -124,7 +124,7 @@ async def test_a_gateway_collects_by_itself(
 
 
 async def test_one_process_of_all_does_the_chores(redis_url: str, monkeypatch: pytest.MonkeyPatch):
-    """Three processes, two turns: each chore runs once per turn, and a failing chore stops no other."""
+    """Three processes in two turns run each chore once per turn, and a failing chore stops no other."""
     monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
     monkeypatch.setattr(housekeeping, "EVERY_SECONDS", 1.0)
     redis = connect(redis_url, timeout=10.0)

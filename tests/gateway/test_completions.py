@@ -129,7 +129,7 @@ async def test_a_client_that_leaves_stops_the_engine_and_is_written_down(
 
     await until(lambda: _true(upstream.cancelled), seconds=1)
     used = await rows(tenant)
-    # The engine's count, whatever part the client received.
+    # The engine's count, not the number of tokens that reached the client.
     [done] = upstream.finished.values()
     assert done["completion_tokens"] < 100
     assert used["completion_tokens"] == done["completion_tokens"]
@@ -194,7 +194,7 @@ async def test_an_engine_that_refuses(stream: bool, theirs: int, ours: int, tena
 
 @pytest.mark.parametrize("theirs", [400, 422])
 async def test_a_refusal_of_the_engine_costs_a_request_and_the_prompts_tokens(theirs: int, gateway: Gateway):
-    """A refusal costs no money, although the engine may have compiled a grammar or loaded an adapter for it."""
+    """A refusal costs request and tokens but no money; the engine may have compiled a grammar or loaded an adapter."""
     await gateway.admin.call("PUT", "/admin/api/prices", json={"model": BASE_MODEL, "input": "1", "output": "1"})
     # "Hi" is 2 tokens: two refusals leave 96 of 100, and one request of three.
     tenant = await gateway.tenant("once", requests_per_minute=3, tokens_per_minute=100)
@@ -244,7 +244,7 @@ async def test_what_is_the_gateways_own_is_not_passed_on(tenant: Client, upstrea
 
 
 async def test_the_prompt_is_counted_with_the_template(tenant: Client, upstream: Upstream):
-    """Of 256 tokens of context, the prompt takes 5: 251 are left, not 252."""
+    """The prompt takes 5 of 256 tokens of context: 251 are left, not 252."""
     assert (await tenant.chat(max_tokens=256 - HI_TOKENS)).status == 200
     over = await tenant.chat(max_tokens=256 - HI_TOKENS + 1)
     assert over.status == 400

@@ -92,7 +92,7 @@ async def test_known_tenants_are_served_through_an_outage_where_the_operator_cho
         upstream.healthy = False
 
         async def shows_what_is_known() -> bool:
-            """The page works without the database and without an engine."""
+            """Return whether the page works without the database and without an engine."""
             page = await lenient.nobody.get("/admin/", headers=BROWSER)
             shown = page.body.decode()
             assert "acme" not in shown

@@ -63,7 +63,7 @@ async def test_a_stream_that_has_begun_stays_with_a_silent_engine(tmp_path: Path
                 return one.followers == two.followers == 1 and await ups() == 2
 
             await until(both_are_up)
-            # One event now; the last one when the test allows it.
+            # The first event comes now, the last when the test releases it.
             asking = asyncio.create_task(acme.complete(stream=True, x_engine={"tokens": 2, "pause": True}))
 
             async def has_begun() -> bool:

@@ -54,7 +54,7 @@ async def test_the_openai_client(gateway: Gateway):
 
 
 async def test_redis_dies_and_comes_back(tmp_path: Path, model_dir: Path, upstream: Upstream):
-    """Killed, not stopped: 503 and not ready during the outage, then full recovery without a restart."""
+    """Redis is killed: 503 and not ready during the outage, then full recovery without a restart."""
     server = ValkeyServer(data_dir=tmp_path / "valkey")
     server.start()
     port = server.port

@@ -89,7 +89,7 @@ def test_new_requests_leave_room_for_streams_to_grow(client: redis.Redis):
 
 
 def test_a_record_without_a_hold_holds_its_whole_reservation(client: redis.Redis):
-    """The previous release writes such records."""
+    """A record of the previous release has no hold, so its whole reservation is held."""
     script = Script(client)
     state, leases, held, _ = script.keys
     record = {"v": 2, "tokens": 50_000, "completion": 50_000, "cost": 0, "note": "{}", "at": script.now}

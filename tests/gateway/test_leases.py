@@ -59,7 +59,7 @@ async def test_a_lease_that_is_kept_does_not_end_and_says_how_far_it_is(redis: C
 
 
 async def test_a_lease_given_up_too_early_is_revived(redis: Client):
-    """Its gateway could not reach Redis for some time, while its request continued."""
+    """A lease that expired while its gateway could not reach Redis is revived, because its request continues."""
     quota = Quota(redis, timeout=30.0, lease_seconds=0.05)
     who = principal(tenant={"max_concurrent": 1})
     running = await take(quota, who)

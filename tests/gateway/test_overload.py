@@ -9,7 +9,7 @@ from gateway.fleet.queue import DECODE_COST, Gate, Place
 
 
 class Visitor:
-    """One request at the gate. It signals its admission and stays until the test ends it."""
+    """A request at the gate. It signals its admission and stays until the test ends it."""
 
     def __init__(self, gate: Gate, tenant: str, priority: int = 5, weight: float = 1.0, tokens: int = 0) -> None:
         self.tenant, self.tokens = tenant, tokens

@@ -1,4 +1,4 @@
-"""Many callers on one connection, on a real Valkey: each gets its own answer, whatever happens to the others."""
+"""Many callers on one connection, on a real Valkey: each gets its own answer, also when others fail."""
 
 import asyncio
 import socket
@@ -78,7 +78,7 @@ async def test_a_lost_connection_fails_what_waits_and_the_next_command_takes_a_n
 def test_a_command_to_a_connection_that_has_just_closed_fails_as_any_on_a_lost_one(
     run: Callable[..., None], redis_url: str
 ):
-    """uvloop raises a RuntimeError for a write to a closed connection, before the reader knows of the loss."""
+    """uvloop raises a RuntimeError for a write to a closed connection, before the reader detects the loss."""
 
     async def main() -> None:
         redis = connect(redis_url, timeout=10.0)

@@ -62,7 +62,7 @@ async def test_the_nearest_price_holds(database: Database):
 
 
 async def test_a_tenants_prices_end_with_it(database: Database):
-    """Another tenant may get the name. The base model's price stays, whatever the model's name."""
+    """Another tenant may get the name. The base model's price stays, even if the model's name looks like a tenant's."""
     prices, tenants = Prices(database), Tenants(database)
     await tenants.create("a_b", {}, actor="test")
     kept = ["*", "A_B/pirate", "a_b", "a_b/base", "a_bc/pirate", "axb/pirate"]

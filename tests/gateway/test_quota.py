@@ -45,7 +45,7 @@ async def test_200_at_once_against_a_limit_of_50(limits: dict, tokens: int, kind
     taken = [result for result in results if isinstance(result, Reservation)]
     refused = [result for result in results if isinstance(result, RateLimited)]
     assert len(taken) + len(refused) == 200
-    # At 50 a minute one comes back every 1.2 s, on however slow a machine.
+    # At 50 a minute one is regained every 1.2 s, on however slow a machine.
     came_back = (time.monotonic() - started) / 1.2 if "minute" in str(limits) else 0
     assert 50 <= len(taken) <= 50 + came_back
     assert {refusal.kind for refusal in refused} == {kind}
@@ -155,7 +155,7 @@ async def test_a_request_that_does_not_count_is_given_back_whole_and_once(quota:
     for _ in range(3):
         await settle(quota, refused, 0, counts=False)
     after = await take(quota, who, 999)
-    # Two of three are taken; a third comes back every 20 s.
+    # Two of three are taken; a third is regained every 20 s.
     assert int(after.headers["x-ratelimit-remaining-requests"]) >= 1
 
 

@@ -105,7 +105,7 @@ def test_who_waits_as_long_as_told_is_served_and_who_waits_a_millisecond_less_is
             tokens_used, cost = prompt + completion, price.highest_cost(prompt, completion)
             script.settle(f"r{number}", tokens_used, cost, True)
     if any(limit.amount(tokens, price.highest_cost(0, tokens)) > limit.value for limit in limits):
-        return  # refused for good, before any script call
+        return  # refused permanently, before any script call
     allowed, _, states = script.acquire("asks", limits, 0, tokens, tokens, price)
     wait = max((wait for _, wait, _ in states), default=0)
     assert allowed == (wait == 0)
@@ -169,7 +169,7 @@ PER_TOKEN = Price(output=10**6)
     brought=st.lists(st.tuples(st.integers(0, 500), st.sampled_from([0, 0, 0, -1, 1])), min_size=1, max_size=8),
 )
 def test_what_several_gateways_recall_adds_up_in_any_order(client: redis.Redis, kind: str, brought: list):
-    """Of results for the noted moment the largest counts; results for another moment, before the data loss, do not."""
+    """The largest result for the noted moment counts; results for another moment, before the data loss, do not."""
     script, limit = Script(client), Limit(f"tenant:{kind}", "tenant", kind, 1000)
     since = script.now
     assert ask(script, "a", limit, 1, PER_TOKEN) == [UNKNOWN, 0, since]

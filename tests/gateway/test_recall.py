@@ -288,7 +288,7 @@ async def test_a_budget_holds_though_redis_is_emptied_again_and_again(
             await until(lambda part=part: at_least(gateways, part * budget))
             written = await in_ledger()
             await redis.flushall()
-            # At least the work that SQL did not know at the loss; requests begun since add a little.
+            # At least the work missing in SQL at the loss; requests begun since add a little.
             unknown += gateways.ended + sum(gateways.running.values()) - written
             lost += 1
         await asyncio.gather(*asking)

@@ -75,7 +75,7 @@ def test_a_database_that_cannot_be_reached_is_a_setting(url: str):
 
 
 async def test_what_a_name_means_changes_at_once_where_it_was_changed(database: Database, tenants: Tenants):
-    """The change is effective at once in its own process, although nothing watches for changes there."""
+    """A change of a name is effective at once in its own process, although nothing watches for changes there."""
     catalog = Catalog(database, "base", Changes(database))
     acme = await tenants.create("acme", {}, actor="op")
     await add(catalog, acme, "tuned", "1")

@@ -54,7 +54,7 @@ async def test_a_restart_under_load(tmp_path: Path, model_dir: Path, upstream: U
 async def test_a_request_that_ends_while_redis_is_away_is_counted_once(
     tmp_path: Path, model_dir: Path, upstream: Upstream
 ):
-    """Its lease is expired when Redis returns; its living gateway settles it, and no other gateway does."""
+    """The request's lease is expired when Redis returns; only its living gateway settles it."""
     server = ValkeyServer(data_dir=tmp_path / "valkey")
     server.start()
     port = server.port

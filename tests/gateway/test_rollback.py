@@ -128,7 +128,7 @@ async def _equals(found: Callable[[], Awaitable[int]], expected: int) -> bool:
 
 
 async def test_records_that_are_evicted_leak_no_slot_and_stop_no_extension(redis: Client):
-    """Only `held` is lost: running requests take their slots again, ended ones leave none."""
+    """Only `held` is evicted: running requests take their slots again, ended ones leave none."""
     quota = Quota(redis, timeout=30.0, lease_seconds=600)
     dying = Quota(redis, timeout=30.0, lease_seconds=0.05)
     who = principal(tenant={"max_concurrent": 2, "tokens_per_minute": 1000, "max_concurrent_tokens": 1000})

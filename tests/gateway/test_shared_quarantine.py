@@ -72,7 +72,7 @@ async def test_deaths_that_two_processes_saw_are_added(any_redis: Any):
 
 
 async def test_tenants_that_another_process_had_on_the_engine_are_not_blamed(any_redis: Any):
-    """Each process knows only its own tenants; the engines died with requests of tenants a and b."""
+    """Each process has only its own tenants' requests on record; the engines died with requests of tenants a and b."""
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one() as two:
         for url in ("http://one:1", "http://two:1"):

@@ -74,11 +74,11 @@ async def test_of_eight_gateways_one_counts_a_thousand_tenants(redis: Redis, led
     await asyncio.gather(*(ledger._sweep() for ledger in ledgers))
     after = await calls(redis)
     made = {name: after[name] - before.get(name, 0) for name in after if name != "info"}
-    # Two reads of each stream with entries; nothing grows with gateways times tenants.
+    # Streams with entries are checked twice; no count grows with gateways times tenants.
     assert made["xlen"] == 1000
     assert made["xrange"] == 120
     assert sum(made.values()) < 1000 + 4 * 120 + 8 * 10
-    # Every gateway knows of the backlog, which exceeds their limit of rows.
+    # Every gateway learns the backlog, which exceeds the limit of its rows.
     for ledger in ledgers:
         await ledger._sweep()
     assert [ledger.waiting for ledger in ledgers] == [120] * 8
@@ -141,7 +141,7 @@ async def test_a_tenant_that_registers_while_it_is_looked_at_stays(redis: Redis,
 
 
 async def test_a_request_that_is_settled_between_the_two_looks_is_not_lost(redis: Redis):
-    """Leases are counted before streams: if the lease is already gone, the event is in the stream."""
+    """Leases are counted before streams: if a settled request has no lease, its event is already in the stream."""
     who = principal(tenant={"max_concurrent": 1})
     quota, asked = Quota(redis, 30.0, 600), []
     running = await take(quota, who)

@@ -47,7 +47,7 @@ async def test_no_guess_of_a_throttled_address_is_looked_at_and_issued_keys_are_
     for token in (TOKEN, "wrong"):
         headers = {"x-loraplex-internal-token": token}
         assert (await gateway.nobody.post("/internal/engines", {"url": "http://e"}, headers=headers)).status == 429
-    # An issued key is no guess, whatever else comes from the address; nor is a missing key.
+    # An issued key is no guess, even beside guesses from its address; nor is a missing key.
     assert (await acme.get("/v1/models")).status == 200
     assert (await admin.get("/admin/api/tenants")).status == 200
     assert (await gateway.nobody.get("/admin/", headers=basic(admin.key))).status == 200

@@ -34,7 +34,7 @@ async def test_no_owner_has_more_than_its_places_whoever_leaves(places: int, eac
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
     assert not [result for result in results if isinstance(result, Exception)]
     assert max(most.values()) <= each
-    # No slot is lost: as many as before are free at once.
+    # No slot is lost: the same number is free at once.
     async with asyncio.timeout(5):
         for owner in held:
             for _ in range(min(each, places)):

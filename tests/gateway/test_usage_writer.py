@@ -43,7 +43,7 @@ async def test_a_row_comes_back_as_it_was(database: Database):
 
 
 async def test_two_writers_of_the_same_rows_neither_deadlock_nor_count_twice(migrated_postgres_url: str):
-    """Each writes the same tenants' rows in its own order, in batches that overlap."""
+    """Two writers write the same tenants' rows, each in its own order, in batches that overlap."""
     databases = [Database(migrated_postgres_url) for _ in range(2)]
     rows = [row(f"r{i:04}", tenant_id=f"t{i % 7}", model=f"m{i % 5}", key_id=f"k{i % 3}") for i in range(1200)]
 

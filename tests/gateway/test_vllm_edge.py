@@ -189,7 +189,7 @@ def digests(*letters: str) -> list[str]:
 
 
 class Worker:
-    """One process's view: its own records of the same server, with uses shared through Redis."""
+    """A process's view: its own records of the same server, with uses shared through Redis."""
 
     def __init__(self, session: ClientSession, url: str, room: int, redis: Redis, store: Path) -> None:
         self.engine = EngineRecord(Address(url, "vllm", adapters=room, key=API_KEY))
@@ -210,7 +210,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 async def test_workers_do_not_unload_each_others_hot_adapters(tmp_path: Path, redis: Redis):
-    """The server has four slots and each of two workers keeps two hot; cold adapters go first, whoever loaded them."""
+    """The server has four slots and each of two workers keeps two hot; cold adapters of either worker go first."""
     hot_one, hot_two, cold = digests("a", "b"), digests("c", "d"), digests("0", "1", "2", "3")
     for digest in (*hot_one, *hot_two, *cold):
         (tmp_path / digest).mkdir()

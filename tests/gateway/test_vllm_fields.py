@@ -117,7 +117,7 @@ async def test_a_vllm_server_that_announced_itself_gets_no_more(tmp_path: Path, 
                 "unsupported_parameter",
             )
             assert (await acme.complete(max_tokens=2)).status == 200
-            # It has no key of its own, and the internal token opens our own engines only.
+            # The server has no API key, and the internal token opens our own engines only.
             [(shown, _)] = vllm.requests
             assert "authorization" not in shown
             assert TOKEN not in str(shown)

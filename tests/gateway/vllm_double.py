@@ -19,8 +19,10 @@ API_KEY = "the-key-of-one-vllm-server"
 
 
 class VllmDouble:
-    """vLLM double. api_key: as --api-key, "" for none. loads, unloads: adapter names in request order. hold: while
-    clear, requests run without ending. served: tenants' salts in the order in which requests began.
+    """Double of a vLLM server.
+
+    api_key: as --api-key, "" for none. loads, unloads: adapter names in request order. hold: while clear, requests run
+    without ending. served: tenants' salts in the order in which requests began.
     """
 
     def __init__(self, api_key: str = API_KEY, base_model: str = "base") -> None:

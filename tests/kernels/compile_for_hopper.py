@@ -72,7 +72,7 @@ def compile_only(self, *args, grid, warmup=False, **kwargs):
 
 
 def anywhere(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor unaligned to 16 bytes, as a part of a packed buffer may lie; at first aligned."""
+    """Return the tensor unaligned to 16 bytes, like a part of a packed buffer; in the first step, aligned."""
     odd = step["label"] != "first"
     return torch.cat((tensor.flatten()[:1], tensor.flatten()))[odd:][: tensor.numel()].view(tensor.shape)
 

@@ -96,7 +96,7 @@ def test_rope_writes_caches_of_8_bits(dtype, heads, kv_dtype, device):
         caches, scales, expected_caches, expected_scales, strict=True
     ):
         torch.testing.assert_close(scale, expected_scale, atol=0, rtol=1e-3)
-        # Where rounding differs, the two values are neighbours: 32 of 448 apart, or 1 of 127.
+        # Values that round differently are neighbours: 32 of 448 apart, or 1 of 127.
         step = 32 if kv_dtype == torch.float8_e4m3fn else 1
         apart = (cache.float() - expected_cache.float()).abs()
         assert apart.max() <= step

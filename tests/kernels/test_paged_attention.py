@@ -144,7 +144,7 @@ def test_long_contexts_of_8_bits_are_split(kv_dtype, device, monkeypatch):
 
 
 def test_split_and_unsplit_requests_share_a_batch(device, monkeypatch):
-    """Decodes are split beside prefill rows, which are not."""
+    """A batch holds decodes, which are split, and prefill rows, which are not."""
     lengths = [(1, 1500), (12, 500), (1, 30)]
     arguments = make((8, 2, 64), lengths, torch.float32, device, 32)
     metadata = build_attention_metadata(arguments[4], 8, 2, num_tokens=14, max_query_len=12, max_context_len=1500)

@@ -72,7 +72,7 @@ def test_equal_logits(device):
 
 
 def test_masked_tokens_are_never_drawn(device):
-    """A grammar leaves a few tokens; the others are -inf."""
+    """Tokens that a grammar masks with -inf are never drawn."""
     x = torch.full((len(ROWS), 5000), float("-inf"), device=device)
     allowed = torch.tensor([7, 4095, 4096, 4999], device=device)
     x[:, allowed] = logits(len(ROWS), 4, device) * 0.1

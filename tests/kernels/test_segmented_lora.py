@@ -160,7 +160,7 @@ def test_page_ranks(page_rank, device):
 
 
 def test_chunks_longer_than_a_tile(device):
-    """One adapter owns more rows than a chunk holds, in both plans, with a ragged end."""
+    """An adapter owns more rows than a chunk holds, in both plans, with a ragged end."""
     index = torch.tensor([2] * 45 + [-1] + [0] * 17 + [2] * 22, dtype=torch.int32)
     for plan in (DECODE, PREFILL):
         check(*make("odd", index, torch.float32, device, ranks=(8, 4, 40), max_rank=64), plan)

@@ -82,7 +82,7 @@ def load(engine: Engine, digests: list[str]) -> None:
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Record the logits of every step that a graph served."""
+    """Return a list that receives the logits of every step served by a graph."""
     found: list[Tensor] = []
     original = DecodeGraphs.run
 

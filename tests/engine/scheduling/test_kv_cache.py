@@ -107,7 +107,7 @@ def test_shared_blocks_outlive_their_first_holder_and_the_oldest_go_first() -> N
 
 
 def test_a_waiting_requests_hit_grows_with_the_cache_and_ends_with_an_eviction() -> None:
-    """The hit is remembered between steps, so a block that was evicted since then must not be in it."""
+    """A waiting request's hit is kept between steps, but never contains a block that was evicted since."""
     cache = KVCache(4, 4)
     first, longer = request(list(range(4))), request(list(range(12)))
     waiting = request([*range(12), 99])

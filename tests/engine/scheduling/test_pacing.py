@@ -109,7 +109,7 @@ def warm(machine: Machine) -> Pacer:
 @pytest.mark.parametrize("decode", [0.0012, 0.0045])
 @pytest.mark.parametrize("fixed", [0.001, 0.002, 0.003, 0.0036, 0.004, 0.006, 0.010, 0.015])
 def test_a_fixed_cost_of_mixed_steps_does_not_starve_a_long_prompt(decode: float, fixed: float) -> None:
-    """Neither the first long prompt starves nor one after hours. The least time is that of the rows alone."""
+    """A fixed cost starves neither the first long prompt nor one after hours. The least time is that of the rows."""
     machine = Machine(decode, fixed, 20e-6)
     pacer = warm(machine)
     for _ in range(3):
@@ -150,7 +150,7 @@ def test_without_a_fixed_cost_streams_keep_their_stretch(seed: int) -> None:
 
 
 def test_rows_that_become_dearer_with_the_context_are_not_taken_for_a_fixed_cost() -> None:
-    """A long prompt's rows cost more with each chunk, so chunks shrink while steps take equally long."""
+    """Rows that cost more with each chunk are no fixed cost: chunks shrink while steps take equally long."""
     pacer, done = warm(Machine(0.020, 0.0, 0.0)), 0
     stretches = []
     while done < 8000:
@@ -172,7 +172,7 @@ def test_a_fixed_cost_that_is_gone_is_forgotten() -> None:
 
 
 def test_steps_of_other_prompts_and_as_many_rows_are_taken():
-    """Four prompt tokens beside twelve streams are as many rows as eight beside eight, and both are counted."""
+    """Four prompt tokens beside twelve streams make the same number of rows as eight beside eight; both count."""
     pacer = Pacer(1.8)
     pacer.observe(0.01, 8, 0)
     pacer.observe(0.02, 12, 4)

@@ -241,7 +241,7 @@ def test_a_prompt_is_cut_into_even_shares() -> None:
 
 
 def test_prompts_with_logprobs_share_a_bound_of_logits_and_still_end() -> None:
-    """Each of their tokens has a row as wide as the vocabulary, and a step of 64 of them would not fit."""
+    """A prompt token with logprobs has a row as wide as the vocabulary, so one step holds a bounded number."""
     scheduler = make(num_blocks=64, max_prompt_logits=10)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     asked = [Request(str(i), list(range(25)), params, tenant=str(i), arrival=i) for i in range(3)]

@@ -1,4 +1,4 @@
-"""One tiny model for the session and one server on it per module, configured as the test file needs."""
+"""The session's tiny model, and a server on it per module, configured as the test file needs."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

@@ -243,7 +243,7 @@ async def test_an_adapter_lost_while_its_request_waits_is_a_400(session, model, 
         long = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         async with session.post(running.url + "/v1/completions", json=long) as stream:
             await stream.content.readany()
-            # No request is placed before its adapter is on the device; `max_num_seqs` does not prevent the load.
+            # The device is asked for the adapter before a request is placed, also when `max_num_seqs` is reached.
             running.server._engine.adapters.ensure = lambda digest: Residency.LOADING
             waiting = asyncio.create_task(
                 client.post("/v1/completions", FIELDS | {"model": f"sha256:{checkpoint.digest}"})

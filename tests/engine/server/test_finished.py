@@ -52,7 +52,7 @@ async def test_what_ended_has_cost_what_its_answer_says(client):
     events = await client.events(
         "/v1/completions", body | {"stream_options": {"include_usage": True}}, **of("streamed")
     )
-    # Cut by a stop string: tokens generated past it are charged to no one.
+    # Cut by a stop string: tokens generated past it are not charged.
     text = whole["choices"][0]["text"]
     stopped = await client.ok(
         "/v1/completions",

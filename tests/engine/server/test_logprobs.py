@@ -57,7 +57,7 @@ async def test_echoed_prompt_and_answer(client, reference, model):
     assert said["token_logprobs"][1:] == pytest.approx(expected, **CLOSE)
     for i, top in enumerate(said["top_logprobs"][1:]):
         wanted: dict[str, float] = {}
-        # Of tokens with the same text, the chosen one is listed, else the most likely.
+        # Tokens with the same text share one entry: the chosen token's, else the most likely one's.
         for token_id in [ids[i + 1], *truth[i].topk(3).indices.tolist()]:
             wanted.setdefault(tokenizer.token_bytes(token_id).decode("utf-8", "replace"), truth[i, token_id].item())
         assert top == pytest.approx(wanted, **CLOSE)

@@ -62,7 +62,7 @@ async def test_each_event_of_a_stream_names_it_too(client: Client, digests: list
 
 
 async def test_pages_of_another_adapter_show_in_the_receipt(client: Client, server: RunningServer, digests: list[str]):
-    """The receipt describes the slots that the step reads, whatever the request asked for."""
+    """The receipt describes the slots that the step reads, even if the request asked for another adapter."""
     one, other = (digest.removeprefix("sha256:") for digest in digests)
     for digest in digests:
         await ask(client, "/v1/completions", {"model": digest, "prompt": "hi", "max_tokens": 1})

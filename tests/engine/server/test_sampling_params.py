@@ -102,7 +102,7 @@ async def test_only_allowed_tokens_come_and_of_those_the_likeliest(client):
     # The end token is an ordinary token: it is drawn if it is allowed.
     ending = await client.complete(**GREEDY | {"ignore_eos": False}, allowed_token_ids=[2])
     assert (ending["choices"][0]["finish_reason"], ending["usage"]["completion_tokens"]) == ("stop", 1)
-    # The minimum and the allowed tokens leave no token; the end token is drawn at the minimum.
+    # The minimum forbids the only allowed token, which is drawn all the same and ends the answer at the minimum.
     ending = await client.complete(**GREEDY | {"ignore_eos": False}, allowed_token_ids=[2], min_tokens=9)
     assert (ending["choices"][0]["finish_reason"], ending["usage"]["completion_tokens"]) == ("stop", 9)
 

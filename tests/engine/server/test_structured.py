@@ -235,7 +235,7 @@ async def test_slow_grammars_are_refused_and_too_many_turned_away(
     kinds = [type(outcome) for outcome in got]
     # A tenant has one thread: a was being compiled, b waited for its turn, c and d found the queue full.
     assert kinds == [RequestError, QueueFull, QueueFull, QueueFull]
-    # For `engine_unavailable` the gateway would remove the engine for every tenant.
+    # The code `engine_unavailable` would make the gateway remove the engine for every tenant.
     answers = [as_api_error(error, make_mocked_request("POST", "/")) for error in got[1:]]
     assert [(answer.status, answer.detail.code) for answer in answers] == [(503, "engine_overloaded")] * 3
     compiler.go.set()

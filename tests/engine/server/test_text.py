@@ -76,7 +76,7 @@ def test_a_stop_of_several_bytes_a_character(tokenizer):
 
 
 def test_many_long_stops_that_almost_come_cost_no_more_than_the_text(tokenizer):
-    """The work is bounded by the text's length, not by that length times the number of stops."""
+    """Matching costs time in proportion to the text's length, not to that length times the number of stops."""
     looks = 0
 
     class Counted(str):
