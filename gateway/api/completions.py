@@ -130,7 +130,7 @@ class Completions:
         share: BodyShare,
         arrived: float,
     ) -> tuple[InferenceRequest, Account]:
-        """Check the body and reserve its use of the tenant's limits."""
+        """Check the body and make its reservation against the tenant's limits."""
         tenant = principal.tenant
         parsed = await self._prompts.parse(raw, endpoint, share)
         principal.check_model(parsed.model)

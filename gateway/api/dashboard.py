@@ -1,4 +1,4 @@
-"""`/admin/`: the status page. It is read-only and rendered here without scripts, so an attacker can forge nothing.
+"""`/admin/`: the status page. It is read-only and rendered here, without scripts, so there is nothing to forge.
 
 The browser's own dialog asks for the admin key (HTTP Basic, any user name). No cookie is set, and the JSON routes
 accept a Bearer key only, so a request that a browser makes by itself cannot change anything.

@@ -140,7 +140,7 @@ class Health:
 
 
 class MetricsPage:
-    """Route for Prometheus, which needs an admin key. auth: None on the operators' own port, which needs no key."""
+    """Route for Prometheus. auth: checks the admin key; None on the operators' own port, which needs no key."""
 
     def __init__(self, metrics: Metrics, auth: Authenticator | None) -> None:
         self._metrics = metrics

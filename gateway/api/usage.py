@@ -35,7 +35,7 @@ class Usage:
 async def usage_answer(request: web.Request, report: UsageReport, **which: Any) -> web.Response:
     """Return a page of sums by tenant and by the groups of `?group_by=`, and the total of all groups.
 
-    which: as in `UsageReport.page`.
+    which: the filters of `UsageReport.page`.
     """
     since, until = read_period(request)
     page = await report.page(

@@ -1,4 +1,4 @@
-"""Readers of engines' answers: within a size limit, and decoded one level deep, so that a large answer stays bytes."""
+"""Readers of engines' answers: within a size limit and one level deep, so that a large answer creates no objects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -17,7 +17,7 @@ MAX_ERROR_BYTES = 2**16
 # Decoding a larger answer is split into steps; other requests run between them. 1 MiB takes about 2 ms a step.
 LARGE_BYTES = 2**20
 
-# Time-out between two pieces of a whole answer: the engine sends its status when the body is complete.
+# Time-out between two pieces of a whole answer, which the engine sends only when its body is complete.
 BODY_SECONDS = 60.0
 
 Fields = dict[str, Raw]

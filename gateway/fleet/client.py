@@ -241,7 +241,7 @@ async def _refusal(response: Incoming, model: Model) -> GatewayError:
         message, param, code = "", None, None
     if model.digest:
         message = message.replace(f"sha256:{model.digest}", model.name).replace(model.digest, model.name)
-    # An adapter's error is no failure of the engine. 404 is excepted: the files may be missing on this engine only.
+    # An adapter's error is not the engine's failure, except for 404: the files may be missing on this engine only.
     is_adapters = code is not None and code.startswith("adapter_") and response.status != 404
     if response.status in (400, 413, 422) or is_adapters:
         if response.status >= 500:

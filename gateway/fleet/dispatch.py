@@ -19,7 +19,7 @@ from gateway.fleet.registry import Busy, EngineRecord, Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.spans import upstream
 
-# Engines that may die or fail with a request before it is sent to no further engine: the request may be the cause.
+# Deaths and failures of engines after which a request is sent to no further engine: it may be the cause.
 MAX_DEATHS = 2
 ENGINES_DIED = (
     "The engines ended while they worked on this request. It costs no money; tokens that were computed for it count "
@@ -134,8 +134,7 @@ class Fleet:
                         async with _while_it_speaks(engine):
                             response, busy = await held.enter_async_context(self._attempt(engine, call))
                     except EngineGone as error:
-                        # An engine that died with the request may have done work; its counts are requested when it is
-                        # back.
+                        # The dead engine may have done work; its counts are requested when it is back.
                         if error.had_it:
                             was_lost = True
                             bill.lost()

@@ -31,7 +31,7 @@ class Place:
     tokens: int
     arrival: int = 0
     entered: float | None = None
-    # True: go ahead; False: refused.
+    # True: admitted; False: refused.
     turn: "asyncio.Future[bool]" = field(init=False)
 
 
@@ -44,7 +44,7 @@ class Gate:
         self._max_seconds = max_seconds
         self._inside = 0
         self._waiting: list[Place] = []
-        # Tokens served per weight, by tenant. Cleared when no tenant is present, because there is no one to compare.
+        # Tokens served per weight, by tenant. Cleared when no request is present: fairness needs no history then.
         self._served: dict[str, float] = {}
         self._present: Counter[str] = Counter()
         self._arrivals = 0

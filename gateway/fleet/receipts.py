@@ -1,7 +1,7 @@
-"""Receipts: an engine reports which adapter's pages its steps read, and the gateway compares that with the request.
+"""Receipts: an engine reports the adapter whose pages its steps read, and the gateway compares it with the request.
 
-A receipt is `sha256:<digest>`, `base`, or `mixed` if the steps read more than one. vLLM and engines of the release
-before send none.
+A receipt is `sha256:<digest>`, `base`, or `mixed` if the steps read more than one. vLLM and engines of the previous
+release send none.
 """
 
 HEADER = "x-loraplex-adapter-digest"

@@ -25,7 +25,7 @@ BATCHES_IN_FLIGHT = 2
 DEFAULT_SLOTS = 32
 MISMATCH = "engine answered with another adapter than was asked for; restart it and report its log"
 DEFAULT_LOAD_SECONDS = 0.05
-# An engine measures its loads only into host memory; the copy to the device adds to that.
+# Minimum, because an engine measures its loads only into host memory, without the copy to the device.
 LEAST_LOAD_SECONDS = 0.02
 
 
@@ -156,7 +156,7 @@ class EngineRecord:
         self.distrusted = None
         if not self.healthy:
             log.info("engine %s is up", self.url)
-            # The failures of its previous life do not count against an engine that comes back.
+            # Earlier failures do not count against an engine that comes back.
             self.breaker = Breakers()
         self.healthy, self.misses, self.problem, self.draining = True, 0, None, False
         self.silent_since = None
@@ -292,7 +292,7 @@ class Registry:
 
 
 def resident_adapters(state: dict[str, Any]) -> frozenset[str]:
-    """Return the digests of the adapters in an engine's /state, without the `sha256:` that they may begin with."""
+    """Return the digests of the adapters in an engine's /state, without any `sha256:` prefix."""
     adapters = state.get("adapters_resident")
     if not isinstance(adapters, list):
         return frozenset()

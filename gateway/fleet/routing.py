@@ -2,9 +2,9 @@
 
 Rendezvous hashing (Thaler and Ravishankar 1998) with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018), where the
 bound is a time. Each adapter has an order of engines, the same on every gateway, which decides among engines that are
-about equally good. An engine that holds the adapter is better by the time of a load, until its queue takes longer than
-that; then another engine loads a copy. When the load falls, the first engine in the order gets all requests again, and
-the unused copy is evicted. `benchmarks/routing.py` compares this with other methods.
+about equally good. An engine that holds the adapter is ahead by the time of an adapter load, until its queue takes
+longer than that; then another engine loads a copy. When there are fewer requests, the first engine in the order gets
+all of them again, and the unused copy is evicted. `benchmarks/routing.py` compares this with other methods.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from gateway.fleet.registry import EngineRecord
 # The share by which a full batch prolongs each of its requests: the price of joining the busier of two engines that
 # both have a free place.
 CROWDING = 0.05
-# Loads that a load costs: it evicts another adapter, which must be loaded again later.
+# Loads that one load costs: it evicts another adapter, which must be loaded again later.
 LOADS_PER_LOAD = 2.0
 # Engines' loads are compared in quarters of a batch. Within a quarter, the conversation and the adapter's order decide.
 LEVELS = 4

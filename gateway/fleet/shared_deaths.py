@@ -52,7 +52,7 @@ class Report(msgspec.Struct):
 
 
 class SharedDeaths:
-    """The stream of reports. deployment: a value that only the processes of a deployment share: the database's URL."""
+    """Stream of reports. deployment: a value that only this deployment's processes share, such as the database URL."""
 
     def __init__(self, redis: Any, deployment: str) -> None:
         self._add, self._read = redis.register_script(ADD), redis.register_script(READ)

@@ -111,7 +111,7 @@ class Changes:
     async def confirm(self, mark: int, scope: str) -> bool:
         """Return whether an answer of this mark is valid now; concurrent callers share a reading.
 
-        So a process makes one reading after a stall of the event loop, not one for each key. Raises Unavailable.
+        After a stall of the event loop, a process thus makes one reading, not one for each key. Raises Unavailable.
         """
         if self.holds(mark, scope):
             return True

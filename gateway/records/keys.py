@@ -102,7 +102,7 @@ class Keys:
                 await count_change(connection, key.scope)
 
     async def replace(self, new: ApiKey, old_id: str, expires_at: datetime, actor: str) -> None:
-        """Add `new`; the old key ends at `expires_at`, or earlier if it was to end before.
+        """Add `new`. The old key ends at `expires_at`, or at its own end if that is earlier.
 
         Raises BadRequest if the old key is not valid.
         """

@@ -73,7 +73,7 @@ class Tenants:
         self._database = database
 
     async def create(self, name: str, fields: Mapping[str, Any], actor: str) -> Tenant:
-        """Add a tenant. fields: as in `update`; the others have defaults."""
+        """Add a tenant. fields: as in `update`; other fields have defaults."""
         if not TENANT_NAME.fullmatch(name):
             raise BadRequest(
                 "Expected a tenant name of 1 to 64 characters a-z, 0-9, '.', '_' and '-', "

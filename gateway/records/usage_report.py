@@ -74,7 +74,7 @@ class UsageReport:
         self._database = database
 
     async def sums(self, group_by: Sequence[str] = ("model",), **which: Any) -> list[UsageSums]:
-        """Return all groups at once; see `page`. Tenants decide how many groups "model" has, so give those a limit."""
+        """Return all groups at once; see `page`. Give a limit for "model", whose number of groups tenants decide."""
         return (await self.page(group_by, **which)).groups
 
     async def page(
@@ -129,7 +129,7 @@ class UsageReport:
             return (await connection.execute(query)).first() is not None
 
     async def recent(self, tenant_id: str | None = None, limit: int = 50) -> list[UsageRow]:
-        """Return rows, newest first."""
+        """Return the newest rows, newest first."""
         query = select(usage).order_by(usage.c.created_at.desc(), usage.c.request_id).limit(limit)
         if tenant_id is not None:
             query = query.where(usage.c.tenant_id == tenant_id)
@@ -183,7 +183,7 @@ def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnEl
     except (ValueError, msgspec.MsgspecError) as error:
         raise BadRequest("after: expected the `next` of an answer with the same group_by.", param="after") from error
     if any(isinstance(value, str) and not value.isprintable() for value in values):
-        # No database takes a NUL in a text.
+        # Databases refuse a NUL in a text.
         raise BadRequest("after: expected the `next` of an answer with the same group_by.", param="after")
     return [literal(value, column.type) for value, column in zip(values, order, strict=True)]
 

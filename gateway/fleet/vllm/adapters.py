@@ -126,5 +126,5 @@ class _Moving:
 
 
 def name(digest: str) -> str:
-    """Return the adapter's name in every engine."""
+    """Return the adapter's name, which is the same on every engine."""
     return f"sha256:{digest}"

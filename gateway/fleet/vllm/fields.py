@@ -66,7 +66,7 @@ _VLLM_ONLY = frozenset(VllmOnly.__struct_fields__)
 def check_fields(raw: bytes, kind: RequestType) -> bytes:
     """Return the body without the fields that only vLLM serves, as `kind` decodes it.
 
-    Raises the protocol's BadRequest for a field that is sent to no engine. A body that is no JSON object is returned
+    Raises the protocol's BadRequest for a field that is sent to no engine. A body that is not a JSON object is returned
     unchanged: `decode` reports it.
     """
     try:
