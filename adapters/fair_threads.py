@@ -165,7 +165,7 @@ class FairThreads:
             self._dequeue(job)
             if not self._may_start(tenant, job):
                 continue
-            # The tenant whose turn it is pays.
+            # Charge only the tenant that has the turn.
             job.tenants, job.started = {tenant}, now
             self._running.add(job)
             heavy = self._lowers_priority and self._use(tenant, now) > HEAVY_SECONDS

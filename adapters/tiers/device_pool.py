@@ -74,7 +74,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Reservation:
-    """Pages promised to an adapter.
+    """Pages reserved for a waiting adapter.
 
     draining_held: resources of the adapters in `draining` that a request still uses.
     """
@@ -190,7 +190,7 @@ class AdapterPool:
             return Residency.FAILED
         reserved = self._reservation
         if reserved is not None and digest in reserved.draining:
-            return Residency.LOADING  # its pages are promised to a tenant that is further behind
+            return Residency.LOADING  # its pages are reserved for a tenant that is further behind
         resident = self._residents.get(digest)
         if resident is not None:
             is_idle = resident.pins == 0
@@ -216,7 +216,7 @@ class AdapterPool:
             )
             return Residency.FAILED
         if reserved is not None and reserved.digest != digest:
-            return Residency.LOADING  # free pages are being collected for another adapter
+            return Residency.LOADING  # free pages are reserved for another adapter
         return self._place(digest, adapter, size)
 
     def pin(self, digest: str) -> int:
@@ -238,16 +238,17 @@ class AdapterPool:
                 self._reservation.draining_held.remove(resident)
 
     def error(self, digest: str) -> Exception:
-        """Return the reason of `ensure`'s FAILED, once: the next request tries again.
+        """Return and clear the error of `ensure`'s FAILED, so that the next request tries again.
 
-        An AdapterError is the adapter's fault.
+        An AdapterError means that the adapter itself is at fault.
         """
         return self._errors.pop(digest)
 
     def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:
-        """Promise `digest` the pages of the adapters in `furthest_ahead` order; until then these accept no new request.
+        """Reserve adapters' pages, in `furthest_ahead` order, for `digest`; these adapters accept no new request.
 
-        An idle adapter accepts no new request either if the promised adapter would not fit beside it.
+        The reservation ends when `digest` has its pages. Until then an idle adapter accepts no new request either, if
+        `digest` would not fit beside it.
         """
         if self._reservation is not None:
             return
@@ -264,7 +265,7 @@ class AdapterPool:
                 reservation.draining_held.add(resident)
 
     def no_longer_wanted(self, digest: str) -> None:
-        """Drop the adapter's promise and error after its last waiting request has left."""
+        """Drop the adapter's reservation and error after its last waiting request has left."""
         self._fetching.pop(digest, None)
         self._wanted.pop(digest, None)
         self._errors.pop(digest, None)
@@ -326,7 +327,7 @@ class AdapterPool:
         return size
 
     def _fits_beside_kept(self, reservation: _Reservation, idle: Resident | None = None) -> bool:
-        """Return whether the promised adapter fits beside those that stay in use until then, and beside `idle`."""
+        """Return whether the waiting adapter fits beside those that stay in use until then, and beside `idle`."""
         kept, draining = self._pinned_held, reservation.draining_held
         held = _Held(
             kept.slots - draining.slots, kept.pages - draining.pages, kept.outside_bytes - draining.outside_bytes

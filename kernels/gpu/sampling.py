@@ -1,10 +1,10 @@
 """Sampling in one launch: no sort, no wait for the host, any mix of rows in one CUDA graph.
 
 A program processes one row, so a row's token never depends on the other rows. Semantics: `kernels.reference.sample`.
-Top-k and top-p are cuts by value. Floats ordered by their bits are integers. The cut is found by narrowing an interval
-of them to a quarter in each pass over the row (which the L2 holds): the largest t whose tokens `>= t` count k or weigh
-top_p. The draw is an inverse CDF over the remaining tokens, in vocabulary order, summed in fp64. A greedy row costs one
-pass, a plain draw three, each kind of cut sixteen more.
+Top-k and top-p are cuts by value: the largest t such that the tokens `>= t` count k or weigh top_p. Floats map to
+integers in the same order, and each pass over the row (which the L2 holds) narrows the interval of t to a quarter.
+The draw is an inverse CDF over the remaining tokens, in vocabulary order, summed in fp64.
+A greedy row costs one pass, a plain draw three, each kind of cut sixteen more.
 """
 
 import torch
