@@ -260,7 +260,7 @@ class Clients:
 
 
 class Killer:
-    """Kills and restarts one part after the other, in random order; mostly after full recovery from the last kill.
+    """Fault injector that kills and restarts one part after the other, in random order; mostly after full recovery.
 
     A part that ended by itself (a gateway without a database at its start) is restarted, as a supervisor does.
     """

@@ -192,7 +192,7 @@ async def _settle_for_the_dead(quota: Quota, run: str) -> None:
 async def _until_nothing_is_held(redis: Any, run: str) -> None:
     async with asyncio.timeout(120):
         for name in TENANTS:
-            while await redis.hlen(f"loraplex:{{{run}{name}}}:held"):  # noqa: ASYNC110  (Redis tells nobody)
+            while await redis.hlen(f"loraplex:{{{run}{name}}}:held"):  # noqa: ASYNC110 - Redis sends no event
                 await asyncio.sleep(0.05)
 
 

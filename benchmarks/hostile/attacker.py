@@ -81,7 +81,7 @@ class Answer:
 
 
 class Attacker:
-    """Sends the requests of one attack and counts the answers."""
+    """Client that sends the requests of one attack and counts the answers."""
 
     def __init__(self, target: Target, session: aiohttp.ClientSession, seconds: float) -> None:
         self.target = target

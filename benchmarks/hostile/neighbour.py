@@ -40,7 +40,7 @@ def percentile(values: list[float], part: float) -> float:
 
 
 class Neighbour:
-    """Sends the load of one key. Requests begin by the clock, whether or not earlier ones have ended."""
+    """Load of one key. Requests begin by the clock, whether or not earlier ones have ended."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, key: str, model: str, *, uploads: bool) -> None:
         self._session = session

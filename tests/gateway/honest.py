@@ -1,4 +1,4 @@
-"""A simulation of honest clients whose reservations grow while they run, checked against the reference token bucket."""
+"""A simulation of honest clients whose reservations grow while they run, checked against the reference leaky bucket."""
 
 from collections.abc import Callable
 

@@ -68,7 +68,7 @@ class Script:
 
 
 class Bucket:
-    """Reference token bucket: real use fills it when it happens, and passing time empties it, whatever the clock shows.
+    """Reference leaky bucket: real use fills it when it happens, and passing time empties it, whatever the clock shows.
 
     Times are microseconds since the test began.
     """

@@ -1,4 +1,4 @@
-"""`loraplex adapter collect` removes exactly the store's content without a name."""
+"""`loraplex adapter collect` removes the adapters that no name refers to, and nothing else."""
 
 import asyncio
 import os

@@ -16,7 +16,7 @@ from tests.ports import free_ports
 
 
 class Seen(Exception):
-    """Raised when the test has seen enough."""
+    """End of a test that has seen enough."""
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ STUCK_S = 30.0
 
 
 class Fuzzer:
-    """Sends groups of bodies at once, some from clients that disconnect."""
+    """Client that sends groups of bodies at once, some from connections that it closes early."""
 
     def __init__(self, url: str) -> None:
         self.url = url
