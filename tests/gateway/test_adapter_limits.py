@@ -42,7 +42,7 @@ async def test_a_refused_upload_takes_nothing(quota: Quota):
     tenant = principal().tenant.id
     async with quota.upload(tenant, "runs", 3, 1):
         for number in range(10):
-            with pytest.raises(RateLimited, match="concurrent uploads"):
+            with pytest.raises(RateLimited, match="1 concurrent upload;"):
                 async with quota.upload(tenant, f"u{number}", 3, 1):
                     pass
     for number in range(2):

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 import adapters
-from adapters.check import BOOT, IDLE, LOW, PREPARED
+from adapters.check import BOOT, PREPARED
 from adapters.manifest import AdapterError, BaseShape
 from adapters.recent_use import RecentUse
 from adapters.store import Stored
@@ -33,8 +33,8 @@ CPU_SECONDS, CPU_BYTES_PER_SECOND = 10, 20_000_000
 # Wall-clock limit as a factor of the CPU limit: at a low priority a check may get a small share of a core.
 CLOCK_FACTOR = 6
 # A tenant is busy if its checks used more CPU time than this recently, with this half-life. The checks of all busy
-# tenants run one at a time and on idle cores only, so that the engine's steps and other tenants' uploads do not wait
-# for them. An ordinary check takes 0.1 s, so busy tenants send more than 30 uploads a minute, or expensive ones.
+# tenants run one at a time, so that the engine's steps and other tenants' uploads hardly wait for them. An ordinary
+# check takes 0.1 s, so busy tenants send more than 30 uploads a minute, or expensive ones.
 BUSY_SECONDS, HALF_LIFE_S = 0.7, 10.0
 OPERATOR = "operator"
 
@@ -70,15 +70,15 @@ class Checker:
 
     async def check(self, place: Workplace, owner: str) -> Checked:
         """Unpack and check the upload in the workplace. owner: a tenant's id, or OPERATOR."""
-        turns, priority = self._turns, LOW
+        turns = self._turns
         if owner == OPERATOR:
             turns = self._operators
         elif self._used.of(owner) > BUSY_SECONDS:
-            turns, priority = self._busy, IDLE
+            turns = self._busy
         async with turns.turn(owner):
-            return await place.run(self._run(place.folder, owner, priority))
+            return await place.run(self._run(place.folder, owner))
 
-    async def _run(self, folder: Path, owner: str, priority: str) -> Checked:
+    async def _run(self, folder: Path, owner: str) -> Checked:
         served = self._served()
         received = sum(entry.stat().st_size for entry in os.scandir(folder))
         cpu_seconds = CPU_SECONDS + received // CPU_BYTES_PER_SECOND
@@ -101,7 +101,7 @@ class Checker:
         }
         began, cpu_used = time.monotonic(), None
         try:
-            code, out = await _child(json.dumps(job).encode() + b"\n", seconds, priority)
+            code, out = await _child(json.dumps(job).encode() + b"\n", seconds)
             answer: dict[str, Any] = json.loads(out) if code == 0 else {}
             cpu_used = answer.pop("cpu_seconds", None)
         finally:
@@ -124,10 +124,10 @@ class Checker:
         return AdapterError(answer["field"], answer["message"])
 
 
-async def _child(job: bytes, seconds: float, priority: str) -> tuple[int, bytes]:
+async def _child(job: bytes, seconds: float) -> tuple[int, bytes]:
     """Run the child to its end. Returns its exit status and its output."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT), str(os.getpid()), priority),
+        *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT), str(os.getpid())),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
