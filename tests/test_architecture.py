@@ -15,6 +15,26 @@ ALLOWED_UP = {("gateway", "migrations")}
 # The gateway runs without torch: beside its own floor it imports `wire` and the torch-free part of `adapters`.
 NOT_THE_GATEWAYS = ("engine", "kernels", "adapters.tiers")
 MAX_LINES = 400
+RIDDLES = frozenset(
+    [
+        "What",
+        "Who",
+        "Whose",
+        "Of",
+        "As",
+        "One",
+        "Until",
+        "For",
+        "Whoever",
+        "Whatever",
+        "Nobody",
+        "Somebody",
+        "Which",
+        "Where",
+        "When",
+        "How",
+    ]
+)
 SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 
 
@@ -99,6 +119,19 @@ def test_our_kernels_package_does_not_pose_as_hugging_faces():
     assert available == "False"
     assert Path(file) == ROOT / "kernels" / "__init__.py"
     assert (ROOT / "kernels" / "__init__.py").read_text() == ""
+
+
+def test_docstrings_open_with_their_subject_or_an_imperative():
+    """A docstring that opens with a relative clause must be read twice. tests/ and benchmarks/ hold to it too."""
+    every = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    found = []
+    for path in every:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                words = (ast.get_docstring(node) or "-").split()
+                if words[0].rstrip(",:;") in RIDDLES:
+                    found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {' '.join(words[:6])}")
+    assert not found
 
 
 def test_files_are_small():

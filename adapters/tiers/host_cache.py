@@ -23,18 +23,16 @@ from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import Store
 
+# The base model's `[vocab, hidden]` embed_tokens or lm_head, in the dtype that is served, on the CPU.
 BaseTensor = Callable[[str], Tensor]
-"""The base model's `[vocab, hidden]` embed_tokens or lm_head, in the dtype that is served, on the CPU."""
-
 # Queued loads in all and per tenant; more are refused.
 MAX_PENDING, MAX_PENDING_PER_TENANT = 1024, 64
 # A failed load is not retried for this time, however many requests need it.
 FAILURE_SECONDS = 5.0
 # Longest time that a load, which holds a thread, waits for an adapter in use to be unpinned.
 ROOM_SECONDS = 30.0
-MAX_FAILURES = 1024
-# Number of digests whose last requesting tenant is remembered.
-MAX_ASKED = 4096
+# MAX_ASKED: number of digests whose last requesting tenant is remembered.
+MAX_FAILURES, MAX_ASKED = 1024, 4096
 LIMITLESS = 1 << 62
 # Copies of base weights in adapters are read and compared in pieces of this many bytes.
 PIECE_BYTES = 4 << 20
