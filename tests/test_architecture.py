@@ -15,27 +15,9 @@ ALLOWED_UP = {("gateway", "migrations")}
 # The gateway runs without torch: beside its own floor it imports `wire` and the torch-free part of `adapters`.
 NOT_THE_GATEWAYS = ("engine", "kernels", "adapters.tiers")
 MAX_LINES = 400
+# A docstring does not open with these words.
 RIDDLES = {"What", "Who", "Whose", "Of", "As", "One", "Until", "For", "Whoever", "Whatever", "Nobody", "Somebody"}
 RIDDLES |= {"Which", "Where", "When", "How"}
-    [
-        "What",
-        "Who",
-        "Whose",
-        "Of",
-        "As",
-        "One",
-        "Until",
-        "For",
-        "Whoever",
-        "Whatever",
-        "Nobody",
-        "Somebody",
-        "Which",
-        "Where",
-        "When",
-        "How",
-    ]
-)
 SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 
 
