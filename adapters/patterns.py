@@ -15,7 +15,7 @@ from typing import Any
 MAX_PATTERN_LENGTH = 4096
 # Budget of all patterns of one adapter. Real ones take a few hundred steps per module; hostile ones stop within
 # seconds.
-MAX_STEPS = 2_000_000
+MAX_STEPS = 1_000_000
 # Steps charged for compiling one pattern with `re` (measured: 100 to 200 us).
 _COMPILE_STEPS = 200
 _LITERAL = re.compile(r"[\w.\\^$-]*", re.ASCII)

@@ -49,7 +49,7 @@ BAD = [
     ("response_format", "json"), ("response_format", {"type": "json_schema", "json_schema": {}}),
     ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", ["a"]), ("allowed_token_ids", 3),
     ("bad_words", [""]), ("bad_words", "word"), ("bad_words", [1]), ("bad_words", ["a" * 257]),
-    ("bad_words", ["a"] * 1025), ("use_beam_search", True), ("length_penalty", 2),
+    ("bad_words", ["a"] * 1025), ("bad_words", ["a" * 200] * 82), ("use_beam_search", True), ("length_penalty", 2),
     ("logits_processors", ["x"]), ("logprob_token_ids", [1]), ("repetition_detection", {"max_pattern_size": 3}),
     ("guided_whitespace_pattern", " "),
     ("thinking_token_budget", 5), ("truncate_prompt_tokens", 5), ("vllm_xargs", {"a": 1}), ("watermarking", True),

@@ -89,11 +89,13 @@ async def test_a_failing_step_fails_all_in_flight_and_the_health(session, model,
         status, answer = await whole
         assert (status, answer["error"]["type"]) == (503, "server_error")
         events = (await stream.text()).split("\n\n")
-        assert "the device is gone" in json.loads(events[-3][6:])["error"]["message"]
+        # The cause may hold paths or another tenant's input: it is in the log only.
+        assert json.loads(events[-3][6:])["error"]["message"] == "the engine failed; send the request again"
+        assert "the device is gone" in caplog.text
         assert events[-2] == "data: [DONE]"
         status, health = await client.get("/health")
         assert (status, health["status"]) == (503, "unhealthy")
-        assert "the device is gone" in health["reason"]
+        assert "the device is gone" not in health["reason"]
         for path, body in (("/v1/completions", LONG), ("/v1/completions", LONG | {"stream": True})):
             assert (await client.post(path, body))[0] == 503
         assert (await client.get("/state"))[0] == 503
