@@ -19,8 +19,8 @@ from torch import Tensor
 from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, AdapterError, BaseShape
 from adapters.tiers.host_cache import HostAdapter, HostCache
 from adapters.tiers.page_writer import Fence, Lane, PageWriter, lane_for
-from kernels.backend import EmbeddingLora, HeadLora, PackedLinear, dense_linear
 from kernels.memory import lazy_zeros
+from kernels.ops import EmbeddingLora, HeadLora, PackedLinear, dense_linear
 from kernels.reference import LARGEST, LoraGroup
 
 PAGE_RANK = 8

@@ -10,9 +10,9 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.measure import asked
 from engine.model.config import ModelConfig, parse_model_config
 from engine.model.llama import Decoder
-from kernels.backend import EmbeddingLora, HeadLora, KvCache
 from kernels.batch import Batch
 from kernels.gpu.ops import TritonOps
+from kernels.ops import EmbeddingLora, HeadLora, KvCache
 from kernels.reference import LARGEST, LoraGroup
 
 BLOCK_SIZE, PAGE_RANK = 16, 8
@@ -39,7 +39,7 @@ class RandomWeights:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """`kernels.backend.LoraTables` with random pages."""
+    """`kernels.ops.LoraTables` with random pages."""
 
     groups: list[dict[str, LoraGroup]]
     page_table: Tensor

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.execution.layout import Layout
 from engine.execution.transfer import upload
-from kernels.backend import LoraTables
 from kernels.batch import ANY_ADAPTERS, Batch
+from kernels.ops import LoraTables
 
 Forward = Callable[[Batch], Tensor]
 Replay = Callable[[], Tensor]

@@ -6,8 +6,8 @@ A batch without such an adapter costs two lookups in empty dicts.
 import torch
 from torch import Tensor
 
-from kernels.backend import LoraTables, Ops
 from kernels.batch import Batch
+from kernels.ops import LoraTables, Ops
 
 
 def embed(embedding: Tensor, batch: Batch, ops: Ops, lora: LoraTables | None) -> Tensor | None:

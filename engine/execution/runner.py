@@ -19,8 +19,8 @@ from engine.execution.sampler import RowLogprobs, mark_not_finite, sample, token
 from engine.execution.transfer import Download, upload
 from engine.model.llama import Decoder
 from engine.scheduling.request import Request, Status
-from kernels.backend import KvCache
 from kernels.memory import lazy_zeros
+from kernels.ops import KvCache
 from kernels.reference import LARGEST
 
 

@@ -1,7 +1,7 @@
 """The decoder of all served families (Llama, Mistral, Qwen2, Qwen3, SmolLM), selected by configuration, with LoRA on
 all weights.
 
-Knows no scheduler, no sampling and no device: the ops come from `kernels.backend`.
+Knows no scheduler, no sampling and no device: the ops come from `kernels.ops`.
 """
 
 from pathlib import Path
@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.execution import outside_lora
 from engine.model.config import ModelConfig, rope_frequencies
 from engine.model.weights import Checkpoint, Progress, open_weights
-from kernels.backend import DecoderWeights, FusedForward, KvCache, LayerWeights, LoraTables, Ops, PackedLinear
 from kernels.batch import Batch
+from kernels.ops import DecoderWeights, FusedForward, KvCache, LayerWeights, LoraTables, Ops, PackedLinear
 from kernels.reference import LoraGroup
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.batch import Batch
 from kernels.cpu.sampling import sample
 from kernels.memory import HugePages
+from kernels.ops import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.reference import LoraGroup, LoraRouting
 
 # Rows of one adapter that a thread processes at a time, small enough to divide a long prompt between threads.

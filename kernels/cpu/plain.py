@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kernels import reference
-from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.batch import Batch
 from kernels.cpu.sampling import sample
+from kernels.ops import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.reference import LoraGroup, LoraRouting
 
 

@@ -1,9 +1,8 @@
-"""Implementation of `kernels.backend.Ops` on a GPU: matrix products by cuBLAS, other ops by our Triton kernels."""
+"""Implementation of `kernels.ops.Ops` on a GPU: matrix products by cuBLAS, other ops by our Triton kernels."""
 
 import torch
 from torch import Tensor
 
-from kernels.backend import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.batch import Batch
 from kernels.gpu import fused
 from kernels.gpu.attention_tiles import AttentionMetadata, build_attention_metadata
@@ -11,6 +10,7 @@ from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.sampling import sample
 from kernels.gpu.segmented_lora import expand, segmented_lora, shrink
 from kernels.gpu.segments import DECODE, Segments, build_segments
+from kernels.ops import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.reference import LoraGroup, LoraRouting
 
 

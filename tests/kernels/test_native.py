@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
 from kernels.cpu import native, native_build
 from kernels.cpu.plain import TorchOps
 from kernels.memory import HugePages
+from kernels.ops import KvCache, Ops
 from kernels.reference import LoraGroup, LoraRouting
 
 DTYPES = [torch.float32, torch.bfloat16]

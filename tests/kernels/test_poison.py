@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
 from kernels.cpu import native, native_build
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
+from kernels.ops import KvCache, Ops
 from kernels.reference import LARGEST, LoraGroup
 from tests.kernels.test_native import make_batch
 

@@ -6,10 +6,10 @@ from itertools import accumulate
 import pytest
 import torch
 
-from kernels.backend import KvCache, Ops
 from kernels.batch import Batch
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
+from kernels.ops import KvCache, Ops
 from kernels.reference import LoraGroup
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, PAGE_RANK = 96, 160, 6, 2, 16, 16, 8

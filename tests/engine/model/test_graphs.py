@@ -14,9 +14,9 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.graphs import DecodeGraphs, default_sizes
 from engine.scheduling.request import SamplingParams
-from kernels.backend import Ops
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
+from kernels.ops import Ops
 from tests.engine.tiny import save_adapter, save_model
 from wire.errors import ConfigError
 

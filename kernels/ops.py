@@ -1,0 +1,164 @@
+"""Interface of the ops that a decoder is made of, and the types that they take. Knows no implementation."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from kernels.batch import Batch
+from kernels.reference import LoraGroup, LoraRouting
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight in its backend's preferred layout. `weight` is backend-specific; bias `[out_features]` or None."""
+
+    weight: Any
+    bias: Tensor | None
+    in_features: int
+    out_features: int
+
+
+def dense_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """Keep the weight's layout, for backends that use torch's own products."""
+    return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingLora:
+    """LoRA on the embedding: row t of the inputs += scale * table[token t] expand^T. table `[vocab, r]`."""
+
+    table: Tensor
+    expand: PackedLinear
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLora:
+    """LoRA on lm_head: logits += scale * (hidden shrink^T) expand^T. shrink `[r, hidden]`, expand `[vocab, r]`."""
+
+    shrink: PackedLinear
+    expand: PackedLinear
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of a decoder layer.
+
+    Norms `[hidden]`; q_norm and k_norm `[head_dim]` if the model family norms heads.
+    """
+
+    input_norm: Tensor
+    qkv: PackedLinear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: PackedLinear
+    post_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+    sliding_window: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """The weights of a decoder. embedding `[vocab, hidden]`, cos_sin `[max_model_len, head_dim]` fp32 (cos | sin)."""
+
+    embedding: Tensor
+    layers: list[LayerWeights]
+    norm: Tensor
+    lm_head: PackedLinear
+    cos_sin: Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+
+class KvCache(NamedTuple):
+    """The keys and values of a layer, `[num_blocks, num_kv_heads, block_size, head_dim]`.
+
+    Only 8-bit caches have scales.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+
+class LoraTables(Protocol):
+    """The device pool's tables for a step: the location of each adapter's rank pages, and each layer's pages.
+
+    embeddings, heads: by slot, for the few adapters that have LoRA there.
+    """
+
+    groups: list[dict[str, LoraGroup]]
+    embeddings: dict[int, EmbeddingLora]
+    heads: dict[int, HeadLora]
+    page_rank: int
+
+    page_table: Tensor
+    ranks: Tensor
+
+
+class FusedForward(Protocol):
+    """A backend's forward pass that runs a whole step in one call."""
+
+    def __call__(self, batch: Batch, lora: LoraTables | None, inputs: Tensor | None = None) -> Tensor:
+        """Return `[L, vocab]` fp32 logits of the batch's `logits_rows`.
+
+        inputs: `[T, hidden]`, replaces the embedding's output.
+        """
+        ...
+
+    def hidden(self, num_rows: int) -> Tensor:
+        """Return lm_head's input in the last call, `[num_rows, hidden]`; valid until the next call."""
+        ...
+
+
+class Ops(Protocol):
+    """The ops of a backend.
+
+    A step builds one `plan` and passes it to every op. Semantics are those of `kernels.reference`.
+    """
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear: ...
+
+    def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> FusedForward | None:
+        """Return the whole forward pass over these caches and pages as one call, or None if the backend has none."""
+        ...
+
+    def plan(self, batch: Batch, lora: LoraTables | None) -> Any: ...
+
+    def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: Any) -> Tensor: ...
+
+    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: Any) -> Tensor: ...
+
+    def paged_attention(self, q: Tensor, kv: KvCache, plan: Any, scale: float, sliding_window: int) -> Tensor: ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> Tensor: ...
+
+
+def routing_of(batch: Batch, lora: LoraTables | None) -> LoraRouting | None:
+    """Return the batch's routing, or None if no token uses an adapter; then no LoRA code runs."""
+    if lora is None or not batch.adapter_slots:
+        return None
+    return LoraRouting(batch.adapter_index, lora.page_table, lora.ranks)
