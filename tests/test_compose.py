@@ -27,8 +27,8 @@ from gateway.settings import Settings
 from loraplex.cli import main
 from loraplex.models import ensure_demo_model
 from loraplex.up.local import valkey_binary
-from tests.e2e.stack import CACHE, ROOT, Tenant, http
-from tests.ports import free_port
+from testing.ports import free_port
+from testing.stack import CACHE, ROOT, Tenant, http
 
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 OURS = ("migrate", "engine", "gateway")

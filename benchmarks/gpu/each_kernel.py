@@ -21,14 +21,14 @@ def tests(machine: Machine) -> Iterator[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", ".", "--import-mode", "importlib"]
     command += ["-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "ignore::pytest.PytestUnknownMarkWarning"]
     if machine.device.type == "cpu":
-        command += ["tests/kernels/test_fused.py", "-k", "test_bad_arguments_are_named"]
+        command += ["tests/kernels/gpu/test_fused.py", "-k", "test_bad_arguments_are_named"]
     else:
         # Only the engine tests marked for a GPU: the others need the interpreter.
-        graphs = "tests/engine/model/test_graphs.py::test_captured_graphs_answer_as_eager_steps"
+        graphs = "tests/engine/execution/test_graphs.py::test_captured_graphs_answer_as_eager_steps"
         command += [f"{graphs}_while_adapters_take_each_others_pages"]
-        command += ["tests/adapters/test_device_pool.py::test_pages_on_a_gpu"]
-        command += ["tests/kernels", "-m", "not slow", "--ignore", "tests/kernels/test_native.py"]
-        command += ["--ignore", "tests/kernels/test_compiles.py"]
+        command += ["tests/adapters/tiers/test_device_pool.py::test_pages_on_a_gpu"]
+        command += ["tests/kernels", "-m", "not slow", "--ignore", "tests/kernels/cpu/test_native.py"]
+        command += ["--ignore", "tests/kernels/gpu/test_compiles.py"]
         if importlib.util.find_spec("xdist"):
             command += ["-n", "12"]  # most of the time is compilation
     environment = {**os.environ, "PYTHONPATH": "."}

@@ -17,10 +17,10 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.e2e.stack import free_port
-from tests.gateway.upstream import TOKEN, Upstream
-from tests.gateway.vllm_double import VllmDouble
-from tests.serving import serving
+from testing.gateway.upstream import TOKEN, Upstream
+from testing.gateway.vllm_double import VllmDouble
+from testing.serving import serving
+from testing.stack import free_port
 
 POISON = "poison"
 ENGINES = 3

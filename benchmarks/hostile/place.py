@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.stack import ROOT, Stack, data_dir, free_port, http
-from tests.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
-from tests.gateway.upstream import TOKEN
+from testing.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
+from testing.gateway.upstream import TOKEN
+from testing.stack import ROOT, Stack, data_dir, free_port, http
 
 START_SECONDS = 60.0
 BANK_CONTEXT = 65_536

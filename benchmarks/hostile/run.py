@@ -19,7 +19,7 @@ from benchmarks.hostile.catalogue import ATTACKS
 from benchmarks.hostile.neighbour import Felt, Neighbour, percentile
 from benchmarks.hostile.place import Place
 from benchmarks.hostile.watch import Seen, Watch
-from tests.e2e.stack import ROOT
+from testing.stack import ROOT
 
 # The first requests of a stack warm caches; no attack should be charged for that.
 WARM_SECONDS = 2.0

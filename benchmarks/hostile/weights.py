@@ -10,7 +10,7 @@ from functools import cache
 from benchmarks.hostile.archives import CONFIG, WEIGHTS, good
 from benchmarks.hostile.attack import attack
 from benchmarks.hostile.attacker import Attacker
-from tests.gateway.mutated_uploads import mutated
+from testing.gateway.mutated_uploads import mutated
 
 # The demo model's projections: [out, in] of q, k, v, o.
 HIDDEN, KEY_VALUE = 576, 192

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapters.canonical import write_canonical
 from adapters.checkpoint import open_checkpoint
-from tests.adapters.files import CONFIG, key, safetensors, tensors, write
+from testing.adapter_files import CONFIG, key, safetensors, tensors, write
 
 NAME = "adapter_config.json"
 

@@ -8,7 +8,7 @@ import pytest
 
 from adapters.checkpoint import _pair, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
-from tests.adapters.files import BASE, CONFIG, header_of, key, pack, safetensors, tensors, write
+from testing.adapter_files import BASE, CONFIG, header_of, key, pack, safetensors, tensors, write
 
 
 def refusal(folder) -> AdapterError:

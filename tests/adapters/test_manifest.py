@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapters.checkpoint import open_checkpoint
 from adapters.manifest import HARMLESS, HONOURED, OUTSIDE, REFUSED, AdapterError, BaseShape, parse_manifest
-from tests.adapters.files import BASE, CONFIG
+from testing.adapter_files import BASE, CONFIG
 
 ON = {
     "modules_to_save": ["lm_head"],

@@ -13,7 +13,7 @@ import adapters.spool
 from adapters.checkpoint import open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.store import DirectoryStore, open_store
-from tests.adapters.files import BASE, CONFIG, tensors, write
+from testing.adapter_files import BASE, CONFIG, tensors, write
 
 
 def leftovers(store: DirectoryStore) -> list[str]:
@@ -88,7 +88,7 @@ def test_a_put_that_dies_before_the_rename_is_not_seen(tmp_path, monkeypatch):
     store, folder = DirectoryStore(tmp_path / "store"), write(tmp_path / "a")
     script = (
         "import os, sys, adapters.store as s\n"
-        "from tests.adapters.files import BASE\n"
+        "from testing.adapter_files import BASE\n"
         "s.DirectoryStore.publish = lambda *_: os._exit(9)\n"
         "s.DirectoryStore(sys.argv[1]).put(sys.argv[2], BASE)\n"
     )
@@ -179,7 +179,7 @@ def test_processes_race_to_put_the_same_adapters(tmp_path):
     store = DirectoryStore(tmp_path / "store")
     folders = [write(tmp_path / str(seed), tensors(seed=seed)) for seed in range(6)]
     script = (
-        "import sys\nfrom adapters.store import open_store\nfrom tests.adapters.files import BASE\n"
+        "import sys\nfrom adapters.store import open_store\nfrom testing.adapter_files import BASE\n"
         "store = open_store(sys.argv[1])\n"
         "for _ in range(5):\n    for folder in sys.argv[2:]:\n        print(store.put(folder, BASE).digest)\n"
     )

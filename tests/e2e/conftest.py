@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.stack import Stack, Tenant, close_clients, data_dir
+from testing.stack import Stack, Tenant, close_clients, data_dir
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.stack import Tenant, http
+from testing.stack import Tenant, http
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT: dict[str, Any] = {"messages": HI, "max_tokens": 4}

@@ -9,7 +9,7 @@ import subprocess
 import openai
 import pytest
 
-from tests.e2e.stack import Stack, Tenant, http
+from testing.stack import Stack, Tenant, http
 
 
 def test_demo_json_is_private_and_complete(stack: Stack, demo: dict):

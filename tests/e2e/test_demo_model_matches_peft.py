@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
 from loraplex.models import ensure_demo_model
-from tests.e2e.stack import CACHE
+from testing.stack import CACHE
 from wire.text.tokenizer import Tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"

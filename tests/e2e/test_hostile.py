@@ -12,7 +12,7 @@ import pytest
 from benchmarks.hostile.catalogue import ATTACKS, SHOWN
 from benchmarks.hostile.place import Place, before_doubles, of_stack
 from benchmarks.hostile.run import Limits, Result, run_attack
-from tests.e2e.stack import Stack
+from testing.stack import Stack
 
 SECONDS = 2.0
 LIMITS = Limits(latency=None, upload=20.0, stall=3.0, refusal=30.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.stack import Stack, Tenant, children, data_dir, http, loraplex
+from testing.stack import Stack, Tenant, children, data_dir, http, loraplex
 
 
 def one_line_error(done: subprocess.CompletedProcess[str]) -> str:

@@ -9,7 +9,7 @@ import aiohttp
 import openai
 import pytest
 
-from tests.e2e.stack import Answer, Stack, Tenant, http
+from testing.stack import Answer, Stack, Tenant, http
 
 
 def admin(demo: dict, method: str, path: str, body: dict | None = None) -> Answer:

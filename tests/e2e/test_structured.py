@@ -6,7 +6,7 @@ import re
 import openai
 import pytest
 
-from tests.e2e.stack import Tenant
+from testing.stack import Tenant
 from tests.engine.structured.schemas import fits
 
 SCHEMA = {

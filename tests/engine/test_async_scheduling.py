@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import RequestOutput, SamplingParams
 from engine.structured.compiler import GrammarCompiler
-from tests.engine.tiny import save_adapter, save_model
+from testing.tiny import save_adapter, save_model
 from wire.errors import RequestError
 from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer

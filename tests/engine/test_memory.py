@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine, split_memory
 from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import SamplingParams
-from tests.engine.tiny import save_model
+from testing.tiny import save_model
 from wire.errors import ConfigError, RequestError
 
 GIB = 1 << 30

@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.scheduling.request import RequestOutput, SamplingParams
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
-from tests.engine.tiny import save_adapter, save_model
+from testing.tiny import save_adapter, save_model
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
 ALL = {

@@ -13,7 +13,7 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import RequestOutput, SamplingParams
-from tests.engine.tiny import save_adapter, save_model
+from testing.tiny import save_adapter, save_model
 
 BLOCK = 16
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * BLOCK  # keys and values, layers, heads, head_dim, fp32, tokens

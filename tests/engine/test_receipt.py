@@ -12,7 +12,7 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
-from tests.engine.tiny import save_adapter, save_model
+from testing.tiny import save_adapter, save_model
 
 NUM_ADAPTERS = 3
 

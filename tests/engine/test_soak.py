@@ -20,7 +20,7 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams, TokenLogprobs
-from tests.engine.tiny import save_adapter, save_model
+from testing.tiny import save_adapter, save_model
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
 RANKS = (3, PAGE_RANK, PAGE_RANK + 1, 2 * PAGE_RANK, 2 * PAGE_RANK)

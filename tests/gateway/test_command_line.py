@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from loraplex.cli import main
-from tests.adapters.files import write
-from tests.gateway.running import ADMIN_KEY, BASE_MODEL, Gateway, until
-from tests.gateway.upstream import TOKEN, Upstream
+from testing.adapter_files import write
+from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Gateway, until
+from testing.gateway.upstream import TOKEN, Upstream
 
 Run = Callable[..., Awaitable[Result]]
 

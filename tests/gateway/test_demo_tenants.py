@@ -11,8 +11,8 @@ from loraplex.client import GatewayClient
 from loraplex.up import demo_tenants
 from loraplex.up.datadir import DataDir
 from loraplex.up.demo_tenants import DemoTenant
-from tests.adapters.files import tensors, write
-from tests.gateway.running import ADMIN_KEY, BASE_MODEL, Gateway
+from testing.adapter_files import tensors, write
+from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Gateway
 
 Provision = Callable[..., Awaitable[dict[str, DemoTenant]]]
 

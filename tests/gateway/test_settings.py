@@ -8,8 +8,8 @@ import pytest
 
 from gateway.access.credentials import MIN_BITS, guess_bits
 from gateway.settings import Settings, SettingsError
-from tests.gateway.running import ADMIN_KEY, PEPPER
-from tests.gateway.upstream import TOKEN
+from testing.gateway.running import ADMIN_KEY, PEPPER
+from testing.gateway.upstream import TOKEN
 
 
 @pytest.fixture

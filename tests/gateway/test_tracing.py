@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from gateway.settings import SettingsError
-from tests.collector import Collector
-from tests.gateway.running import Gateway, running, settings, until
-from tests.gateway.upstream import Upstream
+from testing.collector import Collector
+from testing.gateway.running import Gateway, running, settings, until
+from testing.gateway.upstream import Upstream
 from wire.telemetry.spans import TracingError, start_tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

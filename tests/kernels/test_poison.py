@@ -18,7 +18,7 @@ from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
 from kernels.ops import KvCache, Ops
 from kernels.reference import LARGEST, LoraGroup
-from tests.kernels.test_native import make_batch
+from tests.kernels.cpu.test_native import make_batch
 
 POISON = [torch.nan, torch.inf, -torch.inf, 1.7e38]
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16

@@ -44,7 +44,7 @@ SMALLER_TEAM = """
 import torch
 torch.set_num_threads(4)
 from kernels.cpu import native, native_build
-from tests.kernels.test_native import make_batch, normal
+from tests.kernels.cpu.test_native import make_batch, normal
 ops = native.NativeOps(native_build.load())
 assert ops.threads == 4
 weight, x = normal(96, 64), normal(40, 64)

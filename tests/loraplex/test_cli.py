@@ -19,7 +19,7 @@ from loraplex.cli import main
 from loraplex.commands.output import money
 from loraplex.commands.programs import Bytes, Module, engine
 from loraplex.commands.values import Duration, Limit, Moment, Money, given
-from tests.ports import free_port
+from testing.ports import free_port
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> Result:

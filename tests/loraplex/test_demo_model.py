@@ -11,7 +11,7 @@ import pytest
 
 from loraplex import models as demo
 from loraplex.models import DEMO_MODEL, GGUF_MEMBER, ModelError, ensure_demo_model, ensure_gguf_folder, ensure_model
-from tests.e2e.stack import CACHE
+from testing.stack import CACHE
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -15,7 +15,7 @@ from engine.model.config import parse_model_config, read_config, read_model_conf
 from engine.model.gguf.folder import write_folder
 from engine.model.gguf.tokenizer import read_tokenizer
 from engine.model.weights import open_weights
-from tests.engine import tiny
+from testing import tiny
 from tests.engine.model import gguf_files
 from wire.errors import ConfigError
 from wire.text.tokenizer import Tokenizer, TokenizerError

@@ -13,7 +13,7 @@ from engine.scheduling.scheduler import Scheduler
 
 @dataclass
 class AlwaysThere:
-    """Adapter pool that always has room; tests/adapters/test_device_pool.py tests the real pool."""
+    """Adapter pool that always has room; tests/adapters/tiers/test_device_pool.py tests the real pool."""
 
     pinned: list[str] = field(default_factory=list)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.structured.compiler import GrammarCompiler
-from tests.engine.tiny import save_byte_level_tokenizer
+from testing.tiny import save_byte_level_tokenizer
 from wire.errors import RequestError
 from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import SamplingParams
 from engine.structured.compiler import GrammarCompiler
+from testing.tiny import save_model
 from tests.engine.structured.schemas import fits
-from tests.engine.tiny import save_model
 from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer
 

@@ -1,0 +1,160 @@
+"""A whole gateway on a free port, with its clients."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from gateway.serve import listening
+from gateway.settings import Settings
+from testing.gateway.upstream import TOKEN
+
+ADMIN_KEY = "tests-admin-5f0c9a1e7b3d4826"
+PEPPER = "tests-pepper-c41d07e96ab2f358"
+BASE_MODEL = "base"
+CONTEXT = 256
+# One token per byte, so that a test can count: the template adds 2 per message and 1 at the end.
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m['content'] }}>{% endfor %}:"
+)
+MODEL_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": CONTEXT,
+}
+HI = [{"role": "user", "content": "Hi"}]
+# "<Hi>:" in bytes.
+HI_TOKENS = 5
+
+
+def save_model(folder: Path) -> Path:
+    """Save a model folder as the gateway reads it: a byte tokenizer, a chat template and a config, but no weights."""
+    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    return folder
+
+
+class Answer:
+    def __init__(self, status: int, headers: Any, body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Return the error object, after a check of its shape."""
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """Return a stream's events, decoded; "[DONE]" stays a string."""
+        lines = [line[6:] for line in self.body.decode().split("\n\n") if line]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+class Client:
+    """A client with a key, or without one."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, key: str | None) -> None:
+        self.session, self.url, self.key = session, url, key
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+
+    async def call(self, method: str, path: str, **options: Any) -> Answer:
+        headers = self.headers | options.pop("headers", {})
+        async with self.session.request(method, self.url + path, headers=headers, **options) as response:
+            return Answer(response.status, response.headers, await response.read())
+
+    async def get(self, path: str, **options: Any) -> Answer:
+        return await self.call("GET", path, **options)
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> Answer:
+        return await self.call("POST", path, json=body, **options)
+
+    async def chat(self, **body: Any) -> Answer:
+        return await self.post("/v1/chat/completions", {"model": BASE_MODEL, "messages": HI} | body)
+
+    async def complete(self, **body: Any) -> Answer:
+        return await self.post("/v1/completions", {"model": BASE_MODEL, "prompt": "Hi"} | body)
+
+    async def usage(self) -> list[dict[str, Any]]:
+        return (await self.get("/v1/usage")).json["data"]
+
+
+class Gateway:
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url, self.session = url, session
+        self.admin = Client(session, url, ADMIN_KEY)
+        self.nobody = Client(session, url, None)
+
+    def client(self, key: str) -> Client:
+        return Client(self.session, self.url, key)
+
+    async def tenant(self, name: str, **limits: Any) -> Client:
+        """Create a tenant and return its client, with a key of all scopes."""
+        assert (await self.admin.post("/admin/api/tenants", {"name": name} | limits)).status == 201
+        made = await self.admin.post(f"/admin/api/tenants/{name}/keys")
+        assert made.status == 201
+        return self.client(made.json["key"])
+
+
+def settings(folder: Path, model_dir: Path, engines: list[str], redis_url: str, **overrides: Any) -> Settings:
+    """Return settings for a test gateway: a port that it chooses itself, and short time-outs."""
+    values: dict[str, Any] = {
+        "database_url": f"sqlite:///{folder}/gateway.db",
+        "redis_url": redis_url,
+        "engines": engines,
+        "internal_token": TOKEN,
+        "adapter_store": str(folder / "adapters"),
+        "journal_dir": folder / "journal",
+        "model_dir": model_dir,
+        "base_model": BASE_MODEL,
+        "key_pepper": PEPPER,
+        "admin_key": ADMIN_KEY,
+        "port": 0,
+        "migrate_on_start": True,
+        # Much longer than a slow machine needs, so that no test is refused for lag.
+        "redis_timeout": 10.0,
+        "shutdown_seconds": 1.0,
+        "default_max_tokens": 64,
+        # No test counts as a flood.
+        "unserved_per_second": 1e6,
+    }
+    return Settings.load({}, **values | overrides)
+
+
+@asynccontextmanager
+async def running(of: Settings) -> AsyncIterator[Gateway]:
+    async with listening(of) as url, aiohttp.ClientSession() as session:
+        yield Gateway(url, session)
+
+
+async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 30.0) -> None:
+    """Wait for a condition that becomes true after the response."""
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        await asyncio.sleep(0.02)

@@ -1,0 +1,290 @@
+"""A small real engine server for proxying tests: the engine's routes and SSE format over real sockets.
+
+Its tokens are made up. The request's own `x_engine` field controls its behaviour, which also shows that unknown fields
+pass through.
+"""
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from aiohttp import web
+
+from testing.serving import serving
+from wire.responses import ASK_TOKENS, REPORT_TYPE
+
+TOKEN = "tests-token-8e2b6f4091cd57a3"
+PROMPT_TOKENS = 11
+CACHED_TOKENS = 3
+
+
+class Upstream:
+    """Engine double. Fields of `x_engine`, per request:
+
+    tokens (2): tokens to generate
+    delay: seconds between tokens
+    status: answer this status instead
+    fail_after: send an error event after this many tokens
+    drop_after: cut the connection after this many tokens
+    per_event: tokens in one event
+    pad: extra bytes in the answer and in each event
+    mixed_after: the receipt is "mixed" in that event
+
+    With `keeps_allowances` it keeps allowances and reports whole answers, for tests that leave time to raise an
+    allowance.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.cancelled = 0
+        # The cost of each request, by its id, as returned by `GET /finished`.
+        self.finished: dict[str, dict[str, Any]] = {}
+        self.events = 0
+        self.healthy = True
+        self.token = TOKEN
+        self.resident: list[str] = []
+        # Requests of other gateways here; whether it is draining; whether it pushes its state.
+        self.running = 0
+        self.draining = False
+        self.pushes = True
+        self.followers = 0
+        # Request id -> the completion tokens that it may generate.
+        self.keeps_allowances = False
+        self.allowances: dict[str, int] = {}
+        self._generation = 0
+        self._told: tuple[object, ...] = ()
+        self.model = "base"
+        # Refusal of every request: a status and an error code, or None to cut the connection.
+        self.refuses: tuple[int, str] | Literal[False] | None = False
+        # False: an engine without our extensions, like vLLM.
+        self.says_progress = True
+        self.remembers = True
+        # Sends no state and starts no answer, as if stopped.
+        self.mute = False
+        self.holds = False
+        # The receipt: True for the requested model, another model's, or None, as from vLLM and older engines.
+        self.receipt: str | Literal[True] | None = True
+        self.instance = "one"
+        # Streams of requests with `pause` wait after their first event.
+        self.paused = True
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator["Upstream"]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/allowances", self._allow)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/state", self._state)
+        app.router.add_get("/finished", self._finished)
+        async with serving(app, port) as self.url:
+            yield self
+
+    async def _wait_out(self, condition: Callable[[], bool]) -> None:
+        while True:
+            if not condition():
+                return
+            await asyncio.sleep(0.01)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        await self._wait_out(lambda: self.mute)
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _state(self, request: web.Request) -> web.StreamResponse:
+        if request.headers["x-loraplex-internal-token"] != self.token:
+            return web.Response(status=401)
+        if request.query.get("watch") != "true" or not self.pushes:
+            return web.json_response(self._state_now())
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        self.followers += 1
+        try:
+            generation, told_at = -1, 0.0
+            while self.healthy and self.pushes:
+                state = self._state_now()
+                now = time.monotonic()
+                # Paced by the clock, however slow the machine: silence is the sign of a hung engine.
+                if not self.mute and (state["generation"] != generation or now - told_at >= 0.5):
+                    generation, told_at = state["generation"], now
+                    await response.write(json.dumps(state).encode() + b"\n")
+                await asyncio.sleep(0.01)
+        finally:
+            self.followers -= 1
+        return response
+
+    def _state_now(self) -> dict[str, Any]:
+        told = (self.instance, self.model, tuple(self.resident), self.running, self.draining, self.keeps_allowances)
+        if told != self._told:
+            self._told = told
+            self._generation += 1
+        return {
+            "instance": self.instance,
+            "generation": self._generation,
+            "model": self.model,
+            "adapters_resident": self.resident,
+            "running": self.running,
+            "waiting": 0,
+            "draining": self.draining,
+            "keeps_allowances": self.keeps_allowances,
+        }
+
+    async def _finished(self, request: web.Request) -> web.Response:
+        assert request.headers["x-loraplex-internal-token"] == TOKEN
+        known = [self.finished[i] for i in request.query["ids"].split(",") if i in self.finished]
+        for _ in range(round(100 * float(request.query["wait"]))):
+            if all(each["finish_reason"] is not None for each in known):
+                break
+            await asyncio.sleep(0.01)
+        return web.json_response({"object": "list", "data": known})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("x-loraplex-internal-token") != TOKEN:
+            return web.json_response({"error": {"message": "wrong token"}}, status=401)
+        body = await request.json()
+        self.requests.append(({k.lower(): v for k, v in request.headers.items()}, body))
+        how = body.get("x_engine", {})
+        if self.refuses is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if self.refuses:
+            status, code = self.refuses
+            detail = {"message": "not now", "type": "server_error", "param": None, "code": code}
+            return web.json_response({"error": detail}, status=status, headers={"Retry-After": "7"})
+        if "status" in how:
+            detail = {"message": f"no: {body['model']}", "type": "t", "param": "prompt", "code": "c"}
+            return web.json_response({"error": detail}, status=how["status"])
+        mine = {"id": request.headers.get("x-request-id"), "finish_reason": None, "completion_tokens": 0}
+        mine |= {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
+        if self.remembers:
+            self.finished[mine["id"]] = mine
+        if self.keeps_allowances and (allowance := request.headers.get("x-loraplex-allowance")) is not None:
+            self.allowances[mine["id"]] = int(allowance)
+        try:
+            await self._wait_out(lambda: self.holds)
+            if body.get("stream"):
+                response = await self._stream(request, body, how, mine)
+                mine["finish_reason"] = mine["finish_reason"] or "stop"
+                return response
+            report = await self._generate_whole(request, body, how, mine)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            mine["finish_reason"] = mine["finish_reason"] or "abort"
+        tokens, ended_by_allowance = mine["completion_tokens"], mine["finish_reason"] == "length"
+        choice = {"index": 0, "finish_reason": mine["finish_reason"]}
+        chat = request.path.endswith("chat/completions")
+        choice |= {"message": {"role": "assistant", "content": "a" * tokens}} if chat else {"text": "a" * tokens}
+        answer = {**self._envelope(body), "choices": [choice], "usage": usage(tokens)}
+        if ended_by_allowance:
+            answer["loraplex"] = {**counts(tokens), "ended_by_allowance": True}
+        if report is not None:
+            data = json.dumps(answer).encode()
+            head = {"status": 200, "length": len(data), "headers": self._receipt(body)}
+            await report.write(json.dumps({"completion_tokens": tokens, "answer": head}).encode() + b"\n" + data)
+            return report
+        return web.json_response(answer, headers=self._receipt(body))
+
+    async def _allow(self, request: web.Request) -> web.Response:
+        assert request.headers["x-loraplex-internal-token"] == TOKEN
+        body = await request.json()
+        self.allowances[body["id"]] = max(self.allowances.get(body["id"], 0), body["tokens"])
+        return web.json_response({"is_running": True})
+
+    def _left(self, mine: dict[str, Any]) -> float:
+        return self.allowances.get(mine["id"], math.inf) - mine["completion_tokens"]
+
+    async def _generate_whole(
+        self, request: web.Request, body: dict[str, Any], how: dict[str, Any], mine: dict[str, Any]
+    ) -> web.StreamResponse | None:
+        """Return the report, if the request needed one."""
+        report: web.StreamResponse | None = None
+        tokens = min(how.get("tokens", 2), body["max_tokens"])
+        for made in range(1, tokens + 1):
+            await asyncio.sleep(how.get("delay", 0))
+            mine["completion_tokens"] = made
+            if how.get("pause") and made == 1:
+                await self._wait_out(lambda: self.paused)
+            if self._left(mine) < ASK_TOKENS:
+                if report is None:
+                    report = web.StreamResponse(headers={"Content-Type": REPORT_TYPE})
+                    await report.prepare(request)
+                await report.write(json.dumps({"completion_tokens": made}).encode() + b"\n")
+            if how.get("drop_after") == made:
+                assert request.transport is not None
+                request.transport.abort()
+            if self._left(mine) <= 0 and made < tokens:
+                mine["finish_reason"] = "length"
+                return report
+        mine["finish_reason"] = "stop"
+        return report
+
+    def _receipt(self, body: dict[str, Any]) -> dict[str, str]:
+        asked = body["model"] if body["model"].startswith("sha256:") else "base"
+        said = asked if self.receipt is True else self.receipt
+        return {} if said is None else {"x-loraplex-adapter-digest": said}
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], how: dict[str, Any], mine: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        response.headers.update(self._receipt(body))
+        await response.prepare(request)
+        chat = request.path.endswith("chat/completions")
+        tokens, step = min(how.get("tokens", 2), body["max_tokens"]), how.get("per_event", 1)
+        for made in range(step, tokens + 1, step):
+            await asyncio.sleep(how.get("delay", 0))
+            mine["completion_tokens"] = made if self.says_progress else 0
+            ended = self._left(mine) <= 0 and made + step <= tokens
+            reason = "length" if ended else "stop" if made + step > tokens else None
+            choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+            choice |= {"delta": {"content": "a" * step}} if chat else {"text": "a" * step}
+            event = {**self._envelope(body), "choices": [choice], "usage": None}
+            if self.says_progress:
+                event["loraplex"] = counts(made)
+                if how.get("mixed_after") == made:
+                    event["loraplex"]["adapter_digest"] = "mixed"
+                if ended:
+                    event["loraplex"]["ended_by_allowance"] = True
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.events += 1
+            if how.get("pause") and made == step:
+                await self._wait_out(lambda: self.paused)
+            if how.get("drop_after") == made:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if how.get("fail_after") == made:
+                await response.write(b'data: {"error": {"message": "out of luck", "type": "server_error"}}\n\n')
+                return response
+            if ended:
+                tokens, mine["finish_reason"] = made, "length"
+                break
+        if body["stream_options"]["include_usage"]:
+            event = {**self._envelope(body), "choices": [], "usage": usage(tokens)}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _envelope(self, body: dict[str, Any]) -> dict[str, Any]:
+        pad = {"pad": "x" * body["x_engine"]["pad"]} if "pad" in body.get("x_engine", {}) else {}
+        return {"id": "cmpl-1", "object": "completion", "created": 1, "model": body["model"], **pad}
+
+
+def counts(tokens: int) -> dict[str, Any]:
+    return {"completion_tokens": tokens, "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
+
+
+def usage(tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": tokens,
+        "total_tokens": PROMPT_TOKENS + tokens,
+        "prompt_tokens_details": {"cached_tokens": CACHED_TOKENS},
+    }

@@ -1,0 +1,382 @@
+"""The device tier: pages by rank, pins, eviction, and pages promised to the request of the tenant furthest behind."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.manifest import AdapterError
+from adapters.tiers.device_pool import GROUPS, PAGE_RANK, AdapterPool, Residency
+from adapters.tiers.host_cache import HostCache
+from adapters.tiers.page_writer import NUM_BUFFERS
+from kernels.reference import take
+from testing.adapter_files import BASE, CONFIG, tensors, write
+
+DEVICE = torch.device("cpu")
+ALL = tuple((layer, p) for layer in range(BASE.num_layers) for p in BASE.projections)
+Make = Callable[..., AdapterPool]
+
+
+@pytest.fixture
+def host() -> Iterator[HostCache]:
+    cache = HostCache(None, BASE, 1 << 24, torch.float32)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def make(host: HostCache) -> Iterator[Make]:
+    pools: list[AdapterPool] = []
+
+    def make(pages: int, max_rank: int = 16, dtype: torch.dtype = torch.float32, **options: Any) -> AdapterPool:
+        options |= {"max_rank": max_rank, "dtype": dtype, "device": DEVICE}
+        page_bytes = AdapterPool(BASE, host, memory=1 << 24, **options).page_bytes
+        pool = AdapterPool(BASE, host, memory=pages * page_bytes, **options)
+        pools.append(pool)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def adapter(host: HostCache, tmp_path: Path) -> Callable[..., str]:
+    """Return a factory that adds an adapter of a rank to the host cache and returns its digest."""
+
+    def make(rank: int = 4, seed: int = 0, modules: tuple[tuple[int, str], ...] = ALL) -> str:
+        config = {**CONFIG, "r": rank, "target_modules": sorted({p for _, p in modules})}
+        return host.add_path(write(tmp_path / f"{rank}-{seed}", tensors(modules, rank, seed), config))
+
+    return make
+
+
+def wait_for(pool: AdapterPool, digest: str, wanted: Residency = Residency.READY) -> None:
+    deadline = time.monotonic() + 60
+    while (found := pool.ensure(digest)) is not wanted:
+        assert time.monotonic() < deadline, f"{found}, not {wanted}"
+        time.sleep(0.002)
+        pool.poll()
+
+
+def check_pages(pool: AdapterPool, host: HostCache, digest: str, slot: int) -> None:
+    """Assert that the pool's pages hold the adapter, and zeros in the rest of its last page."""
+    held = host.get(digest)
+    assert held is not None
+    pages = -(-held.rank // PAGE_RANK)
+    assert int(pool.ranks[slot]) == held.rank
+    assert (pool.page_table[slot, pages:] == -1).all()
+    table = pool.page_table[slot, :pages].long()
+    for layer, groups in enumerate(pool.groups):
+        for name, group in groups.items():
+            for s, projection in enumerate(GROUPS[name]):
+                module = held.modules.get((layer, projection))
+                if module is None:
+                    assert float(group.scales[slot, s]) == 0.0
+                    continue
+                assert float(group.scales[slot, s]) == pytest.approx(module.scale)
+                a = take(group.a_pages, table)[:, s].flatten(0, 1).float()
+                b = take(group.b_pages, table).flatten(0, 1)[:, group.offsets[s] : group.offsets[s + 1]].float()
+                assert not a[held.rank :].any(), "rows beyond the rank must be zero"
+                assert not b[held.rank :].any()
+                if group.row_scales is None:
+                    assert torch.equal(a[: held.rank], module.a)
+                    assert torch.equal(b[: held.rank], module.b.T)
+                else:
+                    delta = module.b @ module.a
+                    scaled = a * group.row_scales[table, s].flatten()[:, None]
+                    assert (b.T @ scaled - delta).norm() / delta.norm() < 0.06
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("rank", [1, 4, 8, 12, 16])
+def test_an_adapter_takes_pages_by_its_own_rank_and_reads_back(
+    make: Make, host: HostCache, adapter: Callable[..., str], rank: int, dtype: torch.dtype
+) -> None:
+    pool = make(6, dtype=dtype)
+    other = adapter(rank=16, seed=9)
+    wait_for(pool, other)
+    assert pool.evict(other), "its bytes stay behind in the pages"
+    digest = adapter(rank=rank, seed=1, modules=tuple(m for m in ALL if m != (1, "k_proj")))
+    wait_for(pool, digest)
+    assert pool.num_free_pages == 6 - -(-rank // PAGE_RANK)
+    check_pages(pool, host, digest, pool.pin(digest))
+
+
+class LateLane:
+    """A device that copies as late as possible: when a caller waits, with the source's content at that moment.
+
+    A step is over when `step_ended` is set; copies queued behind it run no sooner.
+    """
+
+    in_place = False
+
+    class Fence:
+        def __init__(self, lane: "LateLane") -> None:
+            self._lane, self._at = lane, len(lane.queue)
+
+        def synchronize(self) -> None:
+            self._lane.run_to(self._at)
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.done = 0
+        self.step_ended = threading.Event()
+        self.most_under_way = 0
+
+    def launched(self) -> Any:
+        return self.step_ended
+
+    def wait(self, fence: Any) -> None:
+        self.queue.append(fence.wait)
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        self.queue.append(lambda: target.copy_(source))
+        self.most_under_way = max(self.most_under_way, len(self.queue) - self.done)
+        return LateLane.Fence(self)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        self.run_to(len(self.queue))
+        return tensor
+
+    def run_to(self, end: int) -> None:
+        while self.done < end:
+            self.queue[self.done]()
+            self.done += 1
+
+
+def test_pages_are_written_behind_the_steps_that_read_them_and_read_when_the_last_copy_is_done(
+    make: Make, host: HostCache, adapter: Callable[..., str]
+) -> None:
+    lane = LateLane()
+    lane.step_ended.set()
+    pool = make(2, lane=lane)
+    first, second = adapter(rank=16, seed=1), adapter(rank=16, seed=2)
+    wait_for(pool, first)
+    slot = pool.pin(first)
+    check_pages(pool, host, first, slot)
+    lane.step_ended.clear()
+    pool.unpin(first)  # its request has ended, but a step launched with it still runs
+    try:
+        deadline = time.monotonic() + 60
+        while pool.resident:
+            assert pool.ensure(second) is Residency.LOADING
+            assert time.monotonic() < deadline
+            pool.poll()
+        for _ in range(20):
+            assert pool.ensure(second) is Residency.LOADING
+            pool.poll()
+            check_pages(pool, host, first, slot)
+            time.sleep(0.002)
+    finally:
+        lane.step_ended.set()
+    wait_for(pool, second)
+    check_pages(pool, host, second, pool.pin(second))
+    assert lane.most_under_way <= NUM_BUFFERS + 1, "a step's own upload waits for what is under way"
+
+
+@pytest.mark.gpu
+def test_pages_on_a_gpu(host: HostCache, adapter: Callable[..., str]) -> None:
+    """Pages on a GPU stay correct while adapters take each other's pages and the stream of the steps is busy."""
+    device = torch.device("cuda")
+    pool = AdapterPool(BASE, host, memory=1 << 20, max_rank=16, dtype=torch.float32, device=device)
+    matrix = torch.randn(2048, 2048, device=device)
+    for seed in range(12):
+        for _ in range(20):
+            matrix = (matrix @ matrix).tanh()
+        digest = adapter(rank=16, seed=seed)
+        wait_for(pool, digest)
+        slot = pool.pin(digest)
+        held = host.get(digest)
+        assert held is not None
+        table = pool.page_table[slot, :2].long()
+        found = pool.groups[1]["down"].a_pages[table, 0].flatten(0, 1)
+        assert torch.equal(found.cpu(), held.modules[1, "down_proj"].a)
+        pool.unpin(digest)
+        pool.evict(digest)
+    pool.close()
+
+
+def test_the_least_recently_pinned_goes_first_and_a_pinned_one_never(make: Make, adapter: Callable[..., str]) -> None:
+    pool = make(2)
+    first, second, third = (adapter(seed=seed) for seed in range(3))
+    wait_for(pool, first)
+    wait_for(pool, second)
+    pool.pin(second)
+    pool.unpin(second)
+    pool.pin(first)
+    wait_for(pool, third)
+    assert set(pool.resident) == {first, third}
+    pool.pin(third)
+    assert pool.ensure(second) is Residency.LOADING or pool.ensure(second) is Residency.NO_ROOM
+    wait_for(pool, second, Residency.NO_ROOM)
+    assert not pool.evict(first)
+    pool.unpin(first)
+    wait_for(pool, second)
+    assert set(pool.resident) == {second, third}
+    assert pool.num_evictions == 2
+
+
+def test_who_waits_longest_is_promised_pages_and_nobody_else_gets_them(make: Make, adapter: Callable[..., str]) -> None:
+    pool = make(2, max_rank=16)
+    busy, late, big = adapter(seed=1), adapter(seed=2), adapter(rank=16, seed=3)
+    wait_for(pool, busy)
+    pool.pin(busy)
+    wait_for(pool, big, Residency.NO_ROOM)
+    pool.drain_for(big, [busy])
+    # One page is free, but promised; and the busy adapter accepts no new request.
+    for _ in range(20):
+        assert pool.ensure(late) is Residency.LOADING
+        assert pool.ensure(busy) is Residency.LOADING
+        pool.poll()
+        time.sleep(0.002)
+    assert late not in pool.resident
+    pool.unpin(busy)
+    wait_for(pool, big)
+    assert pool.resident == [big]
+
+
+def test_what_nobody_used_at_a_promise_does_not_take_its_pages(make: Make, adapter: Callable[..., str]) -> None:
+    """An adapter idle at the promise does not take the promised pages; repeated uses could hold them indefinitely."""
+    pool = make(4, max_rank=24)
+    busy, small, large = adapter(seed=1), adapter(seed=2), adapter(rank=16, seed=3)
+    big = adapter(rank=24, seed=4)
+    for digest in (busy, small, large):
+        wait_for(pool, digest)
+    pool.pin(busy)
+    pool.pin(large)
+    wait_for(pool, big, Residency.NO_ROOM)
+    pool.drain_for(big, [large, busy])
+    assert pool.ensure(small) is Residency.LOADING, "three pages for the big one leave one, which is in use"
+    assert pool.ensure(busy) is Residency.READY
+    pool.unpin(large)
+    wait_for(pool, big)
+    assert set(pool.resident) == {busy, big}
+
+
+def test_a_promise_ends_with_the_last_request_that_wanted_it(make: Make, adapter: Callable[..., str]) -> None:
+    pool = make(2, max_rank=16)
+    busy, big = adapter(seed=1), adapter(rank=16, seed=3)
+    wait_for(pool, busy)
+    pool.pin(busy)
+    wait_for(pool, big, Residency.NO_ROOM)
+    pool.drain_for(big, [busy])
+    assert pool.ensure(busy) is Residency.LOADING
+    pool.no_longer_wanted(big)
+    assert pool.ensure(busy) is Residency.READY
+
+
+def test_what_cannot_be_loaded_says_why_once_and_can_be_tried_again(make: Make, adapter: Callable[..., str]) -> None:
+    large = adapter(rank=32, seed=5)
+    pool = make(4, max_rank=16)
+    wait_for(pool, "0" * 64, Residency.FAILED)
+    assert "0000" in str(pool.error("0" * 64))
+    assert pool.ensure("0" * 64) is Residency.LOADING
+    wait_for(pool, large, Residency.FAILED)
+    error = pool.error(large)
+    assert isinstance(error, AdapterError)
+    assert "rank is 32, the most served is 16" in str(error)
+    assert pool.num_free_pages == 4
+
+
+def test_a_failure_that_nobody_waits_for_is_not_the_next_requests(
+    make: Make, host: HostCache, adapter: Callable[..., str], tmp_path: Path
+) -> None:
+    pool, digest = make(4), adapter(seed=7)
+    (tmp_path / "4-7").rename(tmp_path / "away")
+    assert pool.ensure(digest) is Residency.LOADING
+    assert host.fetch(digest).exception(60) is not None
+    pool.no_longer_wanted(digest)
+    pool.poll()
+    assert not pool.is_loading
+    (tmp_path / "away").rename(tmp_path / "4-7")
+    wait_for(pool, digest)
+    wait_for(pool, "0" * 64, Residency.FAILED)
+    pool.no_longer_wanted("0" * 64)
+    assert pool.ensure("0" * 64) is Residency.LOADING
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_held_is_counted_right_after_any_history(make: Make, adapter: Callable[..., str], seed: int) -> None:
+    rng = random.Random(seed)
+    pool = make(9, max_rank=32)
+    digests = [adapter(rank=rng.choice([4, 8, 16, 20, 32]), seed=i) for i in range(8)]
+    pins: list[str] = []
+
+    def held(chosen: Callable[[str, Any], bool]) -> tuple[int, int, int]:
+        found = [r for d, r in pool._residents.items() if chosen(d, r)]
+        return len(found), sum(len(r.pages) for r in found), sum(r.outside_bytes for r in found)
+
+    def as_tuple(held: Any) -> tuple[int, int, int]:
+        return held.slots, held.pages, held.outside_bytes
+
+    reserved = 0
+    for turn in range(400):
+        while turn % 2 and pool.is_loading:
+            time.sleep(0.001)
+            pool.poll()
+        digest = rng.choice(digests)
+        match rng.choice(["want", "want", "pin", "unpin", "drain", "leave", "evict"]):
+            case "want" | "pin":
+                found = pool.ensure(digest)
+                if found is Residency.READY and len(pins) < 12:
+                    pool.pin(digest)
+                    pins.append(digest)
+            case "unpin" if pins:
+                pool.unpin(pins.pop(rng.randrange(len(pins))))
+            case "drain" if pool.ensure(digest) is Residency.NO_ROOM:
+                pool.drain_for(digest, rng.sample(pins, len(pins)))
+                reserved += pool._reservation is not None
+            case "leave":
+                pool.no_longer_wanted(digest)
+            case "evict":
+                pool.evict(digest)
+        pool.poll()
+        reservation = pool._reservation
+        assert as_tuple(pool._all_held) == held(lambda *_: True)
+        assert as_tuple(pool._pinned_held) == held(lambda _, r: r.pins > 0)
+        assert as_tuple(pool._copying_held) == held(lambda _, r: r.loading is not None)
+        assert set(pool._idle) == {d for d, r in pool._residents.items() if not r.pins and r.loading is None}
+        if reservation is not None:
+            draining = held(lambda d, r: r.pins > 0 and d in reservation.draining)  # noqa: B023
+            assert as_tuple(reservation.draining_held) == draining
+        assert pool.num_free_pages == pool.num_pages - pool._all_held.pages
+    assert reserved
+
+
+def test_a_pool_too_small_for_one_adapter_is_refused(host: HostCache) -> None:
+    with pytest.raises(ValueError, match="adapter_memory"):
+        AdapterPool(BASE, host, memory=100, max_rank=16, dtype=torch.float32, device=DEVICE)
+
+
+def test_a_copy_that_fails_after_its_last_request_left_is_no_later_requests_error(
+    make: Make, adapter: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make(2)
+    digest = adapter(seed=1)
+    may_fail = threading.Event()
+
+    def fail(*_: object) -> None:
+        may_fail.wait(60)
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(pool._writer, "write", fail)
+    while digest not in pool._residents:
+        pool.ensure(digest)
+        pool.poll()
+        time.sleep(0.002)
+    pool.no_longer_wanted(digest)
+    may_fail.set()
+    deadline = time.monotonic() + 60
+    while digest in pool._residents:
+        assert time.monotonic() < deadline
+        pool.poll()
+        time.sleep(0.002)
+    monkeypatch.undo()
+    wait_for(pool, digest)

@@ -1,0 +1,387 @@
+"""The host tier: bounded, pins respected, one load at a time per digest, failures reported and briefly cached."""
+
+import threading
+import time
+from concurrent.futures import Future, wait
+
+import pytest
+import torch
+
+from adapters.checkpoint import open_checkpoint
+from adapters.fair_threads import TooManyPending
+from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
+from adapters.store import DirectoryStore
+from adapters.tiers import host_cache
+from adapters.tiers.host_cache import HostAdapter, HostCache
+from testing.adapter_files import BASE, key, tensors, write
+
+SIZE = sum(len(data) for _, _, data in tensors().values())  # of one adapter in float32
+TIMEOUT = 20
+
+
+@pytest.fixture
+def store(tmp_path):
+    return DirectoryStore(tmp_path / "store")
+
+
+@pytest.fixture
+def digests(store, tmp_path):
+    return [store.put(write(tmp_path / str(seed), tensors(seed=seed)), BASE).digest for seed in range(6)]
+
+
+@pytest.fixture
+def make(store):
+    caches: list[HostCache] = []
+
+    def make(max_bytes: int = 3 * SIZE, dtype: torch.dtype = torch.float32, base: BaseShape = BASE) -> HostCache:
+        caches.append(HostCache(store, base, max_bytes, dtype))
+        return caches[-1]
+
+    yield make
+    for cache in caches:
+        cache.close()
+
+
+def load(cache: HostCache, digest: str) -> HostAdapter:
+    return cache.fetch(digest).result(TIMEOUT)
+
+
+def test_the_tensors_are_those_of_the_file(make, digests):
+    cache = make()
+    assert cache.get(digests[0]) is None
+    adapter = load(cache, digests[0])
+    assert cache.get(digests[0]) is adapter
+    assert (adapter.digest, adapter.rank, adapter.num_bytes) == (digests[0], 4, SIZE)
+    assert sorted(adapter.modules) == [(0, "q_proj"), (0, "v_proj"), (2, "down_proj")]
+    for (layer, projection), module in adapter.modules.items():
+        for side, tensor in (("A", module.a), ("B", module.b)):
+            _, shape, data = tensors()[key(layer, projection, side)]
+            assert torch.equal(tensor, torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape))
+        assert module.scale == 2.0
+
+
+@pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_come_in_the_caches_dtype(make, store, tmp_path, source, dtype):
+    file_dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[source]
+    content, expected = {}, {}
+    for name, (_, shape, data) in tensors().items():
+        values = torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape).to(file_dtype)
+        content[name] = (source, shape, values.view(torch.uint8).numpy().tobytes())
+        expected[name] = values.to(dtype)
+    adapter = load(make(dtype=dtype), store.put(write(tmp_path / "x", content), BASE).digest)
+    assert adapter.num_bytes == SIZE // 4 * dtype.itemsize
+    for (layer, projection), module in adapter.modules.items():
+        assert torch.equal(module.a, expected[key(layer, projection, "A")])
+        assert torch.equal(module.b, expected[key(layer, projection, "B")])
+
+
+def test_the_least_recently_used_goes_first_and_the_bound_holds(make, digests):
+    cache = make(3 * SIZE + SIZE // 2)
+    for digest in digests[:3]:
+        load(cache, digest)
+    assert cache.get(digests[0]) is not None
+    load(cache, digests[3])
+    assert [cache.get(d) is not None for d in digests[:4]] == [True, False, True, True]
+    stats = cache.stats()
+    assert (stats.num_adapters, stats.num_bytes, stats.loads, stats.evictions) == (3, 3 * SIZE, 4, 1)
+
+
+def test_the_bound_holds_while_all_load_at_once(make, digests):
+    cache, seen, done = make(2 * SIZE), [], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(cache.stats().num_bytes)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    futures = [cache.fetch(digest) for _ in range(20) for digest in digests]
+    assert {future.result(TIMEOUT).digest for future in futures} == set(digests)
+    done.set()
+    watcher.join()
+    assert 0 < max(seen) <= 2 * SIZE
+
+
+def test_pinned_adapters_stay_and_a_load_waits_for_their_room(make, digests):
+    cache = make(2 * SIZE)
+    for digest in digests[:2]:
+        load(cache, digest)
+        cache.pin(digest)
+    cache.pin(digests[0])
+    waiting = cache.fetch(digests[2])
+    cache.unpin(digests[0])
+    assert wait([waiting], 0.3).done == set()
+    assert [cache.get(d) is not None for d in digests[:3]] == [True, True, False]
+    cache.unpin(digests[0])
+    assert waiting.result(TIMEOUT).digest == digests[2]
+    assert [cache.get(d) is not None for d in digests[:3]] == [False, True, True]
+    with pytest.raises(KeyError):
+        cache.unpin(digests[0])
+
+
+def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(make, store, digests, monkeypatch):
+    """Loads of tenants a and b, which find no room, fill all threads for a bounded time; c's adapter would fit."""
+    monkeypatch.setattr(host_cache, "ROOM_SECONDS", 0.5)
+    cache = make(2 * SIZE)
+    load(cache, digests[0])
+    cache.pin(digests[0])
+    large = {digest: cache._check(cache._open(digest)) for digest in digests[1:4]}
+    check = HostCache._check
+    monkeypatch.setattr(HostCache, "_check", lambda self, given: check(self, given) + SIZE * (given.digest in large))
+    stuck = [cache.fetch(digest, tenant) for digest, tenant in zip(large, "aab", strict=True)]
+    assert wait(stuck, 0.2).done == set()
+    started = time.monotonic()
+    assert cache.fetch(digests[4], "c").result(TIMEOUT).digest == digests[4]
+    assert time.monotonic() - started < 10
+    for each in stuck:
+        with pytest.raises(OSError, match="host memory is full"):
+            each.result(TIMEOUT)
+
+
+def test_a_pin_before_arrival_counts(make, digests):
+    cache = make(2 * SIZE)
+    cache.pin(digests[0])
+    for digest in digests[:4]:
+        load(cache, digest)
+    assert cache.get(digests[0]) is not None
+
+
+def test_one_load_serves_all_who_ask(make, digests, monkeypatch):
+    cache, gate, reads = make(), threading.Event(), []
+    read = HostCache._read
+
+    def slow(self, checkpoint, size):
+        reads.append(checkpoint.digest)
+        gate.wait(TIMEOUT)
+        return read(self, checkpoint, size)
+
+    monkeypatch.setattr(HostCache, "_read", slow)
+    futures: list[Future[HostAdapter]] = []
+    threads = [threading.Thread(target=lambda: futures.append(cache.fetch(digests[0]))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, futures))) == 1
+    gate.set()
+    adapter = futures[0].result(TIMEOUT)
+    assert cache.fetch(digests[0]).result(0) is adapter
+    assert reads == [digests[0]]
+
+
+def test_an_adapter_that_was_not_there_is_found_as_soon_as_it_is(make, store, tmp_path):
+    cache, folder = make(), write(tmp_path / "late", tensors(seed=9))
+    digest = open_checkpoint(folder).digest
+    with pytest.raises(AdapterNotFound, match="no adapter with digest"):
+        load(cache, digest)
+    store.put(folder, BASE)
+    assert load(cache, digest).digest == digest
+    assert cache.stats().num_bytes == SIZE
+
+
+def test_a_failed_read_gives_its_room_back(make, digests, monkeypatch):
+    cache = make(SIZE)
+
+    def broken(self, checkpoint, size):
+        raise OSError("disk on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostCache, "_read", broken)
+        patch.setattr(host_cache, "FAILURE_SECONDS", 0.0)
+        with pytest.raises(OSError, match="disk on fire"):
+            load(cache, digests[0])
+    assert cache.stats().num_bytes == 0
+    assert load(cache, digests[0]).digest == digests[0]
+
+
+def test_damage_at_rest_is_noticed(make, store, digests):
+    weights = store.path(digests[0]) / "adapter_model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(bytes(raw))
+    with pytest.raises(AdapterError, match="its files have changed"):
+        load(make(), digests[0])
+
+
+def test_what_can_never_fit_is_refused(make, digests):
+    with pytest.raises(AdapterError, match=f"takes {SIZE} bytes of host memory, the limit is {SIZE - 1}"):
+        load(make(SIZE - 1), digests[0])
+
+
+def test_another_bases_adapter_is_refused(make, digests):
+    with pytest.raises(AdapterError, match="another model"):
+        load(make(base=BaseShape(1, BASE.projections)), digests[0])
+
+
+def test_values_too_large_for_the_dtype_are_refused(make, store, tmp_path):
+    name = key(0, "q_proj", "A")
+    large = (torch.full((4, 16), 70000.0)).numpy().tobytes()
+    digest = store.put(write(tmp_path / "x", {**tensors(), name: ("F32", [4, 16], large)}), BASE).digest
+    assert load(make(), digest).rank == 4
+    cache = make(dtype=torch.float16)
+    with pytest.raises(AdapterError, match=r"too large for torch\.float16"):
+        load(cache, digest)
+    assert cache.stats().num_bytes == 0
+
+
+def test_folders_outside_the_store(tmp_path):
+    cache = HostCache(None, BASE, 3 * SIZE, torch.float32)
+    try:
+        folder = write(tmp_path / "x")
+        digest = cache.add_path(folder)
+        assert load(cache, digest).digest == digest
+        cache.drop(digest)
+        assert cache.get(digest) is None
+        assert cache.stats().num_bytes == 0
+        with pytest.raises(AdapterNotFound):
+            load(cache, digest)
+        assert cache.add_path(str(folder)) == digest
+        write(folder, tensors(seed=1))
+        with pytest.raises(AdapterError, match="its files have changed"):
+            load(cache, digest)
+        with pytest.raises(AdapterNotFound):
+            cache.add_path(tmp_path / "nothing")
+    finally:
+        cache.close()
+
+
+def test_drop_waits_for_the_pins(make, digests):
+    cache = make()
+    load(cache, digests[0])
+    cache.pin(digests[0])
+    cache.drop(digests[0])
+    assert cache.get(digests[0]) is not None
+    cache.unpin(digests[0])
+    assert cache.get(digests[0]) is None
+    cache.drop("f" * 64)
+    assert cache.stats().num_bytes == 0
+
+
+def test_drop_during_a_load_keeps_nothing(make, digests, monkeypatch):
+    cache, gate, begun = make(), threading.Event(), threading.Event()
+    read = HostCache._read
+
+    def slow(self, checkpoint, size):
+        begun.set()
+        gate.wait(TIMEOUT)
+        return read(self, checkpoint, size)
+
+    monkeypatch.setattr(HostCache, "_read", slow)
+    future = cache.fetch(digests[0])
+    assert begun.wait(TIMEOUT)
+    cache.drop(digests[0])
+    gate.set()
+    assert future.result(TIMEOUT).digest == digests[0]
+    assert cache.get(digests[0]) is None
+    assert cache.stats().num_bytes == 0
+    assert load(cache, digests[0]) is cache.get(digests[0])
+
+
+def test_fetch_returns_at_once(make, digests, monkeypatch):
+    read, gate = HostCache._read, threading.Event()
+
+    def slow(self, checkpoint, size):
+        gate.wait(TIMEOUT)
+        return read(self, checkpoint, size)
+
+    monkeypatch.setattr(HostCache, "_read", slow)
+    cache = make()
+    futures = [cache.fetch(digest) for digest in digests[:3]]
+    assert not any(future.done() for future in futures)
+    gate.set()
+    assert len(wait(futures, TIMEOUT).done) == 3
+
+
+def test_close_ends_loads_that_wait(make, digests):
+    cache = make(SIZE)
+    load(cache, digests[0])
+    cache.pin(digests[0])
+    waiting = cache.fetch(digests[1])
+    deadline = time.monotonic() + TIMEOUT
+    while not waiting.running():  # a job that has not begun would be cancelled
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    cache.close()
+    with pytest.raises(AdapterError, match="shutting down"):
+        waiting.result(TIMEOUT)
+
+
+def test_a_failing_adapter_is_read_once_for_all_who_wait(make, store, digests, monkeypatch):
+    weights = store.path(digests[0]) / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    cache, opened, really = make(), [], host_cache.open_checkpoint
+    monkeypatch.setattr(host_cache, "open_checkpoint", lambda folder: (opened.append(folder), really(folder))[1])
+    for _ in range(20):
+        with pytest.raises(AdapterError, match="its files have changed"):
+            load(cache, digests[0])
+    assert len(opened) == 1
+    weights.write_bytes(whole)
+    with pytest.raises(AdapterError, match="its files have changed"):
+        load(cache, digests[0])
+    now = time.monotonic()
+    monkeypatch.setattr(host_cache.time, "monotonic", lambda: now + host_cache.FAILURE_SECONDS + 1)
+    assert load(cache, digests[0]).digest == digests[0]
+
+
+def test_what_the_device_cannot_place_is_refused_before_it_is_read(make, digests, monkeypatch):
+    cache = make()
+    cache.refuse_beyond(max_rank=3, max_outside_bytes=0)
+    monkeypatch.setattr(HostCache, "_read", lambda *_: pytest.fail("it was read"))
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="its rank is 4, the most served is 3"):
+            load(cache, digests[0])
+
+
+def test_a_tenants_loads_wait_for_themselves_only(make, digests, monkeypatch):
+    cache, gates = make(10 * SIZE), {digest: threading.Event() for digest in digests}
+    read = HostCache._read
+    begun = []
+
+    def slow(self, checkpoint, size):
+        begun.append(checkpoint.digest)
+        gates[checkpoint.digest].wait(TIMEOUT)
+        return read(self, checkpoint, size)
+
+    monkeypatch.setattr(HostCache, "_read", slow)
+    greedy = [cache.fetch(digest, "greedy") for digest in digests[:5]]
+    gates[digests[5]].set()
+    assert cache.fetch(digests[5], "neighbour").result(TIMEOUT).digest == digests[5]
+    # A load that a second tenant requests is in that tenant's queue as well.
+    gates[digests[4]].set()
+    assert cache.fetch(digests[4], "neighbour").result(TIMEOUT).digest == digests[4]
+    assert not any(load.done() for load in greedy[:4])
+    for gate in gates.values():
+        gate.set()
+    assert [load.result(TIMEOUT).digest for load in greedy] == digests[:5]
+
+
+def test_a_load_that_nobody_waits_for_leaves_the_queue(make, digests, monkeypatch):
+    cache, gate = make(10 * SIZE), threading.Event()
+    read = HostCache._read
+    monkeypatch.setattr(HostCache, "_read", lambda *call: gate.wait(TIMEOUT) and read(*call))
+    running = [cache.fetch(digest, "a") for digest in digests[:2]]
+    waiting, again = cache.fetch(digests[2], "a"), cache.fetch(digests[2], "a")
+    assert waiting is again
+    cache.leave(digests[2], waiting)
+    assert not waiting.cancelled()
+    cache.leave(digests[2], waiting)
+    assert waiting.cancelled()
+    gate.set()
+    assert load(cache, digests[2]).digest == digests[2]
+    assert all(future.result(TIMEOUT) for future in running)
+
+
+def test_a_tenant_has_a_bounded_number_of_loads_waiting(make, digests, monkeypatch):
+    monkeypatch.setattr(host_cache, "MAX_PENDING_PER_TENANT", 2)
+    cache, gate = make(10 * SIZE), threading.Event()
+    read = HostCache._read
+    monkeypatch.setattr(HostCache, "_read", lambda *call: gate.wait(TIMEOUT) and read(*call))
+    for digest in digests[:4]:
+        cache.fetch(digest, "greedy")
+    with pytest.raises(TooManyPending, match="2 of this tenant's"):
+        cache.fetch(digests[4], "greedy")
+    neighbours = cache.fetch(digests[4], "neighbour")
+    gate.set()
+    assert neighbours.result(TIMEOUT).digest == digests[4]

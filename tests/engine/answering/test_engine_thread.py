@@ -1,0 +1,72 @@
+"""The engine's thread: how many commands it accepts between two steps, and from which tenants."""
+
+import asyncio
+import itertools
+import time
+
+from engine.answering.engine_thread import EngineLoop
+from engine.answering.ticket import Submission
+from engine.scheduling.request import SamplingParams
+from testing.engine import Client, RunningServer
+
+LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0}
+
+
+async def test_a_tenant_leaves_others_half_of_the_queue(session, model):
+    server = RunningServer(model, config={"max_num_seqs": 2}, max_waiting=6, internal_token="secret")
+    try:
+        client = Client(session, server.url)
+
+        def of(tenant: str) -> dict[str, str]:
+            return {"x-loraplex-internal-token": "secret", "x-loraplex-tenant": tenant}
+
+        async def ask(tenant: str, **fields: object) -> tuple[int, dict]:
+            return await client.post("/v1/completions", LONG | fields, headers=of(tenant))
+
+        status, answer = await ask("greedy", prompt=["go on"] * 5)
+        assert status == 400
+        assert "prompt and n ask for more than 4 sequences" in answer["error"]["message"]
+        asking = asyncio.create_task(ask("greedy", prompt=["go on"] * 2, n=2))
+        await client.wait_for(lambda state: state["running"] == 2, headers=of(""))
+        status, answer = await ask("greedy")
+        assert (status, answer["error"]["code"]) == (503, "engine_overloaded")
+        assert (await ask("other", max_tokens=1))[0] == 200
+        asking.cancel()
+    finally:
+        server.close()
+
+
+class SlowToAdd:
+    """An engine whose commands take 3 ms each, like those of long prompts."""
+
+    def __init__(self) -> None:
+        self.added: list[str] = []
+        self.between_steps: list[int] = []
+        self.is_waiting_for_adapters = False
+
+    def add_request(self, request_id: str, *_: object, **__: object) -> None:
+        time.sleep(0.003)
+        self.added.append(request_id)
+
+    def abort(self, request_id: str) -> None: ...
+
+    def has_work(self) -> bool:
+        return len(self.added) < 100
+
+    def step(self) -> list[object]:
+        self.between_steps.append(len(self.added))
+        return []
+
+
+async def test_many_requests_at_once_are_added_between_several_steps():
+    engine = SlowToAdd()
+    loop = EngineLoop(engine, max_requests=100)
+    try:
+        params = SamplingParams()
+        loop.submit("a", [Submission([1], params)] * 100)
+        await loop.call(lambda: None)  # behind the others
+        assert engine.added == [f"a-{i}" for i in range(100)]
+        counts = [0, *engine.between_steps, 100]
+        assert max(b - a for a, b in itertools.pairwise(counts)) < 20
+    finally:
+        await loop.close(0)

@@ -1,0 +1,117 @@
+"""Large answers, and clients that do not read them."""
+
+import asyncio
+import json
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.answering import completions as generate
+from engine.answering import report
+from engine.answering import running as run
+from testing.engine import Client, RunningServer
+
+PROMPT = list(range(3, 303))
+
+
+async def test_a_large_answer_comes_whole(client: Client, monkeypatch: pytest.MonkeyPatch):
+    asked: dict[str, Any] = {"prompt": [PROMPT] * 4, "max_tokens": 3, "prompt_logprobs": 5, "logprobs": 2, "seed": 1}
+    large = await client.complete(**asked)
+    monkeypatch.setattr(run, "INLINE_ENTRIES", 10**9)
+    monkeypatch.setattr(run, "PIECE_BYTES", 10**9)
+    small = await client.complete(**asked)
+    assert len(json.dumps(large)) > 300_000
+    assert large["choices"] == small["choices"]
+    assert large["usage"] == small["usage"]
+    assert len(large["choices"][3]["prompt_logprobs"]) == len(PROMPT)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400, "ignore_eos": True, "n": 3}
+    answer = await client.chat(**chat, logprobs=True, top_logprobs=5)
+    assert [len(choice["logprobs"]["content"]) for choice in answer["choices"]] == [400] * 3
+    assert [len(entry["top_logprobs"]) for entry in answer["choices"][2]["logprobs"]["content"]] == [5] * 400
+
+
+async def test_a_large_answer_stalls_nobody(client: Client, server: RunningServer):
+    asked = {"prompt": [list(range(3, 303)) * 8] * 6, "max_tokens": 1, "prompt_logprobs": 20}
+    large = asyncio.create_task(client.complete(**asked))
+    lags: list[float] = []
+
+    def watch() -> None:
+        while not large.done():
+            started = time.perf_counter()
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), server._event_loop).result()
+            lags.append(time.perf_counter() - started)
+            time.sleep(0.002)
+
+    watching = asyncio.create_task(asyncio.to_thread(watch))
+    assert len((await large)["choices"]) == 6
+    await watching
+    # 0.04 s, and 1.6 s if encoded on the loop (20 MB, two busy cores); this test decodes it beside the server.
+    assert max(lags) < 0.8
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_too_many_log_probabilities_are_refused_by_name(
+    client: Client, monkeypatch: pytest.MonkeyPatch, path: str
+):
+    monkeypatch.setattr(generate, "MAX_LOGPROB_ENTRIES", 500)
+    body = {"model": "tiny", "max_tokens": 10}
+    if path == "/v1/completions":
+        body |= {"prompt": [[5] * 30] * 2, "n": 2}
+        over, under, field = {"prompt_logprobs": 4}, {"prompt_logprobs": 3}, "prompt_logprobs"
+    else:
+        body |= {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "n": 5}
+        over, under, field = {"top_logprobs": 10}, {"top_logprobs": 9}, "logprobs"
+    status, answer = await client.post(path, body | over)
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert "at most 500 log-probabilities" in answer["error"]["message"]
+    assert (await client.post(path, body | under))[0] == 200
+
+
+@pytest.fixture
+def impatient(model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "WRITE_SECONDS", 0.5)
+    running = RunningServer(model, config={"max_num_seqs": 2}, max_waiting=0, internal_token="secret")
+    yield running
+    running.close()
+
+
+def idle_reader(server: RunningServer, body: dict[str, Any]) -> socket.socket:
+    """Send a request and never read the answer."""
+    host, port = server.url.removeprefix("http://").split(":")
+    idle = socket.socket()
+    idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    idle.connect((host, int(port)))
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-request-id: idle\r\nContent-Length: {len(raw)}\r\n"
+    idle.sendall(head.encode() + b"x-loraplex-internal-token: secret\r\n\r\n" + raw)
+    return idle
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_does_not_read_is_cut_off(
+    impatient: RunningServer, session: aiohttp.ClientSession, stream: bool
+):
+    session.headers["x-loraplex-internal-token"] = "secret"
+    client = Client(session, impatient.url)
+    asked = {"model": "tiny", "prompt": "x", "max_tokens": 3900, "ignore_eos": True, "logprobs": 20, "n": 2}
+    with idle_reader(impatient, asked | {"stream": stream}) as idle:
+        await client.wait_for(lambda state: state["running"] == 2)
+        status, answer = await client.post("/v1/completions", {"model": "tiny", "prompt": "x"})
+        assert (status, answer["error"]["code"]) == (503, "engine_overloaded")
+        # Its seats are free, although it neither reads nor disconnects; the generated tokens are in the books.
+        await client.wait_for(lambda _: impatient.server._loop._placed.total() == 0, seconds=120)
+        assert (await client.post("/v1/completions", {"model": "tiny", "prompt": "x"}))[0] == 200
+        _, books = await client.get("/finished?ids=idle")
+        assert books["data"][0]["finish_reason"] is not None
+        assert books["data"][0]["completion_tokens"] > 0
+        # Only the bytes that fit into the kernel's buffers were sent.
+        received = b""
+        with suppress(ConnectionError):
+            while piece := idle.recv(1 << 16):
+                received += piece
+        assert b"[DONE]" not in received[-100:]
+        assert not received.endswith(b"}")

@@ -1,0 +1,198 @@
+"""Decode steps from static buffers against freshly laid out steps; without a GPU a replay is a plain call."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.execution.graphs import DecodeGraphs, default_sizes
+from engine.scheduling.request import SamplingParams
+from kernels.cpu.plain import TorchOps
+from kernels.gpu.ops import TritonOps
+from kernels.ops import Ops
+from testing.tiny import save_adapter, save_model
+from wire.errors import ConfigError
+
+SIZES = (1, 2, 4)
+
+# The interpreter computes in numpy, which warns that the draws' integers wrap around; that is intended.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder / "base", max_model_len=256)
+    for i in range(3):
+        save_adapter(folder / f"adapter-{i}", rank=(3, 8, 20)[i], seed=i)
+    return folder
+
+
+Make = Callable[..., tuple[Engine, list[str]]]
+
+
+@pytest.fixture
+def make_engine(model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Return a factory of CPU engines whose decode steps replay, with `sizes` of rows, and three adapter digests."""
+
+    def make(ops: type[Ops], sizes: tuple[int, ...] = SIZES, **options: Any) -> tuple[Engine, list[str]]:
+        monkeypatch.setattr("engine.engine.pick_ops", lambda *_: ops())
+        monkeypatch.setattr("engine.engine.resolve_graph_sizes", lambda *_: sizes)
+        host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
+        request.addfinalizer(host.close)
+        options = {
+            "dtype": "float32", "device": "cpu", "max_lora_rank": 24, "adapter_memory": 8 << 20, "max_num_seqs": 4,
+            "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 64, "max_model_len": 128, **options,
+        }  # fmt: skip
+        engine = Engine(EngineConfig(model=str(model / "base"), **options), host)
+        request.addfinalizer(engine.close)
+        return engine, [host.add_path(model / f"adapter-{i}") for i in range(3)]
+
+    return make
+
+
+def run(engine: Engine, digests: list[str], tokens: int = 6, requests: int = 6) -> list[list[int]]:
+    """Run requests of three adapters and the base model, some greedy, one with LoRA from first to last token."""
+    said: dict[str, list[int]] = {}
+    for i in range(requests):
+        adapter = None if i % 4 == 3 else digests[i % 4]
+        params = SamplingParams(max_tokens=tokens + i % 3, temperature=i % 2, seed=i, ignore_eos=True)
+        engine.add_request(str(i), [5 + i, 9, 30 + i][: 1 + i % 3], params, adapter=adapter)
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            said.setdefault(output.request_id, []).extend(output.token_ids)
+    return [said[str(i)] for i in range(requests)]
+
+
+def load(engine: Engine, digests: list[str]) -> None:
+    """Load the adapters to the device, so that the content of a step does not depend on their arrival."""
+    for digest in digests:
+        engine.add_request(digest, [2], SamplingParams(max_tokens=1), adapter=digest)
+    while engine.has_work():
+        engine.step()
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return a list that receives the logits of every step served by a graph."""
+    found: list[Tensor] = []
+    original = DecodeGraphs.run
+
+    def spy(self: DecodeGraphs, *args: Any) -> Tensor | None:
+        logits = original(self, *args)
+        if logits is not None:
+            found.append(logits.clone())
+        return logits
+
+    monkeypatch.setattr(DecodeGraphs, "run", spy)
+    return found
+
+
+@pytest.mark.parametrize(("ops", "tokens", "requests"), [(TorchOps, 12, 9), (TritonOps, 2, 4)])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_replays_answer_as_eager_steps(
+    ops: type[Ops], tokens: int, requests: int, async_scheduling: bool, make_engine: Make, replayed: list[Tensor]
+) -> None:
+    expected = run(*make_engine(TorchOps, sizes=()), tokens, requests)
+    assert not replayed
+    assert run(*make_engine(ops, async_scheduling=async_scheduling), tokens, requests) == expected
+    assert replayed
+
+
+def test_adapters_swapped_between_replays_change_the_answers_as_eagerly(
+    make_engine: Make, replayed: list[Tensor]
+) -> None:
+    pool = make_engine(TorchOps, sizes=())[0].adapters
+    room_for_one = pool.page_bytes * pool.max_pages
+    eager, digests = make_engine(TorchOps, sizes=())
+    engine, _ = make_engine(TritonOps, adapter_memory=room_for_one, async_scheduling=True)
+    for digest in [*digests, digests[0]]:
+        for each in (eager, engine):
+            params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+            each.add_request("x", [7, 8], params, adapter=digest)
+        tokens: list[list[int]] = [[], []]
+        for own, each in zip(tokens, (eager, engine), strict=True):
+            while each.has_work():
+                own += [token for output in each.step() for token in output.token_ids]
+        assert tokens[0] == tokens[1]
+    assert engine.state().num_adapter_evictions >= 3
+    assert replayed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora_dtype", ["auto", "fp8_e4m3"])
+def test_captured_graphs_answer_as_eager_steps_while_adapters_take_each_others_pages(
+    lora_dtype: str, model: Path, replayed: list[Tensor], request: pytest.FixtureRequest
+) -> None:
+    said = []
+    for options in ({"enforce_eager": True, "async_scheduling": False}, {"cuda_graph_sizes": SIZES}):
+        host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
+        request.addfinalizer(host.close)
+        config: dict[str, Any] = {
+            "dtype": "float32", "device": "cuda", "max_lora_rank": 24, "max_num_seqs": 4, "kv_cache_memory": 1 << 20,
+            "max_num_batched_tokens": 64, "max_model_len": 128, "lora_dtype": lora_dtype, **options,
+        }  # fmt: skip
+        room_for_one = 200 << 10 if lora_dtype == "auto" else 52 << 10
+        engine = Engine(EngineConfig(model=str(model / "base"), adapter_memory=room_for_one, **config), host)
+        request.addfinalizer(engine.close)
+        assert engine.adapters.num_pages < 2 * engine.adapters.max_pages
+        digests = [host.add_path(model / f"adapter-{i}") for i in range(3)]
+        said.append([run(engine, digests) for _ in range(3)])
+        assert engine.state().num_adapter_evictions >= 2
+    assert said[0] == said[1]
+    assert replayed
+
+
+def test_what_is_left_in_the_buffers_is_never_read(
+    make_engine: Make, replayed: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, digests = make_engine(TritonOps, sizes=(4,))
+    load(engine, digests[:2])
+    replayed.clear()
+    clean = run(engine, digests, 3, requests=2), list(replayed)
+    engine, digests = make_engine(TritonOps, sizes=(4,))
+    load(engine, digests[:2])
+    replayed.clear()
+    poison = engine.state().num_blocks - 1
+    for kv in engine.runner.decoder.kv:
+        kv.k[poison], kv.v[poison] = torch.nan, torch.nan
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    original = graphs.run
+
+    def dirty(layout: Any) -> Tensor | None:
+        graphs._tables.fill_(poison)
+        graphs._fields[4].fill_(3)
+        return original(layout)
+
+    monkeypatch.setattr(graphs, "run", dirty)
+    assert (run(engine, digests, 3, requests=2), len(replayed)) == (clean[0], len(clean[1]))
+    assert all(torch.equal(a, b) for a, b in zip(replayed, clean[1], strict=True)), "not the same bit for bit"
+
+
+def test_what_no_graph_serves_runs_eagerly(make_engine: Make, replayed: list[Tensor]) -> None:
+    engine, digests = make_engine(TorchOps, sizes=(1, 2))
+    expected = run(*make_engine(TorchOps, sizes=()))
+    assert run(engine, digests) == expected
+    assert replayed
+    assert all(len(logits) <= 2 for logits in replayed), "more rows are over the largest size"
+
+
+def test_sizes_go_up_to_the_largest_batch_and_need_a_cuda_device(model: Path) -> None:
+    assert default_sizes(1) == (1,)
+    assert default_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert default_sizes(128) == (1, 2, 4, *range(8, 64, 8), 64, 80, 96, 112, 128)
+    with pytest.raises(ConfigError, match="cuda_graph_sizes: expected numbers from 1 to max_num_seqs"):
+        EngineConfig(model="m", cuda_graph_sizes=(0, 65))
+    host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
+    with pytest.raises(ConfigError, match="cuda_graph_sizes: expected none"):
+        Engine(EngineConfig(model=str(model / "base"), device="cpu", cuda_graph_sizes=(1,)), host)
+    host.close()

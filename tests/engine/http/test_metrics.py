@@ -1,0 +1,77 @@
+"""Prometheus metrics of an engine that no other test covers."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from testing.engine import Client, RunningServer
+from testing.tiny import save_adapter
+
+ENDLESS = {"model": "tiny", "prompt": "Hi", "max_tokens": 4000, "ignore_eos": True}
+
+
+async def reading(client: Client, name: str) -> float:
+    """Return a metric's value, 0 if it was never counted."""
+    async with client.session.get(f"{client.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return next((float(line.split()[-1]) for line in lines if line.startswith(name + " ")), 0.0)
+
+
+async def test_refused_loads_by_path_are_counted(client: Client, tmp_path: Path):
+    failures = "loraplex_engine_adapter_load_failures_total"
+    save_adapter(tmp_path / "wide", rank=32)
+    for path in ("nowhere", "wide"):
+        before = await reading(client, failures)
+        load = {"lora_name": "mine", "lora_path": str(tmp_path / path)}
+        assert (await client.post("/v1/load_lora_adapter", load))[0] in (400, 404)
+        assert await reading(client, failures) == before + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_an_abort(client: Client, stream: bool):
+    ended = 'loraplex_engine_requests_finished_total{finish_reason="abort"}'
+    before = await reading(client, ended)
+    asking = asyncio.create_task(
+        client.session.post(f"{client.url}/v1/completions", data=json.dumps(ENDLESS | {"stream": stream}))
+    )
+    await client.wait_for(lambda state: state["running"] > 0)
+    if stream:
+        (await asking).close()
+    else:
+        asking.cancel()
+    deadline = time.monotonic() + 60
+    while await reading(client, ended) != before + 1:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_an_answer_that_a_stop_string_ends_is_counted_once(client: Client):
+    ended = "loraplex_engine_requests_finished_total"
+    asked = {"prompt": "The quick", "max_tokens": 12, "ignore_eos": True}
+    text = (await client.complete(**asked))["choices"][0]["text"]
+    reasons = ("stop", "length", "abort", "error")
+    before = [await reading(client, f'{ended}{{finish_reason="{reason}"}}') for reason in reasons]
+    await client.complete(**asked, stop=text[2:4])
+    after = [await reading(client, f'{ended}{{finish_reason="{reason}"}}') for reason in reasons]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 0, 0, 0]
+
+
+async def test_adapters_that_cannot_be_loaded_are_counted(
+    client: Client, session: aiohttp.ClientSession, server: RunningServer
+):
+    async def failures() -> float:
+        async with session.get(f"{server.url}/metrics") as response:
+            page = await response.text()
+        [line] = [line for line in page.splitlines() if line.startswith("loraplex_engine_adapter_load_failures_total ")]
+        return float(line.split()[1])
+
+    before = await failures()
+    status, _ = await client.post("/v1/completions", {"model": f"sha256:{'0' * 64}", "prompt": "Hi"})
+    assert status == 404
+    assert await failures() == before + 1
+    await client.complete(prompt="Hi", max_tokens=1)
+    assert await failures() == before + 1

@@ -1,0 +1,131 @@
+"""The state that the engine pushes to its followers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from testing.engine import Client, RunningServer
+
+LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True}
+SECONDS = 60.0
+
+
+class Follower:
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self.heard: list[dict[str, Any]] = []
+
+    async def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Return the first new report that meets the condition; `heard` collects all reports until then."""
+        async with asyncio.timeout(SECONDS):
+            async for line in self._response.content:
+                self.heard.append(json.loads(line))
+                if condition(self.heard[-1]):
+                    return self.heard[-1]
+        raise AssertionError("the engine has ended")
+
+    async def ended(self) -> bool:
+        async with asyncio.timeout(SECONDS):
+            return await self._response.content.read() is not None
+
+
+@asynccontextmanager
+async def following(client: Client) -> AsyncIterator[Follower]:
+    async with client.session.get(client.url + "/state", params={"watch": "true"}) as response:
+        assert (response.status, response.content_type) == (200, "application/x-ndjson")
+        yield Follower(response)
+
+
+def is_idle(state: dict[str, Any]) -> bool:
+    return not state["running"] and not state["waiting"]
+
+
+async def test_load_is_pushed_as_it_comes_and_goes(client: Client):
+    async with following(client) as one, following(client) as other:
+        await one.until(is_idle)
+        stream = await client.session.post(client.url + "/v1/completions", json=LONG | {"stream": True})
+        for follower in (one, other):
+            await follower.until(lambda state: state["running"] == 1)
+        # A client that disconnects ends its request without a step.
+        stream.close()
+        for follower in (one, other):
+            await follower.until(is_idle)
+            generations = [state["generation"] for state in follower.heard]
+            assert generations == sorted(generations)
+    assert (await client.state())["generation"] >= max(generations)
+
+
+async def test_an_adapter_that_comes_to_the_device_is_pushed_and_one_that_goes(client: Client, adapter: Any):
+    async with following(client) as follower:
+        before = await follower.until(is_idle)
+        status, loaded = await client.post("/v1/load_lora_adapter", {"lora_name": "one", "lora_path": str(adapter)})
+        assert status == 200
+        digest = loaded["digest"].removeprefix("sha256:")
+        assert digest not in before["adapters_resident"]
+        assert (await client.post("/v1/completions", {"model": "one", "prompt": "hi", "max_tokens": 2}))[0] == 200
+        there = await follower.until(lambda state: digest in state["adapters_resident"])
+        assert there["generation"] > before["generation"]
+        assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "one"}))[0] == 200
+        gone = await follower.until(lambda state: digest not in state["adapters_resident"])
+        assert gone["generation"] > there["generation"]
+        assert gone["instance"] == before["instance"]
+
+
+async def test_something_is_said_without_any_change(client: Client):
+    async with following(client) as follower:
+        first = await follower.until(is_idle)
+        again = await follower.until(lambda state: True)
+        assert again["generation"] == first["generation"]
+
+
+@pytest.mark.parametrize("watch", ["", "1", "yes"])
+async def test_what_watch_may_be(client: Client, watch: str):
+    status, answer = await client.get("/state", params={"watch": watch})
+    assert (status, answer["error"]["param"]) == (400, "watch")
+
+
+async def test_an_engine_on_its_way_out_says_so_and_lets_its_followers_go(session: aiohttp.ClientSession, model: Any):
+    server = RunningServer(model)
+    client = Client(session, server.url)
+    async with following(client) as follower:
+        instance = (await follower.until(is_idle))["instance"]
+        stream = await session.post(server.url + "/v1/completions", json=LONG | {"stream": True})
+        await follower.until(lambda state: state["running"] == 1)
+        closing = asyncio.create_task(asyncio.to_thread(server.close))
+        try:
+            assert (await follower.until(lambda state: state["draining"]))["instance"] == instance
+            assert await follower.ended()
+        finally:
+            stream.close()
+            await closing
+
+
+async def test_an_engine_that_failed_lets_its_followers_go(
+    session: aiohttp.ClientSession, model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    server = RunningServer(model)
+    try:
+        client = Client(session, server.url)
+        async with following(client) as follower:
+            await follower.until(is_idle)
+
+            def fail(*_: object) -> None:
+                raise RuntimeError("the device is gone")
+
+            assert server.server._engine is not None
+            monkeypatch.setattr(server.server._engine.runner, "forward", fail)
+            assert (await client.post("/v1/completions", LONG))[0] == 503
+            assert await follower.ended()
+        assert (await client.get("/state", params={"watch": "true"}))[0] == 503
+    finally:
+        server.close()
+
+
+async def test_the_state_names_the_largest_adapter_served(client: Client):
+    state = await client.state()
+    assert (state["max_lora_rank"], state["max_adapter_bytes"]) == (16, 4 << 30)

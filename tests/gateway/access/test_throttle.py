@@ -1,0 +1,147 @@
+"""Wrong keys from one address: refused unchecked after a few, while issued keys are served."""
+
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.access.throttle import BURST, MAX_ADDRESSES, SECONDS_EACH, FailedLogins, client_network
+from gateway.metrics import Metrics
+from gateway.settings import SettingsError
+from testing.gateway.running import ADMIN_KEY, Client, Gateway, running, settings, until
+from testing.gateway.upstream import TOKEN, Upstream
+from tests.gateway.test_gateway import basic
+
+WRONG = "lpx_0123456789abcdef_" + "0" * 48
+
+
+async def throttled(gateway: Gateway) -> int:
+    """Send wrong keys until they are refused unchecked; return how many were checked."""
+    wrong, looked_at = gateway.client(WRONG), 0
+    # The bucket refills: on a slow machine a few more are checked.
+    while (got := await wrong.get("/v1/models")).status == 401 and looked_at < 1000:
+        assert got.error["code"] == "invalid_api_key"
+        looked_at += 1
+    assert got.status == 429
+    assert got.error["code"] == "too_many_wrong_keys"
+    assert 1 <= int(got.headers["Retry-After"]) <= 6
+    return looked_at
+
+
+async def operator(gateway: Gateway) -> Client:
+    made = await gateway.admin.post("/admin/api/keys", {"label": "operator"})
+    assert made.status == 201, made.body
+    return gateway.client(made.json["key"])
+
+
+async def test_no_guess_of_a_throttled_address_is_looked_at_and_issued_keys_are_served(gateway: Gateway):
+    acme, admin = await gateway.tenant("acme"), await operator(gateway)
+    looked_at = await throttled(gateway)
+    assert looked_at >= BURST
+    # A correct chosen secret gets the same answer as a wrong one, so the answer reveals nothing.
+    right = await gateway.admin.get("/admin/api/tenants")
+    wrong = await gateway.client(ADMIN_KEY + "x").get("/admin/api/tenants")
+    assert (right.status, right.error["code"]) == (wrong.status, wrong.error["code"]) == (429, "too_many_wrong_keys")
+    for password in (ADMIN_KEY, "wrong"):
+        assert (await gateway.nobody.get("/admin/", headers=basic(password))).status == 429
+    for token in (TOKEN, "wrong"):
+        headers = {"x-loraplex-internal-token": token}
+        assert (await gateway.nobody.post("/internal/engines", {"url": "http://e"}, headers=headers)).status == 429
+    # An issued key is no guess, even beside guesses from its address; nor is a missing key.
+    assert (await acme.get("/v1/models")).status == 200
+    assert (await admin.get("/admin/api/tenants")).status == 200
+    assert (await gateway.nobody.get("/admin/", headers=basic(admin.key))).status == 200
+    assert (await gateway.nobody.get("/v1/models")).status == 401
+    assert (await gateway.nobody.get("/admin/")).status == 401
+    shown = (await admin.get("/metrics")).body.decode()
+    assert f"loraplex_gateway_wrong_keys_total {float(looked_at)}" in shown
+    assert "loraplex_gateway_refused_keys_total 7.0" in shown
+
+
+async def test_refused_guesses_do_not_make_the_wait_longer(gateway: Gateway):
+    await throttled(gateway)
+    for _ in range(50):
+        assert (await gateway.admin.get("/admin/api/tenants")).status == 429
+
+    async def served() -> bool:
+        return (await gateway.admin.get("/admin/api/tenants")).status == 200
+
+    await until(served)
+
+
+async def test_wrong_tokens_of_engines_count_as_well(gateway: Gateway):
+    for number in range(BURST + 20):
+        headers = {"x-loraplex-internal-token": f"guess-{number}"}
+        got = await gateway.nobody.post("/internal/engines", {"url": "http://e"}, headers=headers)
+        if got.status == 429:
+            break
+        assert got.status == 401
+    assert got.status == 429
+    # A missing token is no guess.
+    assert (await gateway.nobody.post("/internal/engines", {"url": "http://e"})).status == 401
+
+
+async def test_clients_behind_a_trusted_proxy_are_told_apart(
+    tmp_path: Path, model_dir: Path, redis_url: str, upstream: Upstream
+):
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url, trusted_proxies="127.0.0.1/32")
+    async with running(of) as gateway:
+        attacker, neighbour = ({"X-Forwarded-For": f"198.51.100.{host}"} for host in (77, 78))
+        wrong = gateway.client(WRONG)
+        for _ in range(BURST + 20):
+            status = (await wrong.get("/v1/models", headers=attacker)).status
+        assert status == 429
+        assert (await gateway.admin.get("/admin/api/tenants", headers=attacker)).status == 429
+        assert (await gateway.admin.get("/admin/api/tenants", headers=neighbour)).status == 200
+
+
+async def test_processes_share_the_count_through_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch):
+    # Longer than any delay of a slow machine.
+    monkeypatch.setattr("gateway.access.throttle.SHARE_SECONDS", 10.0)
+    async with Redis.from_url(redis_url) as redis:
+        one, two, other = (FailedLogins(Metrics(), lambda _: False, redis, name) for name in ("a", "a", "b"))
+        for _ in range(BURST):
+            await one.count("203.0.113.9")
+        assert one._wait("203.0.113.9") > 0
+        # The other process has checked no key yet: it learns of the count with its first.
+        assert two._wait("203.0.113.9") < 0
+        await two.count("203.0.113.9")
+        assert two._wait("203.0.113.9") > 0
+        assert two._wait("203.0.113.10") < 0
+        await other.count("203.0.113.9")
+        assert other._wait("203.0.113.9") < 0
+        # Debts that are paid off are dropped there too.
+        keys = [key async for key in redis.scan_iter("loraplex:wrong-keys:*:203.0.113.9")]
+        [key] = [key for key in keys if await redis.pttl(key) > 9000]
+        assert await redis.pttl(key) <= (BURST + 1) * SECONDS_EACH * 1000
+
+
+@pytest.mark.usefixtures("starts_servers")
+async def test_without_redis_each_process_counts_by_itself(unused_tcp_port_factory):
+    async with Redis.from_url(f"redis://127.0.0.1:{unused_tcp_port_factory()}") as redis:
+        logins = FailedLogins(Metrics(), lambda _: False, redis)
+        for _ in range(BURST):
+            await logins.count("203.0.113.9")
+        assert logins._wait("203.0.113.9") > 0
+
+
+def test_proxies_that_are_no_networks_are_a_wrong_setting(tmp_path, model_dir):
+    with pytest.raises(SettingsError, match=r"LORAPLEX_TRUSTED_PROXIES: expected networks"):
+        settings(tmp_path, model_dir, ["http://e"], "redis://r", trusted_proxies="10.0.0.1/8")
+
+
+async def test_each_address_has_its_own_count_in_bounded_memory():
+    logins = FailedLogins(Metrics(), lambda _: False)
+    for number in range(MAX_ADDRESSES + 5):
+        await logins.count(str(number))
+    assert len(logins._paid_off) == MAX_ADDRESSES
+    for _ in range(BURST):
+        await logins.count("192.0.2.7")
+    assert logins._wait("192.0.2.7") > 0
+    assert logins._wait("192.0.2.8") < 0
+
+
+def test_an_ipv6_customers_whole_network_is_one():
+    assert client_network("192.0.2.7") == "192.0.2.7"
+    assert client_network("local") == "local"
+    assert client_network("2001:db8:0:1:aaaa::1") == client_network("2001:db8:0:1::2") == "2001:db8:0:1::/64"

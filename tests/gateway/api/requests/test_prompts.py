@@ -1,0 +1,70 @@
+"""The gateway counts the tokens that the engine will see: the same tokenizer and template, tools included."""
+
+import copy
+import json
+
+import pytest
+import transformers
+
+from gateway.api.requests.memory import BodyMemory, BodyShare
+from gateway.api.requests.prompts import CHAT, PromptReader
+from testing.tiny import save_byte_level_tokenizer
+from tests.engine.answering.tools import HISTORY, TEMPLATES, TOOLS
+from wire.errors import BadRequest
+from wire.text.tokenizer import ChatTemplateError, Tokenizer
+
+
+async def count(tokenizer: Tokenizer, **fields: object) -> int:
+    raw = json.dumps({"model": "m", "messages": HISTORY, "max_tokens": 1} | fields).encode()
+    reader = PromptReader(tokenizer, max_model_len=4096, default_max_tokens=16)
+    with BodyMemory(2**26).share("acme") as share:
+        return (await reader.measure(await reader.parse(raw, CHAT, share), raw, share)).prompt_tokens
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_tools_are_counted_as_transformers_renders_them(tmp_path, name):
+    save_byte_level_tokenizer(tmp_path, TEMPLATES[name])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = copy.deepcopy(HISTORY)
+    messages[1]["content"] = ""
+    call = messages[1]["tool_calls"][0]["function"]
+    call["arguments"] = json.loads(call["arguments"])
+    ours = Tokenizer.from_dir(tmp_path)
+    for tools in (TOOLS, None):
+        text = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        expected = len(theirs(text, add_special_tokens=False).input_ids)
+        assert await count(ours, tools=tools) == expected
+    assert await count(ours, tools=TOOLS, tool_choice="none") == expected
+
+
+async def test_a_template_without_tools_is_named_as_the_reason(tmp_path):
+    save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ChatTemplateError, match="takes none") as refused:
+        await count(Tokenizer.from_dir(tmp_path), tools=TOOLS)
+    assert refused.value.param == "tools"
+
+
+async def test_a_template_of_its_own_for_tools(tmp_path):
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    save_byte_level_tokenizer(tmp_path, plain)
+    (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATES["hermes"])
+    (tmp_path / "chat_template.jinja").write_text(plain)
+    ours = Tokenizer.from_dir(tmp_path)
+    assert await count(ours, tools=TOOLS) > await count(ours) + 50
+
+
+@pytest.mark.parametrize("other_engines", [True, False])
+async def test_fields_that_only_other_engines_serve(tmp_path, other_engines):
+    save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    reader = PromptReader(Tokenizer.from_dir(tmp_path), 4096, 16, other_engines=other_engines)
+    share = BodyShare(BodyMemory(2**26), "acme")
+    asked = {"thinking_token_budget": 3}
+    raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | asked).encode()
+    if other_engines:
+        body = (await reader.measure(await reader.parse(raw, CHAT, share), raw, share)).body
+        assert {name: body[name] for name in asked} == asked
+    else:
+        with pytest.raises(BadRequest) as refused:
+            await reader.parse(raw, CHAT, share)
+        assert refused.value.code == "unsupported_parameter"

@@ -1,0 +1,60 @@
+"""The access log: one line per request, with the caller and its address, and never a secret."""
+
+import logging
+
+import pytest
+
+from gateway.access.caller import find_address
+from testing.gateway.running import ADMIN_KEY, Gateway, settings, until
+
+
+def lines(caplog: pytest.LogCaptureFixture, route: str) -> list[str]:
+    return [
+        r.getMessage() for r in caplog.records if r.name == "gateway.api.access_log" and f" {route} " in r.getMessage()
+    ]
+
+
+async def test_a_line_says_who_asked_and_from_where(gateway: Gateway, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "gateway.api.access_log")
+    acme = await gateway.tenant("acme")
+    _, key_id, secret = acme.key.split("_")
+    answer = await acme.chat()
+    assert answer.status == 200
+    await until(lambda: _some(caplog, "/v1/chat/completions"))
+    [line] = lines(caplog, "/v1/chat/completions")
+    assert line.startswith(f"{answer.headers['x-request-id']} POST /v1/chat/completions 200 ")
+    assert line.endswith(f" client=127.0.0.1 tenant=acme key={key_id}")
+
+    assert (await gateway.nobody.get("/v1/models")).status == 401
+    assert (await gateway.admin.get("/admin/api/tenants")).status == 200
+    await until(lambda: _some(caplog, "/admin/api/tenants", 2))
+    assert lines(caplog, "/v1/models")[0].endswith(" client=127.0.0.1 tenant=- key=-")
+    assert lines(caplog, "/admin/api/tenants")[-1].endswith(" tenant=- key=bootstrap")
+    assert secret not in caplog.text
+    assert ADMIN_KEY not in caplog.text
+
+
+async def _some(caplog: pytest.LogCaptureFixture, route: str, number: int = 1) -> bool:
+    return len(lines(caplog, route)) >= number
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "address"),
+    [
+        ("192.0.2.7", [], "192.0.2.7"),
+        (None, [], "local"),
+        # The header counts only from a trusted proxy, and only its last address.
+        ("192.0.2.7", ["198.51.100.1"], "192.0.2.7"),
+        ("10.1.2.3", ["198.51.100.1"], "198.51.100.1"),
+        ("10.1.2.3", ["203.0.113.9, 198.51.100.1, 10.9.9.9"], "198.51.100.1"),
+        ("10.1.2.3", ["203.0.113.9", "198.51.100.1"], "198.51.100.1"),
+        ("10.1.2.3", ["10.4.4.4"], "10.4.4.4"),
+        ("10.1.2.3", ["nonsense"], "10.1.2.3"),
+        ("::ffff:10.1.2.3", ["198.51.100.1"], "198.51.100.1"),
+        ("2001:db8:0:1:aaaa::1", [], "2001:db8:0:1:aaaa::1"),
+        ("fd00::5", ["2001:db8:0:2::9"], "2001:db8:0:2::9"),
+    ],
+)
+def test_the_clients_address(peer: str | None, forwarded: list[str], address: str, tmp_path, model_dir):
+    of = settings(tmp_path, model_dir, ["http://e"], "redis://r", trusted_proxies="10.0.0.0/8, fd00::/8")
+    assert find_address(peer, forwarded, of.proxy_networks) == address

@@ -1,0 +1,254 @@
+"""Clients that do not read: their use of engines, memory and other clients' time."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from gateway.fleet.answers import read_answer
+from gateway.quota import growth
+from testing.gateway.running import BASE_MODEL, Client, Gateway, until
+from testing.gateway.upstream import Upstream
+from testing.serving import serving
+from tests.gateway.api.test_time_limits import connect, head
+
+MANY = {"requests_per_minute": 1_000_000, "tokens_per_minute": 10**9, "max_concurrent": 1000}
+LONG = 10**7
+UNREAD = "loraplex_gateway_unread_answer_bytes"
+
+
+class Reader:
+    """A client that sends a request and reads nothing of the answer."""
+
+    def __init__(self, reader: Any, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def rest(self) -> bytes:
+        """Read until the connection ends."""
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := await asyncio.wait_for(self.reader.read(2**20), 30.0):
+                got += piece
+        return got
+
+
+Ask = Callable[..., Awaitable[Reader]]
+
+
+@pytest.fixture
+async def ask() -> AsyncIterator[Ask]:
+    """Send a request and read nothing; closes all connections at the end."""
+    made: list[Reader] = []
+
+    async def send(gateway: Gateway, client: Client, **body: Any) -> Reader:
+        reader, writer = await connect(gateway, receive_buffer=2**12)
+        raw = json.dumps({"model": BASE_MODEL, "prompt": "Hi", **body}).encode()
+        writer.write(head(client, len(raw)) + raw)
+        made.append(Reader(reader, writer))
+        return made[-1]
+
+    yield send
+    for each in made:
+        each.writer.transport.abort()
+        with contextlib.suppress(ConnectionError):
+            await each.writer.wait_closed()
+
+
+@asynccontextmanager
+async def lag_probe() -> AsyncIterator[list[float]]:
+    """Yield the longest stalls of this event loop, which the gateway shares."""
+    longest = [0.0]
+
+    async def look() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest[0] = max(longest[0], time.monotonic() - before - 0.005)
+
+    probe = asyncio.create_task(look())
+    try:
+        yield longest
+    finally:
+        probe.cancel()
+
+
+async def metric(gateway: Gateway, name: str) -> float:
+    page = (await gateway.admin.get("/metrics")).body.decode()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
+
+
+async def in_flight(gateway: Gateway) -> int:
+    return (await gateway.admin.get("/admin/api/engines")).json["data"][0]["in_flight"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_readers_that_stop_hold_no_places(stream: bool, serve: Any, ask: Ask, upstream: Upstream):
+    """70 stopped readers exceed the engine's 64 seats, and a neighbour is served at once."""
+    async with serve() as gateway:
+        slow, neighbour = await gateway.tenant("slow", **MANY), await gateway.tenant("neighbour")
+        for _ in range(70):
+            await ask(gateway, slow, stream=stream, max_tokens=8, x_engine={"tokens": 8, "pad": 2**16})
+
+        async def all_are_answered() -> bool:
+            return len(upstream.requests) == 70 and await in_flight(gateway) == 0
+
+        await until(all_are_answered, 60.0)
+        assert (await asyncio.wait_for(neighbour.complete(), 20.0)).status == 200
+
+
+async def test_a_reader_beyond_its_buffer_holds_the_engine_back_and_no_place(serve: Any, ask: Ask, upstream: Upstream):
+    async with serve(max_model_len=LONG, reader_buffer_bytes=2**17) as gateway:
+        slow = await gateway.tenant("slow", **MANY)
+        events = 2000
+        reader = await ask(gateway, slow, stream=True, max_tokens=events, x_engine={"tokens": events, "pad": 2**16})
+
+        async def is_held() -> bool:
+            before = upstream.events
+            await asyncio.sleep(0.3)
+            return 0 < before == upstream.events
+
+        await until(is_held)
+        assert upstream.events < events
+        assert await in_flight(gateway) == 0
+        assert await metric(gateway, UNREAD) < 2**19
+        # A disconnection still stops the engine.
+        reader.writer.transport.abort()
+
+        async def is_cancelled() -> bool:
+            return upstream.cancelled == 1
+
+        await until(is_cancelled)
+
+
+async def test_an_answer_that_is_not_read_holds_all_that_it_may_use(
+    serve: Any, ask: Ask, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(growth, "FIRST", 500.0)
+    upstream.keeps_allowances = True
+    async with serve(max_model_len=LONG, reader_buffer_bytes=2**17) as gateway:
+        slow = await gateway.tenant("slow", **MANY)
+        await ask(gateway, slow, stream=True, max_tokens=5000, x_engine={"tokens": 5000, "pad": 2**16})
+        await until(lambda: asyncio.sleep(0, list(upstream.allowances.values()) == [5000]))
+
+
+async def test_an_engine_that_counts_nothing_is_stopped_if_an_unread_answer_has_no_room(
+    serve: Any, ask: Ask, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(growth, "FIRST", 1.0)
+    async with serve(max_model_len=LONG, reader_buffer_bytes=2**17) as gateway:
+        slow = await gateway.tenant("slow", tokens_per_minute=5000)
+        other = asyncio.create_task(slow.complete(max_tokens=1000, x_engine={"delay": 60}))
+        await until(lambda: asyncio.sleep(0, len(upstream.requests) == 1))
+        reader = await ask(gateway, slow, stream=True, max_tokens=4800, x_engine={"tokens": 4800, "pad": 2**16})
+        await until(lambda: asyncio.sleep(0, any(each["finish_reason"] for each in upstream.finished.values())))
+        [stopped] = [each for each in upstream.finished.values() if each["finish_reason"]]
+        assert (stopped["finish_reason"], stopped["completion_tokens"] < 4800) == ("abort", True)
+        got = b""
+        while b"rate_limit_exceeded" not in got[-(2**17) :]:
+            piece = await asyncio.wait_for(reader.reader.read(2**16), 30.0)
+            assert piece, "the stream ended without the error"
+            got += piece
+        other.cancel()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_reader_below_the_least_rate_is_cut_off_and_billed(
+    stream: bool, serve: Any, ask: Ask, upstream: Upstream
+):
+    async with serve(max_model_len=LONG, client_timeout=1.0) as gateway:
+        slow = await gateway.tenant("slow", **MANY)
+        # A stream is cut off in the middle; a whole answer has ended by then.
+        tokens, pad = (1000, 2**16) if stream else (3, 7 * 2**20)
+        reader = await ask(gateway, slow, stream=stream, max_tokens=tokens, x_engine={"tokens": tokens, "pad": pad})
+
+        async def is_cut() -> bool:
+            return await metric(gateway, "loraplex_gateway_slow_readers_cut_total") == 1
+
+        await until(is_cut)
+        rest = await reader.rest()
+        assert len(rest) < 7 * 2**20
+        assert b"[DONE]" not in rest
+
+        async def is_billed() -> bool:
+            rows = await slow.usage()
+            return bool(rows) and rows[0]["completion_tokens"] > 0
+
+        await until(is_billed)
+        [done] = upstream.finished.values()
+        assert (await slow.usage())[0]["completion_tokens"] == done["completion_tokens"]
+        assert await metric(gateway, UNREAD) == 0
+
+
+async def test_a_reader_that_keeps_up_with_the_least_rate_gets_all(serve: Any, ask: Ask):
+    async with serve(client_timeout=1.0, least_read_rate=50_000.0) as gateway:
+        acme = await gateway.tenant("acme", **MANY)
+        size = 2**20
+        reader = await ask(gateway, acme, x_engine={"pad": size})
+        got = 0
+        while got < size:
+            piece = await asyncio.wait_for(reader.reader.read(2**16), 30.0)
+            assert piece, "it was cut off"
+            got += len(piece)
+            await asyncio.sleep(0.1)
+
+
+async def test_unread_answers_take_bounded_memory(serve: Any, ask: Ask, upstream: Upstream):
+    """A tenant's unread answers take half of the memory at most; another tenant's large answer is still read."""
+    async with serve(max_answer_bytes=2**20, answer_memory_bytes=2**22, reader_buffer_bytes=2**20) as gateway:
+        slow, neighbour = await gateway.tenant("slow", **MANY), await gateway.tenant("neighbour", **MANY)
+        how = {"tokens": 16, "pad": 900_000}
+        for i in range(40):
+            await ask(gateway, slow, stream=i % 2 == 0, max_tokens=16, x_engine=how)
+
+        async def all_have_come() -> bool:
+            return len(upstream.requests) == 40
+
+        await until(all_have_come)
+        got = await asyncio.wait_for(neighbour.complete(max_tokens=16, x_engine=how), 30.0)
+        assert len(got.json["pad"]) == 900_000
+        assert await metric(gateway, UNREAD) <= 2**22
+
+
+@pytest.mark.usefixtures("starts_servers")
+async def test_a_large_answer_stalls_nobody():
+    """A large answer is read, renamed and sent in steps of a few milliseconds; the double makes it before the probe."""
+    place = {str(t): {"logprob": -1.5, "rank": 1, "decoded_token": "word"} for t in range(20)}
+    answer = msgspec.json.encode({"id": "x", "model": "sha256:0", "choices": [], "prompt_logprobs": [place] * 7500})
+    assert len(answer) > 7 * 2**20
+
+    async def reserve(size: int) -> None:
+        assert size == len(answer)
+
+    async def respond(_: web.Request) -> web.Response:
+        return web.Response(body=answer)
+
+    app = web.Application()
+    app.router.add_get("/", respond)
+    async with serving(app) as url, aiohttp.ClientSession() as session:
+        response = await session.get(url)
+        async with lag_probe() as longest:
+            fields = await read_answer(response, 2**23, reserve)
+        assert bytes(fields["model"]) == b'"sha256:0"'
+        assert longest[0] < 0.5
+
+
+async def test_an_answer_beyond_the_limit_is_refused_and_billed(serve: Any, upstream: Upstream):
+    async with serve(max_answer_bytes=2**16) as gateway:
+        acme = await gateway.tenant("acme", **MANY)
+        got = await acme.complete(max_tokens=8, x_engine={"tokens": 5, "pad": 2**17})
+        assert (got.status, got.error["code"]) == (400, "answer_too_large")
+
+        async def is_billed() -> bool:
+            return [row["completion_tokens"] for row in await acme.usage()] == [5]
+
+        await until(is_billed)
+        got = await acme.complete(stream=True, max_tokens=8, x_engine={"pad": 2**21})
+        assert got.events[-1]["error"]["code"] == "engine_error"

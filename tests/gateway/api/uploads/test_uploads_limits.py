@@ -1,0 +1,73 @@
+"""A check that exceeds its limits: the upload is refused with the reason, and the gateway continues."""
+
+import asyncio
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from testing.gateway.running import Gateway
+from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files, push
+from tests.gateway.api.uploads.test_uploads import children
+
+DEAR = {"rank_pattern": {rf"(?=(\w|\d)*x{number})(.*.*.*)z": 4 for number in range(3000)}}
+
+
+def dear() -> dict[str, bytes]:
+    return files() | {CONFIG: json.dumps(json.loads(files()[CONFIG]) | DEAR).encode()}
+
+
+def many_tensors() -> dict[str, bytes]:
+    header = b"{" + b",".join(b'"%x":{}' % number for number in range(150_000)) + b"}"
+    return files() | {WEIGHTS: struct.pack("<Q", len(header)) + header}
+
+
+async def test_too_much_cpu_time(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.api.uploads.checking.CPU_SECONDS", 1)
+    monkeypatch.setattr("gateway.api.uploads.checking.CLOCK_FACTOR", 120)
+    acme = await gateway.tenant("acme")
+    got = await push(acme, "dear", dear())
+    assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
+    assert "CPU time" in got.error["message"]
+    assert list((tmp_path / "adapters").iterdir()) == []
+    assert (await acme.get("/v1/adapters")).json["data"] == []
+
+
+async def test_too_much_time_by_the_clock(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.api.uploads.checking.CLOCK_FACTOR", 0.001)
+    acme = await gateway.tenant("acme")
+    got = await push(acme, "late", files())
+    assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
+    assert "too much time" in got.error["message"]
+    assert list((tmp_path / "adapters").iterdir()) == []
+
+
+async def test_too_much_memory(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.api.uploads.checking.MEMORY_BYTES", 64 << 20)
+    acme = await gateway.tenant("acme")
+    got = await push(acme, "large", many_tensors())
+    assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
+    assert "64 MiB of memory" in got.error["message"]
+
+
+async def test_dear_patterns_are_refused_by_their_cost(gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    got = await push(acme, "dear", dear())
+    assert (got.status, got.error["param"]) == (400, "rank_pattern")
+    assert "too costly" in got.error["message"]
+
+
+async def test_checks_of_busy_tenants_run_one_at_a_time(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.api.uploads.checking.BUSY_SECONDS", 0.1)
+    tenants = [await gateway.tenant(name) for name in ("acme", "other")]
+    for tenant in tenants:
+        assert (await push(tenant, "dear", dear())).status == 400
+    uploads = [asyncio.create_task(push(tenant, "dear", dear())) for tenant in tenants]
+    while not children():  # noqa: ASYNC110 - processes send no event
+        await asyncio.sleep(0.01)
+    assert len(children()) == 1
+    third = await push(await gateway.tenant("third"), "mine", files())
+    assert third.status == 201, third.body
+    assert sum(upload.done() for upload in uploads) < 2
+    assert [(await upload).status for upload in uploads] == [400, 400]

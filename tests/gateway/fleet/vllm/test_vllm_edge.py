@@ -1,0 +1,238 @@
+"""The gateway's trust in listed servers: versions, redirects, secrets."""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession, web
+from redis.asyncio import Redis
+
+from adapters.store import open_store
+from engine.http.announcing import _tell
+from gateway.billing.engine_counts import FinishedClient
+from gateway.fleet.addresses import Address, parse_address
+from gateway.fleet.probe import Probe
+from gateway.fleet.registry import EngineRecord
+from gateway.fleet.vllm.adapters import VllmAdapters
+from gateway.fleet.vllm.recent_uses import RecentUses
+from gateway.fleet.vllm.version import UnsafeVersion, check_version
+from testing.gateway.running import BASE_MODEL, Gateway, running, settings, until
+from testing.gateway.upstream import TOKEN
+from testing.gateway.vllm_double import API_KEY, VllmDouble
+from testing.serving import serving
+from tests.gateway.fleet.vllm.test_fleet_vllm import key_file, served
+
+
+async def problems(gateway: Gateway) -> list[str]:
+    return (await gateway.nobody.get("/readyz")).json["engine_problems"]
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.26.1rc1", "0.32.0+cpu", "0.33.0.dev12+g0123abc", "1.0", "v0.27.1"])
+def test_versions_that_serve_each_request_its_own_adapter(version: str):
+    check_version(b'{"version": "%s"}' % version.encode())
+
+
+@pytest.mark.parametrize(
+    "version", ["0.25.1", "0.24.0+cu129", "0.22.1rc1.dev38+gfd9e91d7e", "0.26.0rc2", "0.26.0.dev1", "0.9", "dev", ""]
+)
+def test_versions_that_may_not(version: str):
+    with pytest.raises(UnsafeVersion, match="47724"):
+        check_version(b'{"version": "%s"}' % version.encode())
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"version": 26}', b"<html>"])
+def test_a_server_that_names_no_version_is_refused(body: bytes):
+    with pytest.raises(UnsafeVersion, match="does not say its version"):
+        check_version(body)
+
+
+async def test_an_unsafe_vllm_gets_no_request_and_says_why_once(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path, caplog: pytest.LogCaptureFixture
+):
+    async with served(tmp_path, model_dir, redis_url, migrated) as (gateway, vllm):
+        acme = await gateway.tenant("acme")
+        assert (await acme.complete(max_tokens=1)).status == 200
+        caplog.set_level(logging.ERROR, "gateway.fleet.registry")
+        vllm.version = "0.25.1"
+
+        async def is_refused() -> bool:
+            return any("'0.25.1'" in problem and "any_version=true" in problem for problem in await problems(gateway))
+
+        await until(is_refused)
+        assert (await acme.complete(max_tokens=1)).error["code"] == "no_engine"
+        page = (await gateway.admin.get("/metrics")).body.decode()
+        assert f'loraplex_gateway_engine_refused{{engine="{vllm.url}"}} 1.0' in page
+        assert f'loraplex_gateway_engine_up{{engine="{vllm.url}"}} 0.0' in page
+        await asyncio.sleep(2.5)
+        assert caplog.text.count("0.25.1") == 1
+        vllm.version = "0.26.0"
+
+        async def is_served() -> bool:
+            return (await acme.complete(max_tokens=1)).status == 200
+
+        await until(is_served)
+
+
+async def test_the_operator_may_accept_any_version(tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path):
+    async with VllmDouble().serving() as vllm:
+        vllm.version = None
+        shutil.copy(migrated, tmp_path / "gateway.db")
+        engine = f"vllm+{vllm.url}?any_version=true&key_file={key_file(tmp_path)}"
+        async with running(settings(tmp_path, model_dir, [engine], redis_url, migrate_on_start=False)) as gateway:
+            assert await problems(gateway) == []
+            assert (await (await gateway.tenant("acme")).complete(max_tokens=1)).status == 200
+
+
+async def test_a_wrong_key_is_said_and_shown_nowhere(
+    tmp_path: Path,
+    model_dir: Path,
+    redis_url: str,
+    migrated: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("SECRET_OF_VLLM", "another-key-than-the-server-has")
+    async with VllmDouble().serving() as vllm:
+        shutil.copy(migrated, tmp_path / "gateway.db")
+        engine = f"vllm+{vllm.url}?key_env=SECRET_OF_VLLM"
+        of = settings(tmp_path, model_dir, [engine], redis_url, migrate_on_start=False)
+        async with running(of) as gateway:
+            assert any("key_env" in problem for problem in await problems(gateway))
+            listed = (await gateway.admin.get("/admin/api/engines")).body.decode()
+        for shown in (caplog.text, listed, repr(of), repr(of.engine_addresses)):
+            assert "another-key" not in shown
+            assert "SECRET_OF_VLLM" not in shown or shown == repr(of)
+
+
+async def test_an_announcement_changes_nothing_of_a_listed_engine(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    """An announcement of a listed vLLM server as our own engine would otherwise reveal the internal token to it."""
+    async with VllmDouble().serving() as vllm:
+        shutil.copy(migrated, tmp_path / "gateway.db")
+        engines = [f"vllm+{vllm.url}?key_file={key_file(tmp_path)}", "announced"]
+        async with running(settings(tmp_path, model_dir, engines, redis_url, migrate_on_start=False)) as gateway:
+            headers = {"x-loraplex-internal-token": TOKEN}
+            body = {"url": vllm.url}
+            assert (await gateway.nobody.post("/internal/engines", body, headers=headers)).status == 204
+            await asyncio.sleep(2.5)
+            acme = await gateway.tenant("acme")
+            assert (await acme.complete(max_tokens=1)).status == 200
+            assert TOKEN not in str(vllm.requests)
+
+
+class Elsewhere:
+    """A server that redirects every request to another server, which records all that it receives."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.url = ""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["Elsewhere"]:
+        async def note(request: web.Request) -> web.Response:
+            self.seen.append(f"{request.method} {request.path_qs}")
+            return web.json_response({"status": "ok", "model": BASE_MODEL, "data": [], "version": "0.32.0"})
+
+        target = web.Application()
+        target.router.add_route("*", "/{path:.*}", note)
+        async with serving(target) as there:
+
+            async def redirect(request: web.Request) -> web.Response:
+                return web.Response(status=307, headers={"Location": there + request.path_qs})
+
+            here = web.Application()
+            here.router.add_route("*", "/{path:.*}", redirect)
+            async with serving(here) as self.url:
+                yield self
+
+
+@pytest.mark.usefixtures("starts_servers")
+@pytest.mark.parametrize("kind", ["", "vllm+"])
+async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
+    async with Elsewhere().serving() as elsewhere, ClientSession() as session:
+        address = parse_address(kind + elsewhere.url)
+        engine = EngineRecord(address)
+        probe = Probe(session, TOKEN, BASE_MODEL)
+        await probe(engine)
+        assert not engine.healthy
+        # Only its other routes redirect.
+        assert not await probe.follow(engine, lambda: None)
+        with pytest.raises(Exception, match="307"):
+            await probe._get(engine, "/state")
+        assert await FinishedClient(session, TOKEN).ask(elsewhere.url, ["req_1"]) is None
+        adapters = VllmAdapters(session, open_store(str(tmp_path)), RecentUses(None, 1.0))
+        assert (await adapters._post(engine, "load", {}))[0] == 307
+        assert await _tell(session, "POST", elsewhere.url, "http://engine") == "status 307, expected 204"
+        assert elsewhere.seen == []
+
+
+async def test_a_redirect_is_the_engines_failure(tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path):
+    """Three redirects open the engine's breaker, and no prompt has reached the target."""
+    async with Elsewhere().serving() as elsewhere, served(tmp_path, model_dir, redis_url, migrated) as (gateway, vllm):
+        vllm.redirect = elsewhere.url
+        acme = await gateway.tenant("acme")
+        answers = [await acme.complete(max_tokens=1) for _ in range(4)]
+        assert [(got.status, got.error["code"]) for got in answers] == [(502, "engine_error")] * 3 + [
+            (503, "no_engine")
+        ]
+        assert elsewhere.seen == []
+
+
+def digests(*letters: str) -> list[str]:
+    return [letter * 64 for letter in letters]
+
+
+class Worker:
+    """A process's view: its own records of the same server, with uses shared through Redis."""
+
+    def __init__(self, session: ClientSession, url: str, room: int, redis: Redis, store: Path) -> None:
+        self.engine = EngineRecord(Address(url, "vllm", adapters=room, key=API_KEY))
+        self.probe = Probe(session, TOKEN, BASE_MODEL)
+        self.adapters = VllmAdapters(session, open_store(str(store)), RecentUses(redis, 10.0))
+
+    async def ask(self, digest: str, vllm: VllmDouble) -> None:
+        """Use an adapter like a request: load it again if the server lacks it."""
+        await self.adapters.ensure(self.engine, digest)
+        if f"sha256:{digest}" not in vllm.names:
+            await self.adapters.ensure(self.engine, digest, again=True)
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_url) as client:
+        yield client
+
+
+async def test_workers_do_not_unload_each_others_hot_adapters(tmp_path: Path, redis: Redis):
+    """The server has four slots and each of two workers keeps two hot; cold adapters of either worker go first."""
+    hot_one, hot_two, cold = digests("a", "b"), digests("c", "d"), digests("0", "1", "2", "3")
+    for digest in (*hot_one, *hot_two, *cold):
+        (tmp_path / digest).mkdir()
+        (tmp_path / digest / "adapter_config.json").write_text("{}")
+    async with VllmDouble().serving() as vllm, ClientSession() as session:
+        one, two = (Worker(session, vllm.url, 4, redis, tmp_path) for _ in range(2))
+        for worker in (one, two):
+            worker.adapters._store.path = lambda digest: tmp_path / digest  # type: ignore[method-assign]
+            await worker.probe(worker.engine)
+        for digest in cold:
+            await one.ask(digest, vllm)
+        await asyncio.sleep(1.2)
+        loads_until_warm = 0
+        for turn in range(20):
+            for worker, hot in ((one, hot_one), (two, hot_two)):
+                for digest in hot:
+                    await worker.ask(digest, vllm)
+                await worker.probe(worker.engine)
+            if turn == 2:
+                loads_until_warm = len(vllm.loads)
+            await asyncio.sleep(0.15)
+        assert set(vllm.names) == {f"sha256:{digest}" for digest in (*hot_one, *hot_two)}
+        # On a slow machine a hot adapter may be evicted before the workers have read each other's uses; never later.
+        assert len(vllm.loads) == loads_until_warm
+        assert set(vllm.unloads) >= {f"sha256:{digest}" for digest in cold}

@@ -1,0 +1,122 @@
+"""The gateway in front of a real vLLM server, on a CPU. Not in CI: needs your own installation of vLLM.
+
+    LORAPLEX_VLLM=VENV/bin/vllm python -m pytest -m slow tests/gateway/fleet/vllm/test_vllm_real.py
+
+The demo's adapters change the answers in clearly different ways; the test uses three of them on a server that keeps
+two.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.up.demo_tenants import adapters_folder
+from testing.gateway.running import BASE_MODEL, Answer, Client, running, settings, until
+from testing.gateway.vllm_double import API_KEY
+from testing.stack import CACHE
+from tests.gateway.api.test_adapters import push
+
+START_SECONDS = 400.0
+VLLM = os.environ.get("LORAPLEX_VLLM")
+QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
+
+
+def start(program: str, model: Path, port: int, log: Path) -> "subprocess.Popen[bytes]":
+    command = [program, "serve", str(model), "--served-model-name", BASE_MODEL, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "8"]
+    command += ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "16"]
+    command += ["--api-key", API_KEY]
+    environment = os.environ | {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    with open(log, "wb") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+
+
+@asynccontextmanager
+async def vllm(model: Path, log: Path) -> AsyncIterator[str]:
+    """Start a separate server and yield its URL. It may not be up yet."""
+    assert VLLM is not None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = await asyncio.to_thread(start, VLLM, model, port, log)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        # Its engine is a separate process.
+        os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(process.wait)
+
+
+async def ask(client: Client, model: str, **more: Any) -> Answer:
+    body = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
+    got = await client.chat(**body | more)
+    assert got.status == 200, got.body
+    return got
+
+
+def text(got: Answer) -> str:
+    return got.json["choices"][0]["message"]["content"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(VLLM is None, reason="LORAPLEX_VLLM names no vLLM")
+async def test_adapters_by_name_through_a_real_vllm(tmp_path: Path, redis_url: str):
+    model = CACHE / "models" / "SmolLM2-135M-Instruct"
+    async with vllm(model, tmp_path / "vllm.log") as url:
+        (tmp_path / "key").write_text(API_KEY)
+        engine = f"vllm+{url}?adapters=2&requests=8&key_file={tmp_path / 'key'}"
+        of = settings(tmp_path, model, [engine], redis_url, max_model_len=1024)
+        async with running(of) as gateway:
+
+            async def is_up() -> bool:
+                return (await gateway.nobody.get("/readyz")).json["engines_up"] == 1
+
+            await until(is_up, START_SECONDS)
+            acme = await gateway.tenant("acme", tokens_per_minute=1_000_000)
+            names = ["pirate", "json", "brief"]
+            for name in names:
+                folder = adapters_folder() / name
+                parts = {part.name: part.read_bytes() for part in folder.iterdir() if part.suffix != ".md"}
+                assert (await push(acme, name, parts)).status == 201
+            base = text(await ask(acme, BASE_MODEL))
+            # All at once, each twice: one load per adapter, and a different answer from each.
+            answers = await asyncio.gather(*(ask(acme, name) for name in names * 2))
+            said = [text(got) for got in answers]
+            assert [got.json["model"] for got in answers] == names * 2
+            assert len({base, *said}) == 4
+            assert said[:3] == said[3:]
+            assert said[1].lstrip().startswith("{")
+            # The stream is the same; the counts are vLLM's own.
+            streamed = await ask(acme, "json", stream=True, stream_options={"include_usage": True})
+            pieces = [choice["delta"].get("content") or "" for e in streamed.events[:-1] for choice in e["choices"]]
+            assert "".join(pieces) == said[1]
+            assert streamed.events[-2]["usage"].items() <= answers[1].json["usage"].items()
+            # vLLM's refusals look like ours.
+            got = await acme.chat(messages=QUESTION, temperature=-1)
+            assert got.status == 400
+            [engine] = (await gateway.admin.get("/admin/api/engines")).json["data"]
+            assert engine["healthy"]
+            assert len(engine["resident"]) <= 2
+            expected = sum(got.json["usage"]["completion_tokens"] for got in answers)
+
+            async def billed() -> bool:
+                rows = {row["model"]: row for row in await acme.usage()}
+                counted = sum(rows.get(name, {}).get("completion_tokens", 0) for name in names)
+                return counted == expected + answers[1].json["usage"]["completion_tokens"]
+
+            await until(billed)

@@ -1,0 +1,84 @@
+"""Limit of open connections: idle ones are closed, and new clients always get in."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from testing.gateway.running import Client, Gateway, until
+from testing.gateway.upstream import Upstream
+from tests.gateway.api.requests.test_bodies import answered
+from tests.gateway.api.test_time_limits import connect
+from tests.gateway.sharing.test_unserved import metric
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@contextlib.asynccontextmanager
+async def opened(gateway: Gateway, number: int, client: Client | None = None) -> AsyncIterator[list[Connection]]:
+    """Hold open connections, each after one answer to `client` if there is one."""
+    held: list[Connection] = []
+    try:
+        for _ in range(number):
+            reader, writer = await connect(gateway)
+            held.append((reader, writer))
+            if client is not None:
+                key = f"Authorization: Bearer {client.key}"
+                writer.write(f"GET /v1/models HTTP/1.1\r\nHost: t\r\n{key}\r\n\r\n".encode())
+                assert (await answered(reader))[0] == 200
+        yield held
+    finally:
+        for _, writer in held:
+            writer.transport.abort()
+
+
+def is_open(connection: Connection) -> bool:
+    return not connection[0].at_eof() and connection[0].exception() is None
+
+
+def still_open(held: list[Connection]) -> list[bool]:
+    return [is_open(connection) for connection in held]
+
+
+async def test_connections_without_a_key_have_a_quarter(serve: Any, upstream: Upstream):
+    async with serve(max_connections=40) as gateway:
+        acme = await gateway.tenant("acme")
+        async with opened(gateway, 5, acme) as kept, opened(gateway, 30) as idle:
+
+            async def closed() -> bool:
+                return sum(still_open(idle)) <= 10
+
+            await until(closed)
+            assert sum(still_open(idle)) >= 9  # one is the operator's own connection, before its first request
+            assert all(still_open(kept))
+            assert (await acme.complete()).status == 200
+            assert await metric(gateway, "loraplex_gateway_connections_closed_total") >= 20
+
+
+async def test_a_tenant_has_half_and_its_oldest_give_way(serve: Any, upstream: Upstream):
+    async with serve(max_connections=40) as gateway:
+        acme, mallory = await gateway.tenant("acme"), await gateway.tenant("mallory")
+        holding = opened(gateway, 5, acme), opened(gateway, 19, mallory), opened(gateway, 6, mallory)
+        async with holding[0] as kept, holding[1] as first, holding[2] as last:
+
+            async def closed() -> bool:
+                return sum(still_open(first)) <= 14
+
+            await until(closed)
+            assert not any(still_open(first)[:5])
+            assert all(still_open(last))
+            assert all(still_open(kept))
+
+
+async def test_streams_outlive_idle_connections(serve: Any, upstream: Upstream):
+    async with serve(max_connections=40) as gateway:
+        mallory = await gateway.tenant("mallory")
+        answers = [asyncio.ensure_future(mallory.complete(x_engine={"delay": 0.5})) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        async with opened(gateway, 30, mallory) as idle:
+            assert [(await answer).status for answer in answers] == [200] * 4
+
+            async def closed() -> bool:
+                return sum(still_open(idle)) <= 20
+
+            await until(closed)

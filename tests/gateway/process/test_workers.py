@@ -1,0 +1,114 @@
+"""Several processes on one port: one ready line, dead workers replaced, all ended together."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from gateway.process.workers import reserve_port
+from gateway.settings import Settings, SettingsError
+from testing.gateway.running import Gateway, settings, until
+from testing.gateway.upstream import TOKEN, Upstream
+from testing.ports import free_ports
+
+ROOT = Path(__file__).resolve().parents[3]
+START_SECONDS = 60
+
+
+@asynccontextmanager
+async def program(of: Settings, metrics_port: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, Gateway]]:
+    names = ("database_url", "redis_url", "adapter_store", "model_dir", "base_model", "key_pepper", "admin_key")
+    environ = {f"LORAPLEX_{name.upper()}": str(getattr(of, name)) for name in (*names, "journal_dir")}
+    environ |= {"LORAPLEX_ENGINES": of.engines[0], "LORAPLEX_INTERNAL_TOKEN": TOKEN, "LORAPLEX_PORT": "0"}
+    environ |= {"LORAPLEX_MIGRATE_ON_START": "true", "PATH": os.environ["PATH"]}
+    script = "from loraplex.cli import main; main()"
+    flags = ("gateway", "--workers", "2", "--metrics-port", str(metrics_port))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, *flags, env=environ, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), START_SECONDS))
+        async with aiohttp.ClientSession() as session:
+            yield process, Gateway(ready["gateway"], session)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def children(pid: int) -> set[int]:
+    return {child.pid for child in psutil.Process(pid).children()}
+
+
+async def answers(url: str) -> bool:
+    # A separate connection each time, so that any worker may answer.
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def test_workers_live_and_die_together(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str):
+    metrics_port = free_ports(2)
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url)
+    async with program(of, metrics_port) as (process, gateway):
+        workers = children(process.pid)
+        assert len(workers) == 2
+        for port in (metrics_port, metrics_port + 1):
+            assert await answers(f"http://127.0.0.1:{port}/metrics")
+        acme = await gateway.tenant("acme")
+        assert (await acme.complete()).status == 200
+
+        os.kill(min(workers), signal.SIGKILL)
+
+        async def replaced() -> bool:
+            return len(children(process.pid) - {min(workers)}) == 2
+
+        await until(replaced, START_SECONDS)
+        for port in (metrics_port, metrics_port + 1):
+            await until(lambda port=port: answers(f"http://127.0.0.1:{port}/metrics"), START_SECONDS)
+        async with aiohttp.ClientSession() as session:
+            assert (await Gateway(gateway.url, session).client(acme.key or "").complete()).status == 200
+
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), START_SECONDS) == 0
+        assert process.stdout is not None
+        assert await process.stdout.read() == b""
+    assert not await answers(f"{gateway.url}/healthz")
+
+
+async def test_workers_end_with_their_parent(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str):
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url)
+    async with program(of, free_ports(2)) as (process, _):
+        workers = [psutil.Process(pid) for pid in children(process.pid)]
+        process.kill()
+        await process.wait()
+
+        async def gone() -> bool:
+            return not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+
+        await until(gone, START_SECONDS)
+
+
+@pytest.mark.usefixtures("starts_servers")
+def test_a_port_is_not_shared_with_strangers():
+    with reserve_port("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(SettingsError, match=str(port)):
+            reserve_port("127.0.0.1", port)
+
+
+def test_several_workers_need_ports_for_their_metrics(tmp_path: Path, model_dir: Path):
+    with pytest.raises(SettingsError) as refused:
+        settings(tmp_path, model_dir, ["http://127.0.0.1:1"], "redis://127.0.0.1:1", workers=2)
+    assert refused.value.field == "LORAPLEX_METRICS_PORT"

@@ -1,0 +1,141 @@
+"""Limits on a tenant's uploads and deletions of adapters, on a real Valkey and on a cluster."""
+
+import asyncio
+
+import pytest
+
+from gateway.errors import RateLimited, Unavailable
+from gateway.quota.fallback import parse_fallback
+from gateway.quota.quota import Quota
+from gateway.redis.client import Client, connect
+from testing.gateway.principals import principal
+from testing.gateway.quotas import dump, take
+from testing.gateway.running import until
+
+
+async def test_uploads_at_once_are_limited_and_each_end_frees_a_place(quota: Quota, redis: Client):
+    tenant = principal().tenant.id
+    for number in range(3):
+        async with quota.upload(tenant, f"a{number}", None, 2), quota.upload(tenant, f"b{number}", None, 2):
+            with pytest.raises(
+                RateLimited, match="this tenant: 2 concurrent uploads; needed 1, remaining 0"
+            ) as refused:
+                async with quota.upload(tenant, f"c{number}", None, 2):
+                    raise AssertionError("a third upload began")
+            assert refused.value.kind == "concurrency"
+    assert set(await dump(redis, principal(tenant_id=tenant))) == set()
+
+
+async def test_changes_a_minute_are_limited_and_the_rate_is_not_given_back(quota: Quota):
+    tenant = principal().tenant.id
+    for number in range(5):
+        async with quota.upload(tenant, f"u{number}", 6, 1):
+            pass
+    await quota.change(tenant, "delete", 6)
+    with pytest.raises(RateLimited, match="6 adapter changes per minute") as refused:
+        await quota.change(tenant, "another", 6)
+    assert refused.value.kind == "requests"
+    assert 1 <= int(refused.value.headers["Retry-After"]) <= 10
+
+
+async def test_a_refused_upload_takes_nothing(quota: Quota):
+    tenant = principal().tenant.id
+    async with quota.upload(tenant, "runs", 3, 1):
+        for number in range(10):
+            with pytest.raises(RateLimited, match="1 concurrent upload;"):
+                async with quota.upload(tenant, f"u{number}", 3, 1):
+                    pass
+    for number in range(2):
+        await quota.change(tenant, f"c{number}", 3)
+
+
+async def test_an_upload_that_fails_or_whose_client_leaves_frees_its_place(quota: Quota):
+    tenant = principal().tenant.id
+    with pytest.raises(ValueError, match="broken"):
+        async with quota.upload(tenant, "a", None, 1):
+            raise ValueError("broken")
+
+    began = asyncio.Event()
+
+    async def stay() -> None:
+        async with quota.upload(tenant, "b", None, 1):
+            began.set()
+            await asyncio.sleep(600)
+
+    task = asyncio.create_task(stay())
+    await began.wait()
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+
+    async def free() -> bool:
+        try:
+            async with quota.upload(tenant, "c", None, 1):
+                return True
+        except RateLimited:
+            return False
+
+    await until(free)
+
+
+async def test_the_place_of_a_gateway_that_died_is_free_after_its_lease(redis: Client):
+    """The slot of a dead gateway's upload is free after its lease; without usage, nothing is listed for settlement."""
+    dying = Quota(redis, timeout=30.0, lease_seconds=0.2)
+    other = Quota(redis, timeout=30.0, lease_seconds=30)
+    who = principal()
+    upload = dying.upload(who.tenant.id, "a", 10, 1)
+    await upload.__aenter__()
+
+    async def free() -> bool:
+        try:
+            async with other.upload(who.tenant.id, "b", 10, 1):
+                return True
+        except RateLimited:
+            return False
+
+    await until(free)
+    assert await other.expired(who.tenant.id) == []
+    assert set(await dump(redis, who)) == {"quota"}
+
+
+async def test_a_long_upload_keeps_its_place(redis: Client):
+    quota = Quota(redis, timeout=30.0, lease_seconds=0.3)
+    tenant = principal().tenant.id
+    keeper = asyncio.create_task(quota.keep_leases())
+    try:
+        async with quota.upload(tenant, "a", None, 1):
+            for _ in range(10):
+                await asyncio.sleep(0.1)
+                with pytest.raises(RateLimited):
+                    await _try(quota, tenant)
+    finally:
+        keeper.cancel()
+        await asyncio.wait({keeper})
+
+
+async def _try(quota: Quota, tenant: str) -> None:
+    async with quota.upload(tenant, "b", None, 1):
+        pass
+
+
+async def test_uploads_and_requests_do_not_share_a_limit(quota: Quota):
+    who = principal(tenant={"max_concurrent": 1, "requests_per_minute": 1})
+    async with quota.upload(who.tenant.id, "a", 1, 1):
+        await take(quota, who)
+    async with quota.upload(who.tenant.id, "free", None, None):
+        pass
+
+
+async def test_without_redis_it_is_as_the_operator_chose():
+    redis = connect("redis://127.0.0.1:1", timeout=0.5)
+    closed = Quota(redis, timeout=0.5, lease_seconds=30)
+    local = Quota(redis, timeout=0.5, lease_seconds=30, fallback=parse_fallback(("local",)))
+    with pytest.raises(Unavailable):
+        await closed.change("t", "a", 5)
+    async with local.upload("t", "a", 5, 1):
+        with pytest.raises(RateLimited):
+            await _try(local, "t")
+    await _try(local, "t")
+    await closed.close()
+    await local.close()
+    await redis.aclose()

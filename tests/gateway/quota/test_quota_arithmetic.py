@@ -1,0 +1,225 @@
+"""The quota's script on a clock that the test sets: against its twin in Python, step by step, and its guarantees."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from fractions import Fraction
+
+import pytest
+import redis
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from gateway.quota.limits import NAMES, Limit
+from gateway.quota.local import WINDOW, LocalLimits
+from gateway.quota.quota import UNKNOWN
+from gateway.records.prices import Price
+from tests.gateway.quota.scripted import DAY, MS, SECOND, START, Script
+
+
+@pytest.fixture(scope="module")
+def client(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+values = st.one_of(st.integers(1, 30), st.integers(1, 10_000), st.integers(10**6, 10**10))
+limit_sets = st.lists(
+    st.builds(
+        lambda owner, kind, value: Limit(f"{owner}:{kind}", owner, kind, value),
+        st.sampled_from(["tenant", "key", "model"]),
+        st.sampled_from(sorted(NAMES)),
+        values,
+    ),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda limit: limit.field,
+)
+prices = st.builds(
+    Price, input=st.integers(0, 10**7), cached=st.integers(0, 10**7), output=st.sampled_from([0, 1, 999_999, 10**9])
+)
+waits = st.one_of(st.integers(0, 3 * SECOND), st.integers(0, 2 * DAY))
+takes = st.tuples(
+    st.just("take"),
+    waits,
+    st.integers(0, 50),
+    st.one_of(st.integers(0, 20), st.integers(0, 10**6)),
+    st.booleans(),
+    st.floats(0, 1),
+)
+grows = st.tuples(st.just("grow"), waits, st.integers(0, 20), st.floats(0, 1.2), st.floats(0, 1))
+settles = st.tuples(st.just("settle"), waits, st.integers(0, 20), st.floats(0, 2), st.booleans())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(limits=limit_sets, price=prices, steps=st.lists(st.one_of(takes, settles, grows), min_size=1, max_size=25))
+def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list[Limit], price: Price, steps: list):
+    script, twin = Script(client), LocalLimits()
+    held: list[tuple[str, int, int]] = []
+    for number, (action, wait, *rest) in enumerate(steps):
+        script.now += wait
+        if action == "take":
+            prompt, completion, shorten, part = rest
+            step = 1 if shorten else max(1, completion)
+            request_id, expected = f"r{number}", int(completion * part)
+            answer = twin.acquire("", request_id, limits, prompt, completion, step, price, script.now, expected)
+            assert script.acquire(request_id, limits, prompt, completion, step, price, expected) == (
+                answer.allowed,
+                answer.granted,
+                answer.states,
+            )
+            if answer.allowed:
+                assert min(step, completion) <= answer.granted <= completion
+                tokens = prompt + answer.granted
+                held.append((request_id, tokens, price.highest_cost(prompt, answer.granted)))
+        elif action == "grow" and held:
+            index, part, more = rest
+            request_id, tokens, _ = held[index % len(held)]
+            used, wanted = int(tokens * part), int(tokens * more)
+            grown = twin.grow("", request_id, used, wanted, script.now)
+            assert script.grow(request_id, used, wanted) == (grown and (grown.allowed, grown.wait, grown.field))
+        elif held:
+            index, part, counts = rest
+            request_id, tokens, cost = held[index % len(held)]
+            used, cost = int(tokens * part), int(cost * part)
+            settled = twin.settle("", request_id, used, cost, counts=counts, now=script.now)
+            assert script.settle(request_id, used, cost, counts) == settled
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    limits=limit_sets.map(lambda found: [limit for limit in found if limit.kind not in "cou"]),
+    price=prices,
+    before=st.lists(st.tuples(st.integers(0, SECOND), st.integers(0, 30), st.integers(0, 1000)), max_size=15),
+    tokens=st.integers(1, 1000),
+)
+@example(limits=[Limit("tenant:t", "tenant", "t", 7)], price=Price(), before=[(0, 0, 7)], tokens=3)
+@example(limits=[Limit("key:d", "key", "d", 10**10)], price=Price(), before=[(0, 0, 10**10)], tokens=1)
+@example(limits=[Limit("tenant:b", "tenant", "b", 5)], price=Price(output=10**6), before=[(0, 0, 5)], tokens=1)
+def test_who_waits_as_long_as_told_is_served_and_who_waits_a_millisecond_less_is_not(
+    client: redis.Redis, limits: list[Limit], price: Price, before: list, tokens: int
+):
+    script = Script(client)
+    for number, (wait, prompt, completion) in enumerate(before):
+        script.now += wait
+        if script.acquire(f"r{number}", limits, prompt, completion, max(1, completion), price)[0]:
+            tokens_used, cost = prompt + completion, price.highest_cost(prompt, completion)
+            script.settle(f"r{number}", tokens_used, cost, True)
+    if any(limit.amount(tokens, price.highest_cost(0, tokens)) > limit.value for limit in limits):
+        return  # refused permanently, before any script call
+    allowed, _, states = script.acquire("asks", limits, 0, tokens, tokens, price)
+    wait = max((wait for _, wait, _ in states), default=0)
+    assert allowed == (wait == 0)
+    if not allowed:
+        script.now += (wait - 1) * MS
+        assert not script.acquire("too early", limits, 0, tokens, tokens, price)[0]
+        script.now += MS
+        assert script.acquire("in time", limits, 0, tokens, tokens, price)[0]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from("rtdm"),
+    value=values,
+    steps=st.lists(st.tuples(st.integers(0, 20 * SECOND), st.integers(1, 10**6)), min_size=1, max_size=40),
+)
+def test_never_one_token_more_than_the_limit_and_what_came_back(
+    client: redis.Redis, kind: str, value: int, steps: list
+):
+    """By exact arithmetic, a client that takes every free token each time never exceeds the limit."""
+    script, limit = Script(client), Limit(f"tenant:{kind}", "tenant", kind, value)
+    taken = 0
+    for number, (wait, tokens) in enumerate(steps):
+        script.now += wait
+        allowed, granted, _ = script.acquire(f"r{number}", [limit], 0, tokens, 1, Price())
+        if allowed:
+            taken += limit.amount(granted, 0)
+        elapsed = Fraction(script.now - START - steps[0][0], WINDOW[kind])
+        # The script's own slack for the precision of doubles: 0.001 token.
+        assert taken <= value * (1 + elapsed) + Fraction(2, 1000)
+
+
+@pytest.mark.parametrize("before_it_ends", ["2026-02-28", "2028-02-29", "2026-12-31", "2026-04-30", "2100-02-28"])
+def test_a_budget_is_a_calendar_months(client: redis.Redis, before_it_ends: str):
+    script = Script(client)
+    script.now = int(datetime.fromisoformat(before_it_ends).replace(tzinfo=UTC).timestamp()) * SECOND + DAY - SECOND
+    limits, price = [Limit("tenant:b", "tenant", "b", 100)], Price(output=10**6)
+    assert script.acquire("a", limits, 0, 100, 100, price) == (True, 100, [(0, 0, 1000)])
+    assert script.acquire("b", limits, 0, 1, 1, price) == (False, 1, [(0, 1000, 1000)])
+    script.now += SECOND
+    # A new month; settlements of the last month do not count in it.
+    assert script.acquire("c", limits, 0, 60, 60, price)[0]
+    assert script.settle("a", 10, 10, True)
+    allowed, _, [(remaining, _, _)] = script.acquire("d", limits, 0, 41, 41, price)
+    assert (allowed, remaining) == (False, 40)
+
+
+def ask(script: Script, request_id: str, limit: Limit, tokens: int, price: Price) -> list[int]:
+    """Return the script's raw answer, which also lists the limits to recall or check."""
+    asked = (0, tokens, tokens, max(1, tokens))
+    call = ("acquire", request_id, 10**9, *asked, price.highest_input, price.output, "{}")
+    return script.call(*call, limit.field, limit.value)
+
+
+PER_TOKEN = Price(output=10**6)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from("bd"),
+    brought=st.lists(st.tuples(st.integers(0, 500), st.sampled_from([0, 0, 0, -1, 1])), min_size=1, max_size=8),
+)
+def test_what_several_gateways_recall_adds_up_in_any_order(client: redis.Redis, kind: str, brought: list):
+    """The largest result for the noted moment counts; results for another moment, before the data loss, do not."""
+    script, limit = Script(client), Limit(f"tenant:{kind}", "tenant", kind, 1000)
+    since = script.now
+    assert ask(script, "a", limit, 1, PER_TOKEN) == [UNKNOWN, 0, since]
+    for known, moment in brought:
+        script.call("recall", limit.field, limit.value, since + moment, known, known)
+        script.now += 1
+    known_then = [known for known, moment in brought if moment == 0]
+    if not known_then:
+        assert ask(script, "a", limit, 1, PER_TOKEN) == [UNKNOWN, 0, since]
+        return
+    most = max(known_then)
+    allowed, granted, admitted_at, remaining, *_ = ask(script, "a", limit, 100, PER_TOKEN)
+    assert (allowed, granted, admitted_at) == (1, 100, script.now)
+    # A microsecond restores no visible part of a day's tokens.
+    assert remaining == 1000 - most - 100
+
+
+def test_what_was_recalled_is_checked_at_twice_the_age_each_time(client: redis.Redis):
+    script, limit = Script(client), Limit("key:k:b", "key", "b", 10**6)
+    _, _, since = ask(script, "a", limit, 1, PER_TOKEN)
+    script.call("recall", limit.field, limit.value, since, 0, 0)
+    checked = []
+    for number in range(400):
+        script.now += 100 * MS
+        asks_for = ask(script, f"r{number}", limit, 1, PER_TOKEN)[6:]
+        if asks_for:
+            assert asks_for == [0, since]
+            checked.append((script.now - since) // MS)
+    assert checked == [300, 600, 1200, 2400, 4800, 9600, 19200, 38400]
+
+
+def test_a_new_month_begins_without_the_ledger_and_is_checked_against_it(client: redis.Redis):
+    script, limit = Script(client), Limit("tenant:b", "tenant", "b", 100)
+    script.now = int(datetime(2026, 11, 30, 23, 59, 59, tzinfo=UTC).timestamp()) * SECOND
+    _, _, since = ask(script, "a", limit, 1, PER_TOKEN)
+    script.call("recall", limit.field, limit.value, since, 90, 90)
+    assert ask(script, "a", limit, 11, PER_TOKEN)[0] == 0
+    script.now += 2 * SECOND
+    # A late answer about the old month is ignored.
+    script.call("recall", limit.field, limit.value, since, 95, 95)
+    assert ask(script, "b", limit, 50, PER_TOKEN)[6:] == [0, script.now]
+    script.call("recall", limit.field, limit.value, script.now, 30, 30)
+    assert ask(script, "c", limit, 21, PER_TOKEN)[0] == 0
+    assert ask(script, "d", limit, 20, PER_TOKEN)[0] == 1
+
+
+def test_what_is_recalled_of_the_last_month_makes_no_state(client: redis.Redis):
+    script, limit = Script(client), Limit("tenant:b", "tenant", "b", 100)
+    script.now = int(datetime(2026, 12, 31, 23, 59, 59, tzinfo=UTC).timestamp()) * SECOND
+    _, _, since = ask(script, "a", limit, 1, PER_TOKEN)
+    script.now += 2 * SECOND
+    script.call("recall", limit.field, limit.value, since, 90, 90)
+    assert ask(script, "a", limit, 1, PER_TOKEN) == [UNKNOWN, 0, script.now]

@@ -1,0 +1,156 @@
+"""`loraplex adapter collect` removes the adapters that no name refers to, and nothing else."""
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.spool import PREFIX
+from adapters.store import open_store
+from gateway.errors import Unavailable
+from gateway.records import housekeeping
+from gateway.records.catalog import Catalog
+from gateway.records.housekeeping import TURN, Housekeeping
+from gateway.redis.client import connect
+from testing.gateway.running import Gateway, until
+from tests.gateway.api.test_adapters import files, push
+
+COLLECT = "/admin/api/adapters/collect"
+
+
+def stored(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "adapters").glob("??/*")}
+
+
+def make_old(folder: Path) -> None:
+    """Set everything stored and removed so far to two hours ago."""
+    for path in (folder / "adapters").glob("??/*"):
+        os.utime(path, (time.time() - 7200,) * 2)
+    with closing(sqlite3.connect(folder / "gateway.db", timeout=10)) as connection, connection:
+        connection.execute("UPDATE removed_versions SET removed_at = datetime('now', '-2 hours')")
+
+
+async def test_only_what_no_name_refers_to_for_an_hour_is_removed(gateway: Gateway, tmp_path: Path):
+    acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+    kept, shared, freed, fresh = [(await push(acme, f"a{i}", files(i))).json["digest"][7:] for i in range(4)]
+    assert (await push(globex, "same", files(1))).json["digest"][7:] == shared
+    for name in ("a1", "a2"):
+        assert (await acme.call("DELETE", f"/v1/adapters/{name}")).status == 200
+    assert (await gateway.admin.post(COLLECT)).json == {"object": "collection", "removed": 0, "bytes": 0}
+    make_old(tmp_path)
+    # Uploaded long ago, but removed just now: a request for it may still be on its way to an engine.
+    assert (await push(acme, "late", files(4))).status == 201
+    late = (await acme.get("/v1/adapters/late")).json["digest"][7:]
+    make_old(tmp_path)
+    assert (await acme.call("DELETE", "/v1/adapters/late")).status == 200
+    assert (await acme.call("DELETE", "/v1/adapters/a3")).status == 200
+    assert (await push(acme, "again", files(3))).status == 201  # renews its time
+    assert (await acme.call("DELETE", "/v1/adapters/again")).status == 200
+    done = (await gateway.admin.post(COLLECT)).json
+    assert done["removed"] == 1
+    assert done["bytes"] > 1536
+    assert stored(tmp_path) == {kept, shared, fresh, late}
+    assert freed not in stored(tmp_path)
+    assert not list((tmp_path / "adapters").glob(f"{PREFIX}*"))
+    assert (await globex.chat(model="same")).status == 200
+    assert (await acme.post(COLLECT)).status == 403
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_content_that_a_name_refers_to_at_the_second_check_stays(
+    fails: bool, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Content that has a name at the second check stays: a version is added between the checks, or the check fails.
+
+    Another gateway, which cleans the store, starts between the checks.
+    """
+    acme = await gateway.tenant("acme")
+    assert (await push(acme, "a", files())).status == 201
+    before = stored(tmp_path)
+    make_old(tmp_path)
+    check, checks = Catalog.referenced, []
+
+    async def referenced(self: Catalog, digests: Sequence[str], since: datetime) -> set[str]:
+        checks.append(digests)
+        if len(checks) == 1:
+            return set()
+        assert stored(tmp_path) == set()
+        open_store(tmp_path / "adapters").clean()
+        if fails:
+            raise Unavailable("The database does not answer.", code="database_unavailable")
+        return await check(self, digests, since)
+
+    monkeypatch.setattr(Catalog, "referenced", referenced)
+    assert (await gateway.admin.post(COLLECT)).status == (503 if fails else 200)
+    assert len(checks) == 2
+    assert stored(tmp_path) == before
+    assert not list((tmp_path / "adapters").glob(f"{PREFIX}*"))
+    assert (await acme.chat(model="a")).status == 200
+
+
+async def test_a_deleted_tenants_adapters_go(gateway: Gateway, tmp_path: Path):
+    acme = await gateway.tenant("acme")
+    assert (await push(acme, "a", files())).status == 201
+    assert (await gateway.admin.call("DELETE", "/admin/api/tenants/acme")).status == 200
+    make_old(tmp_path)
+    assert (await gateway.admin.post(COLLECT)).json["removed"] == 1
+    assert stored(tmp_path) == set()
+
+
+async def test_a_gateway_collects_by_itself(
+    serve: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.2)
+    async with serve() as gateway:
+        acme = await gateway.tenant("acme")
+        digests = [(await push(acme, name, files(number))).json["digest"][7:] for number, name in enumerate("ab")]
+        assert (await acme.call("DELETE", "/v1/adapters/a")).status == 200
+        make_old(tmp_path)
+        redis = connect(redis_url, timeout=10.0)
+        await redis.delete(TURN)
+        await redis.aclose()
+
+        async def collected() -> bool:
+            return stored(tmp_path) == set(digests[1:])
+
+        await until(collected)
+
+
+async def test_one_process_of_all_does_the_chores(redis_url: str, monkeypatch: pytest.MonkeyPatch):
+    """Three processes in two turns run each chore once per turn, and a failing chore stops no other."""
+    monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(housekeeping, "EVERY_SECONDS", 1.0)
+    redis = connect(redis_url, timeout=10.0)
+    await redis.delete(TURN)
+    done: list[int] = []
+
+    async def fail() -> None:
+        raise ValueError("a chore fails")
+
+    def process(number: int) -> Housekeeping:
+        async def collect() -> None:
+            done.append(number)
+
+        return Housekeeping(redis, 10.0, {"fail": fail, "collect": collect})
+
+    started = time.monotonic()
+    tasks = [asyncio.create_task(process(number).run()) for number in range(3)]
+
+    async def twice() -> bool:
+        return len(done) >= 2
+
+    await until(twice)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert time.monotonic() - started >= 1.0
+    assert len(done) == 2
+    await redis.delete(TURN)
+    await redis.aclose()

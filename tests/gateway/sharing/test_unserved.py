@@ -1,0 +1,85 @@
+"""Floods of requests that no engine serves: they wait, and no other requests do."""
+
+import asyncio
+import gzip
+import time
+from typing import Any
+
+from testing.gateway.running import Client, Gateway
+from testing.gateway.upstream import Upstream
+
+# Requests a second, and the burst of five seconds.
+RATE = 4.0
+BURST = 20
+
+
+async def seconds_of(asked: Any) -> float:
+    began = time.monotonic()
+    await asked
+    return time.monotonic() - began
+
+
+async def metric(gateway: Gateway, name: str) -> float:
+    text = (await gateway.admin.get("/metrics")).body.decode()
+    return float(next(line for line in text.splitlines() if line.startswith(name + " ")).split()[1])
+
+
+async def flood(client: Client, path: str, number: int) -> None:
+    await asyncio.gather(*(client.get(path) for _ in range(number)))
+
+
+async def test_reads_beyond_the_rate_wait_and_served_requests_of_others_do_not(serve: Any, upstream: Upstream):
+    async with serve(unserved_per_second=RATE) as gateway:
+        mallory, acme = await gateway.tenant("mallory"), await gateway.tenant("acme")
+        await flood(mallory, "/v1/models", BURST + 12)
+        waited = asyncio.ensure_future(seconds_of(mallory.get("/v1/models")))
+        other = await seconds_of(acme.get("/v1/models"))
+        operator = await seconds_of(gateway.admin.get("/admin/api/tenants"))
+        assert not waited.done()
+        # 12 requests are owed, four a second.
+        assert await waited > 2.0
+        assert max(other, operator) < 2.0
+        assert await metric(gateway, "loraplex_gateway_delayed_requests_total") == 1
+
+
+async def test_served_requests_are_free(serve: Any, upstream: Upstream):
+    async with serve(unserved_per_second=0.001) as gateway:
+        acme = await gateway.tenant("acme", requests_per_minute=1000)
+        for _ in range(30):
+            assert (await acme.complete()).status == 200
+        assert await metric(gateway, "loraplex_gateway_delayed_requests_total") == 0
+
+
+async def test_refusals_count_and_so_do_the_bytes_of_their_bodies(serve: Any, upstream: Upstream):
+    async with serve(unserved_per_second=RATE) as gateway:
+        mallory = await gateway.tenant("mallory")
+        # 2 MiB of spaces in 2 KB count as 32 more requests.
+        body, headers = gzip.compress(b" " * 2**21), {"Content-Encoding": "gzip"}
+        assert (await mallory.call("POST", "/v1/completions", data=body, headers=headers)).status == 400
+        assert await seconds_of(mallory.complete()) > 2.0
+
+
+async def test_guesses_wait_by_address_and_issued_keys_behind_it_do_not(serve: Any, upstream: Upstream):
+    async with serve(unserved_per_second=RATE) as gateway:
+        acme = await gateway.tenant("acme")
+        guesser = gateway.client("lpx_" + "0" * 64)
+        await flood(guesser, "/v1/models", BURST + 12)
+        waited = asyncio.ensure_future(seconds_of(guesser.get("/v1/models")))
+        assert await seconds_of(acme.complete()) < 2.0
+        assert await seconds_of(gateway.nobody.get("/readyz")) < 2.0
+        assert await waited > 2.0
+
+
+async def test_requests_whose_client_leaves_count(serve: Any, upstream: Upstream):
+    async with serve(unserved_per_second=RATE) as gateway:
+        mallory = await gateway.tenant("mallory", max_concurrent=1000)
+
+        async def leave() -> None:
+            try:
+                async with asyncio.timeout(0.5):
+                    await mallory.complete(x_engine={"delay": 60.0})
+            except TimeoutError:
+                return
+
+        await asyncio.gather(*(leave() for _ in range(BURST + 12)))
+        assert await seconds_of(mallory.get("/v1/models")) > 1.5

@@ -1,0 +1,57 @@
+"""Every kernel compiles for an H200 without a GPU: tensor cores used, nothing spilled, no variant per length."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)  # one process compiles everything, about 15 s on an idle core
+
+KERNELS = {
+    "_attend",
+    "_combine",
+    "_expand",
+    "_rms_norm",
+    "_rope_and_write_kv",
+    "_route",
+    "_sample",
+    "_shrink",
+    "_silu_and_mul",
+}
+SHARED_MEMORY = 227 * 1024  # bytes one block may use on Hopper
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory) -> list[dict]:
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    script = Path(__file__).with_name("compile_for_hopper.py")
+    result = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_without_spilling(variants):
+    assert {variant["kernel"] for variant in variants} == KERNELS
+    assert [variant for variant in variants if variant["stack"]] == []
+    assert all(variant["shared"] <= SHARED_MEMORY for variant in variants)
+
+
+def test_prefill_runs_on_warpgroup_tensor_cores_and_decode_on_small_ones(variants):
+    for kernel in ("_shrink", "_expand", "_attend"):
+        decode, prefill = [v for v in variants if v["kernel"] == kernel and v["label"] == "first"][:2]
+        assert decode["mma"] > 0
+        assert decode["wgmma"] == 0
+        assert prefill["wgmma"] > 0
+
+
+def test_other_lengths_compile_nothing(variants):
+    """New lengths and table positions in a buffer compile nothing; a compilation in a request would take seconds."""
+    assert [variant for variant in variants if variant["label"] == "other lengths"] == []
