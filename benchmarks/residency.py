@@ -82,7 +82,7 @@ async def measure(url: str, digests: list[str], workers: int, *, pushed: bool) -
             registries.append(registry)
             # Workers do not start at the same moment.
             await asyncio.sleep(random.random() / workers)
-        await until_all(registries, lambda registry: bool(registry.healthy), START_SECONDS)
+        await until_all(registries, lambda registry: bool(registry.up), START_SECONDS)
         client = await stack.enter_async_context(ClientSession(headers={"x-loraplex-internal-token": TOKEN}))
         times = []
         for digest in digests:

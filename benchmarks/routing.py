@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.fleet.addresses import Address
+from gateway.fleet.health import Health
 from gateway.fleet.registry import EngineRecord
 from gateway.fleet.routing import choose, rank
 
@@ -115,7 +116,7 @@ class Simulation:
         self._policy = policy
         self._engines = [
             Engine(
-                EngineRecord(Address(f"http://engine-{i}"), healthy=True, slots=SLOTS, load_seconds=load_seconds),
+                EngineRecord(Address(f"http://engine-{i}"), health=Health.UP, slots=SLOTS, load_seconds=load_seconds),
                 load_seconds,
             )
             for i in range(ENGINES)

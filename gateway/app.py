@@ -285,6 +285,7 @@ async def make_app(settings: Settings) -> web.Application:
         drain=drain,
         metrics=metrics,
         degraded_is_ready=settings.readiness == "degraded",
+        admin_port=settings.admin_port,
     )
     app.cleanup_ctx.append(health.watching)
     app.add_routes(

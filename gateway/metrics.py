@@ -8,6 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.billing.ledger import Ledger
 from gateway.billing.usage_row import UsageRow
+from gateway.fleet.health import Health
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 from gateway.process.loop_lag import LoopLag
@@ -261,8 +262,8 @@ class Metrics:
         self._engine_refused.clear()
         self._engine_in_flight.clear()
         for engine in self._engines.engines if self._engines is not None else ():
-            self._engine_up.labels(engine.url).set(engine.healthy)
+            self._engine_up.labels(engine.url).set(engine.is_up)
             self._engine_available.labels(engine.url).set(engine.available)
-            self._engine_refused.labels(engine.url).set(engine.problem is not None)
+            self._engine_refused.labels(engine.url).set(engine.health is Health.MISCONFIGURED)
             self._engine_in_flight.labels(engine.url).set(engine.in_flight)
         return generate_latest(self.registry)

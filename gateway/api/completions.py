@@ -180,7 +180,7 @@ class Completions:
             async with AsyncExitStack() as stack:
                 async with self._while_allowed(account):
                     answering = await stack.enter_async_context(self._fleet.open(call, account))
-                    stack.enter_context(self._distrusting(answering.engine))
+                    stack.enter_context(self._mark_mismatch(answering.engine))
                     account.observe_receipt(answering.response.headers.get(receipts.HEADER))
                     if not asked.stream:
                         return await self._relay_answer(answering, account, delivery)
@@ -258,7 +258,7 @@ class Completions:
                 # Closing the connection stops the engine, which can then report its final counts.
                 answering.response.close()
                 if isinstance(error, EngineMismatch):
-                    self._distrust(answering.engine)
+                    self._mismatched(answering.engine)
                 await self._accounting.close_and_wait(account, ending_after(error))
                 body = error_body(failure.message, failure.kind, failure.param, failure.code)
                 await _send(delivery, response, body)
@@ -299,17 +299,17 @@ class Completions:
         self._metrics.refused(account.principal.tenant.name, refusal.kind)
 
     @contextmanager
-    def _distrusting(self, engine: EngineRecord) -> Iterator[None]:
+    def _mark_mismatch(self, engine: EngineRecord) -> Iterator[None]:
         try:
             yield
         except EngineMismatch:
-            self._distrust(engine)
+            self._mismatched(engine)
             raise
 
-    def _distrust(self, engine: EngineRecord) -> None:
+    def _mismatched(self, engine: EngineRecord) -> None:
         """Count an answer with the wrong adapter, and send its engine no requests until it is restarted."""
         self._metrics.adapter_mismatch(engine.url)
-        engine.distrust()
+        engine.mark_mismatched()
 
     @asynccontextmanager
     async def _while_allowed(self, account: Account) -> AsyncIterator[None]:

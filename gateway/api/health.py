@@ -14,6 +14,7 @@ from gateway.billing.ledger import Ledger
 from gateway.errors import GatewayError
 from gateway.fleet.registry import Registry
 from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.process.admin_port import is_public
 from gateway.process.background import running
 from gateway.process.drain import Drain
 from gateway.quota.quota import Quota
@@ -26,6 +27,8 @@ PROBE_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 # Parts whose fault always means not ready: the process drains, or `LORAPLEX_REDIS_CHECK` is `refuse`.
 ALWAYS_NEEDED = {"process", "redis_settings"}
+NO_ENGINE = "none is up: engine_problems has the reason for each"
+NO_ENGINE_KNOWN = "none is known: LORAPLEX_ENGINES lists none that resolves, and no engine has announced itself"
 
 
 class State(Struct, frozen=True):
@@ -44,6 +47,7 @@ class Health:
 
     degraded_is_ready: whether a gateway whose shared dependencies are away stays in its load balancer. Clients then
     get 503 with Retry-After instead of refused connections, and the admin API and the dashboard stay reachable.
+    admin_port: the operators' own port, if there is one; `/readyz` then names engines' addresses on that port only.
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class Health:
         drain: Drain,
         metrics: Metrics,
         degraded_is_ready: bool,
+        admin_port: int | None = None,
     ) -> None:
+        self._admin_port = admin_port
         self._drain = drain
         self._database = database
         self._quota = quota
@@ -88,8 +94,8 @@ class Health:
             "status": ("degraded" if faulty else "ready") if ready else "not ready",
             "parts": {name: state.text for name, state in self._states.items()},
             "since": {name: state.since for name, state in self._states.items() if not state.ok},
-            "engines_up": len(self._registry.healthy),
-            "engine_problems": self._registry.problems,
+            "engines_up": len(self._registry.up),
+            "engine_problems": self._faults(hide_addresses=is_public(request, self._admin_port)),
         }
         return json_response(body, status=200 if ready else 503)
 
@@ -111,7 +117,7 @@ class Health:
             "redis": redis,
             "quota": self._quota_state(redis),
             "redis_settings": self._quota.store_warnings,
-            "engines": "ok" if self._registry.healthy else "; ".join(self._registry.problems) or "none is up",
+            "engines": "ok" if self._registry.up else NO_ENGINE if self._registry.engines else NO_ENGINE_KNOWN,
             "tokenizer": "ok",
             "ledger": "ok" if self._ledger.has_room else "full",
             "process": "stopping" if self._drain.begun else "ok",
@@ -123,6 +129,14 @@ class Health:
                 state = State(text, before.since)
             self._states[name] = state
             self._metrics.part_up(name, state.ok)
+
+    def _faults(self, *, hide_addresses: bool) -> list[str]:
+        """Return the engines that get no requests, each with its address and the reason.
+
+        hide_addresses: return only the distinct reasons, for clients of the public port.
+        """
+        faults = self._registry.faults
+        return sorted(set(faults.values())) if hide_addresses else [f"{url} is {why}" for url, why in faults.items()]
 
     def _quota_state(self, redis: str) -> str:
         if redis == "ok":

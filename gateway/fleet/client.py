@@ -21,6 +21,7 @@ from aiohttp import (
 
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
 from gateway.fleet.answers import FAILURES, EngineBroke, Incoming, read_error, read_report
+from gateway.fleet.health import network_reason
 from gateway.fleet.registry import EngineRecord
 from gateway.fleet.vllm.adapters import VllmAdapters
 from gateway.fleet.vllm.fields import vllm_request
@@ -136,7 +137,7 @@ class EngineClient:
         try:
             response = await post(engine, call)
         except (ClientConnectorError, ServerDisconnectedError, ConnectionError) as error:
-            engine.mark_down(f"{type(error).__name__} at a request")
+            engine.mark_down(f"a request failed: {network_reason(error)}")
             raise EngineGone(had_it=not isinstance(error, ClientConnectorError)) from error
         except (ClientError, OSError, TimeoutError) as error:
             # A stream's response begins with its first token. A whole answer may take long without any fault.

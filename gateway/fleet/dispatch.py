@@ -77,7 +77,7 @@ class Fleet:
     @property
     def keeps_allowances(self) -> bool:
         """Return whether every engine limits requests by an allowance, so that a whole answer's hold may grow."""
-        return all(engine.keeps_allowances for engine in self._registry.healthy)
+        return all(engine.keeps_allowances for engine in self._registry.up)
 
     def check(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
         """Raise Quarantined for a request or adapter with which engines died."""
@@ -153,7 +153,7 @@ class Fleet:
                         if error.error.code == "engine_unavailable":
                             # The engine counts as absent. Its message, such as "shutting down", is not for the client.
                             bill.unsent()
-                            engine.mark_down("it takes no requests")
+                            engine.mark_down("it refused a request: it takes none at present")
                         else:
                             refusal = error
                     else:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import ClientError, ClientPayloadError, ClientResponseError, ClientSession, ClientTimeout
 
+from gateway.fleet.health import Health, network_reason
 from gateway.fleet.registry import EngineRecord
 from gateway.fleet.vllm.version import UnsafeVersion, check_version
 
@@ -50,13 +51,14 @@ class Probe:
             async with self._session.get(url, timeout=TIMEOUT, allow_redirects=False) as response:
                 if response.status != 200:
                     status = _status(await response.read())
-                    engine.mark_down(f"/health answers {response.status} {status}", draining=status == "draining")
+                    reason = f"GET /health answered {response.status}" + (f" ({status})" if status else "")
+                    engine.mark_down(reason, Health.DRAINING if status == "draining" else Health.DOWN)
                     return
         except TimeoutError:
-            engine.missed("no answer to /health in time")
+            engine.missed(f"GET /health had no answer within {TIMEOUT.total:g} s")
             return
         except (ClientError, OSError) as error:
-            engine.mark_down(f"{type(error).__name__} at /health")
+            engine.mark_down(f"GET /health failed: {network_reason(error)}")
             return
         in_flight = engine.in_flight
         try:
@@ -96,7 +98,7 @@ class Probe:
                 async for line in response.content:
                     engine.observe_state(msgspec.json.decode(line, type=dict[str, Any]), engine.in_flight)
                     if engine.state.get("draining"):
-                        engine.mark_down("it says that it is draining", draining=True)
+                        engine.mark_down("it finishes its requests and stops", Health.DRAINING)
                     else:
                         self._judge(engine)
                     heard()
@@ -104,9 +106,9 @@ class Probe:
         except TimeoutError:
             # An engine that has sent no line yet may have to finish a long step first.
             if pushed:
-                engine.mark_down("it has fallen silent", silent=True)
+                engine.mark_down("its state stream fell silent", Health.SILENT)
             else:
-                engine.missed("it says nothing of its state")
+                engine.missed("GET /state?watch=true had no answer in time")
         except (ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
             # The next probe of /health finds the reason.
             log.debug("engine %s: %s while it was listened to", engine.url, type(error).__name__)
@@ -167,6 +169,6 @@ class _Models(msgspec.Struct):
 def _status(body: bytes) -> str:
     """Return the status in the body of /health, "" if there is none."""
     try:
-        return msgspec.json.decode(body, type=dict[str, Any]).get("status", "")
+        return str(msgspec.json.decode(body, type=dict[str, Any]).get("status", ""))[:40]
     except msgspec.MsgspecError:
         return ""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from gateway.fleet.addresses import Address
 from gateway.fleet.breaker import Breakers
+from gateway.fleet.health import Health
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +36,16 @@ class EngineRecord:
 
     resident: digests (no prefix) of the adapters it holds. serving: this process's requests by digest, the base model's
     under None. tenants: the same by tenant. others: requests of other gateways. slots: requests that it runs at once.
-    load_seconds: time of an adapter's load. request_seconds: time of a request. problem: the reason why it gets no
-    requests although it lives, and the remedy. distrusted: the instance that answered with another adapter than the
-    request's. silent_since: the time when it fell silent although its connections stay open. unanswered: time-outs that
-    end the wait of each request that it has not begun to answer.
+    load_seconds: time of an adapter's load. request_seconds: time of a request. reason: the cause of its health, with
+    the remedy if there is one, "" while it is up. health_since: the time (monotonic) of the last change of health.
+    misses: health checks in a row without an answer. mismatched: the instance that answered with another adapter than
+    the request's. unanswered: time-outs that end the wait of each request that it has not begun to answer.
     """
 
     address: Address
-    healthy: bool = False
-    draining: bool = False
+    health: Health = Health.UNKNOWN
+    reason: str = "it has not been probed yet"
+    health_since: float = field(default_factory=time.monotonic)
     resident: frozenset[str] = frozenset()
     serving: Counter[str | None] = field(default_factory=Counter)
     tenants: Counter[str] = field(default_factory=Counter)
@@ -54,9 +56,7 @@ class EngineRecord:
     request_seconds: float = 1.0
     state: dict[str, Any] = field(default_factory=dict)
     misses: int = 0
-    problem: str | None = None
-    silent_since: float | None = None
-    distrusted: str | None = None
+    mismatched: str | None = None
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
     breaker: Breakers = field(default_factory=Breakers)
 
@@ -80,8 +80,19 @@ class EngineRecord:
         return self.address.kind == "loraplex" and self.state.get("keeps_allowances") is True
 
     @property
+    def is_up(self) -> bool:
+        return self.health is Health.UP
+
+    @property
     def available(self) -> bool:
-        return self.healthy and self.breaker.allows_some
+        return self.is_up and self.breaker.allows_some
+
+    @property
+    def fault(self) -> str | None:
+        """Return the reason why the engine gets no requests, None if it gets some."""
+        if not self.is_up:
+            return f"{self.health}: {self.reason}"
+        return None if self.breaker.allows_some else "up, but its requests fail: its circuit breaker is open"
 
     def holds(self, digest: str) -> bool:
         """Return whether the engine has the adapter, or loads it for a request of this process."""
@@ -123,49 +134,60 @@ class EngineRecord:
         if isinstance(seconds, int | float) and seconds > 0:
             self.load_seconds = max(float(seconds), LEAST_LOAD_SECONDS)
 
-    def let_go(self) -> None:
+    def abandon_unanswered(self) -> None:
         """End the wait of all requests that the engine has not begun to answer; they go to other engines."""
         now = asyncio.get_running_loop().time()
         for wait in self.unanswered:
             if not wait.expired():
                 wait.reschedule(now)
 
-    def mark_down(self, reason: str, *, draining: bool = False, silent: bool = False) -> None:
-        if self.healthy:
-            log.warning("engine %s is %s: %s", self.url, "leaving" if draining else "down", reason)
-        self.healthy, self.problem, self.draining = False, None, draining
-        self.silent_since = (self.silent_since or time.monotonic()) if silent else None
-        self.resident, self.others = frozenset(), 0
+    def mark_down(self, reason: str, health: Health = Health.DOWN) -> None:
+        """Send the engine no new requests. health: DOWN, SILENT or DRAINING."""
+        self._change(health, reason)
+        self.others = 0
 
-    def mark_misconfigured(self, problem: str) -> None:
-        if self.problem != problem:
-            log.error("engine %s is misconfigured: %s", self.url, problem)
-        self.healthy, self.misses, self.problem, self.draining = False, 0, problem, False
-        self.silent_since = None
-        self.resident = frozenset()
+    def mark_misconfigured(self, reason: str) -> None:
+        """Send the engine no new requests until the operator has removed the reason."""
+        self._change(Health.MISCONFIGURED, reason)
+        self.misses = 0
 
-    def distrust(self) -> None:
+    def mark_mismatched(self) -> None:
         """Send this engine no requests until it reports another instance."""
-        self.distrusted = str(self.state.get("instance"))
+        self.mismatched = str(self.state.get("instance"))
         self.mark_misconfigured(MISMATCH)
 
     def mark_up(self) -> None:
-        if self.distrusted is not None and self.distrusted == str(self.state.get("instance")):
+        if self.mismatched is not None and self.mismatched == str(self.state.get("instance")):
             self.mark_misconfigured(MISMATCH)
             return
-        self.distrusted = None
-        if not self.healthy:
-            log.info("engine %s is up", self.url)
+        self.mismatched = None
+        if not self.is_up:
             # Earlier failures do not count against an engine that comes back.
             self.breaker = Breakers()
-        self.healthy, self.misses, self.problem, self.draining = True, 0, None, False
-        self.silent_since = None
+        self._change(Health.UP, "")
+        self.misses = 0
 
     def missed(self, reason: str) -> None:
         """Note an unanswered health check."""
         self.misses += 1
+        if self.health is Health.UNKNOWN:
+            self.reason = reason
         if self.misses >= MISSES_UNTIL_DOWN:
-            self.mark_down(reason, silent=True)
+            self.mark_down(reason, Health.SILENT)
+
+    def _change(self, health: Health, reason: str) -> None:
+        """Set the health, and log each change of it or of its reason."""
+        if (health, reason) != (self.health, self.reason):
+            if health is Health.UP:
+                log.info("engine %s is up", self.url)
+            else:
+                level = logging.ERROR if health is Health.MISCONFIGURED else logging.WARNING
+                log.log(level, "engine %s is %s: %s", self.url, health, reason)
+        if health is not self.health:
+            self.health_since = time.monotonic()
+        self.health, self.reason = health, reason
+        if health is not Health.UP:
+            self.resident = frozenset()
 
 
 class Busy:
@@ -212,13 +234,13 @@ class Registry:
         return tuple(self._engines.values())
 
     @property
-    def healthy(self) -> list[EngineRecord]:
-        return [engine for engine in self._engines.values() if engine.healthy]
+    def up(self) -> list[EngineRecord]:
+        return [engine for engine in self._engines.values() if engine.is_up]
 
     @property
-    def problems(self) -> list[str]:
-        """Return the distinct problems of engines that live but cannot be used."""
-        return sorted({engine.problem for engine in self._engines.values() if engine.problem})
+    def faults(self) -> dict[str, str]:
+        """Return the reason why an engine gets no requests, by its address, for each such engine."""
+        return {engine.url: fault for engine in self._engines.values() if (fault := engine.fault) is not None}
 
     @property
     def capacity(self) -> int | None:
@@ -255,24 +277,24 @@ class Registry:
     async def _watch_one(self, engine: EngineRecord, changed: Callable[[], None]) -> None:
         """Probe the engine, follow its state stream to the end, and probe it again at once."""
         await self._watch(engine)
-        self._spread(engine)
+        self._abandon_silent(engine)
         changed()
-        if engine.healthy and await self._watch.follow(engine, changed):
-            self._spread(engine)
+        if engine.is_up and await self._watch.follow(engine, changed):
+            self._abandon_silent(engine)
             await self._watch(engine)
             changed()
 
-    def _spread(self, engine: EngineRecord) -> None:
+    def _abandon_silent(self, engine: EngineRecord) -> None:
         """End the wait for a silent engine's first byte.
 
         The wait ends at once if another engine is available, else after `silence_patience`, because the engine may
         come back.
         """
-        if engine.silent_since is None:
+        if engine.health is not Health.SILENT:
             return
         has_other = any(other.available for other in self._engines.values())
-        if has_other or time.monotonic() - engine.silent_since > self._silence_patience:
-            engine.let_go()
+        if has_other or time.monotonic() - engine.health_since > self._silence_patience:
+            engine.abandon_unanswered()
 
     def _watched(self, url: str, task: "asyncio.Task[None]") -> None:
         self._watching.pop(url, None)
@@ -284,7 +306,7 @@ class Registry:
         for url in self._engines.keys() - addresses.keys():
             if watching := self._watching.get(url):
                 watching.cancel()
-            self._engines.pop(url).mark_down("it is in no list any more", draining=True)
+            self._engines.pop(url).mark_down("it is no longer listed or announced", Health.DRAINING)
         for url, address in addresses.items():
             if url not in self._engines:
                 slots = address.requests if address.kind == "vllm" else DEFAULT_SLOTS

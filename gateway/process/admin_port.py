@@ -17,11 +17,16 @@ def keep_off_public_port(admin_port: int) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if _is_admins(request) and _local_port(request) != admin_port:
+        if _is_admins(request) and is_public(request, admin_port):
             raise web.HTTPNotFound
         return await handler(request)
 
     return middleware
+
+
+def is_public(request: web.Request, admin_port: int | None) -> bool:
+    """Return whether the request came to the public port of a gateway that has a port for operators."""
+    return admin_port is not None and _local_port(request) != admin_port
 
 
 def _is_admins(request: web.Request) -> bool:

@@ -137,7 +137,7 @@ async def test_engines_come_and_go_without_a_restart():
     stays, goes = registry.engines
     listed = [listed[0], Address("http://c")]
     await registry.poll()
-    assert [engine.url for engine in registry.healthy] == ["http://a", "http://c"]
+    assert [engine.url for engine in registry.up] == ["http://a", "http://c"]
     assert registry.engines[0] is stays
     assert not goes.available
 

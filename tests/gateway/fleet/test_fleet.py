@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from gateway.api.health import NO_ENGINE, NO_ENGINE_KNOWN
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from tests.gateway.records.test_database_away import BROWSER
 from testing.gateway.upstream import TOKEN, Upstream
+from testing.ports import free_port
 
 
 async def test_residency_is_read_and_followed(tmp_path: Path, model_dir: Path, redis_url: str):
@@ -61,17 +64,49 @@ async def test_an_engine_of_another_model_gets_no_requests(
             assert [(await acme.complete()).status for _ in range(3)] == [200] * 3
             assert wrong.requests == []
             ready = await gateway.nobody.get("/readyz")
-            assert (ready.status, ready.json["engines_up"], ready.json["engine_problems"]) == (200, 1, [problem])
+            assert (ready.status, ready.json["engines_up"]) == (200, 1)
+            assert ready.json["engine_problems"] == [f"{wrong.url} is misconfigured: {problem}"]
             right.healthy = False
             await until(lambda: up(gateway, 0))
             ready = await gateway.nobody.get("/readyz")
-            assert (ready.status, ready.json["status"], ready.json["parts"]["engines"]) == (200, "degraded", problem)
+            assert (ready.status, ready.json["status"], ready.json["parts"]["engines"]) == (200, "degraded", NO_ENGINE)
+            assert f"{wrong.url} is misconfigured: {problem}" in ready.json["engine_problems"]
             assert (await acme.complete()).status == 503
             wrong.model = BASE_MODEL
             await until(lambda: up(gateway, 1))
             ready = await gateway.nobody.get("/readyz")
-            assert (ready.status, ready.json["engine_problems"]) == (200, [])
+            down = f"{right.url} is down: GET /health answered 503"
+            assert (ready.status, ready.json["engine_problems"]) == (200, [down])
     assert caplog.text.count(problem) == 1
+
+
+async def test_an_engine_that_is_not_there_is_named_with_the_reason(
+    tmp_path: Path, model_dir: Path, redis_url: str, caplog: pytest.LogCaptureFixture
+):
+    refusing, unknown = f"http://127.0.0.1:{free_port()}", "http://no-such-engine.invalid:1"
+    async with Upstream().serving() as well:
+        urls = [refusing, unknown, well.url]
+        async with running(settings(tmp_path, model_dir, urls, redis_url, redis_timeout=30.0)) as gateway:
+            expected = [
+                f"{refusing} is down: GET /health failed: connection refused; no process listens at this address",
+                f"{unknown} is down: GET /health failed: its host name cannot be resolved",
+            ]
+            assert (await gateway.nobody.get("/readyz")).json["engine_problems"] == expected
+            for line in expected:
+                assert caplog.text.count(f"engine {line}") == 1
+            well.healthy = False
+            await until(lambda: up(gateway, 0))
+            ready = (await gateway.nobody.get("/readyz")).json
+            assert ready["parts"]["engines"] == NO_ENGINE
+            assert ready["engine_problems"] == [*expected, f"{well.url} is down: GET /health answered 503"]
+            page = await gateway.nobody.get("/admin/", headers=BROWSER)
+            assert "connection refused" in page.body.decode()
+
+
+async def test_a_gateway_that_knows_no_engine_says_so(tmp_path: Path, model_dir: Path, redis_url: str):
+    async with running(settings(tmp_path, model_dir, ["announced"], redis_url, redis_timeout=30.0)) as gateway:
+        ready = (await gateway.nobody.get("/readyz")).json
+        assert (ready["parts"]["engines"], ready["engine_problems"]) == (NO_ENGINE_KNOWN, [])
 
 
 async def test_a_request_that_no_engine_was_there_for_is_given_back(gateway: Gateway, upstream: Upstream):
@@ -107,7 +142,8 @@ async def test_without_an_engine(gateway: Gateway, upstream: Upstream):
         assert (got.status, got.error["code"]) == (503, "no_engine")
         assert got.headers["Retry-After"] == "1"
     ready = await gateway.nobody.get("/readyz")
-    assert (ready.status, ready.json["status"], ready.json["parts"]["engines"]) == (200, "degraded", "none is up")
+    assert (ready.status, ready.json["status"], ready.json["parts"]["engines"]) == (200, "degraded", NO_ENGINE)
+    assert ready.json["engine_problems"] == [f"{upstream.url} is down: GET /health answered 503"]
     # The operator still gets in.
     assert (await gateway.admin.get("/admin/api/tenants")).status == 200
     upstream.healthy = True

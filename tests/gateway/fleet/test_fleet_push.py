@@ -7,6 +7,7 @@ import pytest
 from aiohttp import ClientSession
 
 from gateway.fleet.addresses import Address
+from gateway.fleet.health import Health
 from gateway.fleet.probe import Probe
 from gateway.fleet.registry import EngineRecord, Registry
 from testing.gateway.running import BASE_MODEL, until
@@ -52,7 +53,7 @@ async def session():
 
 async def test_residency_and_load_are_heard_as_they_change(session: ClientSession, upstream: Upstream):
     async with Fleet(session, upstream.url) as fleet:
-        await fleet.until(lambda: bool(fleet.registry.healthy))
+        await fleet.until(lambda: bool(fleet.registry.up))
         await until(lambda: followed_by(upstream, 1))
         upstream.resident = ["sha256:" + "d" * 64]
         await fleet.until(lambda: fleet.engine.resident == {"d" * 64})
@@ -72,7 +73,7 @@ async def test_an_engine_that_says_it_is_leaving_gets_nothing_more(session: Clie
         await until(lambda: followed_by(upstream, 1))
         upstream.draining = True
         await fleet.until(lambda: not fleet.engine.available)
-        assert fleet.engine.draining
+        assert fleet.engine.health is Health.DRAINING
         assert upstream.followers == 1
 
 
@@ -83,10 +84,10 @@ async def test_what_became_of_an_engine_that_falls_silent_is_asked(session: Clie
         fleet = await Fleet(session, engine.url).__aenter__()
         await until(lambda: followed_by(engine, 1))
     try:
-        await fleet.until(lambda: not fleet.registry.healthy)
+        await fleet.until(lambda: not fleet.registry.up)
         async with Upstream().serving(port) as again:
             again.resident = ["e" * 64]
-            await fleet.until(lambda: bool(fleet.registry.healthy) and fleet.engine.resident == {"e" * 64})
+            await fleet.until(lambda: bool(fleet.registry.up) and fleet.engine.resident == {"e" * 64})
             await until(lambda: followed_by(again, 1))
     finally:
         await fleet.__aexit__()
@@ -95,7 +96,7 @@ async def test_what_became_of_an_engine_that_falls_silent_is_asked(session: Clie
 async def test_an_engine_that_pushes_nothing_is_asked_again_and_again(session: ClientSession, upstream: Upstream):
     upstream.pushes = False
     async with Fleet(session, upstream.url) as fleet:
-        await fleet.until(lambda: bool(fleet.registry.healthy))
+        await fleet.until(lambda: bool(fleet.registry.up))
         upstream.resident = ["d" * 64]
         await fleet.until(lambda: fleet.engine.resident == {"d" * 64})
         assert upstream.followers == 0
@@ -105,7 +106,7 @@ async def test_an_engine_of_another_model_is_not_followed_into_service(session: 
     async with Fleet(session, upstream.url) as fleet:
         await until(lambda: followed_by(upstream, 1))
         upstream.model = "other"
-        await fleet.until(lambda: fleet.engine.problem is not None)
+        await fleet.until(lambda: fleet.engine.health is Health.MISCONFIGURED)
         assert not fleet.engine.available
         upstream.model = BASE_MODEL
         await fleet.until(lambda: fleet.engine.available)
@@ -114,8 +115,8 @@ async def test_an_engine_of_another_model_is_not_followed_into_service(session: 
 async def test_an_engine_with_another_internal_token_gets_nothing(session: ClientSession, upstream: Upstream):
     upstream.token = "another token"
     async with Fleet(session, upstream.url) as fleet:
-        await fleet.until(lambda: bool(fleet.registry.problems))
-        assert "internal token" in fleet.registry.problems[0]
+        await fleet.until(lambda: "misconfigured" in fleet.registry.faults.get(upstream.url, ""))
+        assert "internal token" in fleet.registry.faults[upstream.url]
         assert not fleet.engine.available
         upstream.token = TOKEN
         await fleet.until(lambda: fleet.engine.available)

@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.routing import POLICIES, measure
 from gateway.fleet.addresses import Address
+from gateway.fleet.health import Health
 from gateway.fleet.registry import EngineRecord
 from gateway.fleet.routing import MAX_PREFIXES, Conversations, choose, prefix_key, rank
 
@@ -12,7 +13,7 @@ SLOTS = 8
 
 
 def engine(url: str, in_flight: int = 0, resident: tuple[str, ...] = (), **fields: object) -> EngineRecord:
-    record = EngineRecord(Address(url), healthy=True, slots=SLOTS, **fields)  # type: ignore[arg-type]
+    record = EngineRecord(Address(url), health=Health.UP, slots=SLOTS, **fields)  # type: ignore[arg-type]
     record.in_flight, record.resident = in_flight, frozenset(resident)
     return record
 

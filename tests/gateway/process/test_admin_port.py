@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.settings import SettingsError
-from testing.gateway.running import Gateway, running, settings
+from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 
 ADMINS = [
@@ -41,8 +41,15 @@ async def test_the_public_port_serves_clients_only(
             assert (await gateway.nobody.post("/internal/engines", body, headers=headers)).status == status
         for path in ("/admin/api/tenants", "/metrics"):
             assert (await admins.admin.get(path)).status == 200
-        for gateway in (public, admins):
-            assert (await gateway.nobody.get("/readyz")).status == 200
+        upstream.healthy = False
+        for gateway, address in ((public, ""), (admins, f"{upstream.url} is ")):
+
+            async def names_the_fault(gateway: Gateway = gateway, address: str = address) -> bool:
+                ready = await gateway.nobody.get("/readyz")
+                assert ready.status == 200
+                return ready.json["engine_problems"] == [f"{address}down: GET /health answered 503"]
+
+            await until(names_the_fault)
 
 
 async def test_no_key_is_looked_at_on_the_public_port(

@@ -160,7 +160,7 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
         engine = EngineRecord(address)
         probe = Probe(session, TOKEN, BASE_MODEL)
         await probe(engine)
-        assert not engine.healthy
+        assert not engine.is_up
         # Only its other routes redirect.
         assert not await probe.follow(engine, lambda: None)
         with pytest.raises(Exception, match="307"):
