@@ -11,9 +11,9 @@ import pytest
 from gateway.api.health import NO_ENGINE, NO_ENGINE_KNOWN
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
-from tests.gateway.records.test_database_away import BROWSER
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.ports import free_port
+from tests.gateway.records.test_database_away import BROWSER
 
 
 async def test_residency_is_read_and_followed(tmp_path: Path, model_dir: Path, redis_url: str):

@@ -96,7 +96,11 @@ async def test_known_tenants_are_served_through_an_outage_where_the_operator_cho
             page = await lenient.nobody.get("/admin/", headers=BROWSER)
             shown = page.body.decode()
             assert "acme" not in shown
-            return page.status == 200 and "Tenants and usage are not shown" in shown and ">down: GET /health answered 503</td>" in shown
+            return (
+                page.status == 200
+                and "Tenants and usage are not shown" in shown
+                and ">down: GET /health answered 503</td>" in shown
+            )
 
         await until(shows_what_is_known)
         tenants = await lenient.admin.get("/admin/api/tenants")
