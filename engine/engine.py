@@ -24,8 +24,8 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.execution.graphs import default_sizes
 from engine.execution.runner import Runner, Sampling
-from engine.model.config import ModelConfig, parse_model_config, read_config
-from engine.model.llama import load_decoder
+from engine.model.config import ModelConfig, read_config
+from engine.model.families import load_decoder, parse_model_config
 from engine.model.weights import Progress
 from engine.scheduling.kv_cache import KVCache, prefix_keys
 from engine.scheduling.pacing import Pacer

@@ -1,7 +1,7 @@
 """Interface of the ops that a decoder is made of, and the types that they take. Knows no implementation."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -44,9 +44,11 @@ class HeadLora:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of a decoder layer.
+    """The weights of a decoder layer: attention, then a gated MLP, each with a norm in front.
 
-    Norms `[hidden]`; q_norm and k_norm `[head_dim]` if the model family norms heads.
+    Norms `[hidden]`; q_norm and k_norm `[head_dim]` if the family norms heads; attention_output_norm and
+    mlp_output_norm if it norms what a sublayer adds to the residual. cos_sin `[max_model_len, head_dim]` fp32
+    (cos | sin), shared by layers of one rotary embedding. sliding_window: 0 for full attention.
     """
 
     input_norm: Tensor
@@ -54,25 +56,36 @@ class LayerWeights:
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: PackedLinear
-    post_norm: Tensor
+    mlp_norm: Tensor
     gate_up: PackedLinear
     down: PackedLinear
+    cos_sin: Tensor
     sliding_window: int
+    attention_output_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """The weights of a decoder. embedding `[vocab, hidden]`, cos_sin `[max_model_len, head_dim]` fp32 (cos | sin)."""
+    """The weights and constants of a decoder, everything that a backend needs to fuse its forward pass.
+
+    embedding `[vocab, hidden]`, whose rows are multiplied by embedding_scale. Norms are all in the embedding's dtype or
+    all in fp32 (see `kernels.reference.rms_norm`). activation: the gate's. attention_scale, attention_softcap: see
+    `kernels.reference.paged_attention`.
+    """
 
     embedding: Tensor
     layers: list[LayerWeights]
     norm: Tensor
     lm_head: PackedLinear
-    cos_sin: Tensor
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
+    attention_scale: float
+    attention_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    activation: Literal["silu", "gelu"] = "silu"
 
 
 class KvCache(NamedTuple):
@@ -141,9 +154,13 @@ class Ops(Protocol):
 
     def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: Any) -> Tensor: ...
 
-    def paged_attention(self, q: Tensor, kv: KvCache, plan: Any, scale: float, sliding_window: int) -> Tensor: ...
+    def paged_attention(
+        self, q: Tensor, kv: KvCache, plan: Any, scale: float, sliding_window: int, softcap: float = 0.0
+    ) -> Tensor: ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def sample(
         self,

@@ -87,11 +87,12 @@ def take(table: Tensor, rows: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
-    Computed in fp32 and cast before the multiplication with the weight, as in Llama.
+    Computed in fp32. A weight in x's dtype multiplies the rounded quotient, as in Llama; an fp32 weight beside a
+    narrower x multiplies it before rounding, as in Gemma. The result has x's dtype.
     """
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * h.to(x.dtype)
+    return (weight * h).to(x.dtype) if weight.dtype != x.dtype else weight * h.to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -186,12 +187,14 @@ def paged_attention(
     sliding_window: int = 0,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Compute causal attention of concatenated queries over a paged cache, for prefill, decode and mixed batches.
 
     q `[T, num_heads, D]`; returns the same shape and dtype. Query j of a request is at position
     `context_len - num_queries + j` and attends to positions up to its own, only the last `sliding_window` of them if
-    not 0. GQA: query head h reads key-value head `h // (num_heads / num_kv_heads)`.
+    not 0. GQA: query head h reads key-value head `h // (num_heads / num_kv_heads)`. softcap: if not 0, scaled scores s
+    become `softcap * tanh(s / softcap)` before the softmax (Gemma 2).
     """
     out = torch.empty_like(q)
     block_size = k_cache.shape[2]
@@ -204,6 +207,8 @@ def paged_attention(
         k = read_kv(k_cache, k_scales, blocks, length).repeat_interleave(group, 1)
         v = read_kv(v_cache, v_scales, blocks, length).repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
         query_at = torch.arange(length - (end - start), length, device=q.device)[:, None]
         key_at = torch.arange(length, device=q.device)[None]
         hidden = key_at > query_at
@@ -218,6 +223,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return `silu(gate) * up`, `[T, intermediate]`, of gate_up `[T, 2 * intermediate]`."""
     gate, up = gate_up.chunk(2, -1)
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return `gelu(gate) * up`, `[T, intermediate]`, of gate_up `[T, 2 * intermediate]`; gelu in its tanh form."""
+    gate, up = gate_up.chunk(2, -1)
+    return (torch.nn.functional.gelu(gate.float(), approximate="tanh") * up.float()).to(gate_up.dtype)
 
 
 def sample(

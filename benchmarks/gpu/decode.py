@@ -8,8 +8,8 @@ from torch import Tensor
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.measure import asked
-from engine.model.config import ModelConfig, parse_model_config
-from engine.model.llama import Decoder
+from engine.model.config import ModelConfig
+from engine.model.families import make_decoder, parse_model_config
 from kernels.batch import Batch
 from kernels.gpu.ops import TritonOps
 from kernels.ops import EmbeddingLora, HeadLora, KvCache
@@ -101,7 +101,7 @@ class DecodeStep:
         self.machine = machine
         self.config = parse_model_config(machine.model)
         weights = RandomWeights(machine.dtype, machine.device)
-        self.decoder = Decoder(self.config, TritonOps(), weights, machine.context + 1)  # type: ignore[arg-type]
+        self.decoder = make_decoder(self.config, TritonOps(), weights, machine.context + 1)  # type: ignore[arg-type]
         self._blocks_each = -(-(machine.context + 1) // BLOCK_SIZE)
         c = self.config
         self._shape = (max_batch * self._blocks_each, c.num_kv_heads, BLOCK_SIZE, c.head_dim)

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.model.config import ModelConfig, parse_model_config
+from engine.model.config import ModelConfig
+from engine.model.families import parse_model_config
 
 
 def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.decode import PAGE_RANK, groups_of
 from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.bench_paged_attention import make
-from engine.model.config import parse_model_config
+from engine.model.families import parse_model_config
 from kernels.gpu import attention_tiles as attention_plan
 from kernels.gpu import segments
 from kernels.gpu.attention_tiles import build_attention_metadata

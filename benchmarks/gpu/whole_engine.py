@@ -18,7 +18,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.measure import asked
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model.config import parse_model_config
+from engine.model.families import parse_model_config
 from engine.scheduling.request import SamplingParams
 
 PROMPT_TOKENS = 32

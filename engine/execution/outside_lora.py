@@ -10,19 +10,21 @@ from kernels.batch import Batch
 from kernels.ops import LoraTables, Ops
 
 
-def embed(embedding: Tensor, batch: Batch, ops: Ops, lora: LoraTables | None) -> Tensor | None:
-    """Return `[T, hidden]` embeddings of the batch's tokens with their adapters' deltas; None if no adapter of the
-    batch has any.
+def embed(embedding: Tensor, factor: float, batch: Batch, ops: Ops, lora: LoraTables | None) -> Tensor | None:
+    """Return `[T, hidden]` embeddings of the batch's tokens with their adapters' deltas, both multiplied by `factor`;
+    None if no adapter of the batch has any.
     """
     slots = [slot for slot in batch.adapter_slots if slot in lora.embeddings] if lora is not None else []
     if lora is None or not slots:
         return None
     inputs = ops.embed(embedding, batch.token_ids)
+    if factor != 1:
+        inputs *= factor
     for slot in slots:
         found = lora.embeddings[slot]
         rows = torch.nonzero(batch.adapter_index == slot).flatten()
         delta = ops.linear(found.table[batch.token_ids[rows]], found.expand, None, None)
-        inputs[rows] = (inputs[rows].float() + found.scale * delta.float()).to(inputs.dtype)
+        inputs[rows] = (inputs[rows].float() + factor * found.scale * delta.float()).to(inputs.dtype)
     return inputs
 
 

@@ -17,7 +17,7 @@ from engine.execution.graphs import DecodeGraphs
 from engine.execution.layout import Layout, Planner, PromptRows, make_batch
 from engine.execution.sampler import RowLogprobs, mark_not_finite, sample, token_logprobs
 from engine.execution.transfer import Download, upload
-from engine.model.llama import Decoder
+from engine.model.decoder import Decoder
 from engine.scheduling.request import Request, Status
 from kernels.memory import lazy_zeros
 from kernels.ops import KvCache

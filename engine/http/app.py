@@ -35,7 +35,8 @@ from engine.http.metrics import Metrics
 from engine.http.routes import EngineRoutes, json_response
 from engine.http.state_feed import StateFeed
 from engine.http.trusted_headers import Caller, read_caller
-from engine.model.config import parse_model_config, read_config
+from engine.model.config import read_config
+from engine.model.families import parse_model_config
 from engine.model.weights import Progress, base_tensor
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput

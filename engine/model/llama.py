@@ -1,146 +1,115 @@
-"""The decoder of all served families (Llama, Mistral, Qwen2, Qwen3, SmolLM), selected by configuration, with LoRA on
-all weights.
+"""The Llama family: Llama, Mistral, Qwen2, Qwen3, SmolLM, selected by configuration."""
 
-Knows no scheduler, no sampling and no device: the ops come from `kernels.ops`.
-"""
+from dataclasses import dataclass
+from typing import Any
 
-from pathlib import Path
-
-import torch
 from torch import Tensor
 
-from engine.execution import outside_lora
-from engine.model.config import ModelConfig, rope_frequencies
-from engine.model.weights import Checkpoint, Progress, open_weights
-from kernels.batch import Batch
-from kernels.ops import DecoderWeights, FusedForward, KvCache, LayerWeights, LoraTables, Ops, PackedLinear
-from kernels.reference import LoraGroup
+from engine.model.config import ModelConfig, shared_fields, windows_by_type
+from engine.model.decoder import Decoder, load_embedding_and_head, load_projections
+from engine.model.rope import read_rope, rope_table
+from engine.model.weights import Checkpoint
+from kernels.ops import DecoderWeights, LayerWeights, Ops
+from wire.errors import ConfigError
+
+# Served architectures, with the properties that each implies without a field in config.json.
+ARCHITECTURES: dict[str, dict[str, bool]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": True},
+    "Qwen2ForCausalLM": {"qkv_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+}
 
 
-class Decoder:
-    """Weights and forward pass. `attach` sets the caches and rank pages that it uses."""
+@dataclass(frozen=True, slots=True)
+class LlamaConfig(ModelConfig):
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
 
-    def __init__(self, config: ModelConfig, ops: Ops, source: Checkpoint, max_model_len: int) -> None:
-        self.config, self.ops = config, ops
+
+def parse_config(raw: dict[str, Any], architecture: str) -> LlamaConfig:
+    """Return the config of config.json's content. Raises ConfigError naming the field."""
+    implied = ARCHITECTURES[architecture]
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ConfigError("hidden_act", f"expected silu, got {raw['hidden_act']!r}")
+    shared = shared_fields(raw, architecture)
+    bias = raw.get("attention_bias", False)
+    return LlamaConfig(
+        **shared,
+        rope=read_rope(raw),
+        sliding_windows=_sliding_windows(raw, implied, shared["num_layers"]),
+        qkv_bias=implied.get("qkv_bias", False) or bias,
+        o_bias=bias,
+        mlp_bias=raw.get("mlp_bias", False),
+        qk_norm=implied.get("qk_norm", False),
+    )
+
+
+def _sliding_windows(raw: dict[str, Any], implied: dict[str, bool], num_layers: int) -> tuple[int, ...]:
+    if not (implied.get("sliding_window") or raw.get("use_sliding_window")):
+        return (0,) * num_layers
+    # Missing fields get transformers' defaults.
+    window = raw.get("sliding_window", 4096) or 0
+    if implied.get("sliding_window"):
+        return (window,) * num_layers
+    if raw.get("layer_types"):
+        return windows_by_type(raw, window)
+    return tuple(window if layer >= raw.get("max_window_layers", 28) else 0 for layer in range(num_layers))
+
+
+class LlamaDecoder(Decoder):
+    """Decoder with one norm in front of attention and one in front of the MLP."""
+
+    can_fuse = True
+
+    def __init__(self, config: LlamaConfig, ops: Ops, source: Checkpoint, max_model_len: int) -> None:
         c = config
-        embedding = source.get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-        layers = [self._load_layer(source, i) for i in range(c.num_layers)]
-        tied = c.tie_word_embeddings or "lm_head.weight" not in source
-        head = embedding if tied else source.get("lm_head.weight", c.vocab_size, c.hidden_size)
-        self.weights = DecoderWeights(
+        embedding, lm_head = load_embedding_and_head(source, c, ops)
+        cos_sin = rope_table(c.rope, c.head_dim, max_model_len).to(embedding.device)
+        weights = DecoderWeights(
             embedding=embedding,
-            layers=layers,
+            layers=[_load_layer(source, c, ops, i, cos_sin) for i in range(c.num_layers)],
             norm=source.get("model.norm.weight", c.hidden_size),
-            lm_head=ops.pack_linear(head),
-            cos_sin=rope_table(c, max_model_len).to(embedding.device),
+            lm_head=lm_head,
             num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             rms_norm_eps=c.rms_norm_eps,
+            attention_scale=c.head_dim**-0.5,
         )
-        self.kv: list[KvCache] = []
-        self._lora: LoraTables | None = None
-        self._fused: FusedForward | None = None
+        super().__init__(config, ops, weights)
 
-    def attach(self, kv: list[KvCache], lora: LoraTables) -> None:
-        """Set the caches and the adapters. kv: each layer's cache, written by `forward`. lora: the adapters' rank
-        pages.
-        """
-        self.kv, self._lora = kv, lora
-        self._fused = self.ops.fuse(self.weights, kv, lora)
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Run one step of T flat tokens. Return `[L, vocab]` fp32 logits of the batch's `logits_rows`."""
-        if self._fused is None:
-            return self.forward_by_ops(batch)
-        inputs = outside_lora.embed(self.weights.embedding, batch, self.ops, self._lora)
-        logits = self._fused(batch, self._lora, inputs)
-        outside_lora.add_to_logits(logits, self._fused.hidden(len(logits)), batch, self.ops, self._lora)
-        return logits
-
-    def forward_by_ops(self, batch: Batch) -> Tensor:
-        """Run the same step op by op: on a backend without a fused form, and as the slow twin of that form."""
+    def run_layers(self, residual: Tensor, plan: Any) -> Tensor:
         w, ops, eps = self.weights, self.ops, self.config.rms_norm_eps
-        plan = ops.plan(batch, self._lora)
-        inputs = outside_lora.embed(w.embedding, batch, ops, self._lora)
-        residual = ops.embed(w.embedding, batch.token_ids) if inputs is None else inputs
         x = ops.rms_norm(residual, w.layers[0].input_norm, eps)
         for i, (layer, kv) in enumerate(zip(w.layers, self.kv, strict=True)):
-            groups = self._lora.groups[i] if self._lora is not None else _NO_LORA
+            groups = self.groups(i)
             qkv = ops.linear(x, layer.qkv, groups.get("qkv"), plan)
             if layer.q_norm is not None and layer.k_norm is not None:
-                qkv = self._norm_heads(qkv, layer.q_norm, layer.k_norm)
-            q = ops.rope_and_write_kv(qkv, w.cos_sin, kv, plan)
-            x = ops.paged_attention(q, kv, plan, w.head_dim**-0.5, layer.sliding_window)
+                qkv = self.norm_heads(qkv, layer.q_norm, layer.k_norm)
+            q = ops.rope_and_write_kv(qkv, layer.cos_sin, kv, plan)
+            x = ops.paged_attention(q, kv, plan, w.attention_scale, layer.sliding_window)
             x = ops.linear(x.view(len(x), -1), layer.o, groups.get("o"), plan)
-            x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = ops.linear(x, layer.gate_up, groups.get("gate_up"), plan)
             x = ops.linear(ops.silu_and_mul(x), layer.down, groups.get("down"), plan)
             following = w.layers[i + 1].input_norm if i + 1 < len(w.layers) else w.norm
             x = ops.add_rms_norm(x, residual, following, eps)
-        hidden = x[batch.logits_rows]
-        logits = ops.linear(hidden, w.lm_head, None, plan).float()
-        outside_lora.add_to_logits(logits, hidden, batch, ops, self._lora)
-        return logits
-
-    def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        c = self.config
-        q_end, k_end = c.num_heads * c.head_dim, (c.num_heads + c.num_kv_heads) * c.head_dim
-        q, k, v = qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:]
-        eps = c.rms_norm_eps
-        q = self.ops.rms_norm(q.reshape(-1, c.head_dim), q_norm, eps).view(q.shape)
-        k = self.ops.rms_norm(k.reshape(-1, c.head_dim), k_norm, eps).view(k.shape)
-        return torch.cat((q, k, v), -1)
-
-    def _load_layer(self, source: Checkpoint, i: int) -> LayerWeights:
-        c, pack = self.config, self.ops.pack_linear
-        attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        qkv = [(attention + "q_proj", q), (attention + "k_proj", kv), (attention + "v_proj", kv)]
-        gate_up = [(mlp + "gate_proj", c.intermediate_size), (mlp + "up_proj", c.intermediate_size)]
-
-        def linear(parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> PackedLinear:
-            weight = source.fused([(name + ".weight", rows) for name, rows in parts], in_features)
-            bias = source.fused([(name + ".bias", rows) for name, rows in parts]) if has_bias else None
-            return pack(weight, bias)
-
-        def norm(name: str, size: int) -> Tensor:
-            return source.get(f"model.layers.{i}.{name}.weight", size)
-
-        return LayerWeights(
-            input_norm=norm("input_layernorm", c.hidden_size),
-            qkv=linear(qkv, c.hidden_size, c.qkv_bias),
-            q_norm=norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
-            k_norm=norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
-            o=linear([(attention + "o_proj", c.hidden_size)], q, c.o_bias),
-            post_norm=norm("post_attention_layernorm", c.hidden_size),
-            gate_up=linear(gate_up, c.hidden_size, c.mlp_bias),
-            down=linear([(mlp + "down_proj", c.hidden_size)], c.intermediate_size, c.mlp_bias),
-            sliding_window=c.sliding_windows[i],
-        )
+        return x
 
 
-_NO_LORA: dict[str, LoraGroup] = {}
+def _load_layer(source: Checkpoint, c: LlamaConfig, ops: Ops, i: int, cos_sin: Tensor) -> LayerWeights:
+    def norm(name: str, size: int) -> Tensor:
+        return source.get(f"model.layers.{i}.{name}.weight", size)
 
-
-def rope_table(config: ModelConfig, max_model_len: int) -> Tensor:
-    """Return `[max_model_len, head_dim]` fp32: per position, cos of every frequency, then sin."""
-    frequencies, factor = rope_frequencies(config.rope, config.head_dim)
-    angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), torch.tensor(frequencies))
-    return torch.cat((angles.cos(), angles.sin()), -1) * factor
-
-
-def load_decoder(
-    path: Path,
-    config: ModelConfig,
-    ops: Ops,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    progress: Progress,
-) -> Decoder:
-    """Load a decoder. path: a folder of safetensors, or a GGUF file."""
-    with open_weights(path, dtype, device, progress) as source:
-        decoder = Decoder(config, ops, source, max_model_len)
-        source.finish()
-    return decoder
+    return LayerWeights(
+        **load_projections(source, c, ops, i, qkv_bias=c.qkv_bias, o_bias=c.o_bias, mlp_bias=c.mlp_bias),
+        input_norm=norm("input_layernorm", c.hidden_size),
+        q_norm=norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+        mlp_norm=norm("post_attention_layernorm", c.hidden_size),
+        cos_sin=cos_sin,
+        sliding_window=c.sliding_windows[i],
+    )

@@ -52,27 +52,35 @@ class _Routing(Structure):
     ]  # fmt: skip
 
 
+class _Norm(Structure):
+    _fields_ = [("weight", c_void_p), ("is_float", c_int64)]
+
+
 class _Attention(Structure):
     _fields_ = [
         ("shape", _CacheShape), ("q", c_void_p), ("q_stride", c_int64), ("k_cache", c_void_p), ("v_cache", c_void_p),
         ("block_tables", c_void_p), ("query_start", c_void_p), ("context_lens", c_void_p), ("out", c_void_p),
-        ("max_blocks", c_int64), ("window", c_int64), ("scale", c_float),
+        ("max_blocks", c_int64), ("window", c_int64), ("scale", c_float), ("softcap", c_float),
     ]  # fmt: skip
+
+
+_NORMS = ("input_norm", "q_norm", "k_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm")
 
 
 class _Layer(Structure):
     _fields_ = [
-        ("input_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("post_norm", c_void_p),
-        ("qkv", _Packed), ("o", _Packed), ("gate_up", _Packed), ("down", _Packed),
+        *((name, _Norm) for name in _NORMS),
+        ("qkv", _Packed), ("o", _Packed), ("gate_up", _Packed), ("down", _Packed), ("cos_sin", c_void_p),
         ("k_cache", c_void_p), ("v_cache", c_void_p), ("window", c_int64), ("lora", _LoraGroup * 4),
     ]  # fmt: skip
 
 
 class _Model(Structure):
     _fields_ = [
-        ("embedding", c_void_p), ("layers", POINTER(_Layer)), ("norm", c_void_p), ("lm_head", _Packed),
-        ("cos_sin", c_void_p), ("num_layers", c_int64), ("hidden", c_int64), ("intermediate", c_int64),
-        ("threads", c_int64), ("cache", _CacheShape), ("eps", c_float), ("scale", c_float),
+        ("embedding", c_void_p), ("layers", POINTER(_Layer)), ("norm", _Norm), ("lm_head", _Packed),
+        ("num_layers", c_int64), ("hidden", c_int64), ("intermediate", c_int64), ("threads", c_int64),
+        ("is_gelu", c_int64), ("cache", _CacheShape), ("eps", c_float), ("scale", c_float), ("softcap", c_float),
+        ("embedding_scale", c_float),
     ]  # fmt: skip
 
 
@@ -147,14 +155,14 @@ class NativeOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
         self._functions[x.dtype]["add_rms_norm"](
-            None, x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // x.shape[-1], x.shape[-1], eps
+            None, x.data_ptr(), byref(_norm(weight)), out.data_ptr(), x.numel() // x.shape[-1], x.shape[-1], eps
         )
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
         self._functions[x.dtype]["add_rms_norm"](
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps
+            x.data_ptr(), residual.data_ptr(), byref(_norm(weight)), out.data_ptr(), *x.shape, eps
         )
         return out
 
@@ -179,21 +187,29 @@ class NativeOps:
         )  # fmt: skip
         return qkv.view(len(qkv), -1, shape.dim)[:, : shape.heads]
 
-    def paged_attention(self, q: Tensor, kv: KvCache, plan: NativePlan, scale: float, sliding_window: int) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, kv: KvCache, plan: NativePlan, scale: float, sliding_window: int, softcap: float = 0.0
+    ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         b = plan.batch
         attention = _Attention(
             _cache_shape(kv.k, q.shape[1]), q.data_ptr(), q.stride(0), kv.k.data_ptr(), kv.v.data_ptr(),
             b.block_tables.data_ptr(), b.query_start.data_ptr(), b.context_lens.data_ptr(), out.data_ptr(),
-            b.block_tables.shape[1], sliding_window, scale,
+            b.block_tables.shape[1], sliding_window, scale, softcap,
         )  # fmt: skip
         self._functions[q.dtype]["attend"](byref(attention), len(b.context_lens), self.threads)
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._activate_and_mul("silu_and_mul", gate_up)
+
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._activate_and_mul("gelu_and_mul", gate_up)
+
+    def _activate_and_mul(self, name: str, gate_up: Tensor) -> Tensor:
         rows, n = len(gate_up), gate_up.shape[1] // 2
         out = torch.empty(rows, n, dtype=gate_up.dtype)
-        self._functions[gate_up.dtype]["silu_and_mul"](gate_up.data_ptr(), out.data_ptr(), rows, n)
+        self._functions[gate_up.dtype][name](gate_up.data_ptr(), out.data_ptr(), rows, n)
         return out
 
 
@@ -205,20 +221,22 @@ class NativeForward:
         self._keep = (weights, kv, lora)
         layers = (_Layer * len(weights.layers))()
         for to, layer, caches, groups in zip(layers, weights.layers, kv, lora.groups, strict=True):
-            to.input_norm, to.post_norm = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
-            to.q_norm, to.k_norm = _pointer(layer.q_norm), _pointer(layer.k_norm)
+            for name in _NORMS:
+                setattr(to, name, _norm(getattr(layer, name)))
             to.qkv, to.o = _packed(layer.qkv), _packed(layer.o)
             to.gate_up, to.down = _packed(layer.gate_up), _packed(layer.down)
+            to.cos_sin = layer.cos_sin.data_ptr()
             to.k_cache, to.v_cache = caches.k.data_ptr(), caches.v.data_ptr()
             to.window = layer.sliding_window
             to.lora = (_LoraGroup * 4)(*(_lora_group(groups[name]) for name in ("qkv", "o", "gate_up", "down")))
         first = weights.layers[0]
         hidden, intermediate = weights.embedding.shape[1], first.down.in_features
         self._model = _Model(
-            embedding=weights.embedding.data_ptr(), layers=layers, norm=weights.norm.data_ptr(),
-            lm_head=_packed(weights.lm_head), cos_sin=weights.cos_sin.data_ptr(), num_layers=len(layers),
-            hidden=hidden, intermediate=intermediate, threads=ops.threads,
-            cache=_cache_shape(kv[0].k, weights.num_heads), eps=weights.rms_norm_eps, scale=weights.head_dim**-0.5,
+            embedding=weights.embedding.data_ptr(), layers=layers, norm=_norm(weights.norm),
+            lm_head=_packed(weights.lm_head), num_layers=len(layers), hidden=hidden, intermediate=intermediate,
+            threads=ops.threads, is_gelu=weights.activation == "gelu", cache=_cache_shape(kv[0].k, weights.num_heads),
+            eps=weights.rms_norm_eps, scale=weights.attention_scale, softcap=weights.attention_softcap,
+            embedding_scale=weights.embedding_scale,
         )  # fmt: skip
         # Elements per token in each of the four workspaces.
         narrow = max(intermediate, weights.num_heads * weights.head_dim, hidden)
@@ -241,7 +259,7 @@ class NativeForward:
         model, token_ids = self._model, batch.token_ids
         if inputs is not None:  # treat the inputs as an embedding table, indexed by token number
             model, token_ids = _Model.from_buffer_copy(self._model), torch.arange(len(inputs))
-            model.embedding = inputs.data_ptr()
+            model.embedding, model.embedding_scale = inputs.data_ptr(), 1.0
         step = _Step(
             token_ids.data_ptr(), batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
             batch.logits_rows.data_ptr(), batch.block_tables.data_ptr(), batch.query_start.data_ptr(),
@@ -295,6 +313,10 @@ def _packed(linear: PackedLinear) -> _Packed:
     return _Packed(linear.weight.data_ptr(), _pointer(linear.bias), linear.in_features, linear.out_features)
 
 
+def _norm(weight: Tensor | None) -> _Norm:
+    return _Norm() if weight is None else _Norm(weight.data_ptr(), weight.dtype == torch.float32)
+
+
 def _lora_group(group: LoraGroup) -> _LoraGroup:
     offsets = (c_int64 * 4)(*group.offsets)
     return _LoraGroup(
@@ -316,8 +338,9 @@ _SIGNATURES: dict[str, list[Any]] = {
     "packed_size": [c_int64] * 2,
     "pack": [c_void_p] * 2 + [c_int64] * 3,
     "linear": [c_void_p, POINTER(_Packed), POINTER(_LoraGroup), POINTER(_Routing), c_void_p, c_void_p] + [c_int64] * 2,
-    "add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float],
+    "add_rms_norm": [c_void_p] * 2 + [POINTER(_Norm), c_void_p] + [c_int64] * 2 + [c_float],
     "silu_and_mul": [c_void_p] * 2 + [c_int64] * 2,
+    "gelu_and_mul": [c_void_p] * 2 + [c_int64] * 2,
     "rope_and_write_kv": [c_void_p] * 6 + [c_int64, POINTER(_CacheShape)],
     "attend": [POINTER(_Attention), c_int64, c_int64],
 }

@@ -56,7 +56,9 @@ class TorchOps:
             qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales
         )
 
-    def paged_attention(self, q: Tensor, kv: KvCache, plan: TorchPlan, scale: float, sliding_window: int) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, kv: KvCache, plan: TorchPlan, scale: float, sliding_window: int, softcap: float = 0.0
+    ) -> Tensor:
         out = torch.empty_like(q)
         bounds, lengths = plan.query_bounds, plan.context_lens
         decodes = [i for i in range(len(lengths)) if bounds[i + 1] - bounds[i] == 1]
@@ -68,7 +70,7 @@ class TorchOps:
             if sliding_window:
                 seen &= key_at >= ends - sliding_window
             tables = plan.batch.block_tables[decodes]
-            out[rows] = self._attend(q[rows][:, None], kv, tables, seen[:, None], scale)[:, 0]
+            out[rows] = self._attend(q[rows][:, None], kv, tables, seen[:, None], scale, softcap)[:, 0]
         for i in range(len(lengths)):
             start, end = bounds[i], bounds[i + 1]
             if end - start < 2:
@@ -79,10 +81,10 @@ class TorchOps:
             if sliding_window:
                 seen &= key_at > query_at - sliding_window
             tables = plan.batch.block_tables[i : i + 1]
-            out[start:end] = self._attend(q[start:end][None], kv, tables, seen[None], scale)[0]
+            out[start:end] = self._attend(q[start:end][None], kv, tables, seen[None], scale, softcap)[0]
         return out
 
-    def _attend(self, q: Tensor, kv: KvCache, tables: Tensor, seen: Tensor, scale: float) -> Tensor:
+    def _attend(self, q: Tensor, kv: KvCache, tables: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
         """Compute attention.
 
         q `[n, queries, heads, D]`, seen `[n, queries, keys]`; heads of a group are folded into the queries. Keys and
@@ -99,11 +101,18 @@ class TorchOps:
         group = heads // kv_heads
         folded = q.view(n, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, -1, dim)
         mask = seen[:, None, None].expand(n, 1, group, queries, keys).reshape(n, 1, -1, keys)
-        out = scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+        if softcap:  # which SDPA does not have
+            scores = softcap * (folded.float() @ k.float().transpose(2, 3) * (scale / softcap)).tanh()
+            out = (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v.float()).to(q.dtype)
+        else:
+            out = scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
         return out.view(n, kv_heads, group, queries, dim).permute(0, 3, 1, 2, 4).reshape(n, queries, heads, dim)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return reference.silu_and_mul(gate_up)
+
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return reference.gelu_and_mul(gate_up)
 
 
 def _gather(

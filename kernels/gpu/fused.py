@@ -1,4 +1,4 @@
-"""Element-wise ops of the decoder in Triton, one launch each: norms, rotary embedding with the cache write, SwiGLU.
+"""Element-wise ops of the decoder in Triton, one launch each: norms, rotary embedding with the cache write, gates.
 
 Same semantics as their namesakes in `kernels.reference`: sums and products in fp32, results rounded where the reference
 rounds. All are memory-bound; rows are read once and written once.
@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     rows = _as_rows(x, "x")
     _check_weight(weight, x)
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         # x is passed as the residual too, which FUSE_ADD=False neither reads nor writes.
         _launch_norm(rows, rows, weight, out, eps, False)
@@ -36,7 +36,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     if x.dim() != 2:
         raise ValueError(f"x: expected [T, width], got {tuple(x.shape)}")
     _check_weight(weight, x)
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         _launch_norm(_as_rows(x, "x"), _as_rows(residual, "residual"), weight, out, eps, True)
     return out
@@ -122,14 +122,23 @@ def rope_and_write_kv(
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return `silu(gate) * up`, `[T, intermediate]`, of gate_up `[T, 2 * intermediate]`."""
+    return _activate_and_mul(gate_up, False)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return `gelu(gate) * up`, `[T, intermediate]`, of gate_up `[T, 2 * intermediate]`; gelu in its tanh form."""
+    return _activate_and_mul(gate_up, True)
+
+
+def _activate_and_mul(gate_up: Tensor, gelu: bool) -> Tensor:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"gate_up: expected contiguous rows of even width, got {tuple(gate_up.shape)}")
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))
     if out.numel():
-        _silu_and_mul[(num_tokens, triton.cdiv(width, block))](
-            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, num_warps=4
+        _gate_and_mul[(num_tokens, triton.cdiv(width, block))](
+            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, GELU=gelu, num_warps=4
         )
     return out
 
@@ -158,8 +167,10 @@ def _as_rows(x: Tensor, name: str) -> Tensor:
 
 
 def _check_weight(weight: Tensor, x: Tensor) -> None:
-    if weight.shape != x.shape[-1:] or not weight.is_contiguous():
-        raise ValueError(f"weight: expected [{x.shape[-1]}], got {tuple(weight.shape)}")
+    if weight.shape != x.shape[-1:] or not weight.is_contiguous() or weight.dtype not in (x.dtype, torch.float32):
+        raise ValueError(
+            f"weight: expected [{x.shape[-1]}] of {x.dtype} or float32, got {tuple(weight.shape)} of {weight.dtype}"
+        )
 
 
 @triton.jit(do_not_specialize=("num_rows",))
@@ -193,7 +204,9 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     h = values.to(tl.float32)
     h = h * tl.rsqrt(tl.sum(h * h, 1) / WIDTH + eps)[:, None]
     w = tl.load(weight + column, mask=column < WIDTH, other=0.0)
-    h = h.to(values.dtype).to(tl.float32) * w.to(tl.float32)[None, :]
+    if w.dtype == values.dtype:
+        h = h.to(values.dtype).to(tl.float32)
+    h = h * w.to(tl.float32)[None, :]
     tl.store(out + (row * WIDTH)[:, None] + column[None, :], h.to(out.dtype.element_ty), mask=mask)
 
 
@@ -276,11 +289,16 @@ def _quantize(first, second, LARGEST: tl.constexpr, SMALLEST_AMAX: tl.constexpr,
 
 
 @triton.jit
-def _silu_and_mul(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate_and_mul(  # type: ignore[no-untyped-def]
+    gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     gate = tl.load(gate_up + token * stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    exponent = gate
+    if GELU:  # 0.5 * (1 + tanh(y)) is the sigmoid of 2y, with y = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
+        exponent = gate * (1.0 + 0.044715 * gate * gate) * 1.5957691216057308
+    result = gate / (1.0 + tl.exp(-exponent)) * up
     tl.store(out + token * WIDTH + column, result.to(out.dtype.element_ty), mask=mask)

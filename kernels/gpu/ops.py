@@ -106,7 +106,9 @@ class TritonOps:
         b = plan.batch
         return fused.rope_and_write_kv(qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales)
 
-    def paged_attention(self, q: Tensor, kv: KvCache, plan: TritonPlan, scale: float, sliding_window: int) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, kv: KvCache, plan: TritonPlan, scale: float, sliding_window: int, softcap: float = 0.0
+    ) -> Tensor:
         b = plan.batch
         return paged_attention(
             q,
@@ -120,7 +122,11 @@ class TritonOps:
             plan.attention(q.shape[1], kv.k.shape[1]),
             kv.k_scales,
             kv.v_scales,
+            softcap,
         )
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return fused.silu_and_mul(gate_up)
+
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return fused.gelu_and_mul(gate_up)

@@ -20,6 +20,8 @@ from kernels.gpu.attention_tiles import MAX_SPLITS, AttentionMetadata, build_att
 from kernels.gpu.fused import check_kv_scales
 from kernels.reference import LARGEST
 
+LOG2E = 1.4426950408889634  # the softmax uses exp2
+
 
 def paged_attention(
     q: Tensor,
@@ -33,6 +35,7 @@ def paged_attention(
     metadata: AttentionMetadata | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Compute `kernels.reference.paged_attention`; return `[T, num_heads, D]`.
 
@@ -100,8 +103,9 @@ def paged_attention(
         block_tables.stride(0),
         q.stride(0),
         q.stride(1),
-        scale * 1.4426950408889634,  # log2(e): the softmax uses exp2
+        scale * LOG2E if not softcap else scale * 2 * LOG2E / softcap,
         splits,
+        SOFTCAP=softcap * LOG2E,
         BLOCK_SIZE=block_size,
         BLOCK_Q=metadata.block_q,
         BLOCK_M=tile.block_m,
@@ -149,9 +153,13 @@ def _walk(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add keys begin..end to the online softmax (acc, m, weight). Unmasked: complete tiles that every row sees."""
+    """Add keys begin..end to the online softmax (acc, m, weight). Unmasked: complete tiles that every row sees.
+
+    Scores are in powers of two. With a soft cap, 2^scores is e^2y before it: tanh(y) = 1 - 2 / (e^2y + 1).
+    """
     d = tl.arange(0, HEAD_PADDED)
     for key0 in range(begin, end, BLOCK_N):
         key = key0 + tl.arange(0, BLOCK_N)
@@ -178,6 +186,8 @@ def _walk(  # type: ignore[no-untyped-def]
         scores = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision="ieee") * scale_log2
         if k_scales is not None:
             scores *= tl.load(k_scales + cache_row, mask=live, other=0.0)[None, :]
+        if SOFTCAP > 0:
+            scores = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(scores) + 1.0)
         if MASKED:
             visible = live[None, :] & (key[None, :] <= position[:, None])
             if WINDOW > 0:
@@ -226,6 +236,7 @@ def _attend(  # type: ignore[no-untyped-def]
     HEAD_PADDED: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -276,11 +287,12 @@ def _attend(  # type: ignore[no-untyped-def]
                 diagonal = begin + seen_by_all // BLOCK_N * BLOCK_N
                 acc, m, weight = _walk(
                     acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, begin, diagonal, kv_head,
-                    position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, False,
+                    position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
+                    False,
                 )  # fmt: skip
             acc, m, weight = _walk(
                 acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, diagonal, end, kv_head,
-                position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, True,
+                position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True,
             )  # fmt: skip
             total = tl.where(weight > 0.0, weight, 1.0)
             acc = acc / total[:, None]

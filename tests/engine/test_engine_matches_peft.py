@@ -55,6 +55,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral-window": {"model_type": "mistral", "sliding_window": 12},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    # Caps low enough to change the answers; heads wider than hidden_size / num_attention_heads, as in the real models.
+    "gemma2": {
+        "model_type": "gemma2", "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 12,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
 }  # fmt: skip
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -28,22 +28,40 @@ void write_value(const T* value, T* block, int64_t at, bool last, const CacheSha
         for (int64_t d = 0; d < s.dim; d++) to[d * P + P - 1] = T{};
 }
 
-// Root-mean-square norm of one row; a null weight means a row of ones.
-template <class T>
-void rms_norm_row(const T* x, const T* w, T* out, int64_t n, float eps) {
+// Root-mean-square norm of one row. A weight in another type than x multiplies it before rounding.
+template <class T, class W>
+void rms_norm_row(const T* x, const W* w, T* out, int64_t n, float eps) {
+    constexpr bool same = std::is_same_v<T, W>;
     Float16 squares{};
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) squares += load16(x + i) * load16(x + i);
     float sum = sum_lanes(squares);
     for (int64_t j = i; j < n; j++) sum += to_float(x[j]) * to_float(x[j]);
     const float scale = 1.0f / std::sqrt(sum / float(n) + eps);
-    for (i = 0; i + 16 <= n; i += 16) put16(out + i, rounded<T>(load16(x + i) * scale) * load16(w + i));
+    for (i = 0; i + 16 <= n; i += 16) {
+        const Float16 normed = load16(x + i) * scale;
+        put16(out + i, (same ? rounded<T>(normed) : normed) * load16(w + i));
+    }
     for (; i < n; i++) {
         T normed;
         put(&normed, to_float(x[i]) * scale);
-        put(out + i, to_float(normed) * to_float(w[i]));
+        put(out + i, (same ? to_float(normed) : to_float(x[i]) * scale) * to_float(w[i]));
     }
 }
+
+// The weight of a norm: in T, or in float if `is_float`.
+struct Norm {
+    const void* weight;
+    int64_t is_float;
+
+    template <class T>
+    void row(const T* x, T* out, int64_t n, float eps) const {
+        if (is_float)
+            rms_norm_row(x, static_cast<const float*>(weight), out, n, eps);
+        else
+            rms_norm_row(x, static_cast<const T*>(weight), out, n, eps);
+    }
+};
 
 template <class T>
 void rotate(const T* x, const float* cos, const float* sin, T* out, int64_t half) {
@@ -62,14 +80,14 @@ void rotate(const T* x, const float* cos, const float* sin, T* out, int64_t half
 
 // Processes one token: norms (if the model norms heads) and rotates q and k, q in place; writes k and v to the cache.
 template <class T>
-void rope_and_write(T* row, const float* cos_sin, const T* q_norm, const T* k_norm, float eps, T* k_cache, T* v_cache,
-                    int64_t slot, bool last, const CacheShape& s, T* scratch) {
+void rope_and_write(T* row, const float* cos_sin, const Norm& q_norm, const Norm& k_norm, float eps, T* k_cache,
+                    T* v_cache, int64_t slot, bool last, const CacheShape& s, T* scratch) {
     const float *cos = cos_sin, *sin = cos_sin + s.dim / 2;
     const int64_t block = slot / s.block_size, at = slot % s.block_size;
     for (int64_t h = 0; h < s.heads + s.kv_heads; h++) {
         T* head = row + h * s.dim;
-        const T* norm = h < s.heads ? q_norm : k_norm;
-        if (norm != nullptr) rms_norm_row(head, norm, head, s.dim, eps);
+        const Norm& norm = h < s.heads ? q_norm : k_norm;
+        if (norm.weight != nullptr) norm.row(head, head, s.dim, eps);
         std::memcpy(scratch, head, s.dim * sizeof(T));
         rotate(scratch, cos, sin, head, s.dim / 2);
     }
@@ -104,7 +122,7 @@ struct Attention {
     const int32_t *block_tables, *query_start, *context_lens;
     T* out;  // [tokens, heads, dim]
     int64_t max_blocks, window;
-    float scale;
+    float scale, softcap;  // softcap: 0 for none
 
     static constexpr int64_t kKeys = 64;   // keys per softmax step
     static constexpr int kRows = 6;        // maximum number of query rows multiplied together
@@ -245,7 +263,13 @@ struct Attention {
     void soften(const float* scores, T* probabilities, float* sums, float* mass, float& top, int64_t key, int64_t at) const {
         constexpr int64_t count = GROUPS * kGroup;
         Float16 x[GROUPS];
-        for (int g = 0; g < GROUPS; g++) x[g] = load16(scores + g * kGroup) * (scale * kLog2e);
+        if (softcap == 0.0f) {
+            for (int g = 0; g < GROUPS; g++) x[g] = load16(scores + g * kGroup) * (scale * kLog2e);
+        } else {  // softcap * tanh(score / softcap); tanh(y) = 1 - 2 / (e^2y + 1)
+            const float doubled = 2.0f * kLog2e * scale / softcap, cap = softcap * kLog2e;
+            for (int g = 0; g < GROUPS; g++)
+                x[g] = cap - 2.0f * cap / (exp2_16(load16(scores + g * kGroup) * doubled) + 1.0f);
+        }
         const int64_t from = window ? at - window + 1 - key : 0, to = at + 1 - key;
         if (from > 0 || to < count) {
             const Int16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

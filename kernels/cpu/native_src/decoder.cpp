@@ -16,8 +16,10 @@ namespace {
 
 template <class T>
 struct Layer {
-    const T *input_norm, *q_norm, *k_norm, *post_norm;
+    Norm input_norm, q_norm, k_norm, mlp_norm;
+    Norm attention_output_norm, mlp_output_norm;  // of what a sublayer adds to the residual; a null weight: none
     Packed<T> qkv, o, gate_up, down;
+    const float* cos_sin;
     T *k_cache, *v_cache;
     int64_t window;
     LoraGroup<T> lora[4];  // qkv, o, gate_up, down
@@ -27,12 +29,11 @@ template <class T>
 struct Model {
     const T* embedding;
     const Layer<T>* layers;
-    const T* norm;
+    Norm norm;
     Packed<T> lm_head;
-    const float* cos_sin;
-    int64_t num_layers, hidden, intermediate, threads;
+    int64_t num_layers, hidden, intermediate, threads, is_gelu;
     CacheShape cache;
-    float eps, scale;
+    float eps, scale, softcap, embedding_scale;
 };
 
 template <class T>
@@ -62,6 +63,22 @@ void silu_and_mul_row(const T* gate_up, T* out, int64_t n) {
     for (; i < n; i++) {
         const float gate = to_float(gate_up[i]);
         put(out + i, gate / (1.0f + std::exp(-gate)) * to_float(gate_up[n + i]));
+    }
+}
+
+// gelu in its tanh form: 0.5 * (1 + tanh(y)) is the sigmoid of 2y, with y = sqrt(2 / pi) * (gate + 0.044715 * gate^3).
+template <class T>
+void gelu_and_mul_row(const T* gate_up, T* out, int64_t n) {
+    constexpr float k = 1.5957691216057308f, cubic = 0.044715f;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const Float16 gate = load16(gate_up + i);
+        const Float16 power = gate * (1.0f + cubic * gate * gate) * (-k * kLog2e);
+        put16(out + i, gate / (1.0f + exp2_16(power)) * load16(gate_up + n + i));
+    }
+    for (; i < n; i++) {
+        const float gate = to_float(gate_up[i]);
+        put(out + i, gate / (1.0f + std::exp(-k * gate * (1.0f + cubic * gate * gate))) * to_float(gate_up[n + i]));
     }
 }
 
@@ -124,8 +141,7 @@ class Forward {
         std::vector<float> scratch, results;
         const Range rows = share(s_.tokens, thread, team.size());
         for (int64_t t = rows.begin; t < rows.end; t++) {
-            const T* from = m_.embedding + s_.token_ids[t] * m_.hidden;
-            std::memcpy(s_.residual + t * m_.hidden, from, m_.hidden * sizeof(T));
+            embed_row(m_.embedding + s_.token_ids[t] * m_.hidden, s_.residual + t * m_.hidden);
             norm_row(t, m_.layers[0].input_norm, s_.normed);
         }
         for (int64_t i = 0; i < m_.num_layers; i++) {
@@ -136,32 +152,43 @@ class Forward {
             team.barrier();
             attend(layer, team, scratch, results);
             if (i + 1 < m_.num_layers) {
-                finish_layer(product_, layer, m_.layers[i + 1].input_norm, rows, team);
+                finish_layer(product_, layer, m_.layers[i + 1].input_norm, s_.normed, rows, team);
                 continue;
             }
             // The last layer's outputs are needed only for rows whose logits are needed.
             team.barrier();
             if (thread == 0) keep_logits_rows();
             team.barrier();
-            finish_layer(logits_product_, layer, m_.norm, share(s_.num_logits, thread, team.size()), team);
+            finish_layer(logits_product_, layer, m_.norm, s_.narrow, share(s_.num_logits, thread, team.size()), team);
         }
         team.barrier();
         gemm<T, float>(s_.narrow, m_.lm_head, nullptr, s_.logits, logits_tiles_, team);
     }
 
-    // Computes attention's output in `narrow` to the next layer's normed input; `rows` is this thread's share.
-    void finish_layer(const Product<T>& product, const Layer<T>& layer, const T* next_norm, Range rows, Team& team) {
+    void embed_row(const T* from, T* to) {
+        std::memcpy(to, from, m_.hidden * sizeof(T));
+        if (m_.embedding_scale != 1.0f)
+            for (int64_t i = 0; i < m_.hidden; i++) put(to + i, to_float(to[i]) * m_.embedding_scale);
+    }
+
+    // Computes attention's output in `narrow` to the input of the next layer, `to`, normed by `next_norm`. `rows` is
+    // this thread's share.
+    void finish_layer(const Product<T>& product, const Layer<T>& layer, const Norm& next_norm, T* to, Range rows,
+                      Team& team) {
         linear(product, s_.narrow, layer.o, layer.lora[1], s_.normed, team);
         team.barrier();
-        for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, layer.post_norm, s_.normed);
+        for (int64_t t = rows.begin; t < rows.end; t++)
+            add_and_norm(t, layer.attention_output_norm, layer.mlp_norm, s_.normed);
         linear(product, s_.normed, layer.gate_up, layer.lora[2], s_.wide, team);
         team.barrier();
-        for (int64_t t = rows.begin; t < rows.end; t++)
-            silu_and_mul_row(s_.wide + t * 2 * m_.intermediate, s_.narrow + t * m_.intermediate, m_.intermediate);
+        for (int64_t t = rows.begin; t < rows.end; t++) {
+            const T* gate_up = s_.wide + t * 2 * m_.intermediate;
+            T* out = s_.narrow + t * m_.intermediate;
+            m_.is_gelu ? gelu_and_mul_row(gate_up, out, m_.intermediate) : silu_and_mul_row(gate_up, out, m_.intermediate);
+        }
         linear(product, s_.narrow, layer.down, layer.lora[3], s_.normed, team);
         team.barrier();
-        T* to = next_norm == m_.norm ? s_.narrow : s_.normed;
-        for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, next_norm, to);
+        for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, layer.mlp_output_norm, next_norm, to);
     }
 
     // The rows are ascending, so no row is overwritten before it is read.
@@ -181,19 +208,22 @@ class Forward {
         product.run(x, w, &lora, y, s_.h, team);
     }
 
-    void norm_row(int64_t t, const T* weight, T* to) {
-        rms_norm_row(s_.residual + t * m_.hidden, weight, to + t * m_.hidden, m_.hidden, m_.eps);
+    void norm_row(int64_t t, const Norm& norm, T* to) {
+        norm.row(s_.residual + t * m_.hidden, to + t * m_.hidden, m_.hidden, m_.eps);
     }
 
-    void add_and_norm(int64_t t, const T* weight, T* to) {
-        add_row(s_.normed + t * m_.hidden, s_.residual + t * m_.hidden, m_.hidden);
-        norm_row(t, weight, to);
+    // Adds a sublayer's output, in `normed`, to the residual, and norms the sum.
+    void add_and_norm(int64_t t, const Norm& output_norm, const Norm& norm, T* to) {
+        T* output = s_.normed + t * m_.hidden;
+        if (output_norm.weight != nullptr) output_norm.row(output, output, m_.hidden, m_.eps);
+        add_row(output, s_.residual + t * m_.hidden, m_.hidden);
+        norm_row(t, norm, to);
     }
 
     void write_cache(const Layer<T>& layer, Range rows) {
         T head[1024];
         for (int64_t t = rows.begin; t < rows.end; t++)
-            rope_and_write(s_.wide + t * layer.qkv.out_features, m_.cos_sin + s_.positions[t] * m_.cache.dim,
+            rope_and_write(s_.wide + t * layer.qkv.out_features, layer.cos_sin + s_.positions[t] * m_.cache.dim,
                            layer.q_norm, layer.k_norm, m_.eps, layer.k_cache, layer.v_cache, s_.slots[t],
                            is_last_of_request(s_.slots, t, s_.tokens), m_.cache, head);
     }
@@ -201,7 +231,8 @@ class Forward {
     void attend(const Layer<T>& layer, Team& team, std::vector<float>& scratch, std::vector<float>& results) {
         const Attention<T> attention{m_.cache,         s_.wide,       layer.qkv.out_features, layer.k_cache,
                                      layer.v_cache,    s_.block_tables, s_.query_start,       s_.context_lens,
-                                     s_.narrow,        s_.max_blocks, layer.window,           m_.scale};
+                                     s_.narrow,        s_.max_blocks, layer.window,           m_.scale,
+                                     m_.softcap};
         attention_.run(attention, team, scratch, results);
     }
 
@@ -213,10 +244,10 @@ class Forward {
 };
 
 template <class T>
-void add_rms_norm(const T* x, T* residual, const T* w, T* out, int64_t rows, int64_t n, float eps) {
+void add_rms_norm(const T* x, T* residual, const Norm& norm, T* out, int64_t rows, int64_t n, float eps) {
     for (int64_t t = 0; t < rows; t++) {
         if (x != nullptr) add_row(x + t * n, residual + t * n, n);
-        rms_norm_row(residual + t * n, w, out + t * n, n, eps);
+        norm.row(residual + t * n, out + t * n, n, eps);
     }
 }
 
@@ -241,8 +272,8 @@ void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, T
                        const int64_t* slots, int64_t tokens, const CacheShape* s) {
     T head[1024];
     for (int64_t t = 0; t < tokens; t++)
-        rope_and_write<T>(qkv + t * (s->heads + 2 * s->kv_heads) * s->dim, cos_sin + positions[t] * s->dim, nullptr,
-                          nullptr, 0.0f, k_cache, v_cache, slots[t], is_last_of_request(slots, t, tokens), *s, head);
+        rope_and_write<T>(qkv + t * (s->heads + 2 * s->kv_heads) * s->dim, cos_sin + positions[t] * s->dim, Norm{},
+                          Norm{}, 0.0f, k_cache, v_cache, slots[t], is_last_of_request(slots, t, tokens), *s, head);
 }
 
 }  // namespace
@@ -258,11 +289,14 @@ void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, T
                          T* h, int64_t rows, int64_t threads) {                                                        \
         linear(x, w, lora, routing, y, h, rows, threads);                                                              \
     }                                                                                                                  \
-    void add_rms_norm_##suffix(const T* x, T* residual, const T* w, T* out, int64_t rows, int64_t n, float eps) {      \
-        add_rms_norm(x, residual, w, out, rows, n, eps);                                                               \
+    void add_rms_norm_##suffix(const T* x, T* residual, const Norm* w, T* out, int64_t rows, int64_t n, float eps) {   \
+        add_rms_norm(x, residual, *w, out, rows, n, eps);                                                              \
     }                                                                                                                  \
     void silu_and_mul_##suffix(const T* x, T* out, int64_t rows, int64_t n) {                                          \
         for (int64_t t = 0; t < rows; t++) silu_and_mul_row(x + t * 2 * n, out + t * n, n);                            \
+    }                                                                                                                  \
+    void gelu_and_mul_##suffix(const T* x, T* out, int64_t rows, int64_t n) {                                          \
+        for (int64_t t = 0; t < rows; t++) gelu_and_mul_row(x + t * 2 * n, out + t * n, n);                            \
     }                                                                                                                  \
     void rope_and_write_kv_##suffix(T* qkv, const int64_t* positions, const float* cos_sin, T* k_cache, T* v_cache,    \
                                     const int64_t* slots, int64_t tokens, const CacheShape* shape) {                   \

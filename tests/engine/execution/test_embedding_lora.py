@@ -18,7 +18,7 @@ from adapters.manifest import AdapterError, BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model.config import read_model_config
+from engine.model.families import read_model_config
 from engine.model.weights import base_tensor
 from engine.scheduling.request import SamplingParams
 from kernels.cpu.plain import TorchOps

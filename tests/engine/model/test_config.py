@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from engine.model.config import parse_model_config
+from engine.model.families import parse_model_config
 from wire.errors import ConfigError
 
 QWEN: dict[str, Any] = {

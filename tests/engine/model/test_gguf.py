@@ -1,5 +1,6 @@
 """GGUF models: equal to the folder they were written from, and to transformers reading the same file."""
 
+import dataclasses
 import re
 import struct
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.model.config import parse_model_config, read_config, read_model_config, rope_frequencies
+from engine.model.config import read_config
+from engine.model.families import parse_model_config, read_model_config
 from engine.model.gguf.folder import write_folder
 from engine.model.gguf.tokenizer import read_tokenizer
+from engine.model.rope import rope_frequencies
 from engine.model.weights import open_weights
 from testing import tiny
 from tests.engine.model import gguf_files
@@ -77,7 +80,7 @@ def test_a_file_gives_the_folder_s_tensors_and_config(family: str, tmp_path: Pat
         assert torch.equal(of_file[name], tensor), name
     found, expected = read_model_config(file), read_model_config(folder)
     assert found.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
-    fields = [name for name in expected.__slots__ if name != "rms_norm_eps"]
+    fields = [field.name for field in dataclasses.fields(expected) if field.name != "rms_norm_eps"]
     assert {name: getattr(found, name) for name in fields} == {name: getattr(expected, name) for name in fields}
 
 

@@ -19,7 +19,7 @@ KERNELS = {
     "_route",
     "_sample",
     "_shrink",
-    "_silu_and_mul",
+    "_gate_and_mul",
 }
 SHARED_MEMORY = 227 * 1024  # bytes one block may use on Hopper
 

@@ -1,0 +1,117 @@
+"""The parts that the decoders of all families share: embedding, logits, LoRA outside of the layers, and loading.
+
+A family's own module has its layers. Knows no scheduler, no sampling and no device: the ops come from `kernels.ops`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from engine.execution import outside_lora
+from engine.model.config import ModelConfig
+from engine.model.weights import Checkpoint
+from kernels.batch import Batch
+from kernels.ops import DecoderWeights, FusedForward, KvCache, LoraTables, Ops, PackedLinear
+from kernels.reference import LoraGroup
+
+
+class Decoder(ABC):
+    """Weights and forward pass. `attach` sets the caches and rank pages that it uses.
+
+    can_fuse: whether `DecoderWeights` describes all of the family's layers, so that a backend may run them in one call.
+    """
+
+    can_fuse: ClassVar[bool] = False
+
+    def __init__(self, config: ModelConfig, ops: Ops, weights: DecoderWeights) -> None:
+        self.config, self.ops, self.weights = config, ops, weights
+        self.kv: list[KvCache] = []
+        self._lora: LoraTables | None = None
+        self._fused: FusedForward | None = None
+
+    def attach(self, kv: list[KvCache], lora: LoraTables) -> None:
+        """Set the caches and the adapters. kv: each layer's cache, written by `forward`. lora: the adapters' rank
+        pages.
+        """
+        self.kv, self._lora = kv, lora
+        self._fused = self.ops.fuse(self.weights, kv, lora) if self.can_fuse else None
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Run one step of T flat tokens. Return `[L, vocab]` fp32 logits of the batch's `logits_rows`."""
+        if self._fused is None:
+            return self.forward_by_ops(batch)
+        logits = self._fused(batch, self._lora, self._embed_with_lora(batch))
+        outside_lora.add_to_logits(logits, self._fused.hidden(len(logits)), batch, self.ops, self._lora)
+        return self.finish_logits(logits)
+
+    def forward_by_ops(self, batch: Batch) -> Tensor:
+        """Run the same step op by op: on a backend without a fused form, and as the slow twin of that form."""
+        w, ops = self.weights, self.ops
+        plan = ops.plan(batch, self._lora)
+        inputs = self._embed_with_lora(batch)
+        if inputs is None:
+            inputs = ops.embed(w.embedding, batch.token_ids)
+            if w.embedding_scale != 1:
+                inputs *= w.embedding_scale
+        hidden = self.run_layers(inputs, plan)[batch.logits_rows]
+        logits = ops.linear(hidden, w.lm_head, None, plan).float()
+        outside_lora.add_to_logits(logits, hidden, batch, ops, self._lora)
+        return self.finish_logits(logits)
+
+    @abstractmethod
+    def run_layers(self, residual: Tensor, plan: Any) -> Tensor:
+        """Return lm_head's input of every row, `[T, hidden]`. residual: the embeddings, which it overwrites."""
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits as the family ends them, perhaps in place."""
+        return logits
+
+    def groups(self, layer: int) -> Mapping[str, LoraGroup]:
+        """Return a layer's rank pages by group of projections."""
+        return self._lora.groups[layer] if self._lora is not None else {}
+
+    def norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+        """Return qkv with each head of q and k normed."""
+        c = self.config
+        q_end, k_end = c.num_heads * c.head_dim, (c.num_heads + c.num_kv_heads) * c.head_dim
+        q, k, v = qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:]
+        q = self.ops.rms_norm(q.reshape(-1, c.head_dim), q_norm, c.rms_norm_eps).view(q.shape)
+        k = self.ops.rms_norm(k.reshape(-1, c.head_dim), k_norm, c.rms_norm_eps).view(k.shape)
+        return torch.cat((q, k, v), -1)
+
+    def _embed_with_lora(self, batch: Batch) -> Tensor | None:
+        return outside_lora.embed(self.weights.embedding, self.weights.embedding_scale, batch, self.ops, self._lora)
+
+
+def load_embedding_and_head(source: Checkpoint, config: ModelConfig, ops: Ops) -> tuple[Tensor, PackedLinear]:
+    """Return the embedding and the packed head, which are the same weights in a tied model."""
+    embedding = source.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    tied = config.tie_word_embeddings or "lm_head.weight" not in source
+    head = embedding if tied else source.get("lm_head.weight", config.vocab_size, config.hidden_size)
+    return embedding, ops.pack_linear(head)
+
+
+def load_projections(
+    source: Checkpoint, config: ModelConfig, ops: Ops, layer: int, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
+) -> dict[str, PackedLinear]:
+    """Return a layer's fused projections by their name in `LayerWeights`: qkv, o, gate_up, down."""
+    c = config
+    attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    qkv = [(attention + "q_proj", q), (attention + "k_proj", kv), (attention + "v_proj", kv)]
+    gate_up = [(mlp + "gate_proj", c.intermediate_size), (mlp + "up_proj", c.intermediate_size)]
+
+    def linear(parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> PackedLinear:
+        weight = source.fused([(name + ".weight", rows) for name, rows in parts], in_features)
+        bias = source.fused([(name + ".bias", rows) for name, rows in parts]) if has_bias else None
+        return ops.pack_linear(weight, bias)
+
+    return {
+        "qkv": linear(qkv, c.hidden_size, qkv_bias),
+        "o": linear([(attention + "o_proj", c.hidden_size)], q, o_bias),
+        "gate_up": linear(gate_up, c.hidden_size, mlp_bias),
+        "down": linear([(mlp + "down_proj", c.hidden_size)], c.intermediate_size, mlp_bias),
+    }

@@ -1,0 +1,68 @@
+"""The served model families by architecture, the name that config.json states. Each has a module of its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.model import gemma, llama
+from engine.model.config import ModelConfig, read_config
+from engine.model.decoder import Decoder
+from engine.model.weights import Checkpoint, Progress, open_weights
+from kernels.ops import Ops
+from wire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family.
+
+    parse: from config.json's content and the architecture to the config; raises ConfigError naming the field.
+    decoder: from that config, ops, weights and the largest number of positions to the decoder.
+    """
+
+    parse: Callable[[dict[str, Any], str], ModelConfig]
+    decoder: Callable[[Any, Ops, Checkpoint, int], Decoder]
+
+
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(llama.ARCHITECTURES, Family(llama.parse_config, llama.LlamaDecoder)),
+    **dict.fromkeys(gemma.ARCHITECTURES, Family(gemma.parse_config, gemma.GemmaDecoder)),
+}
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Return the config of a folder or file. Raises ConfigError naming the field if it cannot be served."""
+    return parse_model_config(read_config(path))
+
+
+def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
+    """Return the config of config.json's content. Raises ConfigError naming the field if it cannot be served."""
+    architectures = raw.get("architectures") or ["none"]
+    architecture = architectures[0] if isinstance(architectures, list) else architectures
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise ConfigError("architectures", f"{architecture} is not served; these are: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[architecture].parse(raw, architecture)
+
+
+def make_decoder(config: ModelConfig, ops: Ops, source: Checkpoint, max_model_len: int) -> Decoder:
+    """Return the decoder of a config, with the weights of `source`."""
+    return FAMILIES[config.architecture].decoder(config, ops, source, max_model_len)
+
+
+def load_decoder(
+    path: Path,
+    config: ModelConfig,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    progress: Progress,
+) -> Decoder:
+    """Load a decoder. path: a folder of safetensors, or a GGUF file."""
+    with open_weights(path, dtype, device, progress) as source:
+        decoder = make_decoder(config, ops, source, max_model_len)
+        source.finish()
+    return decoder
