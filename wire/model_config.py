@@ -28,7 +28,10 @@ def context_length(raw: dict[str, Any]) -> int:
     With yarn, Qwen's config.json states the length before its extension.
     """
     stated = positive("max_position_embeddings", raw.get("max_position_embeddings", 2048))
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    given = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    scaling = raw.get(given) or {}
+    if not isinstance(scaling, dict):
+        raise ConfigError(given, f"expected an object, got {str(scaling)[:80]!r}")
     if (scaling.get("rope_type") or scaling.get("type")) != "yarn":
         return stated
     original = scaling.get("original_max_position_embeddings") or stated

@@ -5,7 +5,7 @@ A family's own module has its layers. Knows no scheduler, no sampling and no dev
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -86,6 +86,15 @@ class Decoder(ABC):
         return outside_lora.embed(self.weights.embedding, self.weights.embedding_scale, batch, self.ops, self._lora)
 
 
+class Projections(TypedDict):
+    """A layer's fused projections, by their name in `LayerWeights`."""
+
+    qkv: PackedLinear
+    o: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
 def load_embedding_and_head(source: Checkpoint, config: ModelConfig, ops: Ops) -> tuple[Tensor, PackedLinear]:
     """Return the embedding and the packed head, which are the same weights in a tied model."""
     embedding = source.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -96,8 +105,8 @@ def load_embedding_and_head(source: Checkpoint, config: ModelConfig, ops: Ops) -
 
 def load_projections(
     source: Checkpoint, config: ModelConfig, ops: Ops, layer: int, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
-) -> dict[str, PackedLinear]:
-    """Return a layer's fused projections by their name in `LayerWeights`: qkv, o, gate_up, down."""
+) -> Projections:
+    """Load a layer's projections. Raises ConfigError naming a tensor that is missing or has the wrong shape."""
     c = config
     attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim

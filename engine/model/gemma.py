@@ -73,11 +73,13 @@ def _ropes(raw: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     transformers 5 writes rope_parameters by type of layer; older versions write rope_theta and rope_scaling for full
     layers, and rope_local_base_freq.
     """
-    given = raw.get("rope_parameters") or {}
+    given, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if not isinstance(given, dict) or not all(isinstance(fields or {}, dict) for fields in given.values()):
-        raise ConfigError("rope_parameters", f"expected objects by type of layer, got {str(given)[:80]}")
-    plain = {name: raw[name] for name in ("max_position_embeddings", "partial_rotary_factor") if name in raw}
-    full = {"rope_type": "default", **(raw.get("rope_scaling") or {}), **(given.get("full_attention") or {})}
+        raise ConfigError("rope_parameters", f"expected objects by type of layer, got {str(given)[:80]!r}")
+    if not isinstance(scaling, dict):
+        raise ConfigError("rope_scaling", f"expected an object, got {str(scaling)[:80]!r}")
+    plain: dict[str, Any] = {name: raw[name] for name in ("max_position_embeddings", "partial_rotary_factor") if name in raw}
+    full = {"rope_type": "default", **scaling, **(given.get("full_attention") or {})}
     full.setdefault("rope_theta", raw.get("rope_theta") or 1e6)
     local = {"rope_type": "default", **(given.get("sliding_attention") or {})}
     local.setdefault("rope_theta", raw.get("rope_local_base_freq") or 1e4)
