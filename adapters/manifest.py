@@ -19,6 +19,13 @@ from adapters.patterns import Budget, ModulePattern, PatternError, pattern_key_m
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 OUTSIDE = -1
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Projections that read the same input form a group: one shrink, one expand.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
 MAX_PATTERNS = 4096
 # No engine serves a larger rank; uploads are also checked against the limit of this deployment's engines.
 MAX_RANK = 4096
@@ -97,15 +104,20 @@ class BaseShape:
     """The base model's sizes that adapters depend on. projections: name -> (out_features, in_features).
 
     outside: the same for embed_tokens (vocabulary in, hidden out) and lm_head; empty if the vocabulary is unknown.
+    groups: the projections of each group, in the order of their columns in the base model's fused output.
     """
 
     num_layers: int
     projections: Mapping[str, tuple[int, int]]
     outside: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: GROUPS)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
-        """Read the sizes from a Hugging Face `config.json` of the Llama family. Raises ValueError naming the key."""
+        """Read the sizes from a Hugging Face `config.json` of any served family, whose projections are all the same.
+
+        Raises ValueError naming the key.
+        """
 
         def size(key: str, default: int | None = None) -> int:
             value = config.get(key)

@@ -15,6 +15,8 @@ import engine.http.metrics
 import gateway.metrics
 from benchmarks.hostile.catalogue import ATTACKS
 from engine.config import EngineConfig
+from engine.model.families import FAMILIES
+from engine.model.gguf.model import ARCHITECTURES
 from gateway.settings import Settings, env_name
 from loraplex.cli import main
 from loraplex.commands.vllm_flags import INSTEAD
@@ -278,3 +280,9 @@ def test_every_attack_that_the_threat_model_names_exists():
     }
     assert len(named) > 20
     assert named <= set(ATTACKS)
+
+
+def test_every_served_architecture():
+    named = re.search(r"Served architectures: (.*?) \|", REFERENCE)
+    assert named is not None
+    assert set(re.findall(r"`(\w+)`", named[1])) == {*FAMILIES, *ARCHITECTURES}

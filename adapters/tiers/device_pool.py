@@ -25,14 +25,6 @@ from kernels.reference import LARGEST, LoraGroup
 
 PAGE_RANK = 8
 
-# Projections that read the same input form a group: one shrink, one expand.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
-
 
 class Residency(Enum):
     READY = "ready"
@@ -113,8 +105,9 @@ class AdapterPool:
         self.heads: dict[int, HeadLora] = {}
         self._base, self._host, self._device, self._max_rank = base, host_cache, device, max_rank
         self.max_pages = -(-max_rank // PAGE_RANK)
-        offsets = {name: _column_bounds(base, name) for name in GROUPS}
-        row_elements = sum(_in_features(base, g) * len(GROUPS[g]) + offsets[g][-1] for g in GROUPS)
+        groups = base.groups
+        offsets = {name: _column_bounds(base, name) for name in groups}
+        row_elements = sum(_in_features(base, g) * len(groups[g]) + offsets[g][-1] for g in groups)
         has_scales = dtype in LARGEST
         row_bytes = row_elements * dtype.itemsize + (4 * len(base.projections) if has_scales else 0)
         self.page_bytes = row_bytes * PAGE_RANK * base.num_layers
@@ -128,13 +121,13 @@ class AdapterPool:
         self.groups = [
             {
                 name: LoraGroup(
-                    _pages((self.num_pages, len(GROUPS[name]), PAGE_RANK, _in_features(base, name)), dtype, device),
+                    _pages((self.num_pages, len(groups[name]), PAGE_RANK, _in_features(base, name)), dtype, device),
                     _pages((self.num_pages, PAGE_RANK, offsets[name][-1]), dtype, device),
-                    torch.zeros(self.num_slots, len(GROUPS[name]), dtype=torch.float32, device=device),
+                    torch.zeros(self.num_slots, len(groups[name]), dtype=torch.float32, device=device),
                     offsets[name],
-                    torch.zeros(self.num_pages, len(GROUPS[name]), PAGE_RANK, device=device) if has_scales else None,
+                    torch.zeros(self.num_pages, len(groups[name]), PAGE_RANK, device=device) if has_scales else None,
                 )
-                for name in GROUPS
+                for name in groups
             }
             for _ in range(base.num_layers)
         ]
@@ -163,7 +156,7 @@ class AdapterPool:
         self._reservation: _Reservation | None = None
         host_cache.refuse_beyond(max_rank=max_rank, max_outside_bytes=self._max_outside_bytes)
         self._lane = lane or lane_for(device)
-        self._writer = PageWriter(self.groups, GROUPS, self.page_table, self.ranks, self._lane)
+        self._writer = PageWriter(self.groups, groups, self.page_table, self.ranks, self._lane)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
 
     @property
@@ -387,11 +380,11 @@ def _outside_bytes(adapter: HostAdapter) -> int:
 
 
 def _in_features(base: BaseShape, group: str) -> int:
-    return base.projections[GROUPS[group][0]][1]
+    return base.projections[base.groups[group][0]][1]
 
 
 def _column_bounds(base: BaseShape, group: str) -> tuple[int, ...]:
     bounds = [0]
-    for projection in GROUPS[group]:
+    for projection in base.groups[group]:
         bounds.append(bounds[-1] + base.projections[projection][0])
     return tuple(bounds)

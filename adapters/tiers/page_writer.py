@@ -6,7 +6,7 @@ is written. Copies leave pinned memory through a few buffers in rotation, so lit
 own upload, which shares the bus, waits only for that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -117,7 +117,7 @@ class PageWriter:
     def __init__(
         self,
         groups: list[dict[str, LoraGroup]],
-        projections: dict[str, tuple[str, ...]],
+        projections: Mapping[str, tuple[str, ...]],
         page_table: Tensor,
         ranks: Tensor,
         lane: Lane,

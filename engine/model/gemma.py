@@ -78,12 +78,9 @@ def _ropes(raw: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
         raise ConfigError("rope_parameters", f"expected objects by type of layer, got {str(given)[:80]!r}")
     if not isinstance(scaling, dict):
         raise ConfigError("rope_scaling", f"expected an object, got {str(scaling)[:80]!r}")
-    plain: dict[str, Any] = {name: raw[name] for name in ("max_position_embeddings", "partial_rotary_factor") if name in raw}
-    full = {"rope_type": "default", **scaling, **(given.get("full_attention") or {})}
-    full.setdefault("rope_theta", raw.get("rope_theta") or 1e6)
-    local = {"rope_type": "default", **(given.get("sliding_attention") or {})}
-    local.setdefault("rope_theta", raw.get("rope_local_base_freq") or 1e4)
-    return read_rope({**plain, "rope_parameters": full}), read_rope({**plain, "rope_parameters": local})
+    full = {"rope_theta": raw.get("rope_theta") or 1e6, **scaling, **(given.get("full_attention") or {})}
+    local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, **(given.get("sliding_attention") or {})}
+    return read_rope({**raw, "rope_parameters": full}), read_rope({**raw, "rope_parameters": local})
 
 
 def _sliding_windows(raw: dict[str, Any], default_pattern: int) -> tuple[int, ...]:

@@ -299,6 +299,6 @@ def _gate_and_mul(  # type: ignore[no-untyped-def]
     up = tl.load(gate_up + token * stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
     exponent = gate
     if GELU:  # 0.5 * (1 + tanh(y)) is the sigmoid of 2y, with y = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
-        exponent = gate * (1.0 + 0.044715 * gate * gate) * 1.5957691216057308
+        exponent = tl.maximum(gate * (1.0 + 0.044715 * gate * gate) * 1.5957691216057308, -80.0)  # e^80 is finite
     result = gate / (1.0 + tl.exp(-exponent)) * up
     tl.store(out + token * WIDTH + column, result.to(out.dtype.element_ty), mask=mask)

@@ -37,10 +37,13 @@ def native_ops() -> Ops:
 class ReferenceOps(TorchOps):
     """`kernels.reference`'s own attention in place of the padded one."""
 
-    def paged_attention(self, q: Tensor, kv: KvCache, plan, scale: float, sliding_window: int) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, kv: KvCache, plan, scale: float, sliding_window: int, softcap: float = 0.0
+    ) -> Tensor:
         b = plan.batch
         bounds = b.block_tables, b.query_start, b.context_lens
-        return reference.paged_attention(q, kv.k, kv.v, *bounds, scale, sliding_window, kv.k_scales, kv.v_scales)
+        scales = kv.k_scales, kv.v_scales
+        return reference.paged_attention(q, kv.k, kv.v, *bounds, scale, sliding_window, *scales, softcap)
 
 
 MAKERS = {"reference": ReferenceOps, "torch": TorchOps, "native": native_ops, "triton": TritonOps}
@@ -78,7 +81,7 @@ def new_cache(num_blocks: int, dtype: torch.dtype, fill: float | list[float]) ->
 
 
 def attend(ops: Ops, batch: Batch, earlier: Batch, victims: Tensor, dtype: torch.dtype, cache: KvCache,
-           poison: float | list[float], window: int) -> Tensor:  # fmt: skip
+           poison: float | list[float], window: int, softcap: float) -> Tensor:  # fmt: skip
     """Write the earlier tokens' keys and values and return the attention output of the batch.
 
     victims: by request; every number of the others is poison, the kinds in turn by token.
@@ -91,22 +94,24 @@ def attend(ops: Ops, batch: Batch, earlier: Batch, victims: Tensor, dtype: torch
         others = ~victims[owner]
         qkv[others] = in_turn(poison, int(others.sum()))[:, None].to(dtype)
         q = ops.rope_and_write_kv(qkv, cos_sin, cache, ops.plan(step, None))
-    return ops.paged_attention(q, cache, ops.plan(batch, None), DIM**-0.5, window)
+    return ops.paged_attention(q, cache, ops.plan(batch, None), DIM**-0.5, window, softcap)
 
 
-@pytest.mark.parametrize("window", [0, 20])
-def test_attention_reads_no_other_request_and_no_stale_row(backend: tuple[Ops, torch.dtype], window: int) -> None:
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (20, 3.0)])
+def test_attention_reads_no_other_request_and_no_stale_row(
+    backend: tuple[Ops, torch.dtype], window: int, softcap: float
+) -> None:
     ops, dtype = backend
-    check_attention(ops, dtype, dtype, window)
+    check_attention(ops, dtype, dtype, window, softcap)
 
 
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 @pytest.mark.parametrize("make", [TorchOps, TritonOps])
 def test_attention_over_8_bits_reads_no_stale_scale(make: type[Ops], kv_dtype: torch.dtype) -> None:
-    check_attention(make(), torch.float32, kv_dtype, 0)
+    check_attention(make(), torch.float32, kv_dtype, 0, 0.0)
 
 
-def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, window: int) -> None:
+def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, window: int, softcap: float) -> None:
     """Check decodes and prompts, short victims beside long attackers, in blocks that held an attacker's keys before.
 
     Each kind of poison runs alone, because NaN would hide infinity. In the interpreter, which takes seconds, the kinds
@@ -125,7 +130,7 @@ def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, window:
 
     def of_victims(value: float | list[float]) -> Tensor:
         cache = new_cache(int(tables.max()) + 1, kv_dtype, value)
-        return attend(ops, batch, earlier, victims, dtype, cache, value, window)[victims[owner]]
+        return attend(ops, batch, earlier, victims, dtype, cache, value, window, softcap)[victims[owner]]
 
     clean = of_victims(0.5)
     for poison in [POISON] if isinstance(ops, TritonOps) else POISON:

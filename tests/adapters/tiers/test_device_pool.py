@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.manifest import AdapterError
-from adapters.tiers.device_pool import GROUPS, PAGE_RANK, AdapterPool, Residency
+from adapters.manifest import GROUPS, AdapterError
+from adapters.tiers.device_pool import PAGE_RANK, AdapterPool, Residency
 from adapters.tiers.host_cache import HostCache
 from adapters.tiers.page_writer import NUM_BUFFERS
 from kernels.reference import take

@@ -60,13 +60,29 @@ def make_batch(counts: list[int], lengths: list[int], block_size: int, adapters:
 @pytest.mark.parametrize("rows", [1, 3, 200])
 def test_norms_and_activation(ops: Ops, dtype: torch.dtype, rows: int) -> None:
     x, residual, weight = normal(rows, 576, dtype=dtype), normal(rows, 576, dtype=dtype) * 3, normal(576, dtype=dtype)
-    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **TOLERANCE[dtype])
+    for w in (weight, weight.float()):  # Gemma's weights are in fp32
+        found = ops.rms_norm(x, w, 1e-5)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, reference.rms_norm(x, w, 1e-5), **TOLERANCE[dtype])
     expected_residual = residual.clone()
     expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5)
     torch.testing.assert_close(ops.add_rms_norm(x, residual, weight, 1e-5), expected, **TOLERANCE[dtype])
     assert torch.equal(residual, expected_residual)
     gate_up = torch.cat((normal(rows, 500), torch.linspace(-200, 200, rows * 524).view(rows, 524)), -1).to(dtype)
     torch.testing.assert_close(ops.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), **TOLERANCE[dtype])
+    torch.testing.assert_close(ops.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up), **TOLERANCE[dtype])
+
+
+def test_an_fp32_weight_multiplies_before_rounding(ops: Ops) -> None:
+    """A norm with an fp32 weight rounds once, a norm with a weight in the input's dtype rounds twice."""
+    x, weight = normal(50, 576, dtype=torch.bfloat16), normal(576).bfloat16()
+    h = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    once, twice = (h * weight).bfloat16(), (h.bfloat16().float() * weight).bfloat16()
+    found = ops.rms_norm(x, weight.float(), 1e-5)
+    # The order of the sum of squares may move a few results by one step of bf16.
+    assert (found != once).float().mean() < 0.001
+    assert (once != twice).float().mean() > 0.1
+    assert (ops.rms_norm(x, weight, 1e-5) != twice).float().mean() < 0.001
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,9 +100,9 @@ def test_linear(ops: Ops, dtype: torch.dtype, bias: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (32, 8, 128), (4, 4, 80)])
 @pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("window", [0, 7, 40])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (7, 0.0), (40, 0.0), (0, 0.7), (40, 50.0)])
 def test_attention_over_pages(
-    ops: Ops, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, window: int
+    ops: Ops, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, window: int, softcap: float
 ) -> None:
     lengths = [1, 20, 130, 70, 16, 64, 97]
     batch = make_batch([1, 20, 1, 5, 1, 64, 33], lengths, block_size)
@@ -107,17 +123,19 @@ def test_attention_over_pages(
     q = ops.rope_and_write_kv(qkv.clone(), cos_sin, KvCache(*caches), plan)
     expected_q = reference.rope_and_write_kv(qkv, batch.positions, cos_sin, *expected_caches, batch.slot_mapping)
     torch.testing.assert_close(q, expected_q, **TOLERANCE[dtype])
-    out = ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window)
-    expected = reference.paged_attention(
-        expected_q, *expected_caches, batch.block_tables, batch.query_start, batch.context_lens, dim**-0.5, window
-    )
+    out = ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window, softcap)
+    bounds = batch.block_tables, batch.query_start, batch.context_lens
+    expected = reference.paged_attention(expected_q, *expected_caches, *bounds, dim**-0.5, window, softcap=softcap)
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
-    assert torch.equal(out, ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window))
+    assert torch.equal(out, ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window, softcap))
+    if softcap == 0.7 and dtype == torch.float32:  # low enough to change the answer
+        uncapped = ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window)
+        assert (out - uncapped).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [0, 700])
-def test_attention_over_long_contexts(ops: Ops, dtype: torch.dtype, window: int) -> None:
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (700, 0.0), (700, 0.7)])
+def test_attention_over_long_contexts(ops: Ops, dtype: torch.dtype, window: int, softcap: float) -> None:
     """The contexts are long enough to be cut into spans; a row's answer does not depend on the division of work."""
     heads, kv_heads, dim, counts, lengths = 6, 2, 64, [1, 40, 1], [1600, 1100, 30]
     batch = make_batch(counts, lengths, 16)
@@ -131,13 +149,12 @@ def test_attention_over_long_contexts(ops: Ops, dtype: torch.dtype, window: int)
     reference.rope_and_write_kv(qkv, everything.positions, cos_sin, *expected_cache, everything.slot_mapping)
     wanted = torch.cat([torch.arange(e - c, e) for c, e in zip(counts, itertools.accumulate(lengths), strict=True)])
     q = all_q[wanted].contiguous()
-    out = ops.paged_attention(q, cache, ops.plan(batch, None), dim**-0.5, window)
-    expected = reference.paged_attention(
-        q, *expected_cache, batch.block_tables, batch.query_start, batch.context_lens, dim**-0.5, window
-    )
+    out = ops.paged_attention(q, cache, ops.plan(batch, None), dim**-0.5, window, softcap)
+    bounds = batch.block_tables, batch.query_start, batch.context_lens
+    expected = reference.paged_attention(q, *expected_cache, *bounds, dim**-0.5, window, softcap=softcap)
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
     if isinstance(ops, native.NativeOps):
-        together = ops.paged_attention(all_q, cache, ops.plan(everything, None), dim**-0.5, window)
+        together = ops.paged_attention(all_q, cache, ops.plan(everything, None), dim**-0.5, window, softcap)
         assert torch.equal(together[wanted], out)
 
 

@@ -32,6 +32,13 @@ def poison(monkeypatch):
 def test_rms_norm(width, dtype, device):
     x, weight = randn(5, width, dtype=dtype, device=device), randn(width, dtype=dtype, device=device, seed=1)
     close(fused.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    # Gemma's weights are in fp32 and multiply before the result is rounded.
+    found = fused.rms_norm(x, weight.float(), 1e-5)
+    close(found, reference.rms_norm(x, weight.float(), 1e-5))
+    assert found.dtype == dtype
+    if dtype != torch.float32:
+        once = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5) * weight.float()).to(dtype)
+        assert (found != once).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,9 +121,10 @@ def test_padding_tokens_store_nothing(device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1536, 100])
-def test_silu_and_mul(width, dtype, device):
+def test_gates(width, dtype, device):
     gate_up = randn(4, 2 * width, dtype=dtype, device=device) * 4
     close(fused.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+    close(fused.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up))
 
 
 def test_no_tokens(device):
@@ -135,6 +143,8 @@ def test_bad_arguments_are_named(device):
     cache, index = torch.zeros(1, 1, 16, 64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match=r"^weight: "):
         fused.rms_norm(x, weight[:32], 1e-5)
+    with pytest.raises(ValueError, match=r"^weight: .* of torch.float32 or float32, got .* of torch.float16"):
+        fused.rms_norm(x, weight.half(), 1e-5)
     with pytest.raises(ValueError, match=r"^residual: "):
         fused.add_rms_norm(x, x[:1], weight, 1e-5)
     with pytest.raises(ValueError, match=r"^x: "):

@@ -96,6 +96,34 @@ def test_sliding_window(batch, window, device, monkeypatch):
     check(arguments, window)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.7), (24, 0.7), (24, 50.0)])
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
+def test_soft_capped_scores(batch, window, softcap, dtype, device, monkeypatch):
+    """Gemma 2's cap, on full and on local layers; 0.7 is low enough to change the answer."""
+    arguments = make((4, 2, 64), BATCHES[batch], dtype, device)
+    expected = reference.paged_attention(*arguments, window, softcap=softcap)
+    poison(monkeypatch)
+    got = paged_attention(*arguments, window, softcap=softcap)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    if softcap < 1:
+        assert (got - paged_attention(*arguments, window)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_soft_capped_scores_of_8_bit_keys(kv_dtype, device, monkeypatch):
+    """The cap applies to scores that are already multiplied by the keys' scales, also where keys are split."""
+    q, k, v, *rest = make((8, 2, 128), [(1, 1500), (1, 300)], torch.float16, device, 32)
+    k, k_scales, v, v_scales = quantize(k, v, kv_dtype)
+    options = {"k_scales": k_scales, "v_scales": v_scales, "softcap": 0.7}
+    metadata = build_attention_metadata(rest[1], 8, 2, num_tokens=2, max_query_len=1, max_context_len=1500)
+    assert metadata.num_splits > 1
+    expected = reference.paged_attention(q, k, v, *rest, **options)
+    poison(monkeypatch)
+    got = paged_attention(q, k, v, *rest, 0, metadata, **options)
+    torch.testing.assert_close(got, expected, atol=4e-3, rtol=4e-3)
+
+
 @pytest.mark.parametrize(("block_size", "window"), [(16, 0), (32, 1000)])
 def test_long_context_is_split(block_size, window, device, monkeypatch):
     lengths = [(1, 8192), (1, 900), (1, 100)]

@@ -100,11 +100,11 @@ def run_layer(
     x = ops.rms_norm(residual, weight, 1e-5)
     qkv = ops.linear(x, packed["qkv"], groups.get("qkv"), plan)
     q = ops.rope_and_write_kv(qkv, cos_sin, KvCache(k_cache, v_cache), plan)
-    x = ops.paged_attention(q, KvCache(k_cache, v_cache), plan, HEAD_DIM**-0.5, 12)
+    x = ops.paged_attention(q, KvCache(k_cache, v_cache), plan, HEAD_DIM**-0.5, 12, 3.0)
     x = ops.linear(x.view(len(x), -1), packed["o"], groups.get("o"), plan)
     x = ops.add_rms_norm(x, residual, weight, 1e-5)
     x = ops.linear(x, packed["gate_up"], groups.get("gate_up"), plan)
-    x = ops.linear(ops.silu_and_mul(x), down, None, plan)
+    x = ops.linear(ops.silu_and_mul(x) + ops.gelu_and_mul(x), down, None, plan)
     return [x, residual, k_cache, v_cache]
 
 
