@@ -9,7 +9,8 @@ attacks need misbehaving engines and run on a gateway before engine doubles. Eac
 default limits, in a process of niceness 19, so that its own work takes little CPU time from the service. For each
 attack the neighbour is measured in pairs of rounds, quiet and attacked, one right after the other, so that a drift of
 the machine cancels. If the attack uses an engine as any tenant may, an honest tenant with the same use runs in the
-quiet round. Exit code 1 if a limit is missed.
+quiet round. Between the attacks, the attack `nothing` sends nothing: its ratios show how far quiet rounds differ from
+each other. A latency within these is not distinguishable from no attack. Exit code 1 if a limit is missed.
 
 Limits: p50 and p99 of the neighbour 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (without
 its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing left behind; no 5xx except 503.
@@ -26,9 +27,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.catalogue import ATTACKS, SHOWN
 from benchmarks.hostile.place import Place, before_doubles, up
 from benchmarks.hostile.run import Limits, Result, run_attack
+
+# Attacks between two runs of the control.
+CONTROL_EVERY = 10
 
 
 def show(result: Result) -> str:
@@ -48,6 +53,8 @@ async def run_all(flags: argparse.Namespace, folder: Path) -> list[Result]:
     if not flags.mutations:
         wanted = [attack for attack in wanted if attack.name != "mutated-uploads"]
     limits = Limits(latency=flags.latency or None)
+    if not flags.only:
+        wanted = with_controls(wanted)
     results = []
     for name in dict.fromkeys(attack.place for attack in wanted):
         with contextlib.ExitStack() as exits:
@@ -58,6 +65,14 @@ async def run_all(flags: argparse.Namespace, folder: Path) -> list[Result]:
                     results.append(await run_attack(attack, place, flags.seconds, flags.pairs, limits, flags.mutations))
                     print(show(results[-1]), flush=True)
     return results
+
+
+def with_controls(attacks: list[Attack]) -> list[Attack]:
+    """Return the attacks with a control before every CONTROL_EVERY of them and at the end."""
+    control, mixed = ATTACKS["nothing"], []
+    for index, attack in enumerate(attacks):
+        mixed += [control] * (index % CONTROL_EVERY == 0) + [attack]
+    return [*mixed, control]
 
 
 def open_place(name: str, folder: Path, *, postgres: bool) -> contextlib.AbstractContextManager[Place]:
@@ -91,9 +106,12 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         results = asyncio.run(run_all(flags, Path(folder)))
-    missed = [result.name for result in results if result.missed]
-    print(f"\n{len(results)} attacks in {time.monotonic() - began:.0f} s: ", end="")
+    controls = [result for result in results if result.name == "nothing"]
+    missed = [result.name for result in results if result.missed and result not in controls]
+    print(f"\n{len(results) - len(controls)} attacks in {time.monotonic() - began:.0f} s: ", end="")
     print(f"{len(missed)} MISSED: {', '.join(missed)}" if missed else "all hold")
+    if controls:
+        print("no attack: p50, p99 " + ", ".join(f"{result.p50:.2f} {result.p99:.2f}" for result in controls))
     if flags.json:
         flags.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
     return 1 if missed else 0

@@ -49,6 +49,11 @@ async def trickle(attacker: Attacker, head: bytes, first: bytes, drop: bytes, ev
         await attacker.pause(0.2)
 
 
+@attack("nothing", "the control: no attack at all", shown=False)
+async def nothing(attacker: Attacker) -> None:
+    await attacker.pause(attacker.left)
+
+
 @attack("trickling-uploads", "12 uploads of one byte a second each")
 async def trickle_uploads(attacker: Attacker) -> None:
     body = form({"name": b"slow"} | good())

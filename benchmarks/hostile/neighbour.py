@@ -1,4 +1,8 @@
-"""The well-behaved tenant: short streamed chats at a steady slow rate, with an occasional small upload."""
+"""The well-behaved tenant: short streamed chats at a steady slow rate, with an occasional small upload.
+
+Its rate follows the machine's speed, so that its own chats hardly queue behind each other: at a high utilisation a
+small slow-down becomes a large one, and quiet rounds differ by more than any attack does.
+"""
 
 import asyncio
 import time
@@ -10,9 +14,11 @@ import aiohttp
 from benchmarks.hostile.archives import good
 from benchmarks.hostile.attacker import BOUNDARY, form
 
-CHATS_PER_SECOND = 5.0
+# Interval between chats: this many times the duration of a lone chat, and at least the least.
+CHAT_INTERVAL_FACTOR, LEAST_CHAT_INTERVAL = 3.0, 0.2
+LONE_CHATS = 8
 UPLOAD_SECONDS = 3.0
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 4
 # An answer that takes longer counts as failed.
 PATIENCE_SECONDS = 30.0
 
@@ -48,13 +54,22 @@ class Neighbour:
         self._headers = {"Authorization": f"Bearer {key}"}
         self._model = model
         self._uploads = uploads
+        self.chat_interval = LEAST_CHAT_INTERVAL
         # Keeps a slow machine from exceeding this tenant's own limit of concurrent uploads. Waiting counts as time.
         self._one_upload = asyncio.Lock()
+
+    async def calibrate(self) -> None:
+        """Warm the service up with lone chats, one after the other, and set the interval between chats by them."""
+        felt = Felt()
+        for _ in range(2 * LONE_CHATS):
+            await self._guarded(self._chat, felt)
+        lone = percentile(felt.whole[LONE_CHATS:], 0.5)
+        self.chat_interval = max(LEAST_CHAT_INTERVAL, CHAT_INTERVAL_FACTOR * lone)
 
     async def measure(self, until: asyncio.Event) -> Felt:
         """Measure until the event is set and every started request has ended."""
         felt = Felt()
-        beats = [self._beat(1 / CHATS_PER_SECOND, self._chat, felt, until)]
+        beats = [self._beat(self.chat_interval, self._chat, felt, until)]
         if self._uploads:
             beats.append(self._beat(UPLOAD_SECONDS, self._upload, felt, until))
         await asyncio.gather(*beats)

@@ -21,8 +21,6 @@ from benchmarks.hostile.place import Place
 from benchmarks.hostile.watch import Seen, Watch
 from testing.stack import ROOT
 
-# The first requests of a stack warm caches; no attack should be charged for that.
-WARM_SECONDS = 2.0
 # The report mentions a recovery that takes longer than this many seconds.
 SLOW_TO_SETTLE = 5.0
 NUMBERS = itertools.count(1)
@@ -58,6 +56,7 @@ class Result:
     first_p99: float = 0.0
     quiet_ms: tuple[float, float] = (0.0, 0.0)
     samples: int = 0
+    chat_interval: float = 0.0
     upload: float = 0.0
     memory: int = 0
     children: int = 0
@@ -144,7 +143,7 @@ async def run_attack(
         session = await exits.enter_async_context(aiohttp.ClientSession(connector=connector))
         uploads = place.has_real_engine
         neighbour = Neighbour(session, place.url, neighbour_key, place.base_model, uploads=uploads)
-        await measure(neighbour, watch, None, WARM_SECONDS)
+        await neighbour.calibrate()
         quiet, felt, seen, told = Felt(), Felt(), Seen(), Round()
         quiet_stall, left = 0.0, []
         for _ in range(pairs):
@@ -160,7 +159,9 @@ async def run_attack(
             left += (await watch.settled(remains, accepted)).beyond(remains, accepted)
             if time.monotonic() - began > SLOW_TO_SETTLE:
                 told.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
-        return judge(attack, limits, quiet, felt, seen, told, quiet_stall, left)
+        result = judge(attack, limits, quiet, felt, seen, told, quiet_stall, left)
+        result.chat_interval = neighbour.chat_interval
+        return result
 
 
 async def measure(neighbour: Neighbour, watch: Watch, child: Child | None, seconds: float) -> tuple[Felt, Seen, Round]:
