@@ -32,11 +32,12 @@ HEAVY_NICE = 10
 class TooManyPending(RuntimeError):
     """The queue or the tenant's share of it is full, or the tenant's CPU time is used up. The message names the limit.
 
-    retry_after: seconds until there may be capacity.
+    is_tenants: the tenant's own limit is reached. retry_after: seconds until there may be capacity.
     """
 
-    def __init__(self, message: str, retry_after: int = 1) -> None:
+    def __init__(self, message: str, *, is_tenants: bool, retry_after: int = 1) -> None:
         super().__init__(message)
+        self.is_tenants = is_tenants
         self.retry_after = retry_after
 
 
@@ -95,9 +96,10 @@ class FairThreads:
             if bounded:
                 self._check_cpu(tenant)
             if bounded and len(self._queues.get(tenant, ())) >= self._max_pending_per_tenant:
-                raise TooManyPending(f"{self._max_pending_per_tenant} of this tenant's wait already, the most allowed")
+                message = f"{self._max_pending_per_tenant} of this tenant's wait already, the most allowed"
+                raise TooManyPending(message, is_tenants=True)
             if bounded and self._num_pending >= self._max_pending:
-                raise TooManyPending(f"{self._max_pending} wait already, the most allowed")
+                raise TooManyPending(f"{self._max_pending} wait already, the most allowed", is_tenants=False)
             self._num_pending += 1
             self._enqueue(tenant, job)
             job.future.add_done_callback(lambda _: self._left(job))
@@ -188,7 +190,8 @@ class FairThreads:
         if self._max_cpu_seconds is None or not tenant or (used := self._cpu_used.of(tenant)) < self._max_cpu_seconds:
             return
         raise TooManyPending(
-            f"this tenant's took {used:.1f} s of CPU time of late, and {self._max_cpu_seconds:g} s is the most allowed",
+            f"this tenant's took {used:.1f} s of CPU time recently, more than {self._max_cpu_seconds:g} s",
+            is_tenants=True,
             retry_after=max(1, math.ceil(HALF_LIFE_S * math.log2(used / self._max_cpu_seconds))),
         )
 

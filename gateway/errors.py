@@ -188,6 +188,12 @@ class Unavailable(GatewayError):
         super().__init__(message, code=code, headers={"Retry-After": str(retry_after)})
 
 
+class EngineShareUsed(Unavailable):
+    """The tenant uses all of its own share of the engine: of its places, or of its CPU time for new grammars."""
+
+    status, kind, code = 429, "concurrency", "engine_share_used"
+
+
 # Length limits of quoted text, which keep an error response below 2 KB.
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1200, 200
 

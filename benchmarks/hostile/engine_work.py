@@ -76,20 +76,7 @@ async def refused(attacker: Attacker) -> None:
     await dear(attacker, 16, make)
 
 
-@attack("huge-token-ids", "allowed_token_ids up to 2^31 - 1, stop ids, biases and bad words without sense")
-async def token_ids(attacker: Attacker) -> None:
-    bodies = [
-        {"allowed_token_ids": [2**31 - 1]},
-        {"allowed_token_ids": list(range(200_000))},
-        {"allowed_token_ids": [2**26 - 1, 5]},
-        {"stop_token_ids": [2**31 - 1] * 256},
-        {"logit_bias": {str(i): 100 for i in range(1024)}},
-        {"logit_bias": {str(2**31 - 1): 1}},
-        {"bad_words": [f"word{i}" * 10 for i in range(1024)]},
-        {"prompt": [2**31 - 1]},
-        {"seed": -(2**63), "n": 16, "stop": ["a" * 1024] * 16},
-    ]
-
+async def completions_in_turn(attacker: Attacker, bodies: list[dict]) -> None:
     async def one(index: int) -> None:
         turn = index
         while attacker.going:
@@ -98,6 +85,34 @@ async def token_ids(attacker: Attacker) -> None:
             turn += 1
 
     await attacker.side_by_side(8, one)
+
+
+@attack(
+    "huge-token-ids",
+    "allowed_token_ids up to 2^31 - 1, stop ids, biases and bad words without sense",
+    honest="token-ids-free",
+)
+async def token_ids(attacker: Attacker) -> None:
+    served = [
+        {"logit_bias": {str(i): 100 for i in range(1024)}},
+        {"bad_words": [f"word{i}" * 6 for i in range(400)]},
+        {"seed": -(2**63), "n": 16, "stop": ["a" * 1024] * 16},
+    ]
+    refused = [
+        {"allowed_token_ids": [2**31 - 1]},
+        {"allowed_token_ids": list(range(200_000))},
+        {"allowed_token_ids": [2**26 - 1, 5]},
+        {"stop_token_ids": [2**31 - 1] * 256},
+        {"logit_bias": {str(2**31 - 1): 1}},
+        {"bad_words": [f"word{i}" * 10 for i in range(1024)]},
+        {"prompt": [2**31 - 1]},
+    ]
+    await completions_in_turn(attacker, served + refused)
+
+
+@attack("token-ids-free", "as huge-token-ids, without ids, biases and words", shown=False)
+async def token_ids_free(attacker: Attacker) -> None:
+    await completions_in_turn(attacker, [{}, {}, {"n": 16}] + [{"max_tokens": 0}] * 7)
 
 
 @attack("dear-masks", "32 streams under schemas whose masks cost the most, with penalties", honest="mask-free")

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
-from engine.answering.ticket import EngineUnavailable, Generation, QueueFull, Submission
+from engine.answering.ticket import EngineUnavailable, Generation, QueueFull, Submission, TenantQueueFull
 from engine.scheduling.request import RequestOutput, SamplingParams
 from wire.errors import RequestError
 
@@ -105,7 +105,8 @@ class EngineLoop:
         """Reserve places for a request's sequences, from before they enter the engine until the client has received the
         answer.
 
-        Raises QueueFull if no place is free, EngineUnavailable after a failure or while closing.
+        Raises QueueFull if no place is free, TenantQueueFull if the tenant has all of its places, EngineUnavailable
+        after a failure or while closing.
         """
         self._check_room(count, tenant)
         self._placed[tenant] += count
@@ -136,7 +137,8 @@ class EngineLoop:
         if placed + count > self._max_requests:
             raise QueueFull(f"{placed} requests are in flight, the most allowed", retry_after=1)
         if self._placed[tenant] + count > self.max_requests(tenant):
-            raise QueueFull(f"{self._placed[tenant]} of your requests are in flight here already", retry_after=1)
+            message = f"{self._placed[tenant]} of your requests are in flight here already"
+            raise TenantQueueFull(message, retry_after=1)
 
     def abort(self, request_id: str) -> None:
         """Abort a sequence before the next step. It may receive outputs of the in-flight step until it is released."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from adapters.fair_threads import FairThreads, TooManyPending
-from engine.answering.ticket import EngineUnavailable, QueueFull
+from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.structured.compiler import Grammar, GrammarCompiler
 from wire.errors import RequestError
 from wire.structured import GrammarSpec
@@ -69,9 +69,9 @@ class Grammars:
     async def get(self, spec: GrammarSpec, tenant: str = "") -> Grammar:
         """Return the tenant's compiled grammar.
 
-        Raises RequestError for a grammar that does not compile, or not within `COMPILE_SECONDS`; QueueFull if too many
-        of the tenant's grammars wait, if its turn does not come within `QUEUE_SECONDS`, or if the tenant's compilations
-        have used up their CPU time.
+        Raises RequestError for a grammar that does not compile, or not within `COMPILE_SECONDS`; TenantQueueFull if too
+        many of the tenant's grammars wait, or its compilations have used up their CPU time; QueueFull if its turn does
+        not come within `QUEUE_SECONDS`, or too many grammars of all tenants wait.
         """
         self._charge_masks(tenant)
         grammar = self._cached(tenant, spec)
@@ -175,4 +175,5 @@ class Grammars:
 
 
 def _full(error: TooManyPending) -> QueueFull:
-    return QueueFull(f"grammars to compile: {error}", retry_after=error.retry_after)
+    kind = TenantQueueFull if error.is_tenants else QueueFull
+    return kind(f"grammars to compile: {error}", retry_after=error.retry_after)

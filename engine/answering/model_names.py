@@ -16,7 +16,7 @@ from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.tiers.device_pool import PAGE_RANK
 from adapters.tiers.host_cache import HostAdapter, HostCache
 from engine.answering.engine_thread import EngineLoop
-from engine.answering.ticket import EngineUnavailable, QueueFull
+from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.engine import Engine
 from engine.http.errors import ApiError, ModelNotFound
 from wire.responses import Model
@@ -103,7 +103,8 @@ class ModelRegistry:
         try:
             load = self._host_cache.fetch(digest, tenant)
         except TooManyPending as exc:
-            raise QueueFull(f"adapters to load: {exc}", retry_after=1) from None
+            kind = TenantQueueFull if exc.is_tenants else QueueFull
+            raise kind(f"adapters to load: {exc}", retry_after=exc.retry_after) from None
         try:
             # Shielded, because other requests may wait for the same load.
             return await asyncio.shield(asyncio.wrap_future(load))

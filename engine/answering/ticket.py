@@ -23,6 +23,10 @@ class QueueFull(EngineUnavailable):
     """Error of an engine that cannot serve this request now, but serves others."""
 
 
+class TenantQueueFull(QueueFull):
+    """Error of an engine that serves other tenants: this tenant uses all of its own share of the engine."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """Sequence to generate.

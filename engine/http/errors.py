@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from engine.answering.ticket import EngineUnavailable, QueueFull
+from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
 from wire.errors import BadRequest, RequestError
 from wire.http_requests import BadHead, check_head
 from wire.responses import ErrorDetail, ErrorResponse
@@ -55,6 +55,8 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
             return ApiError(400, str(exc), param=exc.param)
         case EngineUnavailable():
             headers = {} if exc.retry_after is None else {"Retry-After": str(exc.retry_after)}
+            if isinstance(exc, TenantQueueFull):
+                return ApiError(429, str(exc), kind="rate_limit_error", code="engine_share_used", headers=headers)
             code = "engine_overloaded" if isinstance(exc, QueueFull) else "engine_unavailable"
             return ApiError(503, str(exc), kind="server_error", code=code, headers=headers)
         case web.HTTPRequestEntityTooLarge():

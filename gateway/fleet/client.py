@@ -19,7 +19,7 @@ from aiohttp import (
     TCPConnector,
 )
 
-from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
+from gateway.errors import BadRequest, EngineShareUsed, GatewayError, Unavailable, UpstreamFailed
 from gateway.fleet.answers import FAILURES, EngineBroke, Incoming, read_error, read_report
 from gateway.fleet.health import network_reason
 from gateway.fleet.registry import EngineRecord
@@ -251,6 +251,8 @@ async def _refusal(response: Incoming, model: Model) -> GatewayError:
     if response.status in (429, 503):
         retry_after = response.headers.get("Retry-After", "1")
         seconds = int(retry_after) if retry_after.isdecimal() else 1
+        if code == EngineShareUsed.code:
+            return EngineShareUsed(f"Your share of the engine is used up: {message}.", retry_after=seconds)
         code = code if code in FAILURES else None
         return Unavailable(FAILURES[code or "engine_overloaded"], code=code, retry_after=seconds)
     # 401 and 404 concern the gateway and the engine only; their messages would confuse a client.

@@ -15,7 +15,7 @@ from aiohttp.test_utils import make_mocked_request
 from benchmarks.hostile.engine_work import dear_schema
 from engine.answering import grammars
 from engine.answering.grammars import Grammars
-from engine.answering.ticket import QueueFull
+from engine.answering.ticket import QueueFull, TenantQueueFull
 from engine.http.errors import as_api_error
 from engine.structured.compiler import Grammar, GrammarCompiler, Matcher
 from testing.engine import Client
@@ -234,10 +234,11 @@ async def test_slow_grammars_are_refused_and_too_many_turned_away(
     got = await asyncio.gather(*(cache.get(regex(text)) for text in "abcd"), return_exceptions=True)
     kinds = [type(outcome) for outcome in got]
     # A tenant has one thread: a was being compiled, b waited for its turn, c and d found the queue full.
-    assert kinds == [RequestError, QueueFull, QueueFull, QueueFull]
+    assert kinds == [RequestError, QueueFull, TenantQueueFull, TenantQueueFull]
     # The code `engine_unavailable` would make the gateway remove the engine for every tenant.
     answers = [as_api_error(error, make_mocked_request("POST", "/")) for error in got[1:]]
-    assert [(answer.status, answer.detail.code) for answer in answers] == [(503, "engine_overloaded")] * 3
+    own = (429, "engine_share_used")
+    assert [(answer.status, answer.detail.code) for answer in answers] == [(503, "engine_overloaded"), own, own]
     compiler.go.set()
     assert (await cache.get(regex("e"), "neighbour")).param == "p"
     cache.close()
@@ -274,7 +275,7 @@ async def test_a_neighbours_grammar_is_ready_within_2_s_beside_48_of_the_dearest
         await asyncio.sleep(0.1)
     assert max(waits) < 2, waits
     outcomes = await asyncio.gather(*greedy, return_exceptions=True)
-    assert {type(outcome) for outcome in outcomes} == {Grammar, QueueFull}
+    assert {type(outcome) for outcome in outcomes} == {Grammar, TenantQueueFull}
     cache.close()
 
 

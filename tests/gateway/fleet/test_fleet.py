@@ -214,12 +214,15 @@ async def test_a_conversation_stays_with_its_engine(pair: tuple[Gateway, Upstrea
     assert sorted([len(one.requests), len(two.requests)]) == [0, 10]
 
 
-async def test_if_none_begins_the_last_ones_reason_is_told(pair: tuple[Gateway, Upstream, Upstream]):
+@pytest.mark.parametrize("refuses", [(503, "engine_overloaded"), (429, "engine_share_used")])
+async def test_if_none_begins_the_last_ones_reason_is_told(
+    pair: tuple[Gateway, Upstream, Upstream], refuses: tuple[int, str]
+):
     gateway, one, two = pair
     acme = await gateway.tenant("acme")
-    one.refuses = two.refuses = (503, "engine_overloaded")
+    one.refuses = two.refuses = refuses
     got = await acme.complete()
-    assert (got.status, got.error["code"]) == (503, "engine_overloaded")
+    assert (got.status, got.error["code"]) == refuses
     assert got.headers["Retry-After"] == "7"
     assert len(one.requests) == len(two.requests) == 1
 
