@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 TELL_SECONDS = 1.0
 # Uses older than this are forgotten.
 KEEP_SECONDS = 3600
-# KEYS: the set. ARGV: seconds to keep, then digests that are being used. Scores are Redis' own clock.
+# KEYS: the set. ARGV: seconds to keep, then of each use: digest, seconds since the use. Scores are Redis' own clock.
 SCRIPT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
-for i = 2, #ARGV do redis.call('ZADD', KEYS[1], now, ARGV[i]) end
+for i = 2, #ARGV, 2 do redis.call('ZADD', KEYS[1], 'GT', now - tonumber(ARGV[i + 1]), ARGV[i]) end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[1]))
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 return redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
@@ -60,7 +60,11 @@ class RecentUses:
         return shared or self._own.get(engine_url, {})
 
     async def _tell(self, engine_url: str) -> None:
-        await self._call(engine_url)
+        """Report until nothing new is left: another process evicts an adapter first if it knows no use of it."""
+        own, told = self._own[engine_url], self._told[engine_url]
+        while await self._call(engine_url):
+            if not any(at - told.get(digest, 0.0) >= TELL_SECONDS for digest, at in own.items()):
+                return
 
     async def _call(self, engine_url: str) -> dict[str, float]:
         """Report unreported uses to Redis. Returns all uses, or nothing while Redis is away."""
@@ -69,13 +73,16 @@ class RecentUses:
         for digest in [each for each, at in own.items() if now - at > KEEP_SECONDS]:
             own.pop(digest)
             told.pop(digest, None)
-        news = [digest for digest, at in own.items() if at > told.get(digest, 0.0)]
+        # With its age, because a use may be reported long after it began.
+        news = {digest: now - at for digest, at in own.items() if at > told.get(digest, 0.0)}
         if self._script is None:
             return {}
         key = f"loraplex:vllm:{hashlib.sha256(engine_url.encode()).hexdigest()[:16]}"
         try:
             async with asyncio.timeout(self._timeout):
-                found = await self._script(keys=[key], args=[KEEP_SECONDS, *news])
+                found = await self._script(
+                    keys=[key], args=[KEEP_SECONDS, *(part for use in news.items() for part in use)]
+                )
         except (RedisError, OSError, TimeoutError) as error:
             self._outage.failed(type(error).__name__, "each process goes by its own uses")
             return {}

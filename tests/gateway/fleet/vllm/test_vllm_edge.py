@@ -223,16 +223,12 @@ async def test_workers_do_not_unload_each_others_hot_adapters(tmp_path: Path, re
         for digest in cold:
             await one.ask(digest, vllm)
         await asyncio.sleep(1.2)
-        loads_until_warm = 0
-        for turn in range(20):
+        for _ in range(20):
             for worker, hot in ((one, hot_one), (two, hot_two)):
                 for digest in hot:
                     await worker.ask(digest, vllm)
                 await worker.probe(worker.engine)
-            if turn == 2:
-                loads_until_warm = len(vllm.loads)
             await asyncio.sleep(0.15)
         assert set(vllm.names) == {f"sha256:{digest}" for digest in (*hot_one, *hot_two)}
-        # On a slow machine a hot adapter may be evicted before the workers have read each other's uses; never later.
-        assert len(vllm.loads) == loads_until_warm
-        assert set(vllm.unloads) >= {f"sha256:{digest}" for digest in cold}
+        assert len(vllm.loads) == len(set(vllm.loads)) == 8
+        assert set(vllm.unloads) == {f"sha256:{digest}" for digest in cold}
