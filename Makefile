@@ -1,11 +1,11 @@
-# One command each: `make demo` shows it, `make test` proves it. Both make .venv and fetch what they need.
+# A command each: `make demo` shows it, `make test` proves it. Both make .venv and fetch what they need.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Of `make demo`.
+# Port of `make demo`.
 PORT   ?= 8080
-# Of the tests: one process more than there are cores, for many tests wait. Each needs about 1.5 GB.
+# Processes of the tests: more than cores by one, because many tests wait. Each needs about 1.5 GB.
 TESTERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 export OMP_WAIT_POLICY = PASSIVE

@@ -15,10 +15,13 @@ ALLOWED_UP = {("gateway", "migrations")}
 # The gateway runs without torch: beside its own floor it imports `wire` and the torch-free part of `adapters`.
 NOT_THE_GATEWAYS = ("engine", "kernels", "adapters.tiers")
 MAX_LINES = 400
-# A docstring does not open with these words.
+# A docstring or a comment does not open with these words.
 RIDDLES = {"What", "Who", "Whose", "Of", "As", "One", "Until", "For", "Whoever", "Whatever", "Nobody", "Somebody"}
 RIDDLES |= {"Which", "Where", "When", "How"}
 SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+PYTHON = [*SOURCES, *(path for folder in ("tests", "testing", "benchmarks") for path in (ROOT / folder).rglob("*.py"))]
+# By suffix; a Makefile has none.
+COMMENT_MARKS = {".py": "#", ".lua": "--", ".cpp": "//", ".h": "//", ".yaml": "#", ".yml": "#", "": "#"}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -111,17 +114,35 @@ def test_our_kernels_package_does_not_pose_as_hugging_faces():
 
 def test_docstrings_open_with_their_subject_or_an_imperative():
     """A docstring that opens with a relative clause must be read twice, in tests and benchmarks too."""
-    every = [
-        *SOURCES,
-        *(path for folder in ("tests", "testing", "benchmarks") for path in (ROOT / folder).rglob("*.py")),
-    ]
     found = []
-    for path in every:
+    for path in PYTHON:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 words = (ast.get_docstring(node) or "-").split()
                 if words[0].rstrip(",:;") in RIDDLES:
                     found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {' '.join(words[:6])}")
+    assert not found
+
+
+def comment_blocks(path: Path) -> Iterator[tuple[int, str]]:
+    """Return (line number, text) of the first line of each block of full-line comments."""
+    mark, inside = COMMENT_MARKS[path.suffix], False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        text = line.strip()
+        if text.startswith(mark) and not inside:
+            yield number, text.lstrip(mark + " ")
+        inside = text.startswith(mark)
+
+
+def test_comments_open_with_their_subject_or_an_imperative():
+    sources = [path for folder in (*FLOORS, "deploy") for path in (ROOT / folder).rglob("*")]
+    every = [*PYTHON, ROOT / "Makefile", *(path for path in sources if path.is_file() and path.suffix in COMMENT_MARKS)]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {text}"
+        for path in dict.fromkeys(every)
+        for number, text in comment_blocks(path)
+        if text.split(" ")[0].rstrip(",:;") in RIDDLES
+    ]
     assert not found
 
 

@@ -57,7 +57,7 @@ class PromptLogprob(Struct):
     decoded_token: str
 
 
-# One entry per prompt token, keyed by token id: the token itself and the most likely ones. The first token has no
+# An entry per prompt token, keyed by token id: the token itself and the most likely ones. The first token has no
 # prediction, so its entry is None.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
@@ -230,8 +230,8 @@ class EngineStateResponse(Struct):
 # answer whose progress is sent while it runs.
 ALLOWANCE_HEADER = "x-loraplex-allowance"
 REPORT_TYPE = "application/x-loraplex-report"
-# When fewer tokens than this remain per choice, the engine reports a whole answer at each step and the gateway reserves
-# more: half a second of a fast engine.
+# Remaining tokens per choice below which the engine reports a whole answer at each step and the gateway reserves more:
+# half a second of a fast engine.
 ASK_TOKENS = 64
 
 

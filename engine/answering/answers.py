@@ -33,7 +33,7 @@ from wire.responses import (
 from wire.text.detokenizer import Stream
 from wire.text.tokenizer import Tokenizer
 
-# One more than the special tokens that a tokenizer may put before a text.
+# Exceeds by one the special tokens that a tokenizer may put before a text.
 MAX_ADDED = 3
 
 T = TypeVar("T")

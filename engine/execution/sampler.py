@@ -50,7 +50,7 @@ def likeliest(logits: Tensor) -> Tensor:
     """Return the index of each row's largest logit, the first among equals, `[n]` int64."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
-    # For 16 rows of 49k, torch takes 0.4 ms, and more if its threads must wake; numpy takes 0.1 ms (docs/lab-notes.md).
+    # torch takes 0.4 ms for 16 rows of 49k, and more if its threads must wake; numpy takes 0.1 ms (docs/lab-notes.md).
     return torch.tensor([int(row.argmax()) for row in logits.numpy()])
 
 

@@ -116,8 +116,8 @@ class Pacer:
             self._steps_since_trial += 1
             return
         each = usual.spent / max(usual.rows, 1.0)
-        # When decodes join or leave, steps with different token counts can have equal rows, which reveal nothing about
-        # the cost.
+        # Steps with different token counts can have equal rows when decodes join or leave. Such a pair reveals nothing
+        # about the cost.
         wider = step.rows - usual.rows
         share = (step.spent - usual.spent) / wider / each if each > 0 and wider else 1.0
         if step.tokens < usual.tokens:

@@ -186,7 +186,7 @@ class LocalLimits:
                     more = (tokens - lease.charged) * unit
                 else:
                     more = 0 if counts else -unit
-                # Of an excess, refund only the part that is not paid off yet.
+                # Refund only the part of an excess that is not paid off yet.
                 debt += more if more >= 0 else -max(0, -more - max(0, decays_from - lease.at))
                 if state is not None or debt > 0:
                     self._states[field] = (decays_from, max(0, debt))

@@ -38,7 +38,7 @@ class Recall:
     def __init__(self, script: Script, past: Past | None) -> None:
         self._script = script
         self._past = past
-        # One task for each limit and moment, however many requests wait for it.
+        # A single task for each limit and moment, however many requests wait for it.
         self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
 
     async def bring(self, tenant_id: str, unknown: Sequence[tuple[Limit, int]]) -> None:

@@ -19,7 +19,7 @@ ADMIN_KEY = "tests-admin-5f0c9a1e7b3d4826"
 PEPPER = "tests-pepper-c41d07e96ab2f358"
 BASE_MODEL = "base"
 CONTEXT = 256
-# One token per byte, so that a test can count: the template adds 2 per message and 1 at the end.
+# A token per byte, so that a test can count: the template adds 2 per message and 1 at the end.
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "<{{ m['content'] }}>{% endfor %}:"

@@ -253,7 +253,7 @@ def test_base_rows_are_bit_identical_with_and_without_lora_in_the_batch(llama: T
         for i, (name, prompt) in enumerate(prompts()):
             adapter = digests[name] if name and with_lora else None
             engine.add_request(str(i), prompt, SamplingParams(max_tokens=1, temperature=0), adapter=adapter)
-        # One step: all prompts fit the token budget. Requests are admitted in order of arrival within one tenant.
+        # A single step: all prompts fit the token budget. Requests are admitted in order of arrival within one tenant.
         engine.step()
         base = [i for i, (name, _) in enumerate(prompts()) if name is None]
         rows.append(seen[0][base])

@@ -25,7 +25,7 @@ from wire.text.tokenizer import Tokenizer
 class Vocabulary:
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.from_dir(folder)
-        # As in many models, the logits are wider than the vocabulary.
+        # The logits are wider than the vocabulary, as in many models.
         self.width = self.tokenizer.vocab_size + 37
         self.compiler = GrammarCompiler(self.tokenizer.to_json, self.width, self.tokenizer.eos_token_ids)
 

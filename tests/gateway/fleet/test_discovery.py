@@ -184,7 +184,7 @@ def test_the_breaker_opens_tries_one_and_waits_longer_each_time():
     for _ in range(10):
         assert not breaker.allows
         clock.now += pause
-        # One trial request is sent, and no other until its outcome.
+        # A single trial request is sent, and no other until its outcome.
         assert breaker.allows
         breaker.sent()
         assert not breaker.allows

@@ -101,7 +101,7 @@ async def test_a_price_may_come_before_its_tenant_where_that_is_forced(gateway: 
 async def test_a_request_costs_what_it_used_and_a_budget_ends_it(gateway: Gateway):
     priced = {"input": 1_000_000, "cached": 0, "output": 2_000_000}
     assert (await gateway.admin.call("PUT", f"/admin/api/prices/{BASE_MODEL}", json=priced)).status == 200
-    # One request of HI_TOKENS and 10 answer tokens, plus a micro-unit.
+    # The price of a request of HI_TOKENS and 10 answer tokens. The budget adds a micro-unit.
     whole = HI_TOKENS + 2 * 10
     acme = await gateway.tenant("acme", budget_per_month=whole + 1)
     assert (await acme.chat(max_tokens=11)).error["code"] == "request_exceeds_limit"
