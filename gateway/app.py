@@ -58,7 +58,7 @@ from gateway.process.background import running
 from gateway.process.connections import Connections
 from gateway.process.drain import Drain
 from gateway.process.loop_lag import LoopLag
-from gateway.quota.fallback import parse_check, parse_fallback
+from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.records.audit import Audit
 from gateway.records.catalog import Catalog
@@ -127,7 +127,7 @@ async def make_app(settings: Settings) -> web.Application:
         fallback,
         metrics.admitted_without_redis,
         UsagePast(database, settings.base_model),
-        parse_check(settings.redis_check),
+        settings.redis_check,
     )
     prices = Prices(database)
     price_list = PriceList(prices, settings.base_model)

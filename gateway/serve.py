@@ -20,7 +20,7 @@ from gateway.metrics import Metrics
 from gateway.process.background import running
 from gateway.process.connections import allow_descriptors
 from gateway.process.workers import Supervisor
-from gateway.settings import Settings, SettingsError
+from gateway.settings import NotUsableNow, Settings
 from wire.http_requests import guard_requests
 from wire.telemetry.http_log import http_logger
 
@@ -39,7 +39,7 @@ MAX_HEADER_BYTES = 4096
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Print one JSON line on stdout once the gateway accepts requests.
 
-    Raises SettingsError if it cannot start: a port in use, a missing schema.
+    Raises SettingsError if it cannot start, NotUsableNow for a port in use or a missing schema.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if settings.workers > 1:
@@ -171,7 +171,7 @@ async def _bind(runner: web.AppRunner, field: str, host: str, port: int, *, shar
     try:
         await web.TCPSite(runner, host, port, reuse_port=shared or None).start()
     except OSError as error:
-        raise SettingsError(field, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise NotUsableNow(field, f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def _metrics_app(metrics: Metrics) -> web.Application:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 
-from gateway.settings import Settings, SettingsError
+from gateway.settings import NotUsableNow, Settings, SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Supervisor:
         try:
             self._serve(own, self._alive_reader, starter.send)
         except SettingsError as error:
-            starter.send((error.field, error.message))
+            starter.send(error)
 
     def _until_ready(self, connection: Connection) -> str | None:
         """Return the worker's URL, None if a signal stops the parent first. Raises SettingsError."""
@@ -100,10 +100,10 @@ class Supervisor:
             try:
                 answer = connection.recv()
             except EOFError:
-                raise SettingsError("LORAPLEX_WORKERS", "a worker ended before it took requests; see the log") from None
+                raise NotUsableNow("LORAPLEX_WORKERS", "a worker ended before it took requests; see the log") from None
         if isinstance(answer, str):
             return answer
-        raise SettingsError(*answer)
+        raise answer
 
     def _wait(self) -> None:
         """Wait for a worker's end or a signal."""
@@ -143,7 +143,7 @@ class Supervisor:
 def reserve_port(host: str, port: int) -> socket.socket:
     """Return a socket that reserves a port (0: any free one) for sockets with SO_REUSEPORT and does not listen.
 
-    Raises SettingsError if the port is in use, with or without SO_REUSEPORT.
+    Raises NotUsableNow if the port is in use, with or without SO_REUSEPORT.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family)
@@ -156,5 +156,5 @@ def reserve_port(host: str, port: int) -> socket.socket:
         held.bind((host, port))
     except OSError as error:
         held.close()
-        raise SettingsError("LORAPLEX_PORT", f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise NotUsableNow("LORAPLEX_PORT", f"cannot listen on {host}:{port}: {error.strerror}") from error
     return held

@@ -8,7 +8,6 @@ Mode = Literal["closed", "open", "local"]
 MODES = get_args(Mode)
 # Modes of the check of Redis' own settings: `LORAPLEX_REDIS_CHECK`.
 Check = Literal["warn", "refuse", "off"]
-CHECKS: tuple[Check, ...] = get_args(Check)
 # Classes of limits; gateway.quota.limits.CLASSES maps each kind to one.
 LIMIT_CLASSES = ("requests", "tokens", "concurrency", "budget")
 
@@ -28,10 +27,3 @@ def parse_fallback(items: Iterable[str]) -> Mapping[str, Mode]:
         for limit_class in (name,) if separator else LIMIT_CLASSES:
             found[limit_class] = cast(Mode, mode)
     return found
-
-
-def parse_check(text: str) -> Check:
-    """Return the text as a mode of the check. Raises ValueError."""
-    if text not in CHECKS:
-        raise ValueError(f"expected {', '.join(CHECKS)}; got {text!r}")
-    return text

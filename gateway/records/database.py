@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 import migrations
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
-from gateway.settings import SettingsError
+from gateway.settings import NotUsableNow, SettingsError
 
 log = logging.getLogger(__name__)
 # Alembic logs its context at every look at a schema's version. Changes are logged below.
@@ -42,6 +42,7 @@ RETRY_SECONDS = 0.5
 # SQLSTATE classes.
 DATA_EXCEPTION, INTEGRITY_VIOLATION = "22", "23"
 # Any number that is the same in every gateway: gateways that start together migrate one after the other.
+EXPECTED_URL = "expected a URL that starts with sqlite:// or postgresql://"
 MIGRATION_LOCK = 0x6C_70_78_6D
 
 
@@ -134,7 +135,7 @@ class Database:
     async def upgrade(self) -> None:
         """Migrate the schema to the newest version. Several processes may call it at the same time.
 
-        Raises SettingsError if the database cannot be reached.
+        Raises NotUsableNow if the database cannot be reached.
         """
         with _reachable():
             if self.dialect == "sqlite" and self._url.database:
@@ -148,12 +149,12 @@ class Database:
             await connection.run_sync(_upgrade)
 
     async def check_schema(self) -> None:
-        """Raise SettingsError if the schema is not of this program's version, or if the database cannot be reached."""
+        """Raise NotUsableNow if the schema is not of this program's version, or if the database cannot be reached."""
         with _reachable():
             current = await self._current_revision()
         head = ScriptDirectory.from_config(_alembic_config()).get_current_head()
         if current != head:
-            raise SettingsError(
+            raise NotUsableNow(
                 "LORAPLEX_DATABASE_URL", f"schema is at {current or 'nothing'}, expected {head}; run `loraplex migrate`"
             )
 
@@ -168,14 +169,14 @@ class Database:
 
 @contextmanager
 def _reachable() -> Iterator[None]:
-    """Raise SettingsError for a database that is away, because the start has already waited for it."""
+    """Raise NotUsableNow for a database that is away, because the start has already waited for it."""
     try:
         yield
     except Unavailable as error:
         cause = _cause(error.__cause__)
-        raise SettingsError("LORAPLEX_DATABASE_URL", f"the database cannot be reached: {cause}") from error
+        raise NotUsableNow("LORAPLEX_DATABASE_URL", f"the database cannot be reached: {cause}") from error
     except (DBAPIError, sqlite3.Error) as error:
-        raise SettingsError("LORAPLEX_DATABASE_URL", f"the schema cannot be read or made: {_cause(error)}") from error
+        raise NotUsableNow("LORAPLEX_DATABASE_URL", f"the schema cannot be read or made: {_cause(error)}") from error
 
 
 def _cause(error: BaseException | None) -> str:
@@ -226,11 +227,11 @@ def async_url(url: str) -> URL:
     try:
         parsed = make_url(url)
     except ArgumentError as error:
-        raise SettingsError("LORAPLEX_DATABASE_URL", "expected a database URL like sqlite:////path/db") from error
+        raise SettingsError("LORAPLEX_DATABASE_URL", EXPECTED_URL) from error
     drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
     backend = parsed.drivername.split("+")[0]
     if backend not in drivers:
-        raise SettingsError("LORAPLEX_DATABASE_URL", "expected a sqlite or postgresql URL")
+        raise SettingsError("LORAPLEX_DATABASE_URL", EXPECTED_URL)
     return parsed.set(drivername=drivers[backend])
 
 

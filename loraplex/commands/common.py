@@ -29,6 +29,26 @@ def one_line(*errors: type[Exception]) -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
+class WrongSettings(click.UsageError):
+    """Errors of the gateway's settings, one line each."""
+
+    def format_message(self) -> str:
+        return "\nError: ".join(self.message.splitlines())
+
+
+@contextmanager
+def settings_errors() -> Iterator[None]:
+    """Report all wrong settings with exit code 2. Settings that cannot be used now (a port in use) have exit code 1."""
+    from gateway.settings import NotUsableNow, SettingsError
+
+    try:
+        yield
+    except NotUsableNow as error:
+        raise click.ClickException(str(error)) from error
+    except SettingsError as error:
+        raise WrongSettings(str(error)) from error
+
+
 def examples(*lines: str) -> str:
     """Return a command's epilog: example command lines to copy, which are not wrapped."""
     return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))

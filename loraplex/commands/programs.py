@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import DATA_DIR, examples, one_line
+from loraplex.commands.common import DATA_DIR, examples, one_line, settings_errors
 from loraplex.commands.vllm_flags import EngineCommand
 
 # Addresses to listen on that clients cannot connect to.
@@ -250,10 +250,10 @@ def gateway(**flags: Any) -> None:
     LORAPLEX_ANNOUNCE_TOKEN.
     """
     from gateway.serve import run
-    from gateway.settings import Settings, SettingsError
+    from gateway.settings import Settings
     from loraplex.up.local import UpError, check_port
 
-    with one_line(SettingsError, UpError, OSError):
+    with settings_errors(), one_line(UpError, OSError):
         settings = Settings.load(**flags)
         check_port(settings.host, settings.port)
         run(settings)
@@ -265,12 +265,11 @@ def migrate() -> None:
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.records import database
-    from gateway.settings import SettingsError
 
     url = os.environ.get("LORAPLEX_DATABASE_URL")
     if not url:
-        raise click.UsageError("LORAPLEX_DATABASE_URL is not set")
-    with one_line(SettingsError, SQLAlchemyError, OSError):
+        raise click.UsageError("LORAPLEX_DATABASE_URL: is required; expected the URL of the database")
+    with settings_errors(), one_line(SQLAlchemyError, OSError):
         database.migrate(url)
     click.echo("the database is up to date")
 

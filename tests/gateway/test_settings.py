@@ -87,6 +87,25 @@ def test_what_is_wrong_is_named(name: str, value: str, environ: dict[str, str]):
     assert refused.value.field == f"LORAPLEX_{name}"
 
 
+def test_all_that_is_wrong_is_named_together(environ: dict[str, str]):
+    del environ["LORAPLEX_BASE_MODEL"]
+    wrong = {"LORAPLEX_PORT": "eighty", "LORAPLEX_KEY_PEPPER": "short", "LORAPLEX_MAX_BODY_BYTES": "20000000"}
+    with pytest.raises(SettingsError) as refused:
+        Settings.load(environ | wrong)
+    lines = str(refused.value).splitlines()
+    assert sorted(line.split(":")[0] for line in lines) == sorted(
+        ["LORAPLEX_BASE_MODEL", "LORAPLEX_PORT", "LORAPLEX_KEY_PEPPER", "LORAPLEX_BODY_MEMORY_BYTES"]
+    )
+    assert "LORAPLEX_PORT: expected a port between 0 and 65535; got 'eighty'" in lines
+    assert "LORAPLEX_BODY_MEMORY_BYTES: expected at least four times LORAPLEX_MAX_BODY_BYTES" in lines
+
+
+def test_a_condition_on_several_settings_waits_until_each_is_right(environ: dict[str, str]):
+    with pytest.raises(SettingsError) as refused:
+        Settings.load(environ | {"LORAPLEX_MAX_BODY_BYTES": "x", "LORAPLEX_BODY_MEMORY_BYTES": "1"})
+    assert str(refused.value) == "LORAPLEX_MAX_BODY_BYTES: expected a number of bytes above 0; got 'x'"
+
+
 def test_an_unknown_override_is_refused_and_the_known_are_listed(environ: dict[str, Any]):
     with pytest.raises(SettingsError, match=r"prot.*known are.*port"):
         Settings.load(environ, prot=1)

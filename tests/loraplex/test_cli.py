@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -122,9 +123,6 @@ def test_a_wrong_command_line_is_one_line_and_2(arguments, says):
             "--finished-file: no such folder: /no/such",
         ),
         (("engine", "--model", "x", "--adapter-store", "/no/such/store"), {}, "--adapter-store: no such folder: /no"),
-        (("gateway",), {}, "LORAPLEX_DATABASE_URL: is required"),
-        (("gateway",), {"LORAPLEX_DATABASE_URL": "mysql://x"}, "LORAPLEX_"),
-        (("migrate",), {"LORAPLEX_DATABASE_URL": "mysql://x"}, "expected a sqlite or postgresql URL"),
         (
             ("bench", "--url", "http://127.0.0.1:9", "--models", "a"),
             {},
@@ -139,6 +137,28 @@ def test_a_wrong_command_line_is_one_line_and_2(arguments, says):
 )
 def test_what_cannot_be_done_is_one_line_and_1(arguments, env, says):
     assert says in refused(run(*arguments, env=env), 1)
+
+
+def test_all_wrong_settings_are_reported_at_once_with_2():
+    """Unset, malformed and misspelt settings are reported together, so that a newcomer corrects them in one turn."""
+    env = {"DATABASE_URL": "mysql://me:secret@x", "QUEUE_LENGTH": "0", "REDIS_ULR": "redis://x", "WORKERS": "2"}
+    done = run("gateway", env={f"LORAPLEX_{name}": value for name, value in env.items()})
+    assert (done.exit_code, done.stdout) == (2, "")
+    named = [re.fullmatch(r"Error: LORAPLEX_(\w+): (.*)", line) for line in done.stderr.splitlines()]
+    errors = {line[1]: line[2] for line in named if line}
+    assert len(errors) == len(named)
+    required = {"REDIS_URL", "ENGINES", "INTERNAL_TOKEN", "ADAPTER_STORE", "MODEL_DIR", "BASE_MODEL", "KEY_PEPPER"}
+    assert errors.keys() == required | env.keys() - {"WORKERS"} | {"METRICS_PORT"}
+    for name in required:
+        assert errors[name].startswith("is required; expected "), errors[name]
+    assert errors["DATABASE_URL"] == "expected a URL that starts with sqlite:// or postgresql://"
+    assert errors["QUEUE_LENGTH"] == "expected a whole number above 0; got '0'"
+    assert errors["REDIS_ULR"] == "unknown setting; did you mean LORAPLEX_REDIS_URL?"
+
+
+@pytest.mark.parametrize("env", [{}, {"LORAPLEX_DATABASE_URL": "mysql://x"}])
+def test_a_migration_without_a_database_is_one_line_and_2(env):
+    assert "LORAPLEX_DATABASE_URL: " in refused(run("migrate", env=env), 2)
 
 
 @pytest.mark.usefixtures("starts_servers")

@@ -1,0 +1,220 @@
+"""Types of the gateway's settings: each states its unit, its range or choices, and the words for an error."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from gateway.access.credentials import MIN_BITS, guess_bits
+from gateway.fleet.addresses import ANNOUNCED, Address, parse_address
+from gateway.quota.fallback import parse_fallback
+from gateway.redis.sentinel import check_sentinel_url
+
+Network = IPv4Network | IPv6Network
+
+PREFIX = "LORAPLEX_"
+MIN_SECRET_CHARS = 16
+# Value of LORAPLEX_ADMIN_KEY that disables the bootstrap admin key.
+OFF = "off"
+# Texts of a setting that is true or false.
+FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+# Words after "expected" for types without metadata.
+PLAIN = {bool: "true or false", Path: "a folder"}
+
+
+class SettingsError(ValueError):
+    """A setting is missing, unknown or wrong. `field` is the name of the variable or override.
+
+    others: errors of other settings that were found with it. The text has one line for each error.
+    """
+
+    def __init__(self, field: str, message: str, others: "Sequence[SettingsError]" = ()) -> None:
+        super().__init__(field, message, others)
+        self.field = field
+        self.message = message
+        self.others = tuple(others)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.field}: {self.message}", *map(str, self.others)])
+
+
+class NotUsableNow(SettingsError):
+    """A setting is well-formed and names something that cannot be used now: a port in use, a database that is away."""
+
+
+class Problems:
+    """Collector of SettingsErrors, so that all of them are reported together."""
+
+    def __init__(self) -> None:
+        self._found: list[SettingsError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the block's SettingsError for `report`."""
+        try:
+            yield
+        except SettingsError as error:
+            self._found.append(error)
+
+    def add(self, field: str, message: str) -> None:
+        self._found.append(SettingsError(field, message))
+
+    def report(self) -> None:
+        """Raise SettingsError with all errors, if there is any."""
+        if self._found:
+            first, *others = self._found
+            raise SettingsError(first.field, first.message, (*first.others, *others))
+
+
+def _check_secret(secret: str) -> None:
+    """Raise ValueError for a secret that can be guessed."""
+    if len(secret) < MIN_SECRET_CHARS or guess_bits(secret) < MIN_BITS:
+        raise ValueError
+
+
+def _check_admin_key(secret: str) -> None:
+    if secret != OFF:
+        _check_secret(secret)
+
+
+def _check_engines(engines: Sequence[str]) -> None:
+    addresses = parse_engines(engines)
+    if len({address.url for address in addresses}) < len(addresses):
+        raise ValueError("an engine is named twice")
+
+
+def parse_engines(engines: Sequence[str]) -> list[Address]:
+    return [parse_address(text, _read_key) for text in engines if text != ANNOUNCED]
+
+
+def _read_key(source: str, name: str) -> str:
+    """Return the API key of a vLLM server from a variable or a file."""
+    try:
+        return os.environ[name] if source == "key_env" else Path(name).expanduser().read_text()
+    except KeyError:
+        raise ValueError("key_env names a variable that is not set") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise ValueError(f"key_file names a file that cannot be read: {reason}") from None
+
+
+def _check_networks(networks: Sequence[str]) -> None:
+    try:
+        for text in networks:
+            ip_network(text)
+    except ValueError as error:
+        raise ValueError(f"expected networks like 10.0.0.0/8: {error}") from error
+
+
+def _check_database_url(url: str) -> None:
+    if urlsplit(url).scheme.split("+")[0] not in ("sqlite", "postgresql", "postgres"):
+        raise ValueError
+
+
+def _check_redis_url(url: str) -> None:
+    if urlsplit(url).scheme.split("+")[0] not in ("redis", "rediss", "unix"):
+        raise ValueError
+    check_sentinel_url(url)
+
+
+def _check_model_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ValueError
+
+
+def _expects(title: str, check: Callable[[Any], object] | None = None, **bounds: Any) -> Meta:
+    """Return a field's metadata. title: the words after "expected" in an error. check: raises ValueError, whose text,
+    if it has one, is the error.
+    """
+    return Meta(title=title, extra={"check": check}, **bounds)
+
+
+Text = Annotated[str, _expects("a text", min_length=1)]
+DatabaseUrl = Annotated[str, _expects("a URL that starts with sqlite:// or postgresql://", _check_database_url)]
+RedisUrl = Annotated[str, _expects("a URL that starts with redis://, rediss:// or unix://", _check_redis_url)]
+Engines = Annotated[
+    tuple[str, ...], _expects(f"at least one engine URL, or the word {ANNOUNCED}", _check_engines, min_length=1)
+]
+SECRET = (
+    f"a random secret of at least {MIN_SECRET_CHARS} characters and {MIN_BITS} bits, such as `openssl rand -hex 24` "
+    "prints, not a word, name or pattern"
+)
+Secret = Annotated[str, _expects(SECRET, _check_secret)]
+AdminKey = Annotated[str, _expects(f"{SECRET}; or {OFF}", _check_admin_key)]
+ModelFolder = Annotated[Path, _expects("a model folder with a config.json", _check_model_folder)]
+ModelName = Annotated[str, _expects("the name of the base model in the API", min_length=1)]
+StorePath = Annotated[str, _expects("the adapter folder that the engines read too", min_length=1)]
+Fallback = Annotated[tuple[str, ...], _expects("modes of admission", parse_fallback)]
+Networks = Annotated[tuple[str, ...], _expects("networks", _check_networks)]
+Port = Annotated[int, _expects("a port between 0 and 65535", ge=0, le=65535)]
+AdminPort = Annotated[int, _expects("a port between 1 and 65535", ge=1, le=65535)]
+Number = Annotated[int, _expects("a whole number above 0", gt=0)]
+Tokens = Annotated[int, _expects("a number of tokens above 0", gt=0)]
+Bytes = Annotated[int, _expects("a number of bytes above 0", gt=0)]
+Rate = Annotated[float, _expects("a number above 0", gt=0)]
+Seconds = Annotated[float, _expects("seconds above 0", gt=0)]
+Delay = Annotated[float, _expects("seconds, 0 or more", ge=0)]
+Days = Annotated[float, _expects("days above 0", gt=0)]
+
+
+def env_name(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def convert(name: str, hint: Any, given: Any, *, quotes: bool) -> Any:
+    """Convert a string, or an override that is already typed, to a field's type, and check it. Raises SettingsError.
+
+    quotes: whether an error may quote the value; secrets and URLs that can contain one are not quoted.
+    """
+    kind, meta = _kind(hint), expectation(hint)
+    expected = f"expected {meta.title}" + (f"; got {str(given)!r}" if quotes else "")
+    try:
+        value = msgspec.convert(_parse(kind, given), hint)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SettingsError(env_name(name), expected) from error
+    try:
+        check = (meta.extra or {}).get("check")
+        if check is not None and value is not None:
+            check(value)
+    except ValueError as error:
+        raise SettingsError(env_name(name), str(error) or expected) from error
+    return value
+
+
+def _parse(kind: Any, given: Any) -> Any:
+    """Return a text as a value of a field's type. Raises KeyError, TypeError or ValueError."""
+    if kind is bool and isinstance(given, str):
+        return FLAGS[given.lower()]
+    if kind is tuple:
+        parts = given.split(",") if isinstance(given, str) else list(given)
+        return tuple(part.strip().rstrip("/") for part in parts if part.strip())
+    if kind is Path:
+        return Path(given).expanduser()
+    return kind(given) if kind in (int, float) else given
+
+
+def _kind(hint: Any) -> Any:
+    """Return the plain type of a field: `tuple` for Annotated[tuple[str, ...], ...] | None."""
+    if get_origin(hint) is Annotated:
+        return _kind(get_args(hint)[0])
+    if get_origin(hint) is UnionType or get_origin(hint) is Union:
+        return _kind(get_args(hint)[0])
+    return get_origin(hint) or hint
+
+
+def expectation(hint: Any) -> Meta:
+    """Return the metadata of a field; a field without any expects one of its choices."""
+    if get_origin(hint) in (UnionType, Union):
+        return expectation(get_args(hint)[0])
+    if get_origin(hint) is Annotated:
+        meta: Meta = get_args(hint)[1]
+        return meta
+    return Meta(title=", ".join(get_args(hint)) or PLAIN[hint])
