@@ -12,6 +12,7 @@ from aiohttp import web
 from adapters.manifest import BaseShape
 from adapters.store import open_store
 from gateway.access.auth import Authenticator
+from gateway.access.credentials import StrongSecrets
 from gateway.access.throttle import FailedLogins
 from gateway.api.access_log import add_request_id, hide_server, observe
 from gateway.api.adapters import AdapterIntake, Adapters, served, upload_rules
@@ -113,7 +114,14 @@ async def make_app(settings: Settings) -> web.Application:
     tenants, keys, report = Tenants(database), Keys(database), UsageReport(database)
     changes = Changes(database, settings.key_trust_seconds)
     bootstrap_key = None if settings.admin_key == OFF else settings.admin_key
-    auth = Authenticator(keys, settings.key_pepper, bootstrap_key, changes)
+    # Right secrets that need no throttle: a strong one is compared from every address and on every port.
+    strong = StrongSecrets(bootstrap_key, settings.announce_token or settings.internal_token)
+    anywhere = settings.admin_port is None or (bootstrap_key is not None and strong.contains(bootstrap_key))
+    auth = Authenticator(keys, settings.key_pepper, bootstrap_key, changes, admin_key_anywhere=anywhere)
+
+    def is_proved(presented: str) -> bool:
+        return auth.is_issued(presented) or strong.contains(presented)
+
     catalog = Catalog(database, settings.base_model, changes, TRUST_SECONDS)
     redis = connect(settings.redis_url, settings.redis_timeout)
     journal = Journal(journal_folder(settings.journal_dir.expanduser(), settings.database_url), settings.journal_bytes)
@@ -216,10 +224,11 @@ async def make_app(settings: Settings) -> web.Application:
         await accounting.drain(FLUSH_SECONDS)
 
     # Middlewares, the outermost first.
-    wrong_keys = FailedLogins(metrics, auth.is_issued, redis, settings.database_url).middleware()
+    logins = FailedLogins(metrics, is_proved, redis, settings.database_url, settings.admin_port)
+    wrong_keys = logins.middleware()
     observed = observe(metrics, settings.proxy_networks)
     connected = Connections(settings.max_connections, metrics)
-    unserved = UnservedRate(settings.unserved_per_second, auth.is_issued, metrics)
+    unserved = UnservedRate(settings.unserved_per_second, is_proved, metrics)
     front = [observed, connected.middleware(), unserved.middleware()]
     middlewares = [*front, error_boundary, wrong_keys, known_parameters, idempotency.for_admin_calls(auth)]
     if settings.admin_port is not None:

@@ -18,6 +18,10 @@ from wire.text.tokenizer import ChatTemplateError
 log = logging.getLogger(__name__)
 
 REQUEST_ID = web.RequestKey("request_id", str)
+# Code of the error that a request received, in its answer or in its stream, for the access log.
+ERROR_CODE = web.RequestKey("error_code", str)
+# Ending of an inference request that was admitted and not completed, for the access log.
+ENDING = web.RequestKey("ending", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -157,9 +161,8 @@ class TooManyFailures(GatewayError):
 
     def __init__(self, *, retry_after: int) -> None:
         message = (
-            f"Too many wrong API keys came from your address, and this one was not looked at. Try again in "
-            f"{retry_after} s. Keys that this service has issued are served meanwhile; the admin key of its settings "
-            "waits too."
+            f"Too many wrong API keys came from your address, so this key was not compared. Try again in {retry_after} "
+            "s. Issued keys are still served."
         )
         super().__init__(message, headers={"Retry-After": str(retry_after)})
 
@@ -278,4 +281,6 @@ async def error_boundary(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPRedirection:
         raise
     except Exception as error:  # noqa: BLE001  (the boundary: every exception ends here, logged once)
-        return to_response(translate(error, request[REQUEST_ID]))
+        failure = translate(error, request[REQUEST_ID])
+        request[ERROR_CODE] = failure.code or failure.kind
+        return to_response(failure)

@@ -96,14 +96,19 @@ class Authenticator:
     invalid keys are ended. If the counters cannot be read, cached keys stay valid for the time that `Changes` allows.
     """
 
-    def __init__(self, keys: Keys, pepper: str, admin_key: str | None, changes: Changes) -> None:
-        """admin_key: the bootstrap key, None if it is disabled."""
+    def __init__(
+        self, keys: Keys, pepper: str, admin_key: str | None, changes: Changes, *, admin_key_anywhere: bool = True
+    ) -> None:
+        """admin_key: the bootstrap key, None if it is disabled. admin_key_anywhere: whether tenants' routes recognise
+        it, for a helpful error; else only the admin routes compare it with what a client presents.
+        """
         self._keys = keys
         self._changes = changes
         self._pepper = pepper.encode()
         self._admin_hash = None if admin_key is None else self._hash(BOOTSTRAP_KEY_ID, admin_key)
         self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, least recently looked up first
         self._lookups = Lookups(self._look_up)
+        self._admin_key_anywhere = admin_key_anywhere
         self._running: dict[asyncio.Timeout, str] = {}
         self._used: dict[str, datetime] = {}
 
@@ -219,7 +224,7 @@ class Authenticator:
     async def _recognise(self, presented: str) -> ApiKey:
         match = _KEY.fullmatch(presented)
         if match is None:
-            if self._is_bootstrap(presented):
+            if self._admin_key_anywhere and self._is_bootstrap(presented):
                 raise Forbidden("This is an admin key; tenants' routes need a tenant's key.")
             raise WrongKey
         key_id, random, check = match.groups()

@@ -2,6 +2,8 @@
 
 import base64
 import binascii
+import hashlib
+import hmac
 import re
 
 INTERNAL_TOKEN = "x-loraplex-internal-token"
@@ -9,6 +11,9 @@ ANNOUNCE_TOKEN = "x-loraplex-announce-token"
 
 # Guesses are throttled to 14,400 a day for each address; 64 bits also resist an attack on a leaked hash.
 MIN_BITS = 64
+# A secret of this entropy cannot be guessed at any rate, so it is compared even while an address is throttled: a
+# trillion guesses a second would need a billion years. `openssl rand -hex 24` reaches it.
+STRONG_BITS = 96
 # A word of any length adds the bits of a choice among several thousand words (Diceware's lists have 7,776).
 WORD_BITS, WORD_LETTERS = 13.0, 5
 PLACEHOLDER_BITS = 1.0
@@ -20,6 +25,22 @@ replaceme root secret secure service string strong super test tests testing toke
 PLACEHOLDERS = frozenset(_PLACEHOLDERS.split())
 _PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+|.", re.DOTALL)
 LETTER_BITS, DIGIT_BITS, OTHER_BITS = 4.7, 3.3, 5.0
+
+
+class StrongSecrets:
+    """Chosen secrets of a deployment that reach STRONG_BITS."""
+
+    def __init__(self, *secrets: str | None) -> None:
+        self._digests = [_digest(secret) for secret in secrets if secret and guess_bits(secret) >= STRONG_BITS]
+
+    def contains(self, presented: str) -> bool:
+        """Return whether the text is one of the secrets. Compares digests, in constant time."""
+        digest = _digest(presented)
+        return any(hmac.compare_digest(digest, known) for known in self._digests)
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
 
 
 def basic_password(encoded: str) -> str | None:
@@ -35,7 +56,8 @@ def guess_bits(secret: str) -> float:
 
     A secret that repeats itself counts as one repetition, a run of equal or consecutive characters (`0000`, `abcd`) as
     one character, five letters in a row as one word of a dictionary, and a common placeholder (`changeme`, `token`) as
-    one bit. `openssl rand -hex 16` reaches 72 or more, `openssl rand -hex 24` 113.
+    one bit. In 100,000 tries `openssl rand -hex 16`
+    reached 66 or more, `openssl rand -hex 24` 97 or more.
     """
     secret = _without_runs(_period(secret))
     bits, seen = 0.0, set()

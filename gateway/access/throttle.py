@@ -3,8 +3,11 @@
 Beyond a limit, further guesses from an address are refused without a comparison, so that no answer reveals whether a
 guess was right. Issued keys are served from any address, because their check digits, which cannot be computed without
 the pepper, distinguish them from guesses. An attacker therefore cannot lock out a tenant that shares the address.
-Chosen secrets (the bootstrap admin key, the internal token) have no check digits and are refused until the address is
-below the limit.
+
+Chosen secrets (the bootstrap admin key, the tokens of engines) have no check digits. A correct one of at least
+STRONG_BITS is served from any address as well: it cannot be guessed at any rate, so the throttle does not protect it. A
+weaker one is refused until the address is below the limit. On an admin port it has a count of its own, because the
+public port never compares it there; so guesses do not get cheaper, and clients of the public port do not lock it out.
 """
 
 import asyncio
@@ -25,6 +28,7 @@ from gateway.access.caller import CALLER, parse_address
 from gateway.access.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN, basic_password
 from gateway.errors import Handler, TooManyFailures, WrongKey
 from gateway.metrics import Metrics
+from gateway.process.admin_port import is_public
 from gateway.process.outage import Outage
 
 log = logging.getLogger(__name__)
@@ -56,13 +60,20 @@ class FailedLogins:
     """
 
     def __init__(
-        self, metrics: Metrics, is_issued: Callable[[str], bool], redis: Any | None = None, deployment: str = ""
+        self,
+        metrics: Metrics,
+        is_proved: Callable[[str], bool],
+        redis: Any | None = None,
+        deployment: str = "",
+        admin_port: int | None = None,
     ) -> None:
-        """redis: None to count in this process only. deployment: a value that is the same in all processes of one
-        deployment, such as the database's URL; it separates deployments on the same Redis.
+        """is_proved: returns whether a secret is known to be right and not a guess. redis: None to count in this
+        process only. deployment: a value that is the same in all processes of one deployment, such as the database's
+        URL; it separates deployments on the same Redis. admin_port: the port that has counts of its own.
         """
         self._metrics = metrics
-        self._is_issued = is_issued
+        self._is_proved = is_proved
+        self._admin_port = admin_port
         self._script = redis.register_script(SCRIPT) if redis is not None else None
         self._scope = f"loraplex:wrong-keys:{hashlib.sha256(deployment.encode()).hexdigest()[:8]}"
         self._outage = Outage(log, "sharing the count of wrong keys")
@@ -77,6 +88,8 @@ class FailedLogins:
             caller = CALLER.get()
             assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
             address = client_network(caller.address)
+            if self._admin_port is not None and not is_public(request, self._admin_port):
+                address = f"admin/{address}"
             wait = self._wait(address)
             if wait > 0 and self._may_be_guess(request):
                 self._metrics.login_refused()
@@ -107,13 +120,14 @@ class FailedLogins:
         return self._paid_off.get(address, 0.0) - time.monotonic() - (BURST - 1) * SECONDS_EACH
 
     def _may_be_guess(self, request: web.Request) -> bool:
-        """Return whether a request carries a secret that is not an issued key."""
-        if INTERNAL_TOKEN in request.headers or ANNOUNCE_TOKEN in request.headers:
-            return True
+        """Return whether a request carries a secret that may be wrong."""
+        for header in (INTERNAL_TOKEN, ANNOUNCE_TOKEN):
+            if not all(map(self._is_proved, request.headers.getall(header, ()))):
+                return True
         for given in request.headers.getall("Authorization", ()):
             scheme, _, secret = given.partition(" ")
             presented = basic_password(secret) if scheme.lower() == "basic" else secret.strip()
-            if presented is not None and not self._is_issued(presented):
+            if presented is not None and not self._is_proved(presented):
                 return True
         return False
 

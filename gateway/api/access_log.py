@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.access.caller import CALLER, Caller, find_address
-from gateway.errors import REQUEST_ID, Handler
+from gateway.errors import ENDING, ERROR_CODE, REQUEST_ID, Handler
 from gateway.metrics import Metrics
 from gateway.settings import Network
 from gateway.spans import describe_caller
@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 CLIENT_CLOSED = 499
 # Logged at debug level: probes come about once a second and would bury the clients' requests.
 PROBES = ("/healthz", "/readyz")
+
+# Longest error code in the log; ours are shorter.
+MAX_CODE = 64
 
 
 def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
@@ -55,13 +58,22 @@ def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
                 describe_caller(span, caller)
             log.log(
                 level,
-                "%s %s %s %d %.1f ms client=%s tenant=%s key=%s%s",
+                "%s %s %s %d %.1f ms client=%s tenant=%s key=%s%s%s",
                 *(request_id, request.method, route, status, seconds * 1000),
                 *(caller.address, caller.tenant or "-", caller.key_id or "-"),
+                _failure(request),
                 f" trace={span.trace_id}" if span.trace_id else "",
             )
 
     return middleware
+
+
+def _failure(request: web.Request) -> str:
+    """Return the fields of a request that was refused or whose answer was not completed."""
+    code, ending = request.get(ERROR_CODE), request.get(ENDING)
+    # An engine's code may be any text.
+    shown = "" if code is None else f" error={code if code.isidentifier() and len(code) <= MAX_CODE else 'other'}"
+    return shown if ending is None else f"{shown} ended={ending}"
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:

@@ -21,6 +21,8 @@ from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceR
 from gateway.billing.account import Account, Accounting, lease_note
 from gateway.billing.charges import Ending, ending_after, ending_of
 from gateway.errors import (
+    ENDING,
+    ERROR_CODE,
     REQUEST_ID,
     EngineMismatch,
     ModelNotFound,
@@ -30,7 +32,7 @@ from gateway.errors import (
     translate,
 )
 from gateway.fleet import receipts
-from gateway.fleet.answers import public_error, read_answer, read_events
+from gateway.fleet.answers import Fields, public_error, read_answer, read_events
 from gateway.fleet.client import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.registry import EngineRecord
@@ -106,6 +108,8 @@ class Completions:
                 with self._accounting.open(account):
                     return await self._forward(request, endpoint, asked, account)
             finally:
+                if account.ending is not Ending.FINISHED:
+                    request[ENDING] = account.ending.value
                 if span.is_recording:
                     describe_request(span, endpoint.path, account)
 
@@ -239,7 +243,9 @@ class Completions:
                         account.observe_event(event)
                         if "error" in event:
                             await self._accounting.close_and_wait(account, Ending.BROKEN)
-                            await _send(delivery, response, msgspec.json.encode(public_error(event)))
+                            failed = public_error(event)
+                            request[ERROR_CODE] = _code(failed)
+                            await _send(delivery, response, msgspec.json.encode(failed))
                             return response
                         if account.is_beyond_hold and not await self._grow(account, answering):
                             for last in shortened(event, model, asked, account):
@@ -255,6 +261,7 @@ class Completions:
             except Exception as raised:  # noqa: BLE001  (the status line is already sent: an event reports the error)
                 error = account.cut or raised
                 failure = translate(error, request[REQUEST_ID])
+                request[ERROR_CODE] = failure.code or failure.kind
                 # Closing the connection stops the engine, which can then report its final counts.
                 answering.response.close()
                 if isinstance(error, EngineMismatch):
@@ -374,6 +381,12 @@ def _trace(request: web.Request) -> dict[str, str]:
     """Return the client's trace header for the engine. The gateway's own spans, if it makes any, replace it."""
     given = request.headers.get("traceparent")
     return {"traceparent": given} if given is not None and TRACEPARENT.fullmatch(given) else {}
+
+
+def _code(event: Fields) -> str:
+    """Return the code of a stream's error event, else its type."""
+    error = msgspec.json.decode(event["error"])
+    return str(error.get("code") or error.get("type")) if isinstance(error, dict) else "engine_error"
 
 
 async def _prepare(response: web.StreamResponse, request: web.Request) -> None:

@@ -36,7 +36,7 @@ class Ending(Enum):
     SHORTENED = "shortened"
     LIMITED = "limited"
     BROKEN = "broken"
-    NOT_BEGUN = "not begun"
+    NOT_BEGUN = "not_begun"
     REFUSED = "refused"
     OVERLOADED = "overloaded"
     UNABLE = "unable"

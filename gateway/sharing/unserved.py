@@ -34,11 +34,13 @@ EXEMPT = (*PROBES, "/metrics")
 
 
 class UnservedRate:
-    """Token buckets of one process. rate: requests a second. is_issued: returns whether a key was issued."""
+    """Token buckets of one process. rate: requests a second. is_proved: returns whether a secret is no
+    guess: an issued key, or a strong secret of the deployment.
+    """
 
-    def __init__(self, rate: float, is_issued: Callable[[str], bool], metrics: Metrics) -> None:
+    def __init__(self, rate: float, is_proved: Callable[[str], bool], metrics: Metrics) -> None:
         self._seconds_each = 1 / rate
-        self._is_issued = is_issued
+        self._is_proved = is_proved
         self._metrics = metrics
         # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
         self._full: OrderedDict[str, float] = OrderedDict()
@@ -93,6 +95,6 @@ class UnservedRate:
         """Return the request's issued key or else its address, and the maximum wait of such an owner."""
         scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
         presented = basic_password(secret) if scheme.lower() == "basic" else secret.strip()
-        if presented is not None and self._is_issued(presented):
+        if presented is not None and self._is_proved(presented):
             return presented[:20], KEY_SECONDS
         return client_network(caller.address), ADDRESS_SECONDS

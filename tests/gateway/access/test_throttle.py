@@ -1,5 +1,6 @@
 """Wrong keys from one address: refused unchecked after a few, while issued keys are served."""
 
+import secrets
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,44 @@ async def test_wrong_tokens_of_engines_count_as_well(gateway: Gateway):
     assert got.status == 429
     # A missing token is no guess.
     assert (await gateway.nobody.post("/internal/engines", {"url": "http://e"})).status == 401
+
+
+async def test_a_strong_secret_is_served_from_a_throttled_address_and_guesses_are_still_refused(
+    tmp_path: Path, model_dir: Path, redis_url: str, upstream: Upstream
+):
+    """A tenant's guesses do not lock out the operator or the engines at the same address."""
+    admin_key, token = secrets.token_hex(24), secrets.token_hex(24)
+    of = settings(tmp_path, model_dir, ["announced"], redis_url, admin_key=admin_key, announce_token=token)
+    async with running(of) as gateway:
+        await throttled(gateway)
+        admin = gateway.client(admin_key)
+        assert (await admin.get("/admin/api/tenants")).status == 200
+        assert (await gateway.nobody.get("/admin/", headers=basic(admin_key))).status == 200
+        for guess in (admin_key[:-1], admin_key + "0", admin_key.upper() + "A"):
+            assert (await gateway.client(guess).get("/admin/api/tenants")).status == 429
+        announced = {"x-loraplex-announce-token": token}
+        assert (await gateway.nobody.post("/internal/engines", {"url": upstream.url}, headers=announced)).status == 204
+        for wrong in ({"x-loraplex-announce-token": token[:-1]}, announced | {"Authorization": "Bearer guess"}):
+            assert (await gateway.nobody.post("/internal/engines", {"url": "http://e"}, headers=wrong)).status == 429
+        # A right secret beside a guess does not make the guess free.
+        beside = {"x-loraplex-internal-token": "guess"}
+        assert (await admin.get("/admin/api/tenants", headers=beside)).status == 429
+
+
+async def test_the_admin_port_has_a_count_of_its_own_and_the_public_port_compares_no_weak_admin_key(
+    tmp_path: Path, model_dir: Path, redis_url: str, upstream: Upstream, unused_tcp_port: int
+):
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url, admin_port=unused_tcp_port)
+    async with running(of) as public:
+        admins = Gateway(f"http://127.0.0.1:{unused_tcp_port}", public.session)
+        # The public port gives no hint whether a guess is the admin key: guesses have one count, on the admin port.
+        answers = [await public.client(key).get("/v1/models") for key in (ADMIN_KEY, ADMIN_KEY + "x")]
+        assert [(answer.status, answer.error) for answer in answers] == [(401, answers[0].error)] * 2
+        await throttled(public)
+        assert (await admins.admin.get("/admin/api/tenants")).status == 200
+        guesses = [await admins.client(f"guess-{i}").get("/admin/api/tenants") for i in range(BURST + 20)]
+        assert guesses[-1].status == 429
+        assert (await admins.admin.get("/admin/api/tenants")).status == 429
 
 
 async def test_clients_behind_a_trusted_proxy_are_told_apart(

@@ -28,10 +28,45 @@ async def test_a_line_says_who_asked_and_from_where(gateway: Gateway, caplog: py
     assert (await gateway.nobody.get("/v1/models")).status == 401
     assert (await gateway.admin.get("/admin/api/tenants")).status == 200
     await until(lambda: _some(caplog, "/admin/api/tenants", 2))
-    assert lines(caplog, "/v1/models")[0].endswith(" client=127.0.0.1 tenant=- key=-")
+    assert lines(caplog, "/v1/models")[0].endswith(" client=127.0.0.1 tenant=- key=- error=invalid_api_key")
     assert lines(caplog, "/admin/api/tenants")[-1].endswith(" tenant=- key=bootstrap")
     assert secret not in caplog.text
     assert ADMIN_KEY not in caplog.text
+
+
+async def test_a_refused_request_has_the_code_of_its_error(gateway: Gateway, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "gateway.api.access_log")
+    acme = await gateway.tenant("acme", requests_per_minute=1)
+    assert (await acme.chat(model="none")).status == 404
+    assert (await acme.chat(temperature="hot")).status == 400
+    assert (await acme.chat()).status == 200
+    refused = await acme.chat()
+    await until(lambda: _some(caplog, "/v1/chat/completions", 4))
+    codes = [line.partition(" error=")[2] for line in lines(caplog, "/v1/chat/completions")]
+    assert codes == ["model_not_found", "invalid_request_error", "", refused.error["code"]]
+    assert (await gateway.nobody.get("/nowhere")).status == 404
+    await until(lambda: _some(caplog, "unmatched"))
+    assert lines(caplog, "unmatched")[0].endswith(" key=- error=unknown_url")
+
+
+@pytest.mark.parametrize(
+    ("engine", "end"),
+    [
+        ({"drop_after": 1}, " error=engine_error ended=broken"),
+        ({"fail_after": 1}, " error=engine_error ended=broken"),
+    ],
+)
+async def test_a_broken_stream_has_its_error_and_its_ending(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, engine: dict[str, int], end: str
+):
+    """The status of a stream is 200 however it ends, so the line has both."""
+    caplog.set_level(logging.INFO, "gateway.api.access_log")
+    acme = await gateway.tenant("acme")
+    assert (await acme.chat(stream=True, x_engine=engine)).status == 200
+    await until(lambda: _some(caplog, "/v1/chat/completions"))
+    [line] = lines(caplog, "/v1/chat/completions")
+    assert " 200 " in line
+    assert line.endswith(end)
 
 
 async def _some(caplog: pytest.LogCaptureFixture, route: str, number: int = 1) -> bool:
