@@ -21,12 +21,14 @@ from gateway.api.admin.keys import AdminKeys
 from gateway.api.admin.prices import AdminPrices
 from gateway.api.admin.routes import Admin
 from gateway.api.admin.tenants import AdminTenants
+from gateway.api.admission import Admission
 from gateway.api.completions import Completions
 from gateway.api.dashboard import Dashboard
 from gateway.api.delivery import Deliveries
 from gateway.api.engines import Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.idempotency import Idempotency
+from gateway.api.models import Models
 from gateway.api.requests.fields import BODY_TIMEOUT
 from gateway.api.requests.memory import BODY_MEMORY, BodyMemory
 from gateway.api.requests.pieces import close_unread
@@ -254,7 +256,7 @@ async def make_app(settings: Settings) -> web.Application:
         max_event_bytes=settings.reader_buffer_bytes,
         other_engines=any(address.kind == "vllm" for address in settings.engine_addresses),
     )
-    completions = Completions(
+    admission = Admission(
         auth=auth,
         catalog=catalog,
         prompts=prompts,
@@ -263,7 +265,14 @@ async def make_app(settings: Settings) -> web.Application:
         fleet=fleet,
         accounting=accounting,
         metrics=metrics,
-        base_model=settings.base_model,
+    )
+    models = Models(auth=auth, catalog=catalog, base_model=settings.base_model)
+    completions = Completions(
+        admission=admission,
+        auth=auth,
+        fleet=fleet,
+        accounting=accounting,
+        metrics=metrics,
         deliveries=deliveries,
         max_answer_bytes=settings.max_answer_bytes,
         request_timeout=settings.request_timeout,
@@ -301,8 +310,8 @@ async def make_app(settings: Settings) -> web.Application:
         [
             web.post("/v1/chat/completions", completions.chat),
             web.post("/v1/completions", completions.completions),
-            web.get("/v1/models", completions.list_models),
-            web.get("/v1/models/{name:.+}", completions.get_model),
+            web.get("/v1/models", models.list),
+            web.get("/v1/models/{name:.+}", models.get),
             web.post("/v1/adapters", own.push),
             web.get("/v1/adapters", own.list),
             web.get("/v1/adapters/{name}", own.get),

@@ -1,31 +1,27 @@
-"""`/v1/chat/completions`, `/v1/completions` and `/v1/models`: admission, dispatch and delivery of requests."""
+"""`/v1/chat/completions` and `/v1/completions`: dispatch and delivery of admitted requests."""
 
 import asyncio
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any
 
 import msgspec
 from aiohttp import ClientError, web
 
-from gateway.access.auth import Authenticator, TenantPrincipal
+from gateway.access.auth import Authenticator
+from gateway.api.admission import Admission
 from gateway.api.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
 from gateway.api.events import as_json, shortened, visible_event
-from gateway.api.requests.fields import json_response, read_shared
-from gateway.api.requests.memory import BODY_MEMORY, BodyShare
-from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
-from gateway.billing.account import Account, Accounting, lease_note
+from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
+from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_after, ending_of
 from gateway.errors import (
     ENDING,
     ERROR_CODE,
     REQUEST_ID,
     EngineMismatch,
-    ModelNotFound,
     OutOfTime,
     RateLimited,
     error_body,
@@ -37,11 +33,6 @@ from gateway.fleet.client import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
-from gateway.quota.quota import Quota
-from gateway.records.catalog import Adapter, Catalog
-from gateway.records.prices import PriceList
-from gateway.records.tenants import Tenant
-from gateway.sharing.turns import Turns
 from gateway.spans import describe_request
 from wire.telemetry.spans import NO_SPAN, SPAN
 
@@ -54,10 +45,6 @@ STREAM_HEADERS = {
 # The header of W3C Trace Context, level 1. A value of another form is not passed on.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
-# Requests of one tenant that are checked and reserved at the same time. The rest of a burst waits, so that the event
-# loop reaches other tenants' requests in between.
-ADMISSIONS_EACH = 8
-
 
 class Completions:
     """Inference routes. Errors pass through, and `gateway.errors` turns them into HTTP responses."""
@@ -65,33 +52,23 @@ class Completions:
     def __init__(
         self,
         *,
+        admission: Admission,
         auth: Authenticator,
-        catalog: Catalog,
-        prompts: PromptReader,
-        quota: Quota,
-        prices: PriceList,
         fleet: Fleet,
         accounting: Accounting,
         metrics: Metrics,
-        base_model: str,
         deliveries: Deliveries,
         max_answer_bytes: int,
         request_timeout: float,
     ) -> None:
+        self._admission = admission
         self._auth = auth
-        self._catalog = catalog
-        self._prompts = prompts
-        self._quota = quota
-        self._prices = prices
         self._fleet = fleet
         self._accounting = accounting
         self._metrics = metrics
-        self._base_model = base_model
         self._deliveries = deliveries
         self._max_answer_bytes = max_answer_bytes
         self._request_timeout = request_timeout
-        self._turns = Turns(sys.maxsize, ADMISSIONS_EACH)
-        self._started = int(time.time())
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, CHAT)
@@ -103,7 +80,7 @@ class Completions:
         span = request.get(SPAN, NO_SPAN)
         with ExitStack() as held:
             with span.child("admission"):
-                asked, account = await self._admit(request, endpoint, held)
+                asked, account = await self._admission.admit(request, endpoint, held)
             try:
                 with self._accounting.open(account):
                     return await self._forward(request, endpoint, asked, account)
@@ -112,56 +89,6 @@ class Completions:
                     request[ENDING] = account.ending.value
                 if span.is_recording:
                     describe_request(span, endpoint.path, account)
-
-    async def _admit(
-        self, request: web.Request, endpoint: Endpoint, held: ExitStack
-    ) -> tuple[InferenceRequest, Account]:
-        """Admit the request. Returns the request, limited to the granted tokens, and its account."""
-        arrived = time.monotonic()
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
-        tenant = principal.tenant
-        share = held.enter_context(request.config_dict[BODY_MEMORY].share(tenant.id))
-        raw = await read_shared(request, share)
-        async with self._turns.turn(tenant.id):
-            return await self._reserve(request, endpoint, principal, raw, share, arrived)
-
-    async def _reserve(
-        self,
-        request: web.Request,
-        endpoint: Endpoint,
-        principal: TenantPrincipal,
-        raw: bytes,
-        share: BodyShare,
-        arrived: float,
-    ) -> tuple[InferenceRequest, Account]:
-        """Check the body and make its reservation against the tenant's limits."""
-        tenant = principal.tenant
-        parsed = await self._prompts.parse(raw, endpoint, share)
-        principal.check_model(parsed.model)
-        model = await self._catalog.resolve(tenant, parsed.model)
-        asked = await self._prompts.measure(parsed, raw, share)
-        self._fleet.check(tenant.id, model.digest, asked.body)
-        self._accounting.check_room()
-        price, weights = self._prices.price(tenant.name, model), asked.weights
-        try:
-            reservation = await self._quota.acquire(
-                principal,
-                model,
-                request[REQUEST_ID],
-                asked.prompt_tokens * weights.prompt,
-                asked.max_tokens,
-                choices=asked.choices * weights.completion,
-                price=weights.price(price),
-                lease=lease_note(principal, endpoint.name, model, price, weights),
-                grows=asked.stream or self._fleet.keeps_allowances,
-            )
-        except RateLimited as refusal:
-            self._metrics.refused(tenant.name, refusal.kind)
-            raise
-        share.admitted()
-        if reservation.max_tokens < asked.max_tokens:
-            asked.shorten(reservation.max_tokens)
-        return asked, Account(principal, reservation, endpoint.name, model, price, asked, arrived)
 
     async def _forward(
         self, request: web.Request, endpoint: Endpoint, asked: InferenceRequest, account: Account
@@ -332,32 +259,6 @@ class Completions:
             if not deadline.expired():
                 raise
             raise OutOfTime(f"The request took longer than the {self._request_timeout:g} s that any may.") from error
-
-    async def list_models(self, request: web.Request) -> web.Response:
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
-        adapters = await self._catalog.list(principal.tenant)
-        models = [self._base(), *(self._describe(adapter, principal.tenant) for adapter in adapters)]
-        usable = [model for model in models if principal.may_use(model["id"])]
-        return json_response({"object": "list", "data": usable})
-
-    async def get_model(self, request: web.Request) -> web.Response:
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
-        name = request.match_info["name"]
-        principal.check_model(name)
-        if name == self._base_model:
-            return json_response(self._base())
-        for adapter in await self._catalog.list(principal.tenant):
-            if adapter.name == name:
-                return json_response(self._describe(adapter, principal.tenant))
-        raise ModelNotFound(name)
-
-    def _base(self) -> dict[str, Any]:
-        return {"id": self._base_model, "object": "model", "created": self._started, "owned_by": "loraplex"}
-
-    def _describe(self, adapter: Adapter, owner: Tenant) -> dict[str, Any]:
-        created = int(adapter.created_at.timestamp())
-        description = {"id": adapter.name, "object": "model", "created": created, "owned_by": owner.name}
-        return {**description, "root": self._base_model, "parent": self._base_model}
 
 
 def _hold_back(account: Account, answering: Answering) -> None:

@@ -1,0 +1,100 @@
+"""Admission of inference requests: the key, the body, the model's name and the reservation of the tenant's limits."""
+
+import sys
+import time
+from contextlib import ExitStack
+
+from aiohttp import web
+
+from gateway.access.auth import Authenticator, TenantPrincipal
+from gateway.api.requests.fields import read_shared
+from gateway.api.requests.memory import BODY_MEMORY, BodyShare
+from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReader
+from gateway.billing.account import Account, Accounting, lease_note
+from gateway.errors import REQUEST_ID, RateLimited
+from gateway.fleet.dispatch import Fleet
+from gateway.metrics import Metrics
+from gateway.quota.quota import Quota
+from gateway.records.catalog import Catalog
+from gateway.records.prices import PriceList
+from gateway.sharing.turns import Turns
+
+# Requests of one tenant that are checked and reserved at the same time. The rest of a burst waits, so that the event
+# loop reaches other tenants' requests in between.
+ADMISSIONS_EACH = 8
+
+
+class Admission:
+    """Checks of a request before an engine sees it. Errors pass through."""
+
+    def __init__(
+        self,
+        *,
+        auth: Authenticator,
+        catalog: Catalog,
+        prompts: PromptReader,
+        quota: Quota,
+        prices: PriceList,
+        fleet: Fleet,
+        accounting: Accounting,
+        metrics: Metrics,
+    ) -> None:
+        self._auth = auth
+        self._catalog = catalog
+        self._prompts = prompts
+        self._quota = quota
+        self._prices = prices
+        self._fleet = fleet
+        self._accounting = accounting
+        self._metrics = metrics
+        self._turns = Turns(sys.maxsize, ADMISSIONS_EACH)
+
+    async def admit(
+        self, request: web.Request, endpoint: Endpoint, held: ExitStack
+    ) -> tuple[InferenceRequest, Account]:
+        """Admit the request. Returns the request, limited to the granted tokens, and its account."""
+        arrived = time.monotonic()
+        principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
+        tenant = principal.tenant
+        share = held.enter_context(request.config_dict[BODY_MEMORY].share(tenant.id))
+        raw = await read_shared(request, share)
+        async with self._turns.turn(tenant.id):
+            return await self._reserve(request, endpoint, principal, raw, share, arrived)
+
+    async def _reserve(
+        self,
+        request: web.Request,
+        endpoint: Endpoint,
+        principal: TenantPrincipal,
+        raw: bytes,
+        share: BodyShare,
+        arrived: float,
+    ) -> tuple[InferenceRequest, Account]:
+        """Check the body and make its reservation against the tenant's limits."""
+        tenant = principal.tenant
+        parsed = await self._prompts.parse(raw, endpoint, share)
+        principal.check_model(parsed.model)
+        model = await self._catalog.resolve(tenant, parsed.model)
+        asked = await self._prompts.measure(parsed, raw, share)
+        self._fleet.check(tenant.id, model.digest, asked.body)
+        self._accounting.check_room()
+        price, weights = self._prices.price(tenant.name, model), asked.weights
+        try:
+            reservation = await self._quota.acquire(
+                principal,
+                model,
+                request[REQUEST_ID],
+                asked.prompt_tokens * weights.prompt,
+                asked.max_tokens,
+                choices=asked.choices * weights.completion,
+                price=weights.price(price),
+                lease=lease_note(principal, endpoint.name, model, price, weights),
+                grows=asked.stream or self._fleet.keeps_allowances,
+            )
+        except RateLimited as refusal:
+            self._metrics.refused(tenant.name, refusal.kind)
+            raise
+        share.admitted()
+        if reservation.max_tokens < asked.max_tokens:
+            asked.shorten(reservation.max_tokens)
+        return asked, Account(principal, reservation, endpoint.name, model, price, asked, arrived)
