@@ -29,6 +29,7 @@ import msgspec
 from gateway.access.auth import TenantPrincipal
 from gateway.billing import sweeps
 from gateway.errors import RateLimited
+from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
 from gateway.records.prices import Price
@@ -96,9 +97,8 @@ class Gateway:
             prompt, completion = random.randint(1, 60), random.randint(1, 120)
             self._write("asked", who.tenant.name)
             try:
-                taken = await self._quota.acquire(
-                    who, MODEL, random.randbytes(16).hex(), prompt, completion, price=PRICE
-                )
+                need = Need(prompt, completion, price=PRICE)
+                taken = await self._quota.acquire(who, MODEL, random.randbytes(16).hex(), need)
             except RateLimited:
                 self._write("refused", who.tenant.name)
                 await asyncio.sleep(random.uniform(0, 0.01))

@@ -14,6 +14,7 @@ from gateway.billing.account import Account, Accounting, lease_note
 from gateway.errors import REQUEST_ID, RateLimited
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
+from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.records.catalog import Catalog
 from gateway.records.prices import PriceList
@@ -84,12 +85,14 @@ class Admission:
                 principal,
                 model,
                 request[REQUEST_ID],
-                asked.prompt_tokens * weights.prompt,
-                asked.max_tokens,
-                choices=asked.choices * weights.completion,
-                price=weights.price(price),
-                lease=lease_note(principal, endpoint.name, model, price, weights),
-                grows=asked.stream or self._fleet.keeps_allowances,
+                Need(
+                    asked.prompt_tokens * weights.prompt,
+                    asked.max_tokens,
+                    choices=asked.choices * weights.completion,
+                    price=weights.price(price),
+                    grows=asked.stream or self._fleet.keeps_allowances,
+                ),
+                lease_note(principal, endpoint.name, model, price, weights),
             )
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)

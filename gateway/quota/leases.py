@@ -8,8 +8,8 @@ from datetime import timedelta
 import msgspec
 
 from gateway.errors import Unavailable
-from gateway.quota.limits import SINGLE, Limit
-from gateway.quota.local import WINDOW
+from gateway.quota.kinds import SINGLE, WINDOW
+from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH, Progress, Reservation
 from gateway.redis.client import Store
 

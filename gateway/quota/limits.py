@@ -6,38 +6,15 @@ import msgspec
 
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.past import ALL, Part
+from gateway.quota.kinds import BUDGET, COUNTED, REQUEST_KINDS, SINGLE
 from gateway.records.catalog import Model
 from gateway.records.tenants import ANY_ADAPTER, Limits
 
-# Name of a limit -> letter of its kind in the script (quota.lua) and in `local.py`.
-KINDS = {
-    "requests_per_minute": "r",
-    "tokens_per_minute": "t",
-    "tokens_per_day": "d",
-    "max_concurrent": "c",
-    "max_concurrent_tokens": "o",
-    "budget_per_month": "b",
-}
-# Kinds of a tenant's limits on adapter uploads and deletes; the same script checks them.
-ADAPTER_KINDS = {"adapter_changes_per_minute": "m", "max_concurrent_uploads": "u"}
-NAMES = {kind: name for name, kind in {**KINDS, **ADAPTER_KINDS}.items()}
-# Kinds of which each request, upload or change takes 1, whatever its size.
-SINGLE = frozenset("rcmu")
-# Class of each kind: the `type` of a refusal. `LORAPLEX_QUOTA_FALLBACK` sets a mode for each class.
-CLASSES = {
-    "r": "requests",
-    "t": "tokens",
-    "d": "tokens",
-    "c": "concurrency",
-    "o": "concurrency",
-    "b": "budget",
-    "m": "requests",
-    "u": "concurrency",
-}
+CLASSES = {letter: kind.limit_class for letter, kind in COUNTED.items()}
 
 
 class Limit(msgspec.Struct, frozen=True, gc=False):
-    """Limit of a tenant. field: its unique key within the tenant, which ends with the kind.
+    """Limit of a tenant. field: its unique key within the tenant, which ends with the kind, a letter (kinds.py).
 
     owner: "tenant", "key" or "model". part: the part of the tenant's usage that counts against it.
     """
@@ -50,13 +27,13 @@ class Limit(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def name(self) -> str:
-        return NAMES[self.kind]
+        return COUNTED[self.kind].name
 
     def amount(self, tokens: int, cost: int) -> int:
         """Return the amount that a request with these tokens and this cost takes of the limit."""
         if self.kind in SINGLE:
             return 1
-        return cost if self.kind == "b" else tokens
+        return cost if self.kind in BUDGET else tokens
 
 
 NO_LIMITS = Limits()
@@ -92,7 +69,7 @@ def adapter_limits(per_minute: int | None, at_once: int | None) -> tuple[Limit, 
 
 
 def _set(limits: Limits, owner: str, prefix: str, part: Part = ALL) -> Iterator[Limit]:
-    for name, kind in KINDS.items():
-        value = getattr(limits, name)
+    for kind in REQUEST_KINDS:
+        value = getattr(limits, kind.name)
         if value is not None:
-            yield Limit(f"{prefix}:{kind}", owner, kind, value, part)
+            yield Limit(f"{prefix}:{kind.letter}", owner, kind.letter, value, part)

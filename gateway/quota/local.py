@@ -11,18 +11,14 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from gateway.quota.limits import SINGLE, Limit
-from gateway.records.prices import Price
+from gateway.quota.demand import HEADROOM, Demand
+from gateway.quota.kinds import BUDGET, SINGLE, STAGED, WINDOW
+from gateway.quota.limits import Limit
 
-# Window of each kind of rate, in microseconds.
-WINDOW = {"r": 60_000_000, "t": 60_000_000, "d": 86_400_000_000, "m": 60_000_000}
-# Token rates: a running request holds the tokens that it may still use, and used tokens become debt.
-STAGED = frozenset("td")
-# A new request leaves 1 / HEADROOM of a token rate's limit to the growth of running ones.
-HEADROOM = 4
 GAUGE_WAIT_MS = 1000
 # If the clock is set back by more than this (microseconds), debts decay again at once.
 MAX_STEP = 3_600_000_000
+State = tuple[float, float, float]
 # Number of states beyond which those that are paid off are dropped.
 MAX_STATES = 100_000
 
@@ -59,112 +55,58 @@ class _Lease(msgspec.Struct):
     charged: int = 0
 
 
+class _Room(msgspec.Struct):
+    """Room of one limit for a request.
+
+    used: in the limit's own unit; of a rate, microseconds with the held tokens, which are `held`. left: in requests,
+    tokens or money. early: microseconds by which a rate's debt is paid off earlier than at the limit's own rate.
+    """
+
+    limit: Limit
+    field: str
+    used: float
+    left: int
+    held: float = 0.0
+    early: float = 0.0
+
+
 class LocalLimits:
     """Limits and leases of one process. `now` is in microseconds since 1970, by default the current time."""
 
     def __init__(self) -> None:
-        # Tenant id and field -> state: (time, debt at that time) of a rate, (month, amount spent in it) of a budget,
-        # (amount, 0) of a count.
-        self._states: dict[str, tuple[float, float]] = {}
+        # Tenant id and field -> state: (time, debt at that time, the limit whose unit the debt has) of a rate, (month,
+        # amount spent in it, 0) of a budget, (amount, 0, 0) of a count.
+        self._states: dict[str, State] = {}
         self._held: dict[str, int] = {}
         self._leases: dict[str, _Lease] = {}
 
-    def acquire(
-        self,
-        scope: str,
-        request_id: str,
-        limits: Sequence[Limit],
-        prompt: int,
-        completion: int,
-        step: int,
-        price: Price,
-        now: int | None = None,
-        expected: int | None = None,
-    ) -> Answer:
-        """Do the script's `acquire`. scope: the tenant's id. expected: the whole completion by default."""
+    def acquire(self, limits: Sequence[Limit], demand: Demand, now: int | None = None) -> Answer:
+        """Do the script's `acquire`."""
         now = _now() if now is None else now
-        expected = completion if expected is None else expected
         month, month_left_ms = _month(now)
-        used: list[float] = []
-        held: list[float] = []
-        room: list[int] = []
-        granted = completion
-        for limit in limits:
-            kind, state = limit.kind, self._states.get(scope + limit.field)
-            if kind in WINDOW:
-                unit = WINDOW[kind] / limit.value
-                if state is not None and state[0] - now > MAX_STEP:
-                    state = self._states[scope + limit.field] = (now, state[1])
-                held.append(self._held.get(scope + limit.field, 0) * unit)
-                used.append(_debt(state, now) + held[-1])
-                room.append(max(0, math.floor((WINDOW[kind] - used[-1]) / unit + 0.001)))
-            else:
-                held.append(0)
-                used.append(_spent(state, month) if kind == "b" else state[0] if state else 0)
-                room.append(max(0, limit.value - int(used[-1])))
-            if kind == "b":
-                if price.output > 0:
-                    money = min(room[-1], 8_000_000_000) * 1_000_000 - prompt * price.highest_input
-                    granted = min(granted, money // price.output)
-            elif kind not in SINGLE and not (
-                kind in STAGED and prompt + expected + limit.value // HEADROOM <= room[-1]
-            ):
-                granted = min(granted, room[-1] - prompt)
-
-        again = self._leases.get(scope + request_id)
-        if again is not None:
-            granted = again.completion
-        elif granted < completion:
-            granted = max(min(step, completion), granted // step * step)
-        tokens = prompt + granted
-        cost = -(-(prompt * price.highest_input + granted * price.output) // 1_000_000)
-        at_first = prompt + min(expected, granted)
-
-        waits = []
-        for i, limit in enumerate(limits):
-            amount = limit.amount(tokens, cost)
-            if limit.kind in STAGED:
-                amount = min(tokens, at_first + limit.value // HEADROOM)
-            if amount <= room[i] or again is not None:
-                waits.append(0)
-            elif limit.kind in WINDOW:
-                window = WINDOW[limit.kind]
-                needed = (amount - 0.001) * (window / limit.value)
-                if held[i] + needed > window:
-                    waits.append(GAUGE_WAIT_MS)
-                    continue
-                paused = _decays_from(self._states.get(scope + limit.field), now) - now
-                waits.append(max(1, math.ceil((used[i] + needed - window + paused) / 1000)))
-            else:
-                waits.append(month_left_ms if limit.kind == "b" else GAUGE_WAIT_MS)
-
+        rooms = [self._room(demand.tenant_id, limit, now, month) for limit in limits]
+        again = self._leases.get(demand.tenant_id + demand.request_id)
+        granted = _granted(demand, rooms) if again is None else again.completion
+        prompt, price = demand.prompt_tokens, demand.price
+        tokens, cost = prompt + granted, price.highest_cost(prompt, granted)
+        at_first = prompt + min(demand.held, granted)
+        waits = [0] * len(rooms)
+        if again is None:
+            waits = [self._wait(room, demand.needed(room.limit, granted), now, month_left_ms) for room in rooms]
         allowed = not any(waits)
         if allowed and again is None:
-            for i, limit in enumerate(limits):
-                field = scope + limit.field
-                amount = at_first if limit.kind in STAGED else limit.amount(tokens, cost)
-                room[i] -= amount
-                if limit.kind in WINDOW:
-                    used[i] += amount * (WINDOW[limit.kind] / limit.value)
-                    if limit.kind in STAGED:
-                        self._hold(field, amount)
-                        continue
-                    state = (_decays_from(self._states.get(field), now), used[i])
-                elif limit.kind == "b":
-                    state = (month, used[i] + amount)
-                else:
-                    state = (used[i] + amount, 0)
-                self._states[field] = state
-            self._leases[scope + request_id] = _Lease(tokens, granted, cost, month, now, limits, at_first)
+            for room in rooms:
+                self._take(room, at_first if room.limit.kind in STAGED else room.limit.amount(tokens, cost), now, month)
+            lease = _Lease(tokens, granted, cost, month, now, limits, at_first)
+            self._leases[demand.tenant_id + demand.request_id] = lease
             if len(self._states) > MAX_STATES:
                 self._forget(now, month)
-
         states = []
-        for i, limit in enumerate(limits):
-            reset = month_left_ms if limit.kind == "b" else 0
-            if limit.kind in WINDOW:
-                reset = math.ceil(used[i] / 1000)
-            states.append((room[i], waits[i], reset))
+        for room, wait in zip(rooms, waits, strict=True):
+            reset = month_left_ms if room.limit.kind in BUDGET else 0
+            if room.limit.kind in WINDOW:
+                reset = math.ceil((room.used - room.early) / 1000)
+            states.append((room.left, wait, reset))
         return Answer(allowed, granted, states)
 
     def settle(
@@ -179,24 +121,17 @@ class LocalLimits:
             field, kind = scope + limit.field, limit.kind
             state = self._states.get(field)
             if kind in WINDOW:
-                debt, unit = _debt(state, now), WINDOW[kind] / limit.value
-                decays_from = _decays_from(state, now)
                 if kind in STAGED:
                     self._hold(field, -lease.held)
-                    more = (tokens - lease.charged) * unit
-                else:
-                    more = 0 if counts else -unit
-                # Refund only the part of an excess that is not paid off yet.
-                debt += more if more >= 0 else -max(0, -more - max(0, decays_from - lease.at))
-                if state is not None or debt > 0:
-                    self._states[field] = (decays_from, max(0, debt))
-            elif kind == "b":
+                more = tokens - lease.charged if kind in STAGED else int(counts) - 1
+                self._settle_rate(limit, field, more, lease.at, now)
+            elif kind in BUDGET:
                 if state is not None and state[0] == lease.month:
-                    self._states[field] = (lease.month, max(0, state[1] + cost - lease.cost))
+                    self._states[field] = (lease.month, max(0, state[1] + cost - lease.cost), 0)
             elif state is not None:
                 left = state[0] - limit.amount(lease.tokens, 0)
                 if left > 0:
-                    self._states[field] = (left, 0)
+                    self._states[field] = (left, 0, 0)
                 else:
                     del self._states[field]
         return True
@@ -214,11 +149,12 @@ class LocalLimits:
             field, kind = scope + limit.field, limit.kind
             if kind not in STAGED:
                 continue
-            window, unit = WINDOW[kind], WINDOW[kind] / limit.value
             state = self._states.get(field)
+            basis = _basis(state, limit)
+            window, unit = WINDOW[kind], WINDOW[kind] / basis
             debt = _debt(state, now) + more * unit
             if more > 0:
-                self._states[field] = (_decays_from(state, now), debt)
+                self._states[field] = (_decays_from(state, now), debt, basis)
             others = max(0, self._held.get(field, 0) - lease.held) * unit
             granted = min(granted, math.floor((window - debt - others) / unit + 0.001))
             excess = debt + others + (wanted - 0.001) * unit - window
@@ -236,6 +172,70 @@ class LocalLimits:
         lease.held = granted
         return Grown(lease.charged + granted, wait, blocking)
 
+    def _room(self, scope: str, limit: Limit, now: int, month: int) -> _Room:
+        """Return the room of a limit, before the request."""
+        field, kind = scope + limit.field, limit.kind
+        if kind not in WINDOW:
+            state = self._states.get(field)
+            used = _spent(state, month) if kind in BUDGET else state[0] if state else 0
+            return _Room(limit, field, used, max(0, limit.value - int(used)))
+        window, unit = WINDOW[kind], WINDOW[kind] / limit.value
+        debt, early = self._under_limit(field, limit, now)
+        held = self._held.get(field, 0) * unit
+        used = debt + held
+        return _Room(limit, field, used, max(0, math.floor((window - used) / unit + 0.001)), held, early)
+
+    def _under_limit(self, field: str, limit: Limit, now: int) -> tuple[float, float]:
+        """Do the script's `under_limit`. Return the debt and the time by which it is paid off earlier."""
+        state, window = self._states.get(field), WINDOW[limit.kind]
+        basis, debt = _basis(state, limit), _debt(state, now)
+        of_limit = debt * (basis / limit.value)
+        if basis < limit.value or (basis > limit.value and of_limit <= window):
+            self._states[field] = (_decays_from(state, now), of_limit, limit.value)
+        elif (state is None and field in self._held) or (state is not None and state[0] - now > MAX_STEP):
+            self._states[field] = (now, debt, basis)
+        return of_limit, max(0, of_limit - window) * (1 - limit.value / basis)
+
+    def _wait(self, room: _Room, amount: int, now: int, month_left_ms: int) -> int:
+        """Return the ms until `amount` fits, 0 if it fits now."""
+        limit = room.limit
+        if amount <= room.left:
+            return 0
+        if limit.kind not in WINDOW:
+            return month_left_ms if limit.kind in BUDGET else GAUGE_WAIT_MS
+        window = WINDOW[limit.kind]
+        needed = (amount - 0.001) * (window / limit.value)
+        if room.held + needed > window:
+            return GAUGE_WAIT_MS
+        paused = _decays_from(self._states.get(room.field), now) - now
+        return max(1, math.ceil((room.used + needed - window + paused - room.early) / 1000))
+
+    def _take(self, room: _Room, amount: int, now: int, month: int) -> None:
+        """Take `amount` of a limit, and update its room."""
+        limit, field = room.limit, room.field
+        room.left -= amount
+        if limit.kind not in WINDOW:
+            total = room.used + amount
+            self._states[field] = (month, total, 0) if limit.kind in BUDGET else (total, 0, 0)
+            return
+        room.used += amount * (WINDOW[limit.kind] / limit.value)
+        if limit.kind in STAGED:
+            self._hold(field, amount)
+        else:
+            self._states[field] = (_decays_from(self._states.get(field), now), room.used, limit.value)
+
+    def _settle_rate(self, limit: Limit, field: str, more: int, admitted_at: int, now: int) -> None:
+        """Add `more` requests or tokens to a rate's debt. Of a negative number, refund what is not paid off yet."""
+        state = self._states.get(field)
+        basis = _basis(state, limit)
+        added = more * (WINDOW[limit.kind] / basis)
+        if added < 0:
+            speed = max(1, limit.value / basis)
+            added = -max(0, -added - speed * max(0, _decays_from(state, now) - admitted_at))
+        debt = max(0, _debt(state, now) + added)
+        if state is not None or debt > 0:
+            self._states[field] = (_decays_from(state, now), debt, basis)
+
     def _hold(self, field: str, more: int) -> None:
         left = self._held.get(field, 0) + more
         if left > 0:
@@ -246,7 +246,7 @@ class LocalLimits:
     def _forget(self, now: int, month: int) -> None:
         for field, state in list(self._states.items()):
             kind = field[-1]
-            if (kind in WINDOW and _debt(state, now) == 0) or (kind == "b" and state[0] < month):
+            if (kind in WINDOW and _debt(state, now) == 0) or (kind in BUDGET and state[0] < month):
                 del self._states[field]
 
 
@@ -254,20 +254,40 @@ def _now() -> int:
     return time.time_ns() // 1000
 
 
-def _debt(state: tuple[float, float] | None, now: int) -> float:
+def _granted(demand: Demand, rooms: Sequence[_Room]) -> int:
+    """Return the completion tokens that the limits have room for, or the fewest that suffice."""
+    granted, prompt = demand.completion, demand.prompt_tokens
+    for room in rooms:
+        kind = room.limit.kind
+        if kind in BUDGET:
+            if demand.price.output > 0:
+                money = min(room.left, 8_000_000_000) * 1_000_000 - prompt * demand.price.highest_input
+                granted = min(granted, money // demand.price.output)
+        elif kind not in SINGLE and not (
+            kind in STAGED and prompt + demand.held + room.limit.value // HEADROOM <= room.left
+        ):
+            granted = min(granted, room.left - prompt)
+    return granted if granted == demand.completion else max(demand.least, granted // demand.step * demand.step)
+
+
+def _debt(state: State | None, now: int) -> float:
     if state is None:
         return 0
-    at, debt = state
-    return max(0, debt - max(0, now - at))
+    return max(0, state[1] - max(0, now - state[0]))
 
 
-def _decays_from(state: tuple[float, float] | None, now: int) -> float:
+def _basis(state: State | None, limit: Limit) -> float:
+    """Return the limit whose unit a rate's debt has."""
+    return limit.value if state is None else state[2]
+
+
+def _decays_from(state: State | None, now: int) -> float:
     """Return the time from which a rate's new state decays: now, or later if the clock was set back."""
     at = now if state is None else state[0]
     return now if at - now > MAX_STEP else max(at, now)
 
 
-def _spent(state: tuple[float, float] | None, month: int) -> float:
+def _spent(state: State | None, month: int) -> float:
     return state[1] if state is not None and state[0] == month else 0
 
 

@@ -13,7 +13,7 @@
 -- new request leaves a quarter of the window, or as much as it could grow, to the growth of running ones. A request
 -- counts towards a rate of requests when it is admitted.
 --
--- A budget and a day's tokens outlive this server's data, because the ledger in SQL has them. If such a limit has no
+-- Budgets and limits of a day outlive this server's data, because the ledger in SQL has them. If such a limit has no
 -- state, the script stores the current moment (`since`) and admits nothing until `recall` copies the usage before
 -- `since` from the ledger. A request that was admitted before `since` reaches the state through the ledger only:
 -- `recall` is repeated and adds the rows that have arrived (`known`). A request that was admitted later is counted here
@@ -50,8 +50,14 @@
 --   expired, at most   -> of each ended lease: id, tokens reserved, note, progress or '', moment of the ledger's row,
 --     end (ms)
 --
--- A field ends with its limit's kind: r requests a minute, t tokens a minute, d tokens a day, c requests at once,
--- o tokens at once, b micro-units of money a calendar month (UTC), m changes of adapters a minute, u uploads at once.
+-- A field ends with the letter of its limit's kind. The tables of the kinds' properties precede this text
+-- (gateway/quota/script.py makes them of kinds.py):
+--   WINDOW    window of a rate, in microseconds
+--   SINGLE    a request takes one, whatever its size
+--   GAUGE     a request takes its amount only while it runs
+--   STAGED    a token rate, with both stages
+--   BUDGET    micro-units of money in a calendar month (UTC)
+--   RECALLED  the ledger has its usage
 -- Prices are micro-units per million tokens; up to prices of 10^9 and 4 * 10^6 tokens all products are exact.
 
 local STATE, LEASES, HELD, USAGE = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
@@ -65,11 +71,6 @@ local SERVER, COUNTED = '@', '!'
 -- the debt. A record of version 2 without `held` holds its whole reservation. Gateways that do not support `held` treat
 -- every record like that, and so count too much rather than too little.
 local VERSION = 2
-local WINDOW = {r = 60000000, t = 60000000, d = 86400000000, m = 60000000}
--- Kinds of which a request takes one; kinds that it holds only while it runs; kinds with both stages.
-local SINGLE = {r = true, c = true, m = true, u = true}
-local GAUGE = {c = true, o = true, u = true}
-local STAGED = {t = true, d = true}
 -- A new request leaves 1 / HEADROOM of a token rate's limit to the growth of running ones.
 local HEADROOM = 4
 -- Expiry of an unused key. The longest period of any limit is a month.
@@ -120,9 +121,10 @@ local function this_month()
   end
 end
 
--- Return the debt of a rate's state. States are two doubles, which are exact, unlike decimals: {moment, debt in
--- microseconds at that moment} of a rate, {month, amount spent in it} of a budget. A recalled limit has three more:
--- {since, known, moment of the next recall}. A count of running requests or of their held tokens is a decimal integer.
+-- Return the debt of a rate's state. States are doubles, which are exact, unlike decimals: {moment, debt in microseconds
+-- at that moment} of a rate, {month, amount spent in it} of a budget. A recalled limit has three more: {since, known,
+-- moment of the next recall}. A rate ends with its basis: the limit whose T its debt is counted in. A count of running
+-- requests or of their held tokens is a decimal integer.
 local function debt_of(state)
   if not state then
     return 0
@@ -138,21 +140,14 @@ local function decays_from(state)
 end
 
 -- Return the part of `amount`, added to a debt at the moment `at`, that can be refunded: the rest may be paid off.
-local function refundable(amount, at, state)
-  return max(0, amount - max(0, decays_from(state) - at))
+-- `speed`: the debt paid off in a second, 1 or more if the limit was lowered since.
+local function refundable(amount, at, state, speed)
+  return max(0, amount - speed * max(0, decays_from(state) - at))
 end
 
 local function spent_of(state)
-  if not state then
-    return 0
-  end
   local of_month, spent = struct.unpack('dd', state)
   return of_month == month and spent or 0
-end
-
--- Return a new state of a rate or a budget. `state`: the old one, whose last three numbers are kept.
-local function packed(first, second, state)
-  return struct.pack('dd', first, second) .. string.sub(state or '', 17)
 end
 
 local function cost_of(tokens_in, tokens_out, price_in, price_out)
@@ -163,8 +158,47 @@ local function kind_of(field)
   return string.sub(field, -1)
 end
 
-local function is_recalled(kind)
-  return kind == 'b' or kind == 'd'
+-- Return the basis of a rate's state. Without a state, or in one of the previous release, it is `limit`.
+local function basis_of(kind, state, limit)
+  local at = RECALLED[kind] and 41 or 17
+  return state and #state >= at + 7 and struct.unpack('d', state, at) or limit
+end
+
+-- Return a rate's new state. `state`: the old one, whose recall is kept.
+local function packed_rate(kind, moment, debt, basis, state)
+  return struct.pack('dd', moment, debt) .. (RECALLED[kind] and string.sub(state, 17, 40) or '')
+    .. struct.pack('d', basis)
+end
+
+-- Return a budget's new state. `state`: the old one, whose recall is kept.
+local function packed_budget(of_month, spent, state)
+  return struct.pack('dd', of_month, spent) .. string.sub(state, 17)
+end
+
+-- Return a state with another recall.
+local function with_recall(state, since, known, check)
+  return string.sub(state, 1, 16) .. struct.pack('ddd', since, known, check) .. string.sub(state, 41)
+end
+
+-- Return a rate's state for a request under `limit`, its debt in microseconds of that limit, and the microseconds by
+-- which the debt is paid off earlier than that. A changed limit keeps the tokens that were used. While they are more
+-- than a lowered limit, the state keeps its basis, so that they are paid off at the former rate and a limit never
+-- refuses for longer than its window.
+local function under_limit(field, kind, state, limit, has_held)
+  local window, basis = WINDOW[kind], basis_of(kind, state, limit)
+  local debt = debt_of(state)
+  local of_limit = debt * (basis / limit)
+  local is_ahead = state and struct.unpack('d', state) - now > MAX_STEP
+  if basis < limit or basis > limit and of_limit <= window then
+    state = packed_rate(kind, decays_from(state), of_limit, limit, state)
+    redis.call('HSET', STATE, field, state)
+  elseif is_ahead or not state and has_held then
+    -- The state was written while the clock was far ahead, and its debt begins to decay now; or requests that were
+    -- admitted under another limit run, and their use counts under this one.
+    state = packed_rate(kind, now, debt, basis, state)
+    redis.call('HSET', STATE, field, state)
+  end
+  return state, of_limit, max(0, of_limit - window) * (1 - limit / basis)
 end
 
 -- Return the amount that a request takes of a limit.
@@ -172,7 +206,7 @@ local function amount_of(kind, tokens, cost)
   if SINGLE[kind] then
     return 1
   end
-  return kind == 'b' and cost or tokens
+  return BUDGET[kind] and cost or tokens
 end
 
 local function change(field, by)
@@ -297,7 +331,7 @@ local function notice_another_server()
     local fields = redis.call('HKEYS', STATE)
     for i = 1, #fields do
       local kind = kind_of(fields[i])
-      if is_recalled(kind) or kind == NOTED then
+      if RECALLED[kind] or kind == NOTED then
         redis.call('HDEL', STATE, fields[i])
       end
     end
@@ -309,7 +343,7 @@ end
 -- Return the moment `since` of a limit without state, from which nothing is admitted on it; store it if it is new.
 local function noted(field, kind)
   local since = tonumber(redis.call('HGET', STATE, field .. NOTED))
-  if not since or kind == 'b' and since < month_start then
+  if not since or BUDGET[kind] and since < month_start then
     since = now
     redis.call('HSET', STATE, field .. NOTED, string.format('%d', since))
     redis.call('PEXPIRE', STATE, KEEP_MS)
@@ -327,8 +361,8 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
     local at = first + (i - 1) * 2
     fields[i], kinds[i], limits[i] = ARGV[at], kind_of(ARGV[at]), tonumber(ARGV[at + 1])
     names[i], names[count + i] = fields[i], fields[i] .. HOLD
-    recalled = recalled or is_recalled(kinds[i])
-    if kinds[i] == 'b' then
+    recalled = recalled or RECALLED[kinds[i]]
+    if BUDGET[kinds[i]] then
       this_month()
     end
   end
@@ -342,12 +376,12 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
   -- the request's usage is counted here.
   local row = now
   for i = 1, count do
-    if is_recalled(kinds[i]) then
+    if RECALLED[kinds[i]] then
       local since = states[i] and struct.unpack('d', states[i], 17)
       if since and since - now > MAX_STEP then
         -- The recall was made while the clock was far ahead. Treat its sums as those of now.
         local _, known = struct.unpack('dd', states[i], 17)
-        states[i] = string.sub(states[i], 1, 16) .. struct.pack('ddd', now, known, now + FIRST_CHECK)
+        states[i] = with_recall(states[i], now, known, now + FIRST_CHECK)
         redis.call('HSET', STATE, fields[i], states[i])
         since = now
       end
@@ -364,26 +398,22 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
 
   -- Compute the used part of each limit in its own unit (of a rate: microseconds, held tokens included), and the
   -- completion tokens that this leaves.
-  local used, held, room = {}, {}, {}
+  local used, held, room, early = {}, {}, {}, {}
   local granted = completion
   for i = 1, count do
     local kind, limit = kinds[i], limits[i]
     if WINDOW[kind] then
-      local unit = WINDOW[kind] / limit
-      if states[i] and struct.unpack('d', states[i]) - now > MAX_STEP then
-        -- The state was written while the clock was far ahead. Its debt begins to decay now.
-        states[i] = packed(now, debt_of(states[i]), states[i])
-        redis.call('HSET', STATE, fields[i], states[i])
-      end
+      local unit, debt = WINDOW[kind] / limit, 0
+      states[i], debt, early[i] = under_limit(fields[i], kind, states[i], limit, states[count + i])
       held[i] = STAGED[kind] and (states[count + i] or 0) * unit or 0
-      used[i] = debt_of(states[i]) + held[i]
+      used[i] = debt + held[i]
       -- Rounding errors in sums of T stay below a thousandth of a unit.
       room[i] = max(0, floor((WINDOW[kind] - used[i]) / unit + 0.001))
     else
-      used[i] = kind == 'b' and spent_of(states[i]) or tonumber(states[i] or 0)
+      used[i] = BUDGET[kind] and spent_of(states[i]) or tonumber(states[i] or 0)
       room[i] = max(0, limit - used[i])
     end
-    if kind == 'b' then
+    if BUDGET[kind] then
       if price_out > 0 then
         -- The bound is above the highest possible cost and keeps the product exact.
         granted = min(granted, floor((min(room[i], 8000000000) * 1000000 - prompt * price_in) / price_out))
@@ -409,7 +439,7 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
     local kind = kinds[i]
     local amount = amount_of(kind, tokens, cost)
     if STAGED[kind] then
-      amount = min(tokens, at_first + floor(limits[i] / HEADROOM))
+      amount = min(tokens, at_first + floor(limits[i] / HEADROOM), limits[i])
     end
     waits[i] = 0
     if amount > room[i] and not again then
@@ -420,10 +450,10 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
           waits[i] = GAUGE_WAIT_MS
         else
           local paused = decays_from(states[i]) - now
-          waits[i] = max(1, ceil((used[i] + needed - WINDOW[kind] + paused) / 1000))
+          waits[i] = max(1, ceil((used[i] + needed - WINDOW[kind] + paused - early[i]) / 1000))
         end
       else
-        waits[i] = kind == 'b' and month_end_ms - now_ms or GAUGE_WAIT_MS
+        waits[i] = BUDGET[kind] and month_end_ms - now_ms or GAUGE_WAIT_MS
       end
     end
   end
@@ -442,21 +472,21 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
       if WINDOW[kind] then
         local more = amount * (WINDOW[kind] / limits[i])
         if not STAGED[kind] then
-          state = packed(decays_from(states[i]), used[i] + more, states[i])
+          state = packed_rate(kind, decays_from(states[i]), used[i] + more, limits[i], states[i])
         end
         used[i] = used[i] + more
-      elseif kind == 'b' then
+      elseif BUDGET[kind] then
         -- A new month begins with nothing spent, without a recall.
         local before = struct.unpack('d', states[i]) == month and states[i] or struct.pack('ddddd', month, 0, now, 0, 0)
-        state = packed(month, used[i] + amount, before)
+        state = packed_budget(month, used[i] + amount, before)
       end
-      if is_recalled(kind) then
+      if RECALLED[kind] then
         local since, known, check = struct.unpack('ddd', state, 17)
         if check <= now then
           due[#due + 1], due[#due + 2] = i - 1, since
           local age = now - since
           local pause = age < OFTEN and min(age, MAX_CHECK) or age
-          state = string.sub(state, 1, 16) .. struct.pack('ddd', since, known, now + max(pause, FIRST_CHECK))
+          state = with_recall(state, since, known, now + max(pause, FIRST_CHECK))
         end
       end
       if state and not GAUGE[kind] and state ~= states[i] then
@@ -480,8 +510,8 @@ local function acquire(id, lease_ms, prompt, completion, expected, step, price_i
   for i = 1, count do
     local reset = 0
     if WINDOW[kinds[i]] then
-      reset = ceil(used[i] / 1000)
-    elseif kinds[i] == 'b' then
+      reset = ceil((used[i] - early[i]) / 1000)
+    elseif BUDGET[kinds[i]] then
       reset = month_end_ms - now_ms
     end
     local at = 3 * i + 1
@@ -495,30 +525,34 @@ end
 
 local function recall(field, limit, since, owed, known)
   local kind, state = kind_of(field), redis.call('HGET', STATE, field)
-  local unit = kind == 'd' and WINDOW[kind] / limit
+  local window = WINDOW[kind]
   if state then
     local first, second = struct.unpack('dd', state)
     local of, before, check = struct.unpack('ddd', state, 17)
     if of ~= since or known <= before then
       return 0
     end
-    if kind == 'd' then
-      first, second = decays_from(state), debt_of(state) + (known - before) * unit
+    if window then
+      local basis = basis_of(kind, state, limit)
+      state = packed_rate(kind, decays_from(state), debt_of(state) + (known - before) * (window / basis), basis, state)
     else
-      second = second + known - before
+      state = packed_budget(first, second + known - before, state)
     end
-    state = struct.pack('ddddd', first, second, since, known, check)
+    state = with_recall(state, since, known, check)
   else
     this_month()
-    if redis.call('HGET', STATE, field .. NOTED) ~= string.format('%d', since) or kind == 'b' and since < month_start then
+    if redis.call('HGET', STATE, field .. NOTED) ~= string.format('%d', since) or BUDGET[kind] and since < month_start then
       return 0
     end
     redis.call('HDEL', STATE, field .. NOTED)
-    local first, second = month, owed
-    if kind == 'd' then
-      first, second = now, max(0, owed * unit - (now - since))
+    local check = since + FIRST_CHECK
+    if window then
+      -- More than the limit is owed if it was lowered: all of it is paid off in a window.
+      local basis = max(limit, owed)
+      state = struct.pack('dddddd', now, max(0, owed * window / basis - (now - since)), since, known, check, basis)
+    else
+      state = struct.pack('ddddd', month, owed, since, known, check)
     end
-    state = struct.pack('ddddd', first, second, since, known, since + FIRST_CHECK)
   end
   redis.call('HSET', STATE, field, state)
   redis.call('PEXPIRE', STATE, KEEP_MS)
@@ -528,7 +562,7 @@ end
 -- Return whether a request's usage reaches the state of a limit through the ledger: it was admitted before the state's
 -- `since`, or there is no state.
 local function is_the_ledgers(record, kind, state)
-  return is_recalled(kind) and (not state or row_of(record) < struct.unpack('d', state, 17))
+  return RECALLED[kind] and (not state or row_of(record) < struct.unpack('d', state, 17))
 end
 
 -- Correct one limit to the real usage of a request.
@@ -538,17 +572,20 @@ local function settle_limit(record, field, limit, tokens, cost, requests)
     return
   end
   if WINDOW[kind] then
-    local unit = WINDOW[kind] / limit
-    local more = SINGLE[kind] and requests - 1 or tokens - charged_of(record)
-    local debt = debt_of(state) + (more < 0 and -refundable(-more * unit, record.at, state) or more * unit)
-    if state or debt > 0 then
-      redis.call('HSET', STATE, field, packed(decays_from(state), max(0, debt), state))
+    local basis = basis_of(kind, state, limit)
+    local more = (SINGLE[kind] and requests - 1 or tokens - charged_of(record)) * (WINDOW[kind] / basis)
+    if more < 0 then
+      more = -refundable(-more, record.at, state, max(1, limit / basis))
     end
-  elseif kind == 'b' then
+    local debt = max(0, debt_of(state) + more)
+    if state or debt > 0 then
+      redis.call('HSET', STATE, field, packed_rate(kind, decays_from(state), debt, basis, state))
+    end
+  elseif BUDGET[kind] then
     local of_month, spent = struct.unpack('dd', state)
     -- The cost of a request that was admitted last month belongs to last month.
     if of_month == record.month then
-      redis.call('HSET', STATE, field, packed(of_month, max(0, spent + cost - record.cost), state))
+      redis.call('HSET', STATE, field, packed_budget(of_month, max(0, spent + cost - record.cost), state))
     end
   end
 end
@@ -579,11 +616,12 @@ local function move(record, held, more, wanted)
   for i = 1, #record.limits, 2 do
     local field, kind = record.limits[i], kind_of(record.limits[i])
     if STAGED[kind] then
-      local window, unit = WINDOW[kind], WINDOW[kind] / record.limits[i + 1]
       local state = redis.call('HGET', STATE, field)
+      local basis = basis_of(kind, state, record.limits[i + 1])
+      local window, unit = WINDOW[kind], WINDOW[kind] / basis
       local debt = debt_of(state) + more * unit
       if more > 0 then
-        redis.call('HSET', STATE, field, packed(decays_from(state), debt, state))
+        redis.call('HSET', STATE, field, packed_rate(kind, decays_from(state), debt, basis, state))
       end
       local others = max(0, (redis.call('HGET', STATE, field .. HOLD) or 0) - held) * unit
       granted = min(granted, floor((window - debt - others) / unit + 0.001))
@@ -615,7 +653,7 @@ local function grow(id, used, wanted)
   wanted = max(0, min(wanted, record.tokens - charged - more))
   for i = 1, #record.limits, 2 do
     local field, kind = record.limits[i], kind_of(record.limits[i])
-    if more > 0 and kind == 'd' and is_the_ledgers(record, kind, redis.call('HGET', STATE, field)) then
+    if more > 0 and STAGED[kind] and is_the_ledgers(record, kind, redis.call('HGET', STATE, field)) then
       -- The ledger counts the usage when the request has ended. Until then the used tokens stay held.
       wanted, more = wanted + more, 0
     end
@@ -690,13 +728,13 @@ local function forget_some()
     local field, state = sample[i], sample[i + 1]
     local kind = kind_of(field)
     local gone
-    if kind == 'b' then
+    if BUDGET[kind] then
       gone = struct.unpack('d', state) < month - 1
-    elseif kind == 'd' then
+    elseif RECALLED[kind] then
       -- The ledger, too, must have no usage that still counts.
       gone = debt_of(state) == 0 and struct.unpack('d', state) < now - 2 * WINDOW[kind]
     elseif kind == NOTED then
-      gone = tonumber(state) < now - WINDOW.d
+      gone = tonumber(state) < now - 86400000000
     else
       gone = WINDOW[kind] and debt_of(state) == 0
     end

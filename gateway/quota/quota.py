@@ -18,17 +18,17 @@ import msgspec
 from gateway.access.auth import TenantPrincipal
 from gateway.billing import sweeps
 from gateway.errors import Unavailable
+from gateway.quota.demand import Demand, Need
 from gateway.quota.fallback import Check, Mode, parse_fallback
-from gateway.quota.following import Following
+from gateway.quota.holds import Holds
 from gateway.quota.leases import Leases
 from gateway.quota.limits import Limit, adapter_limits, limits_of
 from gateway.quota.presence import Presence
 from gateway.quota.recall import Past, Recall
 from gateway.quota.refusals import check_possible, rate_headers, refusal
 from gateway.quota.reservation import EPOCH, ExpiredLease, Progress, Reservation
-from gateway.quota.without_redis import Demand, WithoutRedis, reservation
+from gateway.quota.without_redis import WithoutRedis, reservation
 from gateway.records.catalog import Model
-from gateway.records.prices import FREE, Price
 from gateway.redis.client import Client, Store, unavailable
 from gateway.redis.settings_check import StoreCheck
 
@@ -75,7 +75,7 @@ class Quota:
         self.fallback = fallback
         self._presence = Presence(redis)
         self._without = WithoutRedis(fallback, lambda: self._presence.count, admitted_without)
-        self._following = Following(self._store.script, self._without)
+        self._holds = Holds(self._store.script, self._without)
         self._leases = Leases(self._store, self._lease_ms, self._register)
         # Tenant id -> request id -> (tokens, cost, requests) used, of ended requests to be settled when Redis answers.
         self._unwanted: dict[str, dict[str, tuple[int, int, int]]] = {}
@@ -118,34 +118,26 @@ class Quota:
         principal: TenantPrincipal,
         model: Model | str,
         request_id: str,
-        prompt_tokens: int,
-        max_tokens: int,
-        *,
-        choices: int = 1,
-        price: Price = FREE,
+        need: Need,
         lease: Mapping[str, Any] | None = None,
-        grows: bool = False,
     ) -> Reservation:
         """Reserve a request on every limit of the tenant, the key and the model, or on none.
 
-        model: see `limits_of`. prompt_tokens: of all prompts together. max_tokens: for each of `choices` answers.
-        lease: the fields with which another gateway settles this request. grows: the token rates hold the expected
-        completion at first; the caller must report the use to `Reservation.hold`.
+        model: see `limits_of`. lease: the fields with which another gateway settles this request.
         """
-        tenant, completion = principal.tenant, max_tokens * choices
-        limits = limits_of(principal, model)
+        tenant, limits = principal.tenant, limits_of(principal, model)
         demand = Demand(
             tenant_id=tenant.id,
             request_id=request_id,
-            prompt_tokens=prompt_tokens,
-            max_tokens=max_tokens,
-            choices=choices,
-            step=choices if tenant.on_token_limit == "shorten" else max(1, completion),
-            price=price,
-            expected=self._following.expected(tenant.id, model, max_tokens, choices) if grows else None,
+            prompt_tokens=need.prompt_tokens,
+            max_tokens=need.max_tokens,
+            choices=need.choices,
+            step=need.choices if tenant.on_token_limit == "shorten" else max(1, need.max_tokens * need.choices),
+            price=need.price,
+            expected=self._holds.expected(tenant.id, model, need.max_tokens, need.choices) if need.grows else None,
         )
-        check_possible(limits, prompt_tokens, demand.least, price)
-        return await self._take(limits, demand, msgspec.json.encode(lease or {}), model)
+        check_possible(limits, demand)
+        return await self._take(limits, demand.within(limits), msgspec.json.encode(lease or {}), model)
 
     @asynccontextmanager
     async def upload(
@@ -160,7 +152,7 @@ class Quota:
         if not limits:
             yield
             return
-        taken = await self._take(limits, Demand(tenant_id=tenant_id, request_id=request_id, price=FREE), NO_NOTE)
+        taken = await self._take(limits, Demand(tenant_id=tenant_id, request_id=request_id), NO_NOTE)
         try:
             yield
         finally:
@@ -199,7 +191,9 @@ class Quota:
                 self._give_back(tenant_id, request_id)
             if self._without.refuses(limits):
                 raise
-            return self._following.follow(self._without.acquire(limits, demand), demand, model, limits)
+            shares = self._without.shares(tenant_id, limits)
+            demand = demand.within(shares)
+            return self._holds.attach(self._without.acquire(shares, demand), demand, model, limits)
         except asyncio.CancelledError:
             # The client left, but the script may have run.
             self._give_back(tenant_id, request_id)
@@ -212,9 +206,8 @@ class Quota:
         self._without.remember_budgets(tenant_id, limits, states)
         headers = rate_headers(limits, states)
         if not allowed:
-            tokens, cost = demand.prompt_tokens + demand.least, price.highest_cost(demand.prompt_tokens, demand.least)
-            raise refusal(limits, states, tokens, cost, headers)
-        taken = self._following.follow(reservation(demand, granted, headers, _moment(now)), demand, model, limits)
+            raise refusal(limits, states, demand, headers)
+        taken = self._holds.attach(reservation(demand, granted, headers, _moment(now)), demand, model, limits)
         self._leases.hold(taken, limits, note)
         return taken
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from gateway.billing.past import ALL, Part
 from gateway.errors import Unavailable
+from gateway.quota.kinds import BUDGET
 from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH
 
@@ -79,7 +80,7 @@ class Recall:
     async def _used(self, past: Past, tenant_id: str, limit: Limit, since: int) -> tuple[float, int]:
         """Return (usage still owed against the limit, total usage)."""
         until = EPOCH + timedelta(microseconds=since)
-        if limit.kind == "b":
+        if limit.kind in BUDGET:
             month = until.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
             cost = await past.cost(tenant_id, month, until, limit.part)
             return cost, cost

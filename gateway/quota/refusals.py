@@ -5,68 +5,68 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from gateway.errors import BadRequest, RateLimited
-from gateway.quota.limits import CLASSES, SINGLE, Limit
-from gateway.records.prices import Price, format_money
+from gateway.quota.demand import Demand
+from gateway.quota.kinds import BUDGET, COUNTED, REQUEST_KINDS, SINGLE, STAGED, WINDOW
+from gateway.quota.limits import CLASSES, Limit
+from gateway.records.prices import format_money
 
 # Remaining, wait (ms) and reset (ms) of each limit.
 States = Sequence[tuple[int, int, int]]
 
-# Text after the number of a limit, by kind; "{s}" is the plural's ending.
-UNITS = {
-    "r": "request{s} per minute",
-    "t": "token{s} per minute",
-    "d": "token{s} per day",
-    "c": "concurrent request{s}",
-    "o": "concurrent token{s}",
-    "b": "of budget per month",
-    "m": "adapter change{s} per minute",
-    "u": "concurrent upload{s}",
-}
 # Suffix of the headers -> the kinds of limits that they report.
-HEADERS = {"requests": "r", "tokens": "td"}
+HEADERS = {"requests": SINGLE & WINDOW.keys() & {kind.letter for kind in REQUEST_KINDS}, "tokens": STAGED}
+WHOLE_ANSWER = (
+    " Behind an engine that knows no allowances, such as vLLM, an answer that is not streamed holds all of max_tokens: "
+    "stream it, and its hold grows with it."
+)
 
 
-def check_possible(limits: Sequence[Limit], prompt_tokens: int, completion_tokens: int, price: Price) -> None:
-    """Raise BadRequest for a request that can never be admitted. completion_tokens: the fewest that suffice."""
-    tokens = prompt_tokens + completion_tokens
+def check_possible(limits: Sequence[Limit], demand: Demand) -> None:
+    """Raise BadRequest for a request that can never be admitted.
+
+    A growing hold may pass a token rate's limit while it runs, so it needs room for the prompt and one token of each
+    choice only.
+    """
+    prompt, grows = demand.prompt_tokens, demand.expected is not None
     for limit in limits:
-        kind = limit.kind
-        if kind in SINGLE or (kind != "b" and tokens <= limit.value):
+        is_rate = limit.kind in STAGED
+        completion = min(demand.choices, demand.least) if is_rate and grows else demand.least
+        tokens, cost = prompt + completion, demand.price.highest_cost(prompt, completion)
+        if limit.kind in SINGLE or limit.amount(tokens, cost) <= limit.value:
             continue
-        needs = f"{tokens} tokens ({prompt_tokens} of the prompt and {completion_tokens} of the answer)"
-        if kind == "b":
-            cost = price.highest_cost(prompt_tokens, completion_tokens)
-            if cost <= limit.value:
-                continue
+        needs = f"{tokens} tokens ({prompt} of the prompt and {completion} of the answer)"
+        if limit.kind in BUDGET:
             needs += f" at a cost of {format_money(cost)}"
         raise BadRequest(
             f"This request needs {needs}, more than the whole limit of {_value(limit)} of this {limit.owner}; it can "
-            "never be admitted. Shorten the prompt, or send a smaller max_tokens: a request without one has a default.",
+            "never be admitted. Shorten the prompt, or send a smaller max_tokens: a request without one has a default."
+            + (WHOLE_ANSWER if is_rate and not grows and prompt < limit.value else ""),
             param="max_tokens",
             code="request_exceeds_limit",
         )
 
 
-def refusal(limits: Sequence[Limit], states: States, tokens: int, cost: int, headers: dict[str, str]) -> RateLimited:
-    """Build the 429 for the exceeded limit with the longest wait. tokens, cost: the amounts that the request needs."""
+def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: dict[str, str]) -> RateLimited:
+    """Build the 429 for the exceeded limit with the longest wait."""
     index = max(range(len(limits)), key=lambda i: states[i][1])
     limit, (remaining, wait, _) = limits[index], states[index]
     seconds = math.ceil(wait / 1000)
-    if limit.kind == "b":
+    needed = demand.needed(limit, demand.least)
+    if limit.kind in BUDGET:
         state = "is used up" if remaining <= 0 else "is nearly used up"
         message = (
             f"This month's budget of this {limit.owner}, {format_money(limit.value)}, {state}: the request may cost "
-            f"{format_money(cost)}, {format_money(max(0, remaining))} is left. Try again on {_next_month(seconds)}."
+            f"{format_money(needed)}, {format_money(max(0, remaining))} is left. Try again on {_next_month(seconds)}."
         )
     else:
         message = (
-            f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {limit.amount(tokens, cost)}, "
+            f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {needed}, "
             f"remaining {remaining}. Try again in {describe_wait(seconds)}."
         )
     return RateLimited(
         message,
         limit=CLASSES[limit.kind],
-        code="insufficient_quota" if limit.kind == "b" else None,
+        code="insufficient_quota" if limit.kind in BUDGET else None,
         headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(wait)},
     )
 
@@ -126,8 +126,8 @@ def describe_wait(seconds: int) -> str:
 
 def _value(limit: Limit) -> str:
     """Return a limit's value with its unit."""
-    value = format_money(limit.value) if limit.kind == "b" else str(limit.value)
-    return f"{value} {UNITS[limit.kind].format(s='' if limit.value == 1 else 's')}"
+    value = format_money(limit.value) if limit.kind in BUDGET else str(limit.value)
+    return f"{value} {COUNTED[limit.kind].unit.format(s='' if limit.value == 1 else 's')}"
 
 
 def _next_month(seconds: int) -> str:

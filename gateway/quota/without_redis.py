@@ -4,48 +4,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
-import msgspec
-
+from gateway.quota.demand import Demand
 from gateway.quota.fallback import Mode
+from gateway.quota.kinds import BUDGET
 from gateway.quota.limits import CLASSES, Limit
 from gateway.quota.local import Grown, LocalLimits
 from gateway.quota.refusals import States, rate_headers, refusal
 from gateway.quota.reservation import Reservation
-from gateway.records.prices import Price
 
 # Maximum number of budgets whose remaining amount is stored.
 KNOWN_BUDGETS = 10_000
-
-
-class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """Amounts that a request needs.
-
-    max_tokens: for each choice. step: the grant is a multiple of it. expected: the completion tokens of all choices
-    that the token rates hold at first, None for all of them.
-    """
-
-    tenant_id: str
-    request_id: str
-    prompt_tokens: int = 0
-    max_tokens: int = 0
-    choices: int = 1
-    step: int = 1
-    price: Price
-    expected: int | None = None
-
-    @property
-    def completion(self) -> int:
-        return self.max_tokens * self.choices
-
-    @property
-    def held(self) -> int:
-        """Return the completion tokens that the token rates hold at first."""
-        return self.completion if self.expected is None else min(self.expected, self.completion)
-
-    @property
-    def least(self) -> int:
-        """Return the fewest completion tokens that suffice."""
-        return min(self.step, self.completion)
 
 
 class WithoutRedis:
@@ -66,27 +34,20 @@ class WithoutRedis:
         """Return whether a request under these limits is refused."""
         return "closed" in ({self.modes[CLASSES[limit.kind]] for limit in limits} or {self.modes["requests"]})
 
-    def acquire(self, limits: Sequence[Limit], demand: Demand) -> Reservation:
-        """Take this gateway's share of the limits. Raises RateLimited."""
-        shares = [
-            Limit(limit.field, limit.owner, limit.kind, self._share(demand.tenant_id, limit))
+    def shares(self, tenant_id: str, limits: Sequence[Limit]) -> list[Limit]:
+        """Return this gateway's shares of the limits that hold without Redis."""
+        return [
+            Limit(limit.field, limit.owner, limit.kind, self._share(tenant_id, limit))
             for limit in limits
             if self.modes[CLASSES[limit.kind]] == "local"
         ]
-        answer = self._local.acquire(
-            demand.tenant_id,
-            demand.request_id,
-            shares,
-            demand.prompt_tokens,
-            demand.completion,
-            demand.step,
-            demand.price,
-            expected=demand.held,
-        )
+
+    def acquire(self, shares: Sequence[Limit], demand: Demand) -> Reservation:
+        """Take the demand of this gateway's shares. Raises RateLimited."""
+        answer = self._local.acquire(shares, demand)
         headers = rate_headers(shares, answer.states)
         if not answer.allowed:
-            cost = demand.price.highest_cost(demand.prompt_tokens, demand.least)
-            raise refusal(shares, answer.states, demand.prompt_tokens + demand.least, cost, headers)
+            raise refusal(shares, answer.states, demand, headers)
         self._admitted("local" if shares else "open")
         return reservation(demand, answer.granted, headers, datetime.now(UTC))
 
@@ -101,7 +62,7 @@ class WithoutRedis:
     def remember_budgets(self, tenant_id: str, limits: Sequence[Limit], states: States) -> None:
         """Store the remaining amount of each budget as Redis reports it. This gateway's share is a part of it."""
         for limit, state in zip(limits, states, strict=True):
-            if limit.kind == "b":
+            if limit.kind in BUDGET:
                 key = tenant_id + limit.field
                 self._budgets[key] = state[0]
                 self._budgets.move_to_end(key)
@@ -109,7 +70,7 @@ class WithoutRedis:
                     self._budgets.popitem(last=False)
 
     def _share(self, tenant_id: str, limit: Limit) -> int:
-        whole = self._budgets.get(tenant_id + limit.field, 0) if limit.kind == "b" else limit.value
+        whole = self._budgets.get(tenant_id + limit.field, 0) if limit.kind in BUDGET else limit.value
         return max(1, whole // self._gateways())
 
 

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from importlib import resources
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -20,6 +19,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from gateway.errors import Unavailable
 from gateway.process.loop_lag import deadline
 from gateway.process.outage import Outage
+from gateway.quota import script
 from gateway.redis.connections import translate
 from gateway.redis.pipeline import Pipeline
 from gateway.redis.sentinel import SCHEME as SENTINEL
@@ -82,7 +82,7 @@ class Store:
     def __init__(self, redis: Client, timeout: float) -> None:
         self._redis = redis
         self._timeout = timeout
-        self._source = resources.files("gateway.quota").joinpath("quota.lua").read_text("utf-8")
+        self._source = script.source()
         self._digest = hashlib.sha1(self._source.encode()).hexdigest()
         # A cluster's commands go to many nodes, on connections that redis-py chooses.
         self._pipeline = None if isinstance(redis, RedisCluster) else Pipeline(redis)

@@ -3,6 +3,7 @@
 import uuid
 from typing import Any
 
+from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
 from gateway.redis.client import Client
@@ -11,7 +12,8 @@ from gateway.redis.client import Client
 async def take(quota: Quota, who: Any, tokens: int = 1, **options: Any) -> Reservation:
     """Reserve a request of this many tokens, all of them completion."""
     request_id = options.pop("request_id", None) or uuid.uuid4().hex
-    return await quota.acquire(who, options.pop("model", "base"), request_id, 0, tokens, **options)
+    model, lease = options.pop("model", "base"), options.pop("lease", None)
+    return await quota.acquire(who, model, request_id, Need(0, tokens, **options), lease)
 
 
 async def settle(quota: Quota, reservation: Reservation, tokens: int, cost: int = 0, **options: Any) -> bytes | None:

@@ -7,7 +7,7 @@ from gateway.quota.growth import Expectations, Pace
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.records.prices import FREE
-from tests.gateway.quota.scripted import SECOND, START, Bucket
+from tests.gateway.quota.scripted import SECOND, START, Bucket, demand
 from wire.responses import ASK_TOKENS
 
 LIMIT = Limit("tenant:t", "tenant", "t", 60_000)
@@ -75,9 +75,8 @@ class Clients:
         while len(self.running) < self.at_once:
             expected = min(self.max_tokens, self.expectations.expect("", ""))
             request_id = f"r{self.ended}.{len(self.running)}.{seconds}"
-            answer = self.limits.acquire(
-                "", request_id, [LIMIT], PROMPT, self.max_tokens, self.max_tokens, FREE, now, expected
-            )
+            need = demand(request_id, PROMPT, self.max_tokens, self.max_tokens, FREE, expected)
+            answer = self.limits.acquire([LIMIT], need, now)
             if not answer.allowed:
                 self._asks_again = seconds + 0.5
                 return

@@ -1,21 +1,38 @@
 """The quota's script on a clock that the test sets."""
 
 import uuid
-from importlib import resources
 from typing import Any
 
 import redis
 
+from gateway.quota import script
+from gateway.quota.demand import Demand
+from gateway.quota.kinds import WINDOW
 from gateway.quota.limits import Limit
-from gateway.quota.local import WINDOW
+from gateway.quota.local import LocalLimits
 from gateway.quota.quota import UNKNOWN
 from gateway.records.prices import Price
 
-SOURCE = resources.files("gateway.quota").joinpath("quota.lua").read_text("utf-8")
+SOURCE = script.source()
 CLOCK = "redis.call('TIME')"
 # 2026-02-27, 23:59:58: close to the end of a month.
 START = 1_772_236_798_000_000
 MS, SECOND, DAY = 1000, 1_000_000, 86_400_000_000
+
+
+def demand(
+    request_id: str, prompt: int, completion: int, step: int, price: Price, expected: int | None = None
+) -> Demand:
+    """Return the demand with which the script's twin takes what `Script.acquire` takes."""
+    return Demand(
+        tenant_id="",
+        request_id=request_id,
+        prompt_tokens=prompt,
+        max_tokens=completion,
+        step=step,
+        price=price,
+        expected=expected,
+    )
 
 
 class Script:
@@ -65,6 +82,38 @@ class Script:
 
     def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:
         return self.call("settle", request_id, tokens, cost, int(counts), "{}") is not None
+
+
+class Twin:
+    """`LocalLimits` with the script's interface."""
+
+    def __init__(self) -> None:
+        self._limits = LocalLimits()
+        self.now = START
+
+    def acquire(
+        self,
+        request_id: str,
+        limits: list[Limit],
+        prompt: int,
+        completion: int,
+        step: int,
+        price: Any,
+        expected: int | None = None,
+    ) -> Any:
+        answer = self._limits.acquire(limits, demand(request_id, prompt, completion, step, price, expected), self.now)
+        return answer.allowed, answer.granted, answer.states
+
+    def grow(self, request_id: str, used: int, wanted: int) -> tuple[int, int, str] | None:
+        grown = self._limits.grow("", request_id, used, wanted, self.now)
+        return None if grown is None else (grown.allowed, grown.wait, grown.field)
+
+    def extend(self, request_id: str, used: int) -> list[str]:
+        self._limits.grow("", request_id, used, 0, self.now)
+        return []
+
+    def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:
+        return self._limits.settle("", request_id, tokens, cost, counts=counts, now=self.now)
 
 
 class Bucket:

@@ -18,7 +18,7 @@ from gateway.records.prices import FREE
 from testing.gateway.running import HI_TOKENS, Gateway, until
 from testing.gateway.upstream import PROMPT_TOKENS, Upstream
 from tests.gateway.quota.honest import LIMIT, Clients
-from tests.gateway.quota.scripted import SECOND, START, Script
+from tests.gateway.quota.scripted import SECOND, START, Script, demand
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_a_refund_of_what_was_charged_early_is_what_is_not_paid_off(client: redi
     limit = Limit("tenant:t", "tenant", "t", 60)
     script, twin = Script(client), LocalLimits()
     script.acquire("r", [limit], 0, 60, 60, FREE, expected=40)
-    twin.acquire("", "r", [limit], 0, 60, 60, FREE, START, 40)
+    twin.acquire([limit], demand("r", 0, 60, 60, FREE, 40), START)
     script.grow("r", 40, 0)
     twin.grow("", "r", 40, 0, START)
     script.now += 30 * SECOND
@@ -148,7 +148,7 @@ def test_a_refund_of_what_was_charged_early_is_what_is_not_paid_off(client: redi
         _, _, [(remaining, *_)] = script.acquire("a", [limit], 0, 1, 1, FREE)
     else:
         twin.settle("", "r", 0, 0, counts=True, now=script.now)
-        [(remaining, *_)] = twin.acquire("", "a", [limit], 0, 1, 1, FREE, script.now).states
+        [(remaining, *_)] = twin.acquire([limit], demand("a", 0, 1, 1, FREE), script.now).states
     assert remaining == 59
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from gateway.billing.sweeps import TENANTS
 from gateway.errors import BadRequest, RateLimited, Unavailable
+from gateway.quota.demand import Demand, Need
 from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
 from gateway.quota.refusals import check_possible, describe_wait, format_duration, refusal
 from gateway.quota.reservation import Reservation
-from gateway.records.prices import FREE, Price
+from gateway.records.prices import Price
 from gateway.redis.client import Client, Store, connect
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, settle, take
@@ -109,21 +110,22 @@ async def test_headers_tell_of_a_days_tokens_where_fewer_are_left_of_them(quota:
 async def test_an_answer_is_shortened_to_what_is_left_if_the_tenant_chose_that(limit: str, quota: Quota):
     who = principal(tenant={limit: 10_000}, on_token_limit="shorten")
     price = Price(output=1_000_000)
-    whole = await quota.acquire(who, "base", uuid.uuid4().hex, 0, 9000, price=price)
+    whole = await quota.acquire(who, "base", uuid.uuid4().hex, Need(0, 9000, price=price))
     assert (whole.max_tokens, "x-loraplex-max-tokens" in whole.headers) == (9000, False)
-    short = await quota.acquire(who, "base", uuid.uuid4().hex, 0, 700, choices=2, price=price)
+    short = await quota.acquire(who, "base", uuid.uuid4().hex, Need(0, 700, choices=2, price=price))
     assert (short.max_tokens, short.tokens) == (500, 1000)
     assert short.headers["x-loraplex-max-tokens"] == "500"
+    need = Need(1000, 700, price=Price(input=10**6, output=10**6))
     with pytest.raises(RateLimited, match=r"(needed 1001, remaining \d+|may cost 0\.001001, [\d.]+ is left)\."):
-        await quota.acquire(who, "base", uuid.uuid4().hex, 1000, 700, price=Price(input=10**6, output=10**6))
+        await quota.acquire(who, "base", uuid.uuid4().hex, need)
 
 
 async def test_choices_are_granted_evenly_or_not_at_all(quota: Quota):
     who = principal(tenant={"max_concurrent_tokens": 107}, on_token_limit="shorten")
-    taken = await quota.acquire(who, "base", "a", 7, 50, choices=3)
+    taken = await quota.acquire(who, "base", "a", Need(7, 50, choices=3))
     assert (taken.max_tokens, taken.tokens) == (33, 7 + 99)
     with pytest.raises(RateLimited):
-        await quota.acquire(who, "base", "b", 0, 50, choices=2)
+        await quota.acquire(who, "base", "b", Need(0, 50, choices=2))
 
 
 async def test_settling_gives_back_what_was_not_used_and_only_once(quota: Quota, redis: Client):
@@ -300,7 +302,8 @@ def test_durations_are_as_openai_writes_them():
 
 def refused(kind: str, value: int, remaining: int, cost: int = 0) -> str:
     limit = Limit(f"tenant:{kind}", "tenant", kind, value)
-    return refusal([limit], [(remaining, 90_000, 90_000)], 5, cost, {}).message
+    demand = Demand(tenant_id="t", request_id="r", prompt_tokens=5, price=Price(input=cost * 200_000))
+    return refusal([limit], [(remaining, 90_000, 90_000)], demand, {}).message
 
 
 def test_refusals_say_one_thing_in_the_singular_and_money_as_money():
@@ -316,6 +319,6 @@ def test_a_request_that_can_never_pass_is_told_of_the_default():
     """The message mentions the default, because the client may not have sent any max_tokens."""
     limits = [Limit("tenant:t", "tenant", "t", 10)]
     with pytest.raises(BadRequest, match="can never be admitted") as found:
-        check_possible(limits, 5, 64, FREE)
+        check_possible(limits, Demand(tenant_id="t", request_id="r", prompt_tokens=5, max_tokens=64, step=64))
     assert "69 tokens (5 of the prompt and 64 of the answer)" in found.value.message
     assert "a request without one has a default" in found.value.message

@@ -4,16 +4,18 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from fractions import Fraction
 
+import msgspec
 import pytest
 import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gateway.quota.limits import NAMES, Limit
-from gateway.quota.local import WINDOW, LocalLimits
+from gateway.quota.kinds import COUNTED, WINDOW
+from gateway.quota.limits import Limit
+from gateway.quota.local import LocalLimits
 from gateway.quota.quota import UNKNOWN
 from gateway.records.prices import Price
-from tests.gateway.quota.scripted import DAY, MS, SECOND, START, Script
+from tests.gateway.quota.scripted import DAY, MS, SECOND, START, Script, demand
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ limit_sets = st.lists(
     st.builds(
         lambda owner, kind, value: Limit(f"{owner}:{kind}", owner, kind, value),
         st.sampled_from(["tenant", "key", "model"]),
-        st.sampled_from(sorted(NAMES)),
+        st.sampled_from(sorted(COUNTED)),
         values,
     ),
     min_size=1,
@@ -48,10 +50,13 @@ takes = st.tuples(
 )
 grows = st.tuples(st.just("grow"), waits, st.integers(0, 20), st.floats(0, 1.2), st.floats(0, 1))
 settles = st.tuples(st.just("settle"), waits, st.integers(0, 20), st.floats(0, 2), st.booleans())
+changes = st.tuples(st.just("change"), waits, st.integers(0, 5), values)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(limits=limit_sets, price=prices, steps=st.lists(st.one_of(takes, settles, grows), min_size=1, max_size=25))
+@given(
+    limits=limit_sets, price=prices, steps=st.lists(st.one_of(takes, settles, grows, changes), min_size=1, max_size=25)
+)
 def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list[Limit], price: Price, steps: list):
     script, twin = Script(client), LocalLimits()
     held: list[tuple[str, int, int]] = []
@@ -61,7 +66,7 @@ def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list
             prompt, completion, shorten, part = rest
             step = 1 if shorten else max(1, completion)
             request_id, expected = f"r{number}", int(completion * part)
-            answer = twin.acquire("", request_id, limits, prompt, completion, step, price, script.now, expected)
+            answer = twin.acquire(limits, demand(request_id, prompt, completion, step, price, expected), script.now)
             assert script.acquire(request_id, limits, prompt, completion, step, price, expected) == (
                 answer.allowed,
                 answer.granted,
@@ -71,6 +76,10 @@ def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list
                 assert min(step, completion) <= answer.granted <= completion
                 tokens = prompt + answer.granted
                 held.append((request_id, tokens, price.highest_cost(prompt, answer.granted)))
+        elif action == "change":
+            index, value = rest
+            changed = limits[index % len(limits)]
+            limits = [msgspec.structs.replace(each, value=value) if each is changed else each for each in limits]
         elif action == "grow" and held:
             index, part, more = rest
             request_id, tokens, _ = held[index % len(held)]

@@ -24,6 +24,7 @@ from gateway.billing.stream import UsageStream
 from gateway.billing.usage_row import encode
 from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited, Unavailable
+from gateway.quota.demand import Need
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.recall import DAY, HOUR, owed_tokens
@@ -67,7 +68,7 @@ async def quota_of(server: ValkeyServer, database: Database, *fallback: str) -> 
 
 
 async def take(quota: Quota, who: TenantPrincipal, tokens: int) -> Any:
-    return await quota.acquire(who, "base", uuid.uuid4().hex, 0, tokens, price=PRICE)
+    return await quota.acquire(who, "base", uuid.uuid4().hex, Need(0, tokens, price=PRICE))
 
 
 async def flush(server: ValkeyServer) -> None:
@@ -231,7 +232,7 @@ class Gateways:
         request_id, tokens = uuid.uuid4().hex, self.random.randint(1, 100)
         self.running[request_id] = tokens
         try:
-            taken = await quota.acquire(who, "base", request_id, 0, tokens, price=PRICE)
+            taken = await quota.acquire(who, "base", request_id, Need(0, tokens, price=PRICE))
             await asyncio.sleep(self.random.uniform(0, 0.02))
         except RateLimited:
             del self.running[request_id]

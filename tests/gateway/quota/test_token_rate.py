@@ -15,47 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.quota.limits import Limit
-from gateway.quota.local import LocalLimits
 from gateway.records.prices import FREE
-from tests.gateway.quota.scripted import DAY, SECOND, START, Bucket, Script
+from tests.gateway.quota.scripted import DAY, SECOND, Bucket, Script, Twin
 
 
 @pytest.fixture(scope="module")
 def client(redis_url: str) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(redis_url) as client:
         yield client
-
-
-class Twin:
-    """`LocalLimits` with the script's interface."""
-
-    def __init__(self) -> None:
-        self._limits = LocalLimits()
-        self.now = START
-
-    def acquire(
-        self,
-        request_id: str,
-        limits: list[Limit],
-        prompt: int,
-        completion: int,
-        step: int,
-        price: Any,
-        expected: int | None = None,
-    ) -> Any:
-        answer = self._limits.acquire("", request_id, limits, prompt, completion, step, price, self.now, expected)
-        return answer.allowed, answer.granted, answer.states
-
-    def grow(self, request_id: str, used: int, wanted: int) -> tuple[int, int, str] | None:
-        grown = self._limits.grow("", request_id, used, wanted, self.now)
-        return None if grown is None else (grown.allowed, grown.wait, grown.field)
-
-    def extend(self, request_id: str, used: int) -> list[str]:
-        self._limits.grow("", request_id, used, 0, self.now)
-        return []
-
-    def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:
-        return self._limits.settle("", request_id, tokens, cost, counts=counts, now=self.now)
 
 
 waits = st.one_of(st.integers(0, SECOND), st.integers(0, 90 * SECOND), st.integers(0, 2 * DAY))

@@ -17,6 +17,7 @@ from gateway.billing.sweeps import register
 from gateway.billing.usage_row import encode
 from gateway.billing.writer import UsageWriter
 from gateway.errors import Unavailable
+from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.records.database import Database
 from gateway.records.tables import usage
@@ -61,7 +62,7 @@ async def test_a_killed_node_loses_no_event_and_no_lease(
         pass
     quota = Quota(redis, timeout=5.0, lease_seconds=600)
     who = principal(tenant_id=tenant_id, tenant={"max_concurrent": 1})
-    running_on = await quota.acquire(who, "base", "a", 1, 1)
+    running_on = await quota.acquire(who, "base", "a", Need(1, 1))
     cluster.copied()
     cluster.kill_first()
 
@@ -81,7 +82,7 @@ async def test_a_killed_node_loses_no_event_and_no_lease(
                 return False
 
         await until(settled, PATIENCE)
-        await quota.acquire(who, "base", "b", 1, 1)
+        await quota.acquire(who, "base", "b", Need(1, 1))
     finally:
         moving.cancel()
         await asyncio.wait({moving})

@@ -7,16 +7,18 @@ from typing import Any
 import msgspec
 
 from gateway.errors import RateLimited
+from gateway.quota.demand import Demand
 from gateway.quota.growth import Expectations, Hold, Pace
+from gateway.quota.kinds import STAGED
 from gateway.quota.limits import Limit
-from gateway.quota.local import GAUGE_WAIT_MS, STAGED, Grown
+from gateway.quota.local import GAUGE_WAIT_MS, Grown
 from gateway.quota.refusals import cut_off
 from gateway.quota.reservation import Reservation
-from gateway.quota.without_redis import Demand, WithoutRedis
+from gateway.quota.without_redis import WithoutRedis
 from gateway.records.catalog import Model
 
 
-class Following:
+class Holds:
     """Creates holds and predicts their first size.
 
     script: calls the quota's script for a tenant. without: admits requests and grows holds while Redis is away.
@@ -31,7 +33,7 @@ class Following:
         """Return the completion tokens that a request holds at first, for all its choices together."""
         return min(max_tokens, self._expectations.expect(tenant_id, _key(model))) * choices
 
-    def follow(
+    def attach(
         self, reservation: Reservation, demand: Demand, model: Model | str, limits: Sequence[Limit]
     ) -> Reservation:
         """Return the reservation with a hold, or unchanged if no token rate applies to it or its hold does not grow."""

@@ -1,0 +1,79 @@
+"""Amounts that a request needs of its limits."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gateway.quota.kinds import STAGED
+from gateway.quota.limits import Limit
+from gateway.records.prices import FREE, Price
+
+# A new request leaves 1 / HEADROOM of a token rate's limit to the growth of running ones.
+HEADROOM = 4
+
+
+class Need(msgspec.Struct, frozen=True, gc=False):
+    """Need of a request, as its handler knows it.
+
+    prompt_tokens: of all prompts together. max_tokens: for each of `choices` answers. grows: the token rates hold the
+    expected completion at first; the caller must report the use to `Reservation.hold`.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    choices: int = 1
+    price: Price = FREE
+    grows: bool = False
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """Amounts that a request needs, as the limits see it.
+
+    step: the granted completion is a multiple of it. expected: the completion tokens of all choices that the token
+    rates hold at first, None for all of them. The other fields are those of Need.
+    """
+
+    tenant_id: str
+    request_id: str
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    choices: int = 1
+    step: int = 1
+    price: Price = FREE
+    expected: int | None = None
+
+    @property
+    def completion(self) -> int:
+        return self.max_tokens * self.choices
+
+    @property
+    def held(self) -> int:
+        """Return the completion tokens that the token rates hold at first."""
+        return self.completion if self.expected is None else min(self.expected, self.completion)
+
+    @property
+    def least(self) -> int:
+        """Return the fewest completion tokens that suffice."""
+        return min(self.step, self.completion)
+
+    def needed(self, limit: Limit, completion: int) -> int:
+        """Return the amount for which a limit must have room if this many completion tokens are granted."""
+        tokens = self.prompt_tokens + completion
+        if limit.kind in STAGED:
+            at_first = self.prompt_tokens + min(self.held, completion)
+            return min(tokens, at_first + limit.value // HEADROOM, limit.value)
+        return limit.amount(tokens, self.price.highest_cost(self.prompt_tokens, completion))
+
+    def within(self, limits: Sequence[Limit]) -> "Demand":
+        """Return the demand with a first hold that each token rate can grant.
+
+        A reservation above a rate holds at most half of it at first, so that others are not refused meanwhile.
+        """
+        if self.expected is None:
+            return self
+        tokens = self.prompt_tokens + self.completion
+        above = [limit.value for limit in limits if limit.kind in STAGED and tokens > limit.value]
+        if not above:
+            return self
+        most = max(0, min(above) // 2 - self.prompt_tokens)
+        return msgspec.structs.replace(self, expected=min(self.expected, most))

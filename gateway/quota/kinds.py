@@ -1,0 +1,173 @@
+"""Kinds of limits, as data. The API, the command line, the dashboard, the script and its twin are derived from them.
+
+A new kind is an entry of KINDS and a line of docs/reference.md.
+"""
+
+from typing import Literal
+
+import msgspec
+
+MINUTE, DAY, MONTH = "minute", "day", "month"
+# Windows of rates, in microseconds.
+WINDOWS = {MINUTE: 60_000_000, DAY: 86_400_000_000}
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """Kind of limit.
+
+    name: its name in the API, the database and the command line. letter: the last letter of its field in Redis, never
+    used for another kind. takes: the amount that each use takes, "one" or the request's tokens or cost. period: the
+    period of a rate or budget; None is a limit of what exists at once. charged: the event that uses it; "store" kinds
+    are checked by `gateway/records/adapter_limits.py` alone. unit: follows the value in messages; "{s}" is the plural's
+    ending. largest: the highest value that the API accepts. default: of a new tenant. heading: on the dashboard.
+    """
+
+    name: str
+    letter: str = ""
+    takes: Literal["one", "tokens", "cost"] = "one"
+    period: Literal["minute", "day", "month"] | None = None
+    charged: Literal["request", "upload", "store"] = "request"
+    unit: str
+    help: str
+    largest: int
+    default: int | None = None
+    heading: str = ""
+
+    @property
+    def window(self) -> int | None:
+        """Return the window of a rate in microseconds; None if it is none."""
+        return WINDOWS.get(self.period or "")
+
+    @property
+    def is_gauge(self) -> bool:
+        """Return whether a use counts only while it runs."""
+        return self.period is None
+
+    @property
+    def is_staged(self) -> bool:
+        """Return whether it is a token rate: running requests hold tokens, and used tokens become debt."""
+        return self.takes == "tokens" and self.window is not None
+
+    @property
+    def is_recalled(self) -> bool:
+        """Return whether its past usage is recalled from the ledger if Redis has lost it."""
+        return self.charged == "request" and self.period in (DAY, MONTH)
+
+    @property
+    def limit_class(self) -> str:
+        """Return the `type` of its refusals, for which `LORAPLEX_QUOTA_FALLBACK` sets a mode."""
+        if self.is_gauge:
+            return "concurrency"
+        return {"one": "requests", "tokens": "tokens", "cost": "budget"}[self.takes]
+
+
+KINDS = (
+    Kind(
+        name="requests_per_minute",
+        letter="r",
+        period="minute",
+        unit="request{s} per minute",
+        help="Requests per minute",
+        largest=10_000_000,
+        default=600,
+        heading="Requests/min",
+    ),
+    Kind(
+        name="tokens_per_minute",
+        letter="t",
+        takes="tokens",
+        period="minute",
+        unit="token{s} per minute",
+        help="Prompt and output tokens per minute",
+        largest=10_000_000_000,
+        default=200_000,
+        heading="Tokens/min",
+    ),
+    Kind(
+        name="tokens_per_day",
+        letter="d",
+        takes="tokens",
+        period="day",
+        unit="token{s} per day",
+        help="Prompt and output tokens per day",
+        largest=10_000_000_000,
+        heading="Tokens/day",
+    ),
+    Kind(
+        name="max_concurrent",
+        letter="c",
+        unit="concurrent request{s}",
+        help="Concurrent requests",
+        largest=100_000,
+        default=32,
+        heading="At once",
+    ),
+    Kind(
+        name="max_concurrent_tokens",
+        letter="o",
+        takes="tokens",
+        unit="concurrent token{s}",
+        help="Prompt and output tokens of all concurrent requests",
+        largest=10_000_000_000,
+        heading="Tokens at once",
+    ),
+    Kind(
+        name="budget_per_month",
+        letter="b",
+        takes="cost",
+        period="month",
+        unit="of budget per month",
+        help="Budget per calendar month (UTC)",
+        largest=10**15,
+        heading="Budget/month",
+    ),
+    Kind(
+        name="adapter_changes_per_minute",
+        letter="m",
+        period="minute",
+        charged="upload",
+        unit="adapter change{s} per minute",
+        help="Uploads and deletions of adapters per minute",
+        largest=10_000_000,
+        default=60,
+    ),
+    Kind(
+        name="max_concurrent_uploads",
+        letter="u",
+        charged="upload",
+        unit="concurrent upload{s}",
+        help="Concurrent adapter uploads",
+        largest=100_000,
+        default=4,
+    ),
+    Kind(
+        name="max_adapters",
+        charged="store",
+        unit="adapter{s}",
+        help="Number of adapter names",
+        largest=100_000,
+        default=1000,
+    ),
+    Kind(
+        name="max_adapter_bytes",
+        charged="store",
+        unit="byte{s} of adapters",
+        help="Total bytes of adapter tensors, including all versions on record",
+        largest=10**15,
+        default=64 << 30,
+    ),
+)
+
+# Kinds of a tenant's, a key's and a model's limits on requests, and kinds of a tenant's limits on its own adapters.
+REQUEST_KINDS = tuple(kind for kind in KINDS if kind.charged == "request")
+ADAPTER_KINDS = tuple(kind for kind in KINDS if kind.charged != "request")
+# Kinds that the script counts, by letter.
+COUNTED = {kind.letter: kind for kind in KINDS if kind.letter}
+
+# The same kinds by property, for the script and its twin. Windows are in microseconds.
+WINDOW = {letter: kind.window for letter, kind in COUNTED.items() if kind.window is not None}
+SINGLE = frozenset(letter for letter, kind in COUNTED.items() if kind.takes == "one")
+GAUGE = frozenset(letter for letter, kind in COUNTED.items() if kind.is_gauge)
+STAGED = frozenset(letter for letter, kind in COUNTED.items() if kind.is_staged)
+BUDGET = frozenset(letter for letter, kind in COUNTED.items() if kind.takes == "cost")
+RECALLED = frozenset(letter for letter, kind in COUNTED.items() if kind.is_recalled)
