@@ -40,7 +40,7 @@ CHECK_HEX = 8
 
 CACHE_ENTRIES = 10_000
 # Scope of cached answers for keys that do not exist. They are dropped only when the database is replaced.
-NOBODY = "nobody"
+UNKNOWN_KEY = "unknown key"
 # Maximum lag of a key's `last_used_at`, and the minimum time between two writes of it.
 NOTE_USE_AFTER = timedelta(minutes=1)
 WRITE_USE_SECONDS = 2.0
@@ -84,7 +84,7 @@ class _Known(msgspec.Struct):
 
     @property
     def scope(self) -> str:
-        return NOBODY if self.key is None else self.key.scope
+        return UNKNOWN_KEY if self.key is None else self.key.scope
 
 
 class Authenticator:

@@ -346,7 +346,7 @@ class Accounting:
         is_free = account.ending.may_be_lost
         self._quota.progress(account.reservation, engine, heard.prompt, heard.completion, is_free=is_free)
         try:
-            return await self._quota.leave(account.reservation)
+            return await self._quota.hand_over(account.reservation)
         except Unavailable as error:
             log.info("request %s is settled by what was heard of it: %s", account.reservation.request_id, error)
             return False

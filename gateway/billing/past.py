@@ -47,7 +47,7 @@ class UsagePast:
         ]
         if not parts:
             return 0
-        # A single statement, so that a row in the process of being written is read in both tables or in neither.
+        # A single statement reads both tables in one snapshot: it sees a row that is being written in both or neither.
         every = union_all(*parts).subquery()
         async with self._database.read() as connection:
             return int((await connection.execute(select(func.sum(every.c.cost)))).scalar() or 0)

@@ -167,7 +167,7 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
         cost=0 if is_free else price.cost(prompt, completion, outcome.cached_tokens),
         surcharge=weights.tokens(prompt, completion) - prompt - completion,
         # Time until the last extension of the lease, at most a third of a lease before the gateway died.
-        latency_ms=max(0, round((lease.last_heard - created_at).total_seconds() * 1000)),
+        latency_ms=max(0, round((lease.last_extended - created_at).total_seconds() * 1000)),
         ttft_ms=None,
         status="abandoned",
         finish_reason=outcome.finish_reason,

@@ -21,7 +21,7 @@ PAGE = 200
 TENANTS_AT_ONCE = 100
 
 
-class _Held(msgspec.Struct):
+class _Lease(msgspec.Struct):
     reservation: Reservation
     limits: Sequence[Limit]
     note: bytes
@@ -35,36 +35,36 @@ class Leases:
         self._lease_ms = lease_ms
         self._register = register
         # Tenant id -> request id -> lease.
-        self._held: dict[str, dict[str, _Held]] = {}
+        self._leases: dict[str, dict[str, _Lease]] = {}
 
-    def hold(self, reservation: Reservation, limits: Sequence[Limit], note: bytes) -> None:
+    def add(self, reservation: Reservation, limits: Sequence[Limit], note: bytes) -> None:
         """Add a lease. limits: all limits of the reservation. note: the data with which another gateway settles it."""
-        held = _Held(reservation, limits, note)
-        self._held.setdefault(reservation.tenant_id, {})[reservation.request_id] = held
+        lease = _Lease(reservation, limits, note)
+        self._leases.setdefault(reservation.tenant_id, {})[reservation.request_id] = lease
 
-    def holds(self, tenant_id: str, request_id: str) -> bool:
-        return request_id in self._held.get(tenant_id, {})
+    def has(self, tenant_id: str, request_id: str) -> bool:
+        return request_id in self._leases.get(tenant_id, {})
 
-    def let_go(self, tenant_id: str, request_id: str) -> None:
-        held = self._held.get(tenant_id)
-        if held is not None:
-            held.pop(request_id, None)
-            if not held:
-                del self._held[tenant_id]
+    def remove(self, tenant_id: str, request_id: str) -> None:
+        leases = self._leases.get(tenant_id)
+        if leases is not None:
+            leases.pop(request_id, None)
+            if not leases:
+                del self._leases[tenant_id]
 
     def progress(self, reservation: Reservation, progress: Progress) -> None:
-        held = self._held.get(reservation.tenant_id, {}).get(reservation.request_id)
-        if held is not None:
-            held.progress = progress
+        lease = self._leases.get(reservation.tenant_id, {}).get(reservation.request_id)
+        if lease is not None:
+            lease.progress = progress
 
     async def keep_extending(self) -> None:
         """Extend all leases periodically until cancelled. Run it as a task."""
         while True:
             await asyncio.sleep(self._lease_ms / 3000)
             try:
-                if self._held:
+                if self._leases:
                     # Register each time, because Redis may have come back without its data.
-                    await self._register(set(self._held))
+                    await self._register(set(self._leases))
                 await self.extend_all()
             except Unavailable:
                 # The requests continue. If Redis stays away, their leases end and are restored when it is back.
@@ -75,7 +75,7 @@ class Leases:
 
         Raises Unavailable.
         """
-        tenants = list(self._held)
+        tenants = list(self._leases)
         for start in range(0, len(tenants), TENANTS_AT_ONCE):
             page = tenants[start : start + TENANTS_AT_ONCE]
             answers = await asyncio.gather(*(self.extend(tenant_id) for tenant_id in page), return_exceptions=True)
@@ -87,9 +87,9 @@ class Leases:
 
     async def extend(self, tenant_id: str) -> None:
         """Extend a tenant's leases and restore those that Redis has lost. Raises Unavailable."""
-        held = list(self._held.get(tenant_id, {}).items())
-        for start in range(0, len(held), PAGE):
-            page = held[start : start + PAGE]
+        leases = list(self._leases.get(tenant_id, {}).items())
+        for start in range(0, len(leases), PAGE):
+            page = leases[start : start + PAGE]
             used = {id: each.reservation.hold.pace.delivered for id, each in page if each.reservation.hold is not None}
             items = [
                 item
@@ -105,17 +105,17 @@ class Leases:
                 if (hold := request[1].reservation.hold) is not None and request[0].encode() not in answer:
                     hold.charged = max(hold.charged, used[request[0]])
             # A missing lease was lost by Redis, or its request has ended during the call.
-            running = self._held.get(tenant_id, {})
+            running = self._leases.get(tenant_id, {})
             lost = [each for request_id in answer if (each := running.get(request_id.decode())) is not None]
             await asyncio.gather(*(self._restore(each) for each in lost))
 
-    async def _restore(self, held: _Held) -> None:
+    async def _restore(self, lease: _Lease) -> None:
         """Restore a lease that Redis has lost, with the limits that its settlement corrects.
 
         Rates of requests are left out, because their state is lost with the lease.
         """
-        reservation = held.reservation
-        limits = [limit for limit in held.limits if not (limit.kind in SINGLE and limit.kind in WINDOW)]
+        reservation = lease.reservation
+        limits = [limit for limit in lease.limits if not (limit.kind in SINGLE and limit.kind in WINDOW)]
         await self._store.script(
             reservation.tenant_id,
             "restore",
@@ -127,6 +127,6 @@ class Leases:
             reservation.cost,
             reservation.held,
             reservation.charged,
-            held.note,
+            lease.note,
             *(item for limit in limits for item in (limit.field, limit.value)),
         )

@@ -7,7 +7,7 @@ from gateway.redis.client import Client
 
 GATEWAYS = "loraplex:gateways"
 ALIVE_SECONDS = 10
-# KEYS: the sorted set. ARGV: this gateway's name, seconds for which an entry is valid, 1 to register or 0 to leave.
+# KEYS: the sorted set. ARGV: this gateway's name, seconds for which an entry is valid, 1 to register, 0 to unregister.
 SCRIPT = """
 local now = tonumber(redis.call('TIME')[1])
 if ARGV[3] == '1' then redis.call('ZADD', KEYS[1], now, ARGV[1]) else redis.call('ZREM', KEYS[1], ARGV[1]) end
@@ -24,13 +24,13 @@ class Presence:
         self._name = uuid.uuid4().hex
         self.count = 1
 
-    async def stay(self) -> None:
+    async def register(self) -> None:
         """Register this gateway as alive and update the count. Raises what the Redis client raises."""
-        self.count = max(1, await self._say(1))
+        self.count = max(1, await self._update(1))
 
-    async def leave(self) -> None:
+    async def unregister(self) -> None:
         """Remove this gateway. Raises what the Redis client raises."""
-        await self._say(0)
+        await self._update(0)
 
-    async def _say(self, here: int) -> Any:
+    async def _update(self, here: int) -> Any:
         return await self._redis.execute_command("EVAL", SCRIPT, 1, GATEWAYS, self._name, ALIVE_SECONDS, here)

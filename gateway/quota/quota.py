@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 SWEEPER = "loraplex:sweeper"
 CLOSED = parse_fallback(())
 # Note of a lease that needs no settlement: its end releases everything that it holds.
-NO_NOTE = b""
+EMPTY_NOTE = b""
 SETTLE_TRIES = 2
 # The script's reply if it needs the past usage of limits first, and how often the recall is tried.
 UNKNOWN = 2
@@ -78,8 +78,8 @@ class Quota:
         self._holds = Holds(self._store.script, self._without)
         self._leases = Leases(self._store, self._lease_ms, self._register)
         # Tenant id -> request id -> (tokens, cost, requests) used, of ended requests to be settled when Redis answers.
-        self._unwanted: dict[str, dict[str, tuple[int, int, int]]] = {}
-        self._has_unwanted = asyncio.Event()
+        self._unsettled: dict[str, dict[str, tuple[int, int, int]]] = {}
+        self._has_unsettled = asyncio.Event()
         self._registered = sweeps.Registrations(redis)
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -152,7 +152,7 @@ class Quota:
         if not limits:
             yield
             return
-        taken = await self._take(limits, Demand(tenant_id=tenant_id, request_id=request_id), NO_NOTE)
+        taken = await self._take(limits, Demand(tenant_id=tenant_id, request_id=request_id), EMPTY_NOTE)
         try:
             yield
         finally:
@@ -188,7 +188,7 @@ class Quota:
                 reply = await self._acquire_unknown(tenant_id, limits, call, reply)
         except Unavailable:
             if sent:
-                self._give_back(tenant_id, request_id)
+                self._settle_later(tenant_id, request_id)
             if self._without.refuses(limits):
                 raise
             shares = self._without.shares(tenant_id, limits)
@@ -196,19 +196,19 @@ class Quota:
             return self._holds.attach(self._without.acquire(shares, demand), demand, model, limits)
         except asyncio.CancelledError:
             # The client left, but the script may have run.
-            self._give_back(tenant_id, request_id)
+            self._settle_later(tenant_id, request_id)
             raise
         allowed, granted, now, *flat = reply
         end = 3 * len(limits)
         states = [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, end, 3)]
         for i in range(end, len(flat), 2):
-            self._recall.check(tenant_id, limits[flat[i]], flat[i + 1])
+            self._recall.reload(tenant_id, limits[flat[i]], flat[i + 1])
         self._without.remember_budgets(tenant_id, limits, states)
         headers = rate_headers(limits, states)
         if not allowed:
             raise refusal(limits, states, demand, headers)
         taken = self._holds.attach(reservation(demand, granted, headers, _moment(now)), demand, model, limits)
-        self._leases.hold(taken, limits, note)
+        self._leases.add(taken, limits, note)
         return taken
 
     def progress(
@@ -237,8 +237,8 @@ class Quota:
         back.
         """
         tenant_id, request_id = reservation.tenant_id, reservation.request_id
-        held = self._leases.holds(tenant_id, request_id)
-        self._leases.let_go(tenant_id, request_id)
+        held = self._leases.has(tenant_id, request_id)
+        self._leases.remove(tenant_id, request_id)
         if reservation.hold is not None:
             reservation.hold.ended(tokens)
         self._without.settle(tenant_id, request_id, tokens, cost, counts=counts)
@@ -249,7 +249,7 @@ class Quota:
             except Unavailable:
                 if left == 0 or self._store.away:
                     if held:
-                        self._give_back(tenant_id, request_id, (tokens, cost, int(counts)))
+                        self._settle_later(tenant_id, request_id, (tokens, cost, int(counts)))
                     raise
         raise AssertionError("unreachable")
 
@@ -260,17 +260,17 @@ class Quota:
         except Unavailable:
             log.debug("request %s is given back when redis answers", reservation.request_id)
 
-    async def leave(self, reservation: Reservation) -> bool:
-        """Send a request's progress to Redis and leave its settlement to the sweep for dead gateways.
+    async def hand_over(self, reservation: Reservation) -> bool:
+        """Send a request's progress to Redis and hand its settlement over to the sweep for dead gateways.
 
-        Returns False if it cannot be left because it was admitted without Redis. Raises Unavailable; it is not left
-        then either.
+        Returns False if that is not possible, because it was admitted without Redis. Raises Unavailable; its settlement
+        is not handed over then either.
         """
         tenant_id, request_id = reservation.tenant_id, reservation.request_id
-        if not self._leases.holds(tenant_id, request_id):
+        if not self._leases.has(tenant_id, request_id):
             return False
         await self._leases.extend(tenant_id)
-        self._leases.let_go(tenant_id, request_id)
+        self._leases.remove(tenant_id, request_id)
         return True
 
     async def expired(self, tenant_id: str) -> list[ExpiredLease]:
@@ -290,7 +290,7 @@ class Quota:
                     ),
                     lease=msgspec.json.decode(note),
                     progress=msgspec.json.decode(progress, type=Progress) if progress else None,
-                    last_heard=ended - timedelta(milliseconds=self._lease_ms),
+                    last_extended=ended - timedelta(milliseconds=self._lease_ms),
                     ended=ended,
                 )
             )
@@ -324,7 +324,7 @@ class Quota:
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._leases.keep_extending())
-            group.create_task(self._keep_giving_back())
+            group.create_task(self._keep_settling())
             group.create_task(self._keep_present())
             group.create_task(self._check.watch())
 
@@ -336,7 +336,7 @@ class Quota:
         """Stop background work and remove this gateway from the live ones."""
         await self._recall.close()
         try:
-            await self._store.call(self._presence.leave)
+            await self._store.call(self._presence.unregister)
         except Unavailable:
             log.info("redis is away; this gateway is missed by it in a few seconds")
         await self._store.close()
@@ -347,15 +347,15 @@ class Quota:
         """Recall the usage that Redis has lost and repeat the call. Raises Unavailable for Redis and the ledger."""
         for _ in range(RECALL_TRIES):
             unknown = [(limits[reply[i]], reply[i + 1]) for i in range(1, len(reply), 2)]
-            await self._recall.bring(tenant_id, unknown)
+            await self._recall.load(tenant_id, unknown)
             reply = await self._store.script(tenant_id, *call)
             if reply[0] != UNKNOWN:
                 return reply
         raise unavailable()
 
-    def _give_back(self, tenant_id: str, request_id: str, used: tuple[int, int, int] = (0, 0, 0)) -> None:
-        self._unwanted.setdefault(tenant_id, {})[request_id] = used
-        self._has_unwanted.set()
+    def _settle_later(self, tenant_id: str, request_id: str, used: tuple[int, int, int] = (0, 0, 0)) -> None:
+        self._unsettled.setdefault(tenant_id, {})[request_id] = used
+        self._has_unsettled.set()
 
     async def _register(self, tenant_ids: set[str]) -> None:
         """Register the tenants for the sweeps, so that their requests are settled even if this process dies."""
@@ -363,25 +363,25 @@ class Quota:
         for start in range(0, len(ids), sweeps.PAGE):
             await self._store.call(partial(self._registered.add, ids[start : start + sweeps.PAGE]))
 
-    async def _keep_giving_back(self) -> None:
+    async def _keep_settling(self) -> None:
         while True:
-            await self._has_unwanted.wait()
-            self._has_unwanted.clear()
+            await self._has_unsettled.wait()
+            self._has_unsettled.clear()
             try:
-                for tenant_id in list(self._unwanted):
-                    for request_id, used in list(self._unwanted[tenant_id].items()):
+                for tenant_id in list(self._unsettled):
+                    for request_id, used in list(self._unsettled[tenant_id].items()):
                         await self._store.script(tenant_id, "settle", request_id, *used, b"")
-                        del self._unwanted[tenant_id][request_id]
-                    if not self._unwanted[tenant_id]:
-                        del self._unwanted[tenant_id]
+                        del self._unsettled[tenant_id][request_id]
+                    if not self._unsettled[tenant_id]:
+                        del self._unsettled[tenant_id]
             except Unavailable:
-                self._has_unwanted.set()
+                self._has_unsettled.set()
                 await asyncio.sleep(PRESENCE_SECONDS)
 
     async def _keep_present(self) -> None:
         while True:
             try:
-                await self._store.call(self._presence.stay)
+                await self._store.call(self._presence.register)
             except Unavailable:
                 log.debug("redis is away; %d gateways live as far as is known", self._presence.count)
             await asyncio.sleep(PRESENCE_SECONDS)

@@ -39,16 +39,16 @@ class Recall:
     def __init__(self, script: Script, past: Past | None) -> None:
         self._script = script
         self._past = past
-        # A single task for each limit and moment, however many requests wait for it.
+        # (tenant id, field, moment) -> the running recall. All requests that need it wait for the same task.
         self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
 
-    async def bring(self, tenant_id: str, unknown: Sequence[tuple[Limit, int]]) -> None:
+    async def load(self, tenant_id: str, unknown: Sequence[tuple[Limit, int]]) -> None:
         """Recall the usage of each limit before a moment (microseconds, Redis' clock). Raises Unavailable."""
         for task in [self._start(tenant_id, limit, since) for limit, since in unknown]:
             await asyncio.shield(task)
 
-    def check(self, tenant_id: str, limit: Limit, since: int) -> None:
-        """Recall again in the background, for rows that have reached the ledger since the last recall."""
+    def reload(self, tenant_id: str, limit: Limit, since: int) -> None:
+        """Repeat a recall in the background, for rows that have reached the ledger since."""
         self._start(tenant_id, limit, since)
 
     async def close(self) -> None:
@@ -59,21 +59,21 @@ class Recall:
             await asyncio.wait(set(self._running.values()))
 
     def _start(self, tenant_id: str, limit: Limit, since: int) -> "asyncio.Task[None]":
-        of = (tenant_id, limit.field, since)
-        task = self._running.get(of)
+        key = (tenant_id, limit.field, since)
+        task = self._running.get(key)
         if task is None:
-            task = self._running[of] = asyncio.create_task(self._bring(tenant_id, limit, since))
-            task.add_done_callback(lambda done: self._done(of, done))
+            task = self._running[key] = asyncio.create_task(self._load(tenant_id, limit, since))
+            task.add_done_callback(lambda done: self._done(key, done))
         return task
 
-    def _done(self, of: tuple[str, str, int], task: "asyncio.Task[None]") -> None:
-        del self._running[of]
+    def _done(self, key: tuple[str, str, int], task: "asyncio.Task[None]") -> None:
+        del self._running[key]
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Waiting requests get the exception. A failed check is made up for by the next one, at twice the age.
+            # Waiting requests get the exception. After a failed repetition the script asks for another one.
             level = logging.WARNING if isinstance(error, Unavailable) else logging.ERROR
-            log.log(level, "what was used of %s is not known: %s", of[1], error)
+            log.log(level, "usage of limit %s could not be recalled: %s", key[1], error)
 
-    async def _bring(self, tenant_id: str, limit: Limit, since: int) -> None:
+    async def _load(self, tenant_id: str, limit: Limit, since: int) -> None:
         owed, known = (0.0, 0) if self._past is None else await self._used(self._past, tenant_id, limit, since)
         await self._script(tenant_id, "recall", limit.field, limit.value, since, repr(owed), known)
 

@@ -54,11 +54,11 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
 
 class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
     """Lease of a gateway that stopped extending it. lease: as given to `acquire`. progress: the last that the gateway
-    sent, None if the request had not begun. last_heard: when its gateway last extended it. ended: when it ended.
+    sent, None if the request had not begun. last_extended: when its gateway last extended it. ended: when it ended.
     """
 
     reservation: Reservation
     lease: dict[str, Any]
     progress: Progress | None
-    last_heard: datetime
+    last_extended: datetime
     ended: datetime

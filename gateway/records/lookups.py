@@ -27,7 +27,7 @@ class Lookups(Generic[K, V]):
         lookup = self._next.get(key)
         if lookup is None:
             lookup = self._next[key] = asyncio.create_task(self._ask(key))
-            lookup.add_done_callback(_hear)
+            lookup.add_done_callback(_retrieve_error)
         return await asyncio.shield(lookup)
 
     async def close(self) -> None:
@@ -45,7 +45,7 @@ class Lookups(Generic[K, V]):
             del self._out[key]
 
 
-def _hear(lookup: "asyncio.Task[V]") -> None:
+def _retrieve_error(lookup: "asyncio.Task[V]") -> None:
     """Retrieve the error, which asyncio would log if every caller has left."""
     if not lookup.cancelled():
         lookup.exception()

@@ -44,7 +44,7 @@ def lease(progress: Progress | None = None) -> ExpiredLease:
     }
     reservation = Reservation(request_id="r", tenant_id="t", tokens=100, max_tokens=0, headers={}, admitted_at=NOON)
     heard, ended = NOON + timedelta(seconds=3), NOON + timedelta(seconds=33)
-    return ExpiredLease(reservation=reservation, lease=note, progress=progress, last_heard=heard, ended=ended)
+    return ExpiredLease(reservation=reservation, lease=note, progress=progress, last_extended=heard, ended=ended)
 
 
 def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequest]:

@@ -323,3 +323,51 @@ async def test_an_engine_that_leaves_within_a_report_has_not_begun_to_answer(
         return (await tenant.chat(max_tokens=240, x_engine={"tokens": 120})).status == 200
 
     await until(serves_again)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_max_tokens_above_the_whole_limit_is_no_reason_to_refuse(
+    gateway: Gateway, upstream: Upstream, stream: bool
+):
+    tenant = await gateway.tenant("acme", tokens_per_minute=300, tokens_per_day=900)
+    got = await tenant.chat(stream=stream, max_tokens=1000, x_engine={"tokens": 100})
+    assert got.status == 200
+    assert int(got.headers["x-ratelimit-remaining-tokens"]) >= 300 - PROMPT_TOKENS - 150
+    [used] = await tenant.usage()
+    assert used["completion_tokens"] == 100
+    # It is charged with what it used, so another one passes.
+    assert (await tenant.chat(stream=stream, max_tokens=1000, x_engine={"tokens": 10})).status == 200
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("how", ["refuse", "shorten"])
+async def test_it_ends_when_the_limit_is_used_up(gateway: Gateway, upstream: Upstream, stream: bool, how: str):
+    tenant = await gateway.tenant("acme", tokens_per_minute=300, on_token_limit=how)
+    got = await tenant.chat(stream=stream, max_tokens=1000, x_engine={"tokens": 1000, "delay": 0.002})
+    [made] = upstream.finished.values()
+    # 300 in all, and five more each second.
+    assert 200 <= made["completion_tokens"] <= 350
+    if how == "shorten":
+        assert "length" in str(got.events if stream else got.json)
+    elif stream:
+        assert got.events[-1]["error"]["code"] == "rate_limit_exceeded"
+    else:
+        assert (got.status, got.json["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
+async def test_a_whole_answer_of_an_engine_without_allowances_needs_all_of_max_tokens(serve: Any, upstream: Upstream):
+    upstream.keeps_allowances = False
+    async with serve() as gateway:
+        tenant = await gateway.tenant("acme", tokens_per_minute=300)
+        refused = await tenant.chat(max_tokens=1000, x_engine={"tokens": 100})
+        assert (refused.status, refused.json["error"]["code"]) == (400, "request_exceeds_limit")
+        assert "an answer that is not streamed holds all of max_tokens: stream it" in refused.json["error"]["message"]
+        got = await tenant.chat(stream=True, max_tokens=1000, x_engine={"tokens": 100})
+        assert len(text_of(got.events)) == 100
+
+
+async def test_a_prompt_above_the_limit_can_never_be_admitted(gateway: Gateway):
+    tenant = await gateway.tenant("acme", tokens_per_minute=5)
+    refused = await tenant.chat(stream=True, max_tokens=10)
+    assert (refused.status, refused.json["error"]["code"]) == (400, "request_exceeds_limit")
+    assert "stream it" not in refused.json["error"]["message"]
