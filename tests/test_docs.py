@@ -17,6 +17,7 @@ from benchmarks.hostile.catalogue import ATTACKS
 from engine.config import EngineConfig
 from engine.model.families import FAMILIES
 from engine.model.gguf.model import ARCHITECTURES
+from gateway.quota.kinds import KINDS
 from gateway.settings import Settings, env_name
 from loraplex.cli import main
 from loraplex.commands.vllm_flags import INSTEAD
@@ -45,8 +46,14 @@ def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Com
 COMMANDS = dict(commands(main, "loraplex"))
 
 
+def params(command: click.Command) -> list[click.Option]:
+    """Return a command's options, without `--help`."""
+    every = command.get_params(click.Context(command))
+    return [param for param in every if isinstance(param, click.Option) and param.name != "help"]
+
+
 def options(command: click.Command) -> set[str]:
-    named = [p for p in command.params if isinstance(p, click.Option)]
+    named = params(command)
     return {flag for option in named for flag in (*option.opts, *option.secondary_opts)}
 
 
@@ -60,13 +67,19 @@ def test_every_command_and_flag(name):
     assert re.search(rf"`{name}\b", REFERENCE), name
     assert options(COMMANDS[name]) <= CODE
     assert COMMANDS[name].help
-    assert all(p.help for p in COMMANDS[name].params if isinstance(p, click.Option))
+    assert all(option.help for option in params(COMMANDS[name]))
     examples = (COMMANDS[name].epilog or "").splitlines()[2:]
     assert examples, "its --help shows no example"
     for line in examples:
         assert f"{name} " in f"{line} "
         flags = {word for word in line.split() if re.fullmatch(r"--[a-z-]+", word)}
         assert flags - {"--max-num-seqs"} <= options(COMMANDS[name])  # that flag is an example inside --engine-args
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_kind_of_limit(kind):
+    assert re.search(rf"^\| `{kind.name}` \| ", REFERENCE, re.MULTILINE), "no row of the table of limits"
+    assert f"--{kind.name.replace('_', '-')}" in CODE
 
 
 def test_the_host_tiers_default_is_the_engines():

@@ -25,8 +25,9 @@ from gateway.access.caller import note_key
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.changes import ASK_SECONDS, Changes
 from gateway.records.keys import ApiKey, Keys
+from gateway.records.limits import Limits
 from gateway.records.lookups import Lookups
-from gateway.records.tenants import Limits, Tenant
+from gateway.records.tenants import Tenant
 
 log = logging.getLogger(__name__)
 

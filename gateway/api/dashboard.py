@@ -15,6 +15,7 @@ from gateway.access.auth import Authenticator
 from gateway.access.credentials import basic_password
 from gateway.errors import BadRequest, Forbidden, InvalidKey, Unavailable
 from gateway.fleet.registry import Registry
+from gateway.quota.kinds import REQUEST_KINDS
 from gateway.records.catalog import Catalog
 from gateway.records.prices import format_money
 from gateway.records.tenants import Tenants
@@ -56,6 +57,7 @@ class Dashboard:
             loader=jinja2.PackageLoader("gateway.api"), autoescape=True, undefined=jinja2.StrictUndefined
         )
         environment.filters["money"] = format_money
+        environment.globals["kinds"] = [kind for kind in REQUEST_KINDS if kind.takes != "cost"]
         self._template = environment.get_template("status.html")
         self._style = resources.files("gateway.api").joinpath("static/style.css").read_text("utf-8")
 

@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, Table, func, select, union_all
+from sqlalchemy import ColumnElement, Select, Table, func, literal, select, union_all
 
 from gateway.records.catalog import CURRENT_VERSION
 from gateway.records.database import Database
@@ -52,31 +52,33 @@ class UsagePast:
         async with self._database.read() as connection:
             return int((await connection.execute(select(func.sum(every.c.cost)))).scalar() or 0)
 
-    async def tokens_by_hour(
-        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL
+    async def by_hour(
+        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL, *, tokens: bool = True
     ) -> list[tuple[datetime, int]]:
         """Return (start of the hour, tokens of the token rates) of the requests in `[since, until)`, in order.
 
-        since: the start of an hour.
+        since: the start of an hour. tokens: False to return the number of requests instead.
         """
         hour = until.replace(minute=0, second=0, microsecond=0)
         parts = [
             select(
                 at.label("hour"),
-                (table.c.prompt_tokens + table.c.completion_tokens + table.c.surcharge).label("tokens"),
+                (table.c.prompt_tokens + table.c.completion_tokens + table.c.surcharge if tokens else requests).label(
+                    "amount"
+                ),
             ).where(*self._within(table, start, end, tenant_id, part))
-            for table, at, start, end in (
-                (usage_hourly, usage_hourly.c["hour"], since, hour),
-                (usage, usage.c.created_at, hour, until),
+            for table, at, requests, start, end in (
+                (usage_hourly, usage_hourly.c["hour"], usage_hourly.c.requests, since, hour),
+                (usage, usage.c.created_at, literal(1), hour, until),
             )
         ]
         every = union_all(*parts).subquery()
         async with self._database.read() as connection:
-            rows = (await connection.execute(select(every.c.hour, every.c.tokens))).all()
+            rows = (await connection.execute(select(every.c.hour, every.c.amount))).all()
         sums: dict[datetime, int] = {}
-        for at, tokens in rows:
+        for at, amount in rows:
             start = min(at, hour)
-            sums[start] = sums.get(start, 0) + tokens
+            sums[start] = sums.get(start, 0) + amount
         return sorted(sums.items())
 
     def _within(

@@ -94,6 +94,15 @@ KINDS = (
         heading="Tokens/day",
     ),
     Kind(
+        name="requests_per_day",
+        letter="q",
+        period="day",
+        unit="request{s} per day",
+        help="Requests per day",
+        largest=1_000_000_000,
+        heading="Requests/day",
+    ),
+    Kind(
         name="max_concurrent",
         letter="c",
         unit="concurrent request{s}",

@@ -8,7 +8,8 @@ from gateway.access.auth import TenantPrincipal
 from gateway.billing.past import ALL, Part
 from gateway.quota.kinds import BUDGET, COUNTED, REQUEST_KINDS, SINGLE
 from gateway.records.catalog import Model
-from gateway.records.tenants import ANY_ADAPTER, Limits
+from gateway.records.limits import Limits
+from gateway.records.tenants import ANY_ADAPTER
 
 CLASSES = {letter: kind.limit_class for letter, kind in COUNTED.items()}
 

@@ -1,4 +1,4 @@
-"""Recall of a month's spend and a day's tokens: copied from the ledger into Redis if Redis has lost them.
+"""Recall of a month's spend and a day's usage: copied from the ledger into Redis if Redis has lost them.
 
 The script (quota.lua) admits nothing on a limit without state. It also merges the sums that several gateways copy at
 once, so that nothing counts twice.
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from gateway.billing.past import ALL, Part
 from gateway.errors import Unavailable
-from gateway.quota.kinds import BUDGET
+from gateway.quota.kinds import BUDGET, SINGLE
 from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH
 
@@ -28,8 +28,8 @@ class Past(Protocol):
 
     async def cost(self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL) -> int: ...
 
-    async def tokens_by_hour(
-        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL
+    async def by_hour(
+        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL, *, tokens: bool = True
     ) -> list[tuple[datetime, int]]: ...
 
 
@@ -85,19 +85,19 @@ class Recall:
             cost = await past.cost(tenant_id, month, until, limit.part)
             return cost, cost
         first = (until - DAY).replace(minute=0, second=0, microsecond=0)
-        hours = await past.tokens_by_hour(tenant_id, first, until, limit.part)
-        return owed_tokens(hours, limit.value, until), sum(tokens for _, tokens in hours)
+        hours = await past.by_hour(tenant_id, first, until, limit.part, tokens=limit.kind not in SINGLE)
+        return owed(hours, limit.value, until), sum(amount for _, amount in hours)
 
 
-def owed_tokens(hours: Sequence[tuple[datetime, int]], limit: int, until: datetime) -> float:
-    """Return the tokens of these hours that are still owed at `until` if `limit` tokens a day are paid off.
+def owed(hours: Sequence[tuple[datetime, int]], limit: int, until: datetime) -> float:
+    """Return the requests or tokens of these hours that are still owed at `until` if `limit` a day are paid off.
 
-    All tokens of an hour count as taken at its end, or at `until`, so the result is never too low and at most an hour's
-    pay-off too high.
+    All of an hour count as taken at its end, or at `until`, so the result is never too low and at most an hour's
+    pay-off too high. It is above the limit if the limit was lowered; the script pays that off within a day.
     """
-    owed, at = 0.0, EPOCH
-    for start, tokens in hours:
+    left, at = 0.0, EPOCH
+    for start, amount in hours:
         end = min(start + HOUR, until)
-        owed = max(0.0, owed - (end - at) / DAY * limit) + tokens
+        left = max(0.0, left - (end - at) / DAY * limit) + amount
         at = end
-    return max(0.0, owed - (until - at) / DAY * limit)
+    return max(0.0, left - (until - at) / DAY * limit)

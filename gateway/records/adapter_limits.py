@@ -1,10 +1,14 @@
 """Limits of a tenant's own adapters: the rate of changes, and the room in the store."""
 
+from typing import TYPE_CHECKING
+
 import msgspec
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
+from gateway.quota.kinds import ADAPTER_KINDS
+from gateway.records.limits import limit_struct
 from gateway.records.removed_versions import uncollected
 from gateway.records.tables import adapter_versions, adapters, tenants
 
@@ -15,18 +19,19 @@ KEPT_VERSIONS = 20
 UNCOLLECTED_FACTOR = 2
 
 
-class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits; None is unlimited. adapter_changes_per_minute: uploads and deletions. max_adapters: names.
+if TYPE_CHECKING:
 
-    max_adapter_bytes: size of all versions on record, in the files' own dtypes. Together with removed versions that are
-    not collected yet, UNCOLLECTED_FACTOR times as much is allowed.
-    """
+    class AdapterLimits(msgspec.Struct, frozen=True):
+        """Limits by the names of ADAPTER_KINDS; None is unlimited.
 
-    adapter_changes_per_minute: int | None = 60
-    max_concurrent_uploads: int | None = 4
-    max_adapters: int | None = 1000
-    max_adapter_bytes: int | None = 64 << 30
+        max_adapter_bytes: size of all versions on record, in the files' own dtypes. Together with removed versions that
+        are not collected yet, UNCOLLECTED_FACTOR times as much is allowed.
+        """
 
+        def __init__(self, **values: int | None) -> None: ...
+        def __getattr__(self, name: str) -> int | None: ...
+else:
+    AdapterLimits = limit_struct("AdapterLimits", ADAPTER_KINDS, defaults=True)
 
 FIELDS = AdapterLimits.__struct_fields__
 

@@ -13,8 +13,9 @@ from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.changes import OPERATORS, count_change
 from gateway.records.database import Database
+from gateway.records.limits import FORMER_COLUMNS, Limits, read_limits, write_limits
 from gateway.records.tables import api_keys, tenants
-from gateway.records.tenants import Limits, Tenant, read_tenant
+from gateway.records.tenants import Tenant, read_tenant
 
 KEY_ID = re.compile(r"[0-9a-f]{16}")
 NO_KEY = "There is no key of this id."
@@ -129,7 +130,7 @@ class Keys:
             await connection.execute(statement, rows)
 
 
-_OWN = ("id", "created_at", *Limits.__struct_fields__)
+_OWN = ("id", "created_at", "limits", *FORMER_COLUMNS)
 _KEYS: Select[Any] = select(
     *(api_keys.c[name].label(f"key_{name}") for name in _OWN),
     api_keys.c.label,
@@ -155,12 +156,12 @@ async def _locked(connection: AsyncConnection, key_id: str) -> ApiKey:
 
 
 def _values(key: ApiKey) -> dict[str, Any]:
-    """Return the columns: the limits lie flat beside the other fields."""
+    """Return the columns."""
     values = msgspec.structs.asdict(key)
     tenant, limits = values.pop("tenant"), values.pop("limits")
     return {
         **values,
-        **msgspec.structs.asdict(limits),
+        **write_limits(limits),
         "tenant_id": None if tenant is None else tenant.id,
         "scopes": ",".join(sorted(key.scopes)),
         "allowed_models": None if key.allowed_models is None else msgspec.json.encode(key.allowed_models).decode(),
@@ -195,5 +196,5 @@ def _key(row: Row[Any]) -> ApiKey:
         last_used_at=row.last_used_at,
         allowed_models=None if models is None else msgspec.json.decode(models, type=tuple[str, ...]),
         family_id=row.family_id or row.key_id,
-        limits=Limits(**{field: getattr(row, f"key_{field}") for field in Limits.__struct_fields__}),
+        limits=read_limits(row, "key_"),
     )

@@ -55,7 +55,7 @@ tenants = Table(
     metadata,
     Column("id", String(32), primary_key=True),
     Column("name", String(64), nullable=False, unique=True),
-    # Limits, of a tenant and of a key: NULL is "not limited".
+    # Limits, of a tenant and of a key, as of the previous release; see gateway/records/limits.py. NULL: not limited.
     Column("requests_per_minute", BigInteger, nullable=True),
     Column("tokens_per_minute", BigInteger, nullable=True),
     Column("tokens_per_day", BigInteger, nullable=True),
@@ -71,6 +71,8 @@ tenants = Table(
     Column("created_at", UtcDateTime, nullable=False),
     # JSON (gateway/records/adapter_limits.py); NULL means the defaults.
     Column("adapter_limits", Text, nullable=True),
+    # JSON of all limits on requests (gateway/records/limits.py), here and of a key.
+    Column("limits", Text, nullable=True),
 )
 
 api_keys = Table(
@@ -97,6 +99,7 @@ api_keys = Table(
     Column("expires_at", UtcDateTime, nullable=True),
     Column("revoked_at", UtcDateTime, nullable=True),
     Column("last_used_at", UtcDateTime, nullable=True),
+    Column("limits", Text, nullable=True),
 )
 
 # See gateway.records.prices: micro-units of the deployment's currency per million tokens.

@@ -16,29 +16,12 @@ from gateway.records.adapter_limits import AdapterLimits
 from gateway.records.audit import record_change
 from gateway.records.changes import PRICES, count_change
 from gateway.records.database import Database
+from gateway.records.limits import DEFAULT_LIMITS, Limits, change_limits, read_limits, write_limits
 from gateway.records.tables import prices, tenants
 
 TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 NO_TENANT = "There is no tenant of this name."
 
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The limits of a tenant, or of one of its keys or models. None: not limited.
-
-    Tokens are prompt and completion tokens together. budget_per_month: micro-units of the deployment's currency
-    (1,000,000 are one unit) in a calendar month, UTC.
-    """
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    tokens_per_day: int | None = None
-    max_concurrent: int | None = None
-    max_concurrent_tokens: int | None = None
-    budget_per_month: int | None = None
-
-
-# Limits of a tenant for which the operator chose no others.
-DEFAULT_LIMITS = Limits(requests_per_minute=600, tokens_per_minute=200_000, max_concurrent=32)
 
 # In `model_limits`: the limits shared by all adapters without limits of their own.
 ANY_ADAPTER = "*"
@@ -80,9 +63,7 @@ class Tenants:
                 "starting with a letter or digit.",
                 param="name",
             )
-        limits = {key: value for key, value in fields.items() if key in Limits.__struct_fields__}
-        of_adapters = {key: value for key, value in fields.items() if key in adapter_limits.FIELDS}
-        others = {key: value for key, value in fields.items() if key not in limits and key not in of_adapters}
+        limits, of_adapters, others = _split(fields)
         tenant = Tenant(
             id=uuid.uuid4().hex,
             name=name,
@@ -116,15 +97,18 @@ class Tenants:
     async def update(self, name: str, changes: Mapping[str, Any], actor: str) -> Tenant:
         """Change a tenant. changes: the fields of Limits, AdapterLimits and Tenant to set, maybe none."""
         _check_possible(name)
-        values = {key: value for key, value in changes.items() if key not in adapter_limits.FIELDS}
-        of_adapters = {key: value for key, value in changes.items() if key in adapter_limits.FIELDS}
+        of_requests, of_adapters, values = _split(changes)
         if "model_limits" in values:
             values["model_limits"] = _encode(values["model_limits"])
         async with self._database.write() as connection:
-            if of_adapters:
-                query = select(tenants.c.adapter_limits).where(tenants.c.name == name).with_for_update()
-                stored = (await connection.execute(query)).scalar_one_or_none()
-                limits = msgspec.structs.replace(adapter_limits.read_limits(stored), **of_adapters)
+            before = None
+            if of_requests or of_adapters:
+                query = select(tenants).where(tenants.c.name == name).with_for_update()
+                before = (await connection.execute(query)).one_or_none()
+            if before is not None and of_requests:
+                values |= change_limits(before, of_requests)
+            if before is not None and of_adapters:
+                limits = msgspec.structs.replace(adapter_limits.read_limits(before.adapter_limits), **of_adapters)
                 values["adapter_limits"] = adapter_limits.write_limits(limits)
             if values:
                 await connection.execute(update(tenants).where(tenants.c.name == name).values(**values))
@@ -158,7 +142,7 @@ def read_tenant(row: Row[Any]) -> Tenant:
     return Tenant(
         id=row.id,
         name=row.name,
-        limits=Limits(**{field: getattr(row, field) for field in Limits.__struct_fields__}),
+        limits=read_limits(row),
         weight=row.weight,
         priority=row.priority,
         on_token_limit=row.on_token_limit,
@@ -170,14 +154,21 @@ def read_tenant(row: Row[Any]) -> Tenant:
 
 
 def _values(tenant: Tenant) -> dict[str, Any]:
-    """Return the columns: the limits lie flat beside the other fields."""
-    values = msgspec.structs.asdict(tenant)
-    limits: Limits = values.pop("limits")
+    """Return the columns."""
     encoded = {
+        **write_limits(tenant.limits),
         "model_limits": _encode(tenant.model_limits),
         "adapter_limits": adapter_limits.write_limits(tenant.adapter_limits),
     }
-    return values | msgspec.structs.asdict(limits) | encoded
+    return msgspec.structs.asdict(tenant) | encoded
+
+
+def _split(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return (limits on requests, limits on adapters, other fields)."""
+    of_requests = {key: value for key, value in fields.items() if key in Limits.__struct_fields__}
+    of_adapters = {key: value for key, value in fields.items() if key in adapter_limits.FIELDS}
+    others = {key: value for key, value in fields.items() if key not in of_requests and key not in of_adapters}
+    return of_requests, of_adapters, others
 
 
 def _encode(model_limits: Mapping[str, Limits]) -> str:

@@ -8,7 +8,7 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.output import json_option, limits_text, moment, print_json, print_table
-from loraplex.commands.values import Duration, Moment, Words, given, limit_options
+from loraplex.commands.values import Duration, LimitCommand, Moment, Words, given
 
 SCOPES = ("inference", "adapters", "usage")
 
@@ -34,6 +34,7 @@ def _check_owner(tenant: str | None, admin: bool) -> None:
 
 @key.command(
     "create",
+    cls=LimitCommand,
     epilog=examples(
         "loraplex key create acme --label ci --expires 30d > acme.key",
         "loraplex key create acme --scopes inference --models pirate --requests-per-minute 60",
@@ -52,7 +53,6 @@ def _check_owner(tenant: str | None, admin: bool) -> None:
 @click.option("--scopes", type=Words(*SCOPES), help=f"Scopes, comma separated: {','.join(SCOPES)}; default: all.")
 @click.option("--models", "allowed_models", type=Words(), help="Allowed models, comma separated; default: all.")
 @click.option("--force", is_flag=True, help="Accept --models that the tenant does not have yet.")
-@limit_options
 @admin_options
 def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fields: Any) -> None:
     """Create an API key for TENANT. Only the key is printed on stdout; it cannot be shown again.

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from loraplex.commands.values import LIMITS, MICRO_UNITS
+from loraplex.commands.values import MICRO_UNITS, limit_names
 
 BUDGET = "budget_per_month"
 _NUMBER = re.compile(r"-?[\d.]+")
@@ -34,7 +34,7 @@ def moment(text: str) -> str:
 
 def limits_text(row: dict[str, Any]) -> str | None:
     """Return a row's limits that are set, as one table cell; None if none is set."""
-    limits = {name: row[name] for name in (*LIMITS, BUDGET) if row.get(name) is not None}
+    limits = {name: row[name] for name in limit_names() if row.get(name) is not None}
     if BUDGET in limits:
         limits[BUDGET] = money(limits[BUDGET])
     return ",".join(f"{name}={value}" for name, value in limits.items()) or None

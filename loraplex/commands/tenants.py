@@ -9,7 +9,7 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.output import BUDGET, json_option, limits_text, moment, money, print_json, print_table
-from loraplex.commands.values import LIMITS, Money, adapter_limit_options, given, limit_options
+from loraplex.commands.values import Money, TenantCommand, given, limit_names
 
 
 @click.group()
@@ -55,11 +55,12 @@ def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--weight", type=float, help="Share of a busy engine, relative to other tenants' weights."),
     ):
         command = option(command)
-    return limit_options(adapter_limit_options(command))
+    return command
 
 
 @tenant.command(
     "create",
+    cls=TenantCommand,
     epilog=examples(
         "loraplex tenant create acme",
         "loraplex tenant create initech --requests-per-minute 60 --tokens-per-day none --budget-per-month 12.50",
@@ -83,7 +84,7 @@ def list_all(as_json: bool, gateway: Gateway) -> None:
     if as_json:
         print_json(rows)
         return
-    columns = ("name", "suspended", "priority", "weight", "on_token_limit", *LIMITS, BUDGET)
+    columns = ("name", "suspended", "priority", "weight", "on_token_limit", *limit_names())
     print_table([_in_money(row) for row in rows], columns)
 
 
@@ -105,6 +106,7 @@ def show(name: str, as_json: bool, gateway: Gateway) -> None:
 
 @tenant.command(
     "update",
+    cls=TenantCommand,
     epilog=examples(
         "loraplex tenant update acme --tokens-per-day 1000000 --max-concurrent none",
         """loraplex tenant update acme --model-limits '{"pirate": {"requests_per_minute": 10}}'""",

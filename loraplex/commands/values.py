@@ -1,9 +1,9 @@
 """Values of the operators' commands: limits, money, times and durations as people write them."""
 
 import re
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, DecimalException
+from functools import cached_property
 from typing import Any
 
 import click
@@ -108,40 +108,42 @@ class Moment(click.ParamType):
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat()
 
 
-LIMITS = {
-    "requests_per_minute": "Requests per minute.",
-    "tokens_per_minute": "Prompt and output tokens per minute.",
-    "tokens_per_day": "Prompt and output tokens per day.",
-    "max_concurrent": "Concurrent requests.",
-    "max_concurrent_tokens": "Prompt and output tokens of all concurrent requests.",
-}
+def limit_names() -> list[str]:
+    """Return the names of the limits of tenants, keys and models."""
+    from gateway.quota.kinds import REQUEST_KINDS
+
+    return [kind.name for kind in REQUEST_KINDS]
 
 
-ADAPTER_LIMITS = {
-    "adapter_changes_per_minute": "Uploads and deletions of adapters per minute",
-    "max_concurrent_uploads": "Concurrent adapter uploads",
-    "max_adapters": "Number of adapter names",
-    "max_adapter_bytes": "Total bytes of adapter tensors, including all versions on record",
-}
+class LimitCommand(click.Command):
+    """Command with a flag for each kind of limit; `none` removes a limit.
+
+    The kinds are loaded when the command is used, so that the command line starts without the gateway.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*self.limit_options, *super().get_params(ctx)]
+
+    @cached_property
+    def limit_options(self) -> list[click.Option]:
+        from gateway.quota.kinds import REQUEST_KINDS
+
+        return [_option(kind.name, kind.help, is_money=kind.takes == "cost") for kind in REQUEST_KINDS]
 
 
-def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a flag for each limit; `none` removes a limit."""
-    money = click.option(
-        "--budget-per-month", type=Money(or_none=True), help="Budget per calendar month (UTC), or none."
-    )
-    command = money(command)
-    for name, text in reversed(LIMITS.items()):
-        flag = f"--{name.replace('_', '-')}"
-        command = click.option(flag, type=Limit(), help=f"{text[:-1]}, or none.")(command)
-    return command
+class TenantCommand(LimitCommand):
+    """Command with a flag for each limit of a tenant, those on its adapters too."""
+
+    @cached_property
+    def limit_options(self) -> list[click.Option]:
+        from gateway.quota.kinds import KINDS
+
+        return [_option(kind.name, kind.help, is_money=kind.takes == "cost") for kind in KINDS]
 
 
-def adapter_limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a flag for each limit on a tenant's adapters; `none` removes a limit."""
-    for name, text in reversed(ADAPTER_LIMITS.items()):
-        command = click.option(f"--{name.replace('_', '-')}", type=Limit(), help=f"{text}, or none.")(command)
-    return command
+def _option(name: str, text: str, *, is_money: bool) -> click.Option:
+    flag = f"--{name.replace('_', '-')}"
+    return click.Option([flag], type=Money(or_none=True) if is_money else Limit(), help=f"{text}, or none.")
 
 
 def given(fields: dict[str, Any]) -> dict[str, Any]:

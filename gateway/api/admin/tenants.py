@@ -1,6 +1,7 @@
 """`/admin/api/tenants`: tenants and their limits."""
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -10,28 +11,34 @@ from gateway.access.auth import Authenticator
 from gateway.api.requests.fields import json_response, read_body, read_raw
 from gateway.api.requests.named_models import check_models
 from gateway.errors import BadRequest
+from gateway.quota.kinds import ADAPTER_KINDS, REQUEST_KINDS, Kind
 from gateway.records.catalog import Catalog
-from gateway.records.tenants import Limits, OnTokenLimit, Tenant, Tenants
+from gateway.records.limits import Limits
+from gateway.records.tenants import OnTokenLimit, Tenant, Tenants
 
-Requests = Annotated[int, Meta(ge=1, le=10_000_000)]
-Tokens = Annotated[int, Meta(ge=1, le=10_000_000_000)]
-Concurrent = Annotated[int, Meta(ge=1, le=100_000)]
-MicroUnits = Annotated[int, Meta(ge=1, le=10**15)]
 T = TypeVar("T")
 # The path in msgspec's message about a fault within a body's model_limits.
 OF_A_MODEL = "model_limits[...]"
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class LimitFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits in a body. null: not limited. An absent field leaves its limit unchanged."""
+if TYPE_CHECKING:
 
-    requests_per_minute: Requests | UnsetType | None = UNSET
-    tokens_per_minute: Tokens | UnsetType | None = UNSET
-    tokens_per_day: Tokens | UnsetType | None = UNSET
-    max_concurrent: Concurrent | UnsetType | None = UNSET
-    max_concurrent_tokens: Tokens | UnsetType | None = UNSET
-    budget_per_month: MicroUnits | UnsetType | None = UNSET
+    class _RequestLimits(Struct, frozen=True): ...
+
+    class _AdapterLimits(Struct, frozen=True): ...
+else:
+
+    def _fields(kinds: Iterable[Kind]) -> Any:
+        """Return a Struct with a field for each kind of limit."""
+        fields = [(kind.name, Annotated[int, Meta(ge=1, le=kind.largest)] | UnsetType | None, UNSET) for kind in kinds]
+        return msgspec.defstruct("Fields", fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
+
+    _RequestLimits, _AdapterLimits = _fields(REQUEST_KINDS), _fields(ADAPTER_KINDS)
+
+
+class LimitFields(_RequestLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits in a body. null: not limited. An absent field leaves its limit unchanged."""
 
     def given(self) -> dict[str, Any]:
         """Return the fields that the body contains."""
@@ -42,14 +49,7 @@ class LimitFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return Limits(**{name: value for name, value in self.given().items() if name in Limits.__struct_fields__})
 
 
-AdapterBytes = Annotated[int, Meta(ge=1, le=10**15)]
-
-
-class TenantChanges(LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    adapter_changes_per_minute: Requests | UnsetType | None = UNSET
-    max_concurrent_uploads: Concurrent | UnsetType | None = UNSET
-    max_adapters: Concurrent | UnsetType | None = UNSET
-    max_adapter_bytes: AdapterBytes | UnsetType | None = UNSET
+class TenantChanges(LimitFields, _AdapterLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(ge=0.01, le=1000)] | UnsetType = UNSET
     priority: Annotated[int, Meta(ge=0, le=9)] | UnsetType = UNSET
     on_token_limit: OnTokenLimit | UnsetType = UNSET

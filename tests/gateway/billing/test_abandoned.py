@@ -18,6 +18,7 @@ from gateway.billing.charges import Weights
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.recovery import abandoned_row, find_outcome
 from gateway.billing.sweeps import register
+from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease, Progress, Reservation
 from gateway.records.catalog import Model
@@ -109,7 +110,7 @@ async def test_a_living_gateway_settles_what_a_dead_one_held(
             tenant = Tenant(id=tenant_id, name="heir", limits=Limits(max_concurrent=1), created_at=datetime.now(UTC))
             who = TenantPrincipal(key_id="k", tenant=tenant)
             note = lease_note(who, "completions", Model(name="base", digest=None), FREE, Weights())
-            await dead.acquire(who, "base", "orphan", PROMPT_TOKENS, 20, lease=note)
+            await dead.acquire(who, "base", "orphan", Need(PROMPT_TOKENS, 20), note)
             await dead.close()
         await until(lambda: has_used(gateway, 1), 60)
         [used] = await heir.usage()
@@ -133,7 +134,7 @@ async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
                 for part in ("leases", "usage", "quota", "held"):
                     await redis.set(f"loraplex:{{broken{number}}}:{part}", "not of this kind")
             dead, who = Quota(redis, 5.0, 0.6), principal(tenant={"max_concurrent": 1})
-            await dead.acquire(who, "base", "unreadable", 3, 20, lease={"written": "by nobody we know"})
+            await dead.acquire(who, "base", "unreadable", Need(3, 20), {"written": "by nobody we know"})
             await dead.close()
 
             async def is_set_aside() -> bool:

@@ -189,7 +189,7 @@ async def test_the_ledger_sums_what_a_limit_counts(database: Database, catalog: 
     assert await cost(models=("pirate",)) == 110
     assert await cost(models=("gone",)) == 0
     assert await cost(besides=("pirate", "*")) == 11000
-    hours = await past.tokens_by_hour(acme.id, since, NOON + timedelta(days=2), Part(besides=("pirate", "*")))
+    hours = await past.by_hour(acme.id, since, NOON + timedelta(days=2), Part(besides=("pirate", "*")))
     assert sum(tokens for _, tokens in hours) == 16
 
 

@@ -27,7 +27,7 @@ from gateway.errors import RateLimited, Unavailable
 from gateway.quota.demand import Need
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
-from gateway.quota.recall import DAY, HOUR, owed_tokens
+from gateway.quota.recall import DAY, HOUR, owed
 from gateway.records.database import Database
 from gateway.records.prices import Price
 from gateway.records.usage_report import UsageReport
@@ -109,11 +109,13 @@ async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
             ]
             assert await past.cost("tFalse", since, until, part) == sum(each.cost for each in there)
         hour = since.replace(minute=0, second=0, microsecond=0)
-        hours = await past.tokens_by_hour("tFalse", hour, until)
+        hours = await past.by_hour("tFalse", hour, until)
         there = [each for each in rows if hour <= each.created_at < until and each.tenant_id == "tFalse"]
         assert [start for start, _ in hours] == sorted({start.replace(minute=0) for start, _ in hours})
         rated = [each.prompt_tokens + each.completion_tokens + each.surcharge for each in there]
         assert sum(tokens for _, tokens in hours) == sum(rated)
+        counts = await past.by_hour("tFalse", hour, until, tokens=False)
+        assert sum(count for _, count in counts) == len(there)
 
 
 @given(
@@ -132,11 +134,11 @@ def test_tokens_by_the_hour_owe_what_they_do_one_by_one_or_up_to_an_hours_worth_
         hours[hour] = hours.get(hour, 0) + tokens
     end = NOON + timedelta(hours=24, seconds=1)
     exact = max(0.0, exact - (end - at) / DAY * limit)
-    owed = owed_tokens(sorted(hours.items()), limit, end)
-    assert exact - 1e-6 <= owed <= exact + limit * (HOUR / DAY) + 1e-6
+    by_hours = owed(sorted(hours.items()), limit, end)
+    assert exact - 1e-6 <= by_hours <= exact + limit * (HOUR / DAY) + 1e-6
 
 
-@pytest.mark.parametrize("limit", ["budget_per_month", "tokens_per_day"])
+@pytest.mark.parametrize("limit", ["budget_per_month", "tokens_per_day", "requests_per_day"])
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
 async def test_what_was_used_before_the_data_was_lost_still_counts(
     limit: str, owner: str, server: ValkeyServer, records: Database

@@ -1,0 +1,72 @@
+"""Limits of tenants, keys and models, and their form in the database: JSON by the kinds' names, in one column.
+
+Gateways of the previous release know only a column for each kind that existed then. This release writes these columns
+too, and their values win when it reads: they are equal, or such a gateway has changed them. The next release can drop
+them.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sqlalchemy import Row
+
+from gateway.quota.kinds import REQUEST_KINDS, Kind
+
+FORMER_COLUMNS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "tokens_per_day",
+    "max_concurrent",
+    "max_concurrent_tokens",
+    "budget_per_month",
+)
+
+
+def limit_struct(name: str, kinds: tuple[Kind, ...], *, defaults: bool) -> Any:
+    """Return a Struct with a field `int | None` for each kind. defaults: the kinds' own ones instead of None."""
+    fields = [(kind.name, int | None, kind.default if defaults else None) for kind in kinds]
+    return msgspec.defstruct(name, fields, frozen=True, kw_only=True, omit_defaults=not defaults, module=__name__)
+
+
+if TYPE_CHECKING:
+
+    class Limits(msgspec.Struct, frozen=True):
+        """The limits of a tenant, or of one of its keys or models, by the names of REQUEST_KINDS. None: not limited.
+
+        Tokens are prompt and completion tokens together; budgets are in micro-units of the deployment's currency.
+        """
+
+        def __init__(self, **values: int | None) -> None: ...
+        def __getattr__(self, name: str) -> int | None: ...
+else:
+    Limits = limit_struct("Limits", REQUEST_KINDS, defaults=False)
+
+# Limits of a tenant for which the operator chose no others.
+DEFAULT_LIMITS = Limits(**{kind.name: kind.default for kind in REQUEST_KINDS})
+
+
+def read_limits(row: Row[Any], prefix: str = "") -> Limits:
+    """Return the limits of a row. prefix: before the names of their columns."""
+    return msgspec.convert(_stored(row, prefix), Limits)
+
+
+def write_limits(limits: Limits) -> dict[str, Any]:
+    """Return the columns of limits."""
+    return _columns({name: value for name, value in msgspec.structs.asdict(limits).items() if value is not None})
+
+
+def change_limits(row: Row[Any], changes: Mapping[str, int | None]) -> dict[str, Any]:
+    """Return the columns of a row's limits after changes. Kinds that only a newer release has stay as they are."""
+    return _columns({name: value for name, value in {**_stored(row), **changes}.items() if value is not None})
+
+
+def _stored(row: Row[Any], prefix: str = "") -> dict[str, int | None]:
+    # NULL: a gateway of the previous release has added the row.
+    stored = getattr(row, f"{prefix}limits")
+    values: dict[str, int | None] = {} if stored is None else msgspec.json.decode(stored)
+    return {**values, **{name: getattr(row, prefix + name) for name in FORMER_COLUMNS}}
+
+
+def _columns(values: Mapping[str, int | None]) -> dict[str, Any]:
+    return {"limits": msgspec.json.encode(values).decode(), **{name: values.get(name) for name in FORMER_COLUMNS}}
