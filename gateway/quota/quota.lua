@@ -351,171 +351,206 @@ local function noted(field, kind)
   return since
 end
 
-local function acquire(id, lease_ms, prompt, completion, expected, step, price_in, price_out, note)
-  sweep()
-  local first = 11
-  local count = (#ARGV - first + 1) / 2
-  local fields, kinds, limits, names = {}, {}, {}, {}
+-- Return the limits of an `acquire`, with their states: tables of field, kind, value, state, and `held` (tokens that
+-- running requests hold of a token rate).
+local function asked_limits()
+  local limits, fields = {}, {}
   local recalled = false
-  for i = 1, count do
-    local at = first + (i - 1) * 2
-    fields[i], kinds[i], limits[i] = ARGV[at], kind_of(ARGV[at]), tonumber(ARGV[at + 1])
-    names[i], names[count + i] = fields[i], fields[i] .. HOLD
-    recalled = recalled or RECALLED[kinds[i]]
-    if BUDGET[kinds[i]] then
+  for at = 11, #ARGV, 2 do
+    local field, kind = ARGV[at], kind_of(ARGV[at])
+    limits[#limits + 1] = {field = field, kind = kind, value = tonumber(ARGV[at + 1])}
+    recalled = recalled or RECALLED[kind]
+    if BUDGET[kind] then
       this_month()
     end
   end
   if recalled then
     notice_another_server()
   end
+  for i = 1, #limits do
+    fields[i], fields[#limits + i] = limits[i].field, limits[i].field .. HOLD
+  end
+  local states = #fields > 0 and redis.call('HMGET', STATE, unpack(fields)) or {}
+  for i = 1, #limits do
+    limits[i].state, limits[i].held = states[i], states[#limits + i]
+  end
+  return limits
+end
 
-  local states = count > 0 and redis.call('HMGET', STATE, unpack(names)) or {}
-  local unknown = {2}
-  -- Moment of the request's row in the ledger. It is never before a `since`, even if the clock was set back, because
-  -- the request's usage is counted here.
-  local row = now
-  for i = 1, count do
-    if RECALLED[kinds[i]] then
-      local since = states[i] and struct.unpack('d', states[i], 17)
+-- Return the moment of the request's row in the ledger, and {2, the limits to recall first}. The moment is never before
+-- a `since`, even if the clock was set back, because the request's usage is counted here.
+local function unrecalled(limits)
+  local row, unknown = now, {2}
+  for i = 1, #limits do
+    local limit = limits[i]
+    if RECALLED[limit.kind] then
+      local since = limit.state and struct.unpack('d', limit.state, 17)
       if since and since - now > MAX_STEP then
         -- The recall was made while the clock was far ahead. Treat its sums as those of now.
-        local _, known = struct.unpack('dd', states[i], 17)
-        states[i] = with_recall(states[i], now, known, now + FIRST_CHECK)
-        redis.call('HSET', STATE, fields[i], states[i])
+        local _, known = struct.unpack('dd', limit.state, 17)
+        limit.state = with_recall(limit.state, now, known, now + FIRST_CHECK)
+        redis.call('HSET', STATE, limit.field, limit.state)
         since = now
       end
       if since then
         row = max(row, since)
       else
-        unknown[#unknown + 1], unknown[#unknown + 2] = i - 1, noted(fields[i], kinds[i])
+        unknown[#unknown + 1], unknown[#unknown + 2] = i - 1, noted(limit.field, limit.kind)
       end
     end
   end
+  return row, unknown
+end
+
+-- Compute `used`, the used part of a limit in its own unit (of a rate: microseconds, with the held tokens' share in
+-- `owed`), and `room`, the part that is left.
+local function measure(limit)
+  local kind, value = limit.kind, limit.value
+  if WINDOW[kind] then
+    local unit, debt = WINDOW[kind] / value, 0
+    limit.state, debt, limit.early = under_limit(limit.field, kind, limit.state, value, limit.held)
+    limit.owed = STAGED[kind] and (limit.held or 0) * unit or 0
+    limit.used = debt + limit.owed
+    -- Rounding errors in sums of T stay below a thousandth of a unit.
+    limit.room = max(0, floor((WINDOW[kind] - limit.used) / unit + 0.001))
+  else
+    limit.used = BUDGET[kind] and spent_of(limit.state) or tonumber(limit.state or 0)
+    limit.room = max(0, value - limit.used)
+  end
+end
+
+-- Return the completion tokens that the limits have room for, or the fewest that suffice.
+local function granted_of(ask, limits)
+  local granted = ask.completion
+  for i = 1, #limits do
+    local kind, room = limits[i].kind, limits[i].room
+    if BUDGET[kind] then
+      if ask.price_out > 0 then
+        -- The bound is above the highest possible cost and keeps the product exact.
+        local money = min(room, 8000000000) * 1000000 - ask.prompt * ask.price_in
+        granted = min(granted, floor(money / ask.price_out))
+      end
+    elseif not SINGLE[kind] then
+      local is_enough = STAGED[kind] and ask.prompt + ask.expected + floor(limits[i].value / HEADROOM) <= room
+      granted = is_enough and granted or min(granted, room - ask.prompt)
+    end
+  end
+  if granted >= ask.completion then
+    return ask.completion
+  end
+  return max(min(ask.step, ask.completion), floor(granted / ask.step) * ask.step)
+end
+
+-- Return the wait (ms) until a limit has room for `amount`, 0 if it has it now.
+local function wait_for(limit, amount)
+  local window = WINDOW[limit.kind]
+  if amount <= limit.room then
+    return 0
+  end
+  if not window then
+    return BUDGET[limit.kind] and month_end_ms - now_ms or GAUGE_WAIT_MS
+  end
+  local needed = (amount - 0.001) * (window / limit.value)
+  if limit.owed + needed > window then
+    return GAUGE_WAIT_MS
+  end
+  local paused = decays_from(limit.state) - now
+  return max(1, ceil((limit.used + needed - window + paused - limit.early) / 1000))
+end
+
+-- Take `amount` of a limit. Return the `since` of a recall that is to be repeated, or nil.
+local function take(limit, amount)
+  local kind, state, due = limit.kind, limit.state, nil
+  limit.room = limit.room - amount
+  if WINDOW[kind] then
+    local used = limit.used + amount * (WINDOW[kind] / limit.value)
+    if not STAGED[kind] then
+      state = packed_rate(kind, decays_from(state), used, limit.value, state)
+    end
+    limit.used = used
+  elseif BUDGET[kind] then
+    -- A new month begins with nothing spent, without a recall.
+    local before = struct.unpack('d', state) == month and state or struct.pack('ddddd', month, 0, now, 0, 0)
+    state = packed_budget(month, limit.used + amount, before)
+  end
+  if RECALLED[kind] then
+    local since, known, check = struct.unpack('ddd', state, 17)
+    if check <= now then
+      due = since
+      local age = now - since
+      local pause = age < OFTEN and min(age, MAX_CHECK) or age
+      state = with_recall(state, since, known, now + max(pause, FIRST_CHECK))
+    end
+  end
+  if state and not GAUGE[kind] and state ~= limit.state then
+    redis.call('HSET', STATE, limit.field, state)
+  end
+  return due
+end
+
+-- Store a lease with its record.
+local function store_lease(id, lease_ms, record)
+  hold(record, 1)
+  reserve(record, record.held)
+  redis.call('HSET', HELD, id, cmsgpack.pack(record))
+  redis.call('ZADD', LEASES, now_ms + lease_ms, id)
+  for i = 1, 3 do
+    redis.call('PEXPIRE', KEYS[i], KEEP_MS)
+  end
+end
+
+local function acquire(ask)
+  sweep()
+  local limits = asked_limits()
+  local row, unknown = unrecalled(limits)
   if #unknown > 1 then
     return unknown
   end
-
-  -- Compute the used part of each limit in its own unit (of a rate: microseconds, held tokens included), and the
-  -- completion tokens that this leaves.
-  local used, held, room, early = {}, {}, {}, {}
-  local granted = completion
-  for i = 1, count do
-    local kind, limit = kinds[i], limits[i]
-    if WINDOW[kind] then
-      local unit, debt = WINDOW[kind] / limit, 0
-      states[i], debt, early[i] = under_limit(fields[i], kind, states[i], limit, states[count + i])
-      held[i] = STAGED[kind] and (states[count + i] or 0) * unit or 0
-      used[i] = debt + held[i]
-      -- Rounding errors in sums of T stay below a thousandth of a unit.
-      room[i] = max(0, floor((WINDOW[kind] - used[i]) / unit + 0.001))
-    else
-      used[i] = BUDGET[kind] and spent_of(states[i]) or tonumber(states[i] or 0)
-      room[i] = max(0, limit - used[i])
-    end
-    if BUDGET[kind] then
-      if price_out > 0 then
-        -- The bound is above the highest possible cost and keeps the product exact.
-        granted = min(granted, floor((min(room[i], 8000000000) * 1000000 - prompt * price_in) / price_out))
-      end
-    elseif not SINGLE[kind] and not (STAGED[kind] and prompt + expected + floor(limit / HEADROOM) <= room[i]) then
-      granted = min(granted, room[i] - prompt)
-    end
+  for i = 1, #limits do
+    measure(limits[i])
   end
-
   -- A call that is repeated because its answer was lost has already made its reservation.
-  local again = record_of(id)
-  if again then
-    granted = again.completion
-  else
-    local least = min(step, completion)
-    granted = granted < completion and max(least, floor(granted / step) * step) or completion
-  end
-  local tokens, cost = prompt + granted, cost_of(prompt, granted, price_in, price_out)
-  local at_first = prompt + min(expected, granted)
-
-  local waits, allowed = {}, true
-  for i = 1, count do
-    local kind = kinds[i]
-    local amount = amount_of(kind, tokens, cost)
-    if STAGED[kind] then
-      amount = min(tokens, at_first + floor(limits[i] / HEADROOM), limits[i])
+  local again = record_of(ask.id)
+  local granted = again and again.completion or granted_of(ask, limits)
+  local tokens, cost = ask.prompt + granted, cost_of(ask.prompt, granted, ask.price_in, ask.price_out)
+  local at_first = ask.prompt + min(ask.expected, granted)
+  local allowed = true
+  for i = 1, #limits do
+    local limit = limits[i]
+    local amount = amount_of(limit.kind, tokens, cost)
+    if STAGED[limit.kind] then
+      amount = min(tokens, at_first + floor(limit.value / HEADROOM), limit.value)
     end
-    waits[i] = 0
-    if amount > room[i] and not again then
-      allowed = false
-      if WINDOW[kind] then
-        local needed = (amount - 0.001) * (WINDOW[kind] / limits[i])
-        if held[i] + needed > WINDOW[kind] then
-          waits[i] = GAUGE_WAIT_MS
-        else
-          local paused = decays_from(states[i]) - now
-          waits[i] = max(1, ceil((used[i] + needed - WINDOW[kind] + paused - early[i]) / 1000))
-        end
-      else
-        waits[i] = BUDGET[kind] and month_end_ms - now_ms or GAUGE_WAIT_MS
-      end
-    end
+    limit.wait = again and 0 or wait_for(limit, amount)
+    allowed = allowed and limit.wait == 0
   end
-
   local due = {}
   if allowed and not again then
     local record = {
-      v = VERSION, tokens = tokens, completion = granted, cost = cost, month = month, note = note, at = now, row = row,
-      limits = {}, held = at_first, charged = 0,
+      v = VERSION, tokens = tokens, completion = granted, cost = cost, month = month, note = ask.note, at = now,
+      row = row, limits = {}, held = at_first, charged = 0,
     }
-    for i = 1, count do
-      local kind = kinds[i]
-      local amount = STAGED[kind] and at_first or amount_of(kind, tokens, cost)
-      room[i] = room[i] - amount
-      local state = states[i]
-      if WINDOW[kind] then
-        local more = amount * (WINDOW[kind] / limits[i])
-        if not STAGED[kind] then
-          state = packed_rate(kind, decays_from(states[i]), used[i] + more, limits[i], states[i])
-        end
-        used[i] = used[i] + more
-      elseif BUDGET[kind] then
-        -- A new month begins with nothing spent, without a recall.
-        local before = struct.unpack('d', states[i]) == month and states[i] or struct.pack('ddddd', month, 0, now, 0, 0)
-        state = packed_budget(month, used[i] + amount, before)
+    for i = 1, #limits do
+      local limit = limits[i]
+      local since = take(limit, STAGED[limit.kind] and at_first or amount_of(limit.kind, tokens, cost))
+      if since then
+        due[#due + 1], due[#due + 2] = i - 1, since
       end
-      if RECALLED[kind] then
-        local since, known, check = struct.unpack('ddd', state, 17)
-        if check <= now then
-          due[#due + 1], due[#due + 2] = i - 1, since
-          local age = now - since
-          local pause = age < OFTEN and min(age, MAX_CHECK) or age
-          state = with_recall(state, since, known, now + max(pause, FIRST_CHECK))
-        end
-      end
-      if state and not GAUGE[kind] and state ~= states[i] then
-        redis.call('HSET', STATE, fields[i], state)
-      end
-      record.limits[2 * i - 1], record.limits[2 * i] = fields[i], limits[i]
+      record.limits[2 * i - 1], record.limits[2 * i] = limit.field, limit.value
     end
-    hold(record, 1)
-    reserve(record, at_first)
-    redis.call('HSET', HELD, id, cmsgpack.pack(record))
-    redis.call('ZADD', LEASES, now_ms + lease_ms, id)
-    for i = 1, 3 do
-      redis.call('PEXPIRE', KEYS[i], KEEP_MS)
-    end
+    store_lease(ask.id, ask.lease_ms, record)
   elseif not allowed and redis.call('EXISTS', LEASES) == 0 then
     -- No request runs, so counts above zero are wrong.
     recount()
   end
-
   local reply = {allowed and 1 or 0, granted, again and row_of(again) or row}
-  for i = 1, count do
-    local reset = 0
-    if WINDOW[kinds[i]] then
-      reset = ceil((used[i] - early[i]) / 1000)
-    elseif BUDGET[kinds[i]] then
-      reset = month_end_ms - now_ms
+  for i = 1, #limits do
+    local limit, at = limits[i], 3 * i + 1
+    local reset = BUDGET[limit.kind] and month_end_ms - now_ms or 0
+    if WINDOW[limit.kind] then
+      reset = ceil((limit.used - limit.early) / 1000)
     end
-    local at = 3 * i + 1
-    reply[at], reply[at + 1], reply[at + 2] = room[i], waits[i], reset
+    reply[at], reply[at + 1], reply[at + 2] = limit.room, limit.wait, reset
   end
   for i = 1, #due do
     reply[#reply + 1] = due[i]
@@ -710,13 +745,7 @@ local function restore(lease_ms, id, at, tokens, completion, cost, held, charged
     record.limits[i - 10] = i % 2 == 1 and ARGV[i] or tonumber(ARGV[i])
   end
   -- `extend` has found the lease missing and recounted all others.
-  hold(record, 1)
-  reserve(record, held)
-  redis.call('HSET', HELD, id, cmsgpack.pack(record))
-  redis.call('ZADD', LEASES, now_ms + lease_ms, id)
-  for i = 1, 3 do
-    redis.call('PEXPIRE', KEYS[i], KEEP_MS)
-  end
+  store_lease(id, lease_ms, record)
   return 1
 end
 
@@ -765,8 +794,11 @@ end
 
 local call = ARGV[1]
 if call == 'acquire' then
-  return acquire(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]),
-    tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10])
+  return acquire({
+    id = ARGV[2], lease_ms = tonumber(ARGV[3]), prompt = tonumber(ARGV[4]), completion = tonumber(ARGV[5]),
+    expected = tonumber(ARGV[6]), step = tonumber(ARGV[7]), price_in = tonumber(ARGV[8]), price_out = tonumber(ARGV[9]),
+    note = ARGV[10],
+  })
 elseif call == 'settle' then
   return settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
 elseif call == 'recall' then

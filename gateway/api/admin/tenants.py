@@ -22,19 +22,17 @@ OF_A_MODEL = "model_limits[...]"
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
+def _limit_fields(kinds: Iterable[Kind], base: type[Struct]) -> Any:
+    """Return a Struct with a field for each kind of limit."""
+    fields = [(kind.name, Annotated[int, Meta(ge=1, le=kind.largest)] | UnsetType | None, UNSET) for kind in kinds]
+    return msgspec.defstruct("Fields", fields, bases=(base,), frozen=True, kw_only=True, forbid_unknown_fields=True)
+
+
 if TYPE_CHECKING:
 
     class _RequestLimits(Struct, frozen=True): ...
-
-    class _AdapterLimits(Struct, frozen=True): ...
 else:
-
-    def _fields(kinds: Iterable[Kind]) -> Any:
-        """Return a Struct with a field for each kind of limit."""
-        fields = [(kind.name, Annotated[int, Meta(ge=1, le=kind.largest)] | UnsetType | None, UNSET) for kind in kinds]
-        return msgspec.defstruct("Fields", fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
-
-    _RequestLimits, _AdapterLimits = _fields(REQUEST_KINDS), _fields(ADAPTER_KINDS)
+    _RequestLimits = _limit_fields(REQUEST_KINDS, Struct)
 
 
 class LimitFields(_RequestLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +47,14 @@ class LimitFields(_RequestLimits, frozen=True, kw_only=True, forbid_unknown_fiel
         return Limits(**{name: value for name, value in self.given().items() if name in Limits.__struct_fields__})
 
 
-class TenantChanges(LimitFields, _AdapterLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+if TYPE_CHECKING:
+
+    class _TenantLimits(LimitFields, frozen=True): ...
+else:
+    _TenantLimits = _limit_fields(ADAPTER_KINDS, LimitFields)
+
+
+class TenantChanges(_TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(ge=0.01, le=1000)] | UnsetType = UNSET
     priority: Annotated[int, Meta(ge=0, le=9)] | UnsetType = UNSET
     on_token_limit: OnTokenLimit | UnsetType = UNSET
