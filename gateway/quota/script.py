@@ -5,15 +5,15 @@ from importlib import resources
 
 from gateway.quota.kinds import BUDGET, GAUGE, RECALLED, SINGLE, STAGED, WINDOW
 
+SETS = {"SINGLE": SINGLE, "GAUGE": GAUGE, "STAGED": STAGED, "BUDGET": BUDGET, "RECALLED": RECALLED}
+
 
 def source() -> str:
+    """Return the script's text. Scripts of releases with other kinds differ, and so do their digests."""
     tables = {name: _flags(kinds) for name, kinds in SETS.items()}
     tables["WINDOW"] = ", ".join(f"{letter} = {window}" for letter, window in WINDOW.items())
     lines = "".join(f"local {name} = {{{content}}}\n" for name, content in tables.items())
     return lines + resources.files("gateway.quota").joinpath("quota.lua").read_text("utf-8")
-
-
-SETS = {"SINGLE": SINGLE, "GAUGE": GAUGE, "STAGED": STAGED, "BUDGET": BUDGET, "RECALLED": RECALLED}
 
 
 def _flags(kinds: Iterable[str]) -> str:
