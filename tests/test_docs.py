@@ -49,7 +49,7 @@ COMMANDS = dict(commands(main, "loraplex"))
 def params(command: click.Command) -> list[click.Option]:
     """Return a command's options, without `--help`."""
     every = command.get_params(click.Context(command))
-    return [param for param in every if isinstance(param, click.Option) and param.name != "help"]
+    return [param for param in every if isinstance(param, click.Option) and "--help" not in param.opts]
 
 
 def options(command: click.Command) -> set[str]:

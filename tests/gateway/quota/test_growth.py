@@ -346,7 +346,7 @@ async def test_it_ends_when_the_limit_is_used_up(gateway: Gateway, upstream: Ups
     tenant = await gateway.tenant("acme", tokens_per_day=100, on_token_limit=how)
     got = await tenant.chat(stream=stream, max_tokens=240, x_engine={"tokens": 240, "delay": 0.005})
     [made] = upstream.finished.values()
-    assert made["completion_tokens"] == 100 - PROMPT_TOKENS
+    assert made["completion_tokens"] == 100 - HI_TOKENS
     if how == "shorten":
         assert "length" in str(got.events if stream else got.json)
     elif stream:

@@ -138,7 +138,7 @@ def test_tokens_by_the_hour_owe_what_they_do_one_by_one_or_up_to_an_hours_worth_
     assert exact - 1e-6 <= by_hours <= exact + limit * (HOUR / DAY) + 1e-6
 
 
-@pytest.mark.parametrize("limit", ["budget_per_month", "tokens_per_day", "requests_per_day"])
+@pytest.mark.parametrize("limit", ["budget_per_month", "tokens_per_day"])
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
 async def test_what_was_used_before_the_data_was_lost_still_counts(
     limit: str, owner: str, server: ValkeyServer, records: Database
@@ -154,6 +154,21 @@ async def test_what_was_used_before_the_data_was_lost_still_counts(
         await take(quota, who, 90)
         with pytest.raises(RateLimited):
             await take(quota, who, 90)
+
+
+@pytest.mark.parametrize("owner", ["tenant", "key", "model"])
+async def test_requests_of_the_day_before_the_data_was_lost_still_count(
+    owner: str, server: ValkeyServer, records: Database
+):
+    who = principal(**{owner: {"requests_per_day": 4}})
+    others = {"tenant": {"tenant_id": "another"}, "key": {"key_id": "another"}, "model": {"model": "another"}}[owner]
+    used = {"tenant_id": who.tenant.id, "key_id": who.key_id, "created_at": datetime.now(UTC)}
+    rows = [row(f"mine{number}", **used) for number in range(3)]
+    await UsageWriter(records).write([*rows, row("other", **used | others)])
+    async with quota_of(server, records) as quota:
+        await take(quota, who, 1)
+        with pytest.raises(RateLimited, match=r"4 requests per day; needed 1, remaining 0\."):
+            await take(quota, who, 1)
 
 
 async def test_what_reaches_the_ledger_late_is_added_once(server: ValkeyServer, records: Database):
