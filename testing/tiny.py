@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SPECIAL = ["<unk>", "<|start|>", "<|end|>"]
 TEXTS = [
@@ -45,6 +45,20 @@ def save_byte_fallback_tokenizer(folder: Path, template: str | None = TEMPLATE) 
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    _save_byte_fallback(tokenizer, folder, template)
+
+
+def save_gemma_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    """Save a tokenizer like Gemma's: byte tokens, a marker for each space and none in front, a start token."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing("<|start|> $A", special_tokens=[("<|start|>", 1)])
+    _save_byte_fallback(tokenizer, folder, template)
+
+
+def _save_byte_fallback(tokenizer: Tokenizer, folder: Path, template: str | None) -> None:
     special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(TEXTS[:2], trainer)

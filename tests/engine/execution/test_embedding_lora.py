@@ -38,6 +38,14 @@ BASES: dict[str, dict[str, Any]] = {
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama-untied": {"model_type": "llama", "tie_word_embeddings": False},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    # Embeddings are multiplied by a factor, also the adapters' part; logits are capped with the adapters' part in them.
+    "gemma2-tied": {
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "sliding_window": 12,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 6.0,
+    },
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     "layers": {"r": 4, "target_modules": ["q_proj", "v_proj"]},

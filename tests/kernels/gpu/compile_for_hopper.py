@@ -95,12 +95,22 @@ def lora(num_tokens: int, offsets: tuple[int, ...], page_dtype: torch.dtype = to
 
 def attend(query_lens: list[int], context_len: int, cache_dtype: torch.dtype = torch.bfloat16) -> None:
     """Launch attention with Llama-3.1-8B's heads."""
-    starts = anywhere(torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32))
     q = torch.empty(sum(query_lens), 32, 128, dtype=torch.bfloat16)
     cache, scales = cache_of(cache_dtype)
+    attend_over(q, cache, query_lens, context_len, k_scales=scales, v_scales=scales)
+
+
+def attend_as_gemma(query_lens: list[int], context_len: int) -> None:
+    """Launch attention of a local layer with Gemma-2-2b's heads and soft cap."""
+    q, cache = torch.empty(sum(query_lens), 8, 256, dtype=torch.bfloat16), torch.zeros(8, 4, 16, 256).bfloat16()
+    attend_over(q, cache, query_lens, context_len, sliding_window=512, softcap=50.0)
+
+
+def attend_over(q: torch.Tensor, cache: torch.Tensor, query_lens: list[int], context_len: int, **options) -> None:
+    starts = anywhere(torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32))
     tables = anywhere(torch.zeros(len(query_lens), context_len // 16 + 1, dtype=torch.int32))
     contexts = anywhere(torch.full((len(query_lens),), context_len, dtype=torch.int32))
-    paged_attention.paged_attention(q, cache, cache, tables, starts, contexts, 0.09, k_scales=scales, v_scales=scales)
+    paged_attention.paged_attention(q, cache, cache, tables, starts, contexts, 0.09, **options)
 
 
 def cache_of(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -114,10 +124,12 @@ def elementwise(num_tokens: int) -> None:
     fused.rms_norm(x, x[0], 1e-5)
     fused.rms_norm(qkv[:, :4096].view(num_tokens, 32, 128), x[0, :128], 1e-6)
     fused.add_rms_norm(x, x, x[0], 1e-5)
+    fused.add_rms_norm(x, x, torch.empty(4096), 1e-5)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
         cache, scales = cache_of(dtype)
         fused.rope_and_write_kv(qkv, index, torch.zeros(9, 128), cache, cache, index, scales, scales)
-    fused.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=torch.bfloat16))
+    for gate in (fused.silu_and_mul, fused.gelu_and_mul):
+        gate(torch.empty(num_tokens, 2 * 14336, dtype=torch.bfloat16))
 
 
 def draw(num_rows: int) -> None:
@@ -155,6 +167,8 @@ def run(decodes: int, prompt: int) -> None:
         attend([prompt, 1, 5], 800 + prompt, dtype)
     lora(prompt, offsets, single_adapter=True)
     attend([1] * (1 + decodes // 50), 8192)
+    attend_as_gemma([1] * decodes, 700 + decodes)
+    attend_as_gemma([prompt, 1, 5], 800 + prompt)
     elementwise(decodes)
     draw(decodes)
 

@@ -14,10 +14,14 @@ import tokenizers
 import transformers
 from tokenizers.processors import TemplateProcessing
 
-from testing.tiny import TEMPLATE, save_byte_fallback_tokenizer, save_byte_level_tokenizer
+from testing.tiny import TEMPLATE, save_byte_fallback_tokenizer, save_byte_level_tokenizer, save_gemma_tokenizer
 from wire.text.tokenizer import ChatTemplateError, TextTooLong, Tokenizer, TokenizerError
 
-SAVE = {"byte_level": save_byte_level_tokenizer, "byte_fallback": save_byte_fallback_tokenizer}
+SAVE = {
+    "byte_level": save_byte_level_tokenizer,
+    "byte_fallback": save_byte_fallback_tokenizer,
+    "gemma": save_gemma_tokenizer,
+}
 TEXTS = [
     "",
     " ",
