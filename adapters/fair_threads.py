@@ -96,10 +96,10 @@ class FairThreads:
             if bounded:
                 self._check_cpu(tenant)
             if bounded and len(self._queues.get(tenant, ())) >= self._max_pending_per_tenant:
-                message = f"{self._max_pending_per_tenant} of this tenant's wait already, the most allowed"
+                message = f"{self._max_pending_per_tenant} requests of this tenant wait already, which is the limit"
                 raise TooManyPending(message, is_tenants=True)
             if bounded and self._num_pending >= self._max_pending:
-                raise TooManyPending(f"{self._max_pending} wait already, the most allowed", is_tenants=False)
+                raise TooManyPending(f"{self._max_pending} requests wait already, which is the limit", is_tenants=False)
             self._num_pending += 1
             self._enqueue(tenant, job)
             job.future.add_done_callback(lambda _: self._left(job))

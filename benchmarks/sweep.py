@@ -27,7 +27,7 @@ from adapters.tiers.host_cache import HostCache
 from benchmarks.plot import Points, line_chart
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.memory import lazy_zeros
 from loraplex.models import ensure_demo_model
 
@@ -96,7 +96,7 @@ class Bench:
         """
         engine = self.engine
         for digest in set(adapters[:batch]):
-            engine.add_request(digest, [10], SamplingParams(max_tokens=1), adapter=digest)
+            engine.add_request(NewRequest(digest, [10], SamplingParams(max_tokens=1), adapter_digest=digest))
         while engine.has_work():
             engine.step()
             if engine.is_waiting_for_adapters:
@@ -105,7 +105,7 @@ class Bench:
             adapter = adapters[i % len(adapters)] if adapters else None
             prompt = [(31 * i + 7 * j) % 40000 + 10 for j in range(context)]
             params = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
-            engine.add_request(str(i), prompt, params, adapter=adapter)
+            engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=adapter))
         scheduler = engine.scheduler
         while not len(scheduler.running) == batch == sum(r.is_decoding for r in scheduler.running):
             plan = {r: n for r, n in scheduler.schedule().items() if not r.is_decoding}
@@ -129,11 +129,11 @@ class Bench:
         """Return the inter-token times until the prompt is computed, or for this many steps."""
         engine, params = self.engine, SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
         for i in range(streams):
-            engine.add_request(str(i), [i + 10] * 32, params)
+            engine.add_request(NewRequest(str(i), [i + 10] * 32, params))
         for _ in range(150):
             engine.step()
         if prompt:
-            engine.add_request("long", prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+            engine.add_request(NewRequest("long", prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)))
         times = []
         while "long" in engine.scheduler.requests or len(times) < steps:
             times.append(_seconds(engine.step))

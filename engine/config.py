@@ -1,15 +1,18 @@
-"""Configuration of an engine, frozen and checked on construction. Flags have vLLM's names."""
+"""Configuration of an engine and of its server, frozen and checked on construction. Flags have vLLM's names."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 from wire.errors import ConfigError
+from wire.options import check_options, option
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 GenerationConfig = Literal["auto", "none"]
 KvCacheDType = Literal["auto", "fp8_e4m3", "int8"]
 LoraDType = Literal["auto", "fp8_e4m3", "int8"]
+ToolCallParser = Literal["hermes", "llama3_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,75 +20,64 @@ class EngineConfig:
     """Configuration of an engine. Sizes are in tokens, memory in bytes. None: taken from the model or the machine.
     Raises ConfigError for a value out of range.
 
-    model: a Hugging Face folder or a .gguf file.
-    tokenizer: a folder whose tokenizer replaces the model's own.
-    prefill_stretch: maximum slow-down of a decode step caused by prefill, as a factor.
-    async_scheduling: plan and launch a step before the tokens of the one before are read; None: only on a GPU.
-    generation_config: defaults of omitted sampling fields; auto: the model's generation_config.json, none: OpenAI's.
+    async_scheduling: plan and launch a step before the tokens of the one before are read.
     kv_cache_dtype: auto is the model's dtype; an 8-bit dtype has a scale for each token and head.
     host_adapter_memory: limit of the host tier of adapters, from which the device's pages are filled.
     lora_dtype: of adapters in device memory; auto is the model's; an 8-bit dtype has a scale for each row of rank.
-    threads: CPU threads for matrix products; None: as many as the affinity mask and the cgroup's quota allow.
-    enforce_eager: no CUDA graphs.
     cuda_graph_sizes: numbers of rows of the decode steps to capture; None: increasing sizes up to max_num_seqs on a
         GPU.
     """
 
-    model: str
-    tokenizer: str | None = None
-    served_model_name: str | None = None
-    dtype: DType = "auto"
-    device: Device = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 640
-    block_size: int = 16
-    kv_cache_memory: int | None = None
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    prefill_stretch: float = 1.8
-    async_scheduling: bool | None = None
-    kv_cache_dtype: KvCacheDType = "auto"
-    enforce_eager: bool = False
-    cuda_graph_sizes: tuple[int, ...] | None = None
-    adapter_memory: int | None = None
-    host_adapter_memory: int = 4 << 30
-    max_lora_rank: int = 64
-    generation_config: GenerationConfig = "auto"
-    lora_dtype: LoraDType = "auto"
-    seed: int = 0
-    threads: int | None = None
+    model: str = option(help="A model folder, a .gguf file, or a hub id.")
+    tokenizer: str | None = option(None, help="Folder with the tokenizer to use; default: the model's own.")
+    served_model_name: str | None = option(None, help="The base model's name in the API; default: from --model.")
+    dtype: DType = option("auto", help="Model dtype.")
+    device: Device = option("auto", help="Device.")
+    max_model_len: int | None = option(
+        None, least=1, help="Maximum tokens of prompt and answer together; default: the model's."
+    )
+    max_num_seqs: int = option(64, least=1, help="Maximum requests in a batch.")
+    max_num_batched_tokens: int = option(640, least=1, help="Maximum tokens in a step.")
+    block_size: int = option(16, help="Tokens per KV cache block: 8, 16, 32, 64 or 128.")
+    threads: int | None = option(
+        None, least=1, help="CPU threads; default: as many as CPU affinity and cgroup quota allow."
+    )
+    kv_cache_memory: int | None = option(
+        None, least=1, is_size=True, help="Size of the KV cache, such as 4GiB; default: from the device."
+    )
+    kv_cache_dtype: KvCacheDType = option("auto", help="KV cache dtype.")
+    enforce_eager: bool = option(False, help="Do not use CUDA graphs.")
+    cuda_graph_sizes: tuple[int, ...] | None = option(
+        None, help="Batch sizes of CUDA graphs for decode, such as 1,2,4,8."
+    )
+    enable_prefix_caching: bool = option(True, help="Reuse the KV cache of equal prefixes.")
+    enable_chunked_prefill: bool = option(
+        True, help="Split long prompts into chunks that share steps with running requests."
+    )
+    prefill_stretch: float = option(
+        1.8, above=1, help="Maximum slow-down of a decode step caused by prefill, as a factor."
+    )
+    async_scheduling: bool | None = option(
+        None, help="Plan the next step while the current one runs; default: on a GPU."
+    )
+    max_lora_rank: int = option(64, least=1, help="Maximum rank of an adapter.")
+    lora_dtype: LoraDType = option("auto", help="Dtype of adapters.")
+    adapter_memory: int | None = option(
+        None, least=0, is_size=True, help="Device memory for adapters; default: from the device."
+    )
+    host_adapter_memory: int = option(4 << 30, least=1, is_size=True, help="Host memory for adapters.")
+    generation_config: GenerationConfig = option(
+        "auto", help="Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none)."
+    )
+    seed: int = option(0, help="Seed of requests without one.")
 
     def __post_init__(self) -> None:
-        if self.dtype not in get_args(DType):
-            raise ConfigError("dtype", f"expected one of {', '.join(get_args(DType))}, got {self.dtype!r}")
-        if self.generation_config not in get_args(GenerationConfig):
-            raise ConfigError("generation_config", f"expected auto or none, got {self.generation_config!r}")
-        if self.device not in get_args(Device):
-            raise ConfigError("device", f"expected one of {', '.join(get_args(Device))}, got {self.device!r}")
-        for field, kind in (("kv_cache_dtype", KvCacheDType), ("lora_dtype", LoraDType)):
-            if getattr(self, field) not in get_args(kind):
-                raise ConfigError(field, f"expected one of {', '.join(get_args(kind))}, got {getattr(self, field)!r}")
+        check_options(self)
         sizes = self.cuda_graph_sizes
         if sizes is not None and not all(1 <= size <= self.max_num_seqs for size in sizes):
             raise ConfigError(
                 "cuda_graph_sizes", f"expected numbers from 1 to max_num_seqs ({self.max_num_seqs}), got {list(sizes)}"
             )
-        for field, least in (
-            ("max_model_len", 1),
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
-            ("kv_cache_memory", 1),
-            ("adapter_memory", 0),
-            ("host_adapter_memory", 1),
-            ("max_lora_rank", 1),
-            ("threads", 1),
-        ):
-            value = getattr(self, field)
-            if value is not None and value < least:
-                raise ConfigError(field, f"expected at least {least}, got {value}")
-        if self.prefill_stretch <= 1:
-            raise ConfigError("prefill_stretch", f"expected more than 1, got {self.prefill_stretch}")
         if self.block_size not in (8, 16, 32, 64, 128):
             raise ConfigError("block_size", f"expected 8, 16, 32, 64 or 128, got {self.block_size}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -93,3 +85,43 @@ class EngineConfig:
                 "max_num_batched_tokens",
                 f"expected at least max_num_seqs ({self.max_num_seqs}), got {self.max_num_batched_tokens}",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Configuration of an engine's HTTP server and process. Raises ConfigError for a value out of range.
+
+    adapter_store: the source of models named `sha256:...`, which have no name of their own.
+    internal_token: secret of gateways. A request that carries it may use every route and names its tenant.
+    announce_token: secret for announcements to gateways; None: the internal token.
+    """
+
+    host: str = option("127.0.0.1", help="Address to listen on.")
+    port: int = option(8000, least=0, most=65535, help="Port to listen on; 0: a free one.")
+    adapter_store: str | None = option(None, help="Folder of adapters by digest, for models named `sha256:...`.")
+    lora_modules: tuple[tuple[str, Path], ...] = option((), help="Adapter folders to serve under given names.")
+    max_waiting: int = option(1024, least=0, help="Maximum waiting requests; further requests get 503.")
+    finished_file: Path | None = option(None, help="File that keeps the usage of finished requests over restarts.")
+    tool_call_parser: ToolCallParser | None = option(
+        None, help="Format of tool calls; default: from the chat template."
+    )
+    gateways: tuple[str, ...] = option(
+        (), flag="--gateway", help="URL of a gateway to announce this engine to; repeatable."
+    )
+    advertise_url: str | None = option(
+        None, help="URL at which gateways reach this engine; default: --host and --port."
+    )
+    drain_seconds: float = option(30.0, least=0, help="Seconds for requests to finish after SIGTERM.")
+    api_keys: tuple[str, ...] = option(
+        (),
+        flag="--api-key",
+        env="LORAPLEX_ENGINE_API_KEY",
+        help="Key that clients send as Authorization: Bearer; repeatable. [env: LORAPLEX_ENGINE_API_KEY, space "
+        "separated]",
+    )
+    access_log: bool = option(False, help="Log a line per request.")
+    internal_token: str | None = field(default=None, repr=False)
+    announce_token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_options(self)

@@ -7,19 +7,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
-from adapters.store import Store
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.http.access import is_loopback
 from engine.http.announcing import announcing
 from engine.http.app import Server, listening
 from engine.model.weights import Progress
 from wire.errors import ConfigError
-from wire.telemetry.spans import TracingError, start_tracing
+from wire.telemetry.start import TracingError, start_tracing
 from wire.text.tokenizer import TokenizerError
 
 logger = logging.getLogger(__name__)
@@ -93,56 +91,29 @@ def _exit_within(seconds: float) -> None:
 
 def run(
     config: EngineConfig,
+    server_config: ServerConfig,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    adapter_store: Store | None = None,
-    internal_token: str | None = None,
-    lora_modules: Mapping[str, str] | None = None,
-    max_waiting: int = 1024,
-    drain_s: float = 30.0,
-    tool_call_parser: str | None = None,
-    finished_file: Path | None = None,
-    api_keys: Sequence[str] = (),
-    access_log: bool = False,
-    gateways: Sequence[str] = (),
-    advertise_url: str | None = None,
-    announce_token: str | None = None,
     ready: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> int:
     """Run `loraplex engine` and return its exit code.
 
     0 after a clean stop, 1 with one line on stderr for a configuration that cannot be served, `FAILED` once the engine
-    has failed.
-
-    gateways: URLs to announce the engine to. advertise_url: the URL announced, by default the listening address.
-    announce_token: secret for announcements, by default the internal token.
+    has failed. ready: called with the port once the engine serves.
     """
     try:
         tracing = start_tracing("loraplex-engine")
     except TracingError as error:
         raise ConfigError(error.field, error.message) from error
-    server = Server(
-        config,
-        adapter_store=adapter_store,
-        internal_token=internal_token,
-        lora_modules=lora_modules,
-        max_waiting=max_waiting,
-        drain_s=drain_s,
-        tool_call_parser=tool_call_parser,
-        finished_file=finished_file,
-        tracing=tracing,
-        api_keys=api_keys,
-        access_log=access_log,
-    )
+    server = Server(config, server_config, tracing=tracing)
+    host = server_config.host
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if server.access.is_open and not is_loopback(host):
         logger.warning("anyone who reaches %s may use this engine: set --api-key or LORAPLEX_INTERNAL_TOKEN", host)
 
     def announce(bound_port: int) -> AbstractAsyncContextManager[None]:
-        own = advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
-        return announcing(gateways, own, internal_token, announce_token)
+        url = server_config.advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
+        return announcing(server_config.gateways, url, server_config.internal_token, server_config.announce_token)
 
     def settled(bound_port: int) -> None:
         # Exclude permanent objects from garbage collection: a full collection over them would stall all streams for a
@@ -153,7 +124,7 @@ def run(
             ready(bound_port)
 
     try:
-        return asyncio.run(serve(server, host, port, settled, progress, announce))
+        return asyncio.run(serve(server, host, server_config.port, settled, progress, announce))
     finally:
         if tracing is not None:
             tracing.close()

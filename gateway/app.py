@@ -75,9 +75,10 @@ from gateway.records.usage_report import UsageReport
 from gateway.redis.client import connect
 from gateway.settings import OFF, Settings, SettingsError
 from gateway.sharing.unserved import UnservedRate
-from gateway.spans import UNTRACED
+from gateway.spans import TRUST_TRACEPARENT, UNTRACED
 from wire.model_config import context_length
-from wire.telemetry.spans import TracingError, start_tracing, trace_requests
+from wire.telemetry.spans import trace_requests
+from wire.telemetry.start import TracingError, start_tracing
 from wire.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger(__name__)
@@ -236,10 +237,12 @@ async def make_app(settings: Settings) -> web.Application:
     if settings.admin_port is not None:
         middlewares.insert(4, keep_off_public_port(settings.admin_port))
     if tracing is not None:
-        middlewares.insert(0, trace_requests(tracing, lambda route: route not in UNTRACED))
+        middlewares.insert(
+            0, trace_requests(tracing, lambda route: route not in UNTRACED, lambda _: settings.trust_traceparent)
+        )
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
     drain = Drain()
-    app[DRAIN], app[CONNECTIONS] = drain, connected
+    app[DRAIN], app[CONNECTIONS], app[TRUST_TRACEPARENT] = drain, connected, settings.trust_traceparent
     app.on_response_prepare.extend([add_request_id, hide_server, drain.close_connection, close_unread])
     # The contexts end in reverse order: first the accounts of requests, then the ledger that records them.
     app.cleanup_ctx.extend([traces, connections, schema, access, costs, leases, engines, usage, accounts])

@@ -103,6 +103,8 @@ class Settings:
     answer_memory_bytes: types.Bytes = 32 * 2**20
     # Networks of proxies whose X-Forwarded-For is trusted, so that wrong keys count against the client's own address.
     trusted_proxies: types.Networks = ()
+    # Whether a client's `traceparent` decides that the spans of its request are recorded.
+    trust_traceparent: bool = False
     # Time for which running streams continue after SIGTERM.
     shutdown_seconds: types.Seconds = 20.0
     # Time before that in which `/readyz` returns 503 but requests are accepted, so that load balancers switch over.

@@ -9,7 +9,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from aiohttp import web
+
 from gateway.access.caller import Caller
+from wire.digests import digest_name
 from wire.telemetry.spans import OPERATIONS, Span, Value
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from gateway.fleet.client import Call
     from gateway.fleet.registry import EngineRecord
 
+# Whether a client's `traceparent` decides that spans are recorded.
+TRUST_TRACEPARENT = web.AppKey("trust_traceparent", bool)
 # Routes that load balancers, Prometheus and engines call all the time.
 UNTRACED = ("/healthz", "/readyz", "/metrics", "/internal/engines")
 
@@ -44,7 +49,7 @@ def describe_request(span: Span, path: str, account: "Account") -> None:
         "loraplex.status": account.status,
     }
     if account.model.digest is not None:
-        attributes["loraplex.adapter"] = f"sha256:{account.model.digest}"
+        attributes["loraplex.adapter"] = digest_name(account.model.digest)
     if account.finish_reason is not None:
         attributes["gen_ai.response.finish_reasons"] = [account.finish_reason]
     if account.first_token_seconds is not None:

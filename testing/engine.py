@@ -10,13 +10,13 @@ from typing import Any
 
 import aiohttp
 
-from adapters.store import DirectoryStore
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.http.app import Server, listening
+from wire.telemetry.spans import Tracing
 
 
 class RunningServer:
-    """Server that answers at `url` until `close`. Options are those of EngineConfig (as `config`) and Server."""
+    """Server that answers at `url` until `close`. Options: those of EngineConfig (as `config`), and of ServerConfig."""
 
     def __init__(
         self,
@@ -24,6 +24,7 @@ class RunningServer:
         store: Path | None = None,
         config: dict[str, Any] | None = None,
         port: int = 0,
+        tracing: Tracing | None = None,
         **server: Any,
     ) -> None:
         self.config = EngineConfig(
@@ -34,9 +35,8 @@ class RunningServer:
                 "kv_cache_memory": 8 << 20, "adapter_memory": 4 << 20, "max_lora_rank": 16,
             } | (config or {}),
         )  # fmt: skip
-        self.server = Server(
-            self.config, adapter_store=None if store is None else DirectoryStore(store), drain_s=0.2, **server
-        )
+        given = {"adapter_store": None if store is None else str(store), "drain_seconds": 0.2} | server
+        self.server = Server(self.config, ServerConfig(**given), tracing=tracing)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(port)))

@@ -99,7 +99,10 @@ def test_the_engine_needs_neither_redis_nor_a_database():
 
 
 def test_help_is_quick():
-    assert not modules_after("import loraplex.cli") & {"torch", "aiohttp", "sqlalchemy", "redis", "gateway", "engine"}
+    """The command line loads only the configuration of the engine, not the programs, because it defines the flags."""
+    check = "assert {m for m in sys.modules if m.startswith('engine')} <= {'engine', 'engine.config'}"
+    loaded = modules_after(f"import loraplex.cli, sys; {check}")
+    assert not loaded & {"torch", "aiohttp", "sqlalchemy", "redis", "gateway"}
 
 
 def test_our_kernels_package_does_not_pose_as_hugging_faces():
@@ -150,6 +153,50 @@ def test_files_are_small():
     tests = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "testing").rglob("*.py")])
     long = {str(p.relative_to(ROOT)): n for p in SOURCES + tests if (n := len(p.read_text().splitlines())) > MAX_LINES}
     assert not long
+
+
+# Functions over the limits that are still to be mended, by file.
+LONG_FUNCTIONS = {
+    "gateway/metrics.py",
+    "gateway/app.py",
+    "gateway/fleet/dispatch.py",
+    "benchmarks/sweep.py",
+}
+MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 8
+
+
+def oversized(path: Path) -> list[str]:
+    """Return the file's functions over the limits: their lines and parameters, without self or cls."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            lines, count = (node.end_lineno or 0) - node.lineno + 1, len(names) - (names[:1] in (["self"], ["cls"]))
+            if lines > MAX_FUNCTION_LINES or count > MAX_PARAMETERS:
+                found.append(f"{node.name}: {lines} lines, {count} parameters")
+    return found
+
+
+def test_functions_are_small():
+    every = [path for path in SOURCES if path.relative_to(ROOT).parts[0] not in ("kernels", "migrations")]
+    every += sorted((ROOT / "benchmarks").rglob("*.py"))
+    found = {str(path.relative_to(ROOT)): large for path in every if (large := oversized(path))}
+    assert not {path: large for path, large in found.items() if path not in LONG_FUNCTIONS}
+    assert set(found) >= LONG_FUNCTIONS, "a mended file leaves the list"
+
+
+def test_no_circles_of_files():
+    """No file imports itself through others, imports for type checking included."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}
+    graph = {name: {m for m in imports(path) if m in modules and m != name} for name, path in modules.items()}
+    # A file that imports none of those left, or that none of those left imports, is in no circle.
+    while True:
+        imported = set().union(*graph.values())
+        outside = {name for name, below in graph.items() if not below or name not in imported}
+        if not outside:
+            break
+        graph = {name: below - outside for name, below in graph.items() if name not in outside}
+    assert not graph, "circles among these files"
 
 
 def test_tests_are_no_package():

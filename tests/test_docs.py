@@ -14,13 +14,15 @@ from prometheus_client import CollectorRegistry
 import engine.http.metrics
 import gateway.metrics
 from benchmarks.hostile.catalogue import ATTACKS
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.model.families import FAMILIES
 from engine.model.gguf.model import ARCHITECTURES
 from gateway.quota.kinds import KINDS
 from gateway.settings import Settings, env_name
+from loraplex.bench.workload import Workload
 from loraplex.cli import main
 from loraplex.commands.vllm_flags import INSTEAD
+from loraplex.up.config import UpConfig
 from loraplex.up.demo_tenants import DemoTenant
 from loraplex.up.display import Display
 
@@ -82,10 +84,15 @@ def test_every_kind_of_limit(kind):
     assert f"--{kind.name.replace('_', '-')}" in CODE
 
 
-def test_the_host_tiers_default_is_the_engines():
-    [option] = [p for p in COMMANDS["loraplex engine"].params if p.name == "host_adapter_memory"]
-    [default] = [field.default for field in fields(EngineConfig) if field.name == "host_adapter_memory"]
-    assert f"[default: {default >> 30}GiB]" in option.help
+def test_a_flags_default_is_its_fields():
+    for name, configs in {"engine": (EngineConfig, ServerConfig), "up": (UpConfig,), "bench": (Workload,)}.items():
+        shown = {p.name: p for p in COMMANDS[f"loraplex {name}"].params}
+        for field in [field for config in configs for field in fields(config) if "option" in field.metadata]:
+            assert field.metadata["option"].help in shown[field.name].help
+            if field.default is not MISSING:
+                assert shown[field.name].default == field.default, field.name
+    [host_tier] = [p for p in COMMANDS["loraplex engine"].params if p.name == "host_adapter_memory"]
+    assert "[default: 4GiB]" in host_tier.help
 
 
 def test_every_documented_flag_exists():

@@ -137,7 +137,7 @@ def check_template_fields(request: TemplateFields) -> None:
         return
     field = "continue_final_message"
     if request.add_generation_prompt:
-        raise BadRequest(field, f"{field}: the last message is either continued or followed by a new one")
+        raise BadRequest(field, f"{field}: cannot be combined with add_generation_prompt")
     if not (request.messages or [])[-1].content:
         raise BadRequest(field, f"{field}: the last message has no content")
 

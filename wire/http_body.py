@@ -33,7 +33,7 @@ def is_compressed(request: web.Request) -> bool:
     if encoding in ("", "identity"):
         return False
     if encoding not in ENCODINGS:
-        raise web.RequestPayloadError(f"Content-Encoding is none of {', '.join(ENCODINGS)}")
+        raise web.RequestPayloadError(f"Content-Encoding must be one of {', '.join(ENCODINGS)}")
     return True
 
 

@@ -75,7 +75,7 @@ class SamplingRequest(Struct, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: TopLogprobs | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    user: Annotated[str | None, Meta(description="Taken, and nothing is done with it.")] = None
+    user: Annotated[str | None, Meta(description="Accepted and ignored.")] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -154,7 +154,9 @@ class SamplingRequest(Struct, kw_only=True):
             raise BadRequest("min_tokens", f"min_tokens must be at most {self.max_new_tokens_field} ({limit})")
         for key in self.logit_bias or ():
             if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise BadRequest("logit_bias", f"logit_bias must map token ids to numbers; {key[:40]!r} is no token id")
+                raise BadRequest(
+                    "logit_bias", f"logit_bias must map token ids to numbers; {key[:40]!r} is not a token id"
+                )
         if self.prompt_logprobs is not None and self.stream:
             raise BadRequest("prompt_logprobs", "prompt_logprobs is not available in a stream")
         if self.stream_options is not None and not self.stream:
@@ -253,7 +255,7 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
         SamplingRequest.check(self)
         check_tools(self.tools or [], self.tool_choice)
         if self.must_call and self.grammar_spec() is not None:
-            raise BadRequest("tool_choice", "tool_choice: a call that is required leaves no room for another grammar")
+            raise BadRequest("tool_choice", "tool_choice: a required call cannot be combined with another grammar")
         refuse(self, "functions", allowed=([],))
         refuse(self, "function_call", allowed=("none", "auto"))
         refuse(self, "audio", "prediction", "web_search_options", "reasoning_effort")

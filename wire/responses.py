@@ -57,8 +57,8 @@ class PromptLogprob(Struct):
     decoded_token: str
 
 
-# An entry per prompt token, keyed by token id: the token itself and the most likely ones. The first token has no
-# prediction, so its entry is None.
+# The list has an entry for each prompt token: log-probabilities by token id, of the token itself and of the likeliest
+# ones. The first entry is None, because nothing predicts the first token.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 

@@ -52,7 +52,7 @@ def read_spec(response_format: Any, structured_outputs: Any, guided: Mapping[Kin
     if response_format is not None and (spec := _read_response_format(response_format)) is not None:
         found.append(spec)
     if len(found) > 1:
-        raise RequestError(found[1].param, f"only one of {found[0].param} and {found[1].param} can be asked for")
+        raise RequestError(found[1].param, f"cannot be combined with {found[0].param}")
     return found[0] if found else None
 
 

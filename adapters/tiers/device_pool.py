@@ -1,10 +1,8 @@
 """Device tier of adapters: rank pages next to the model's weights, pinned while in use, evictable otherwise.
 
-A page holds `page_rank` rank rows of A and of B-transposed for every projection of every layer, so an adapter uses as
-many pages as its own rank needs, and one page table serves all layers. The engine thread allocates pages. The pool's
-copy thread writes the bytes into pages that no step reads yet, so a load never delays a step. The few adapters with
-LoRA on embed_tokens or lm_head have separate tensors for these, within a separate limit. Layout of the pages:
-`kernels.reference.LoraGroup`.
+An adapter uses as many pages (`adapters.tiers.pages`) as its own rank needs. The engine thread allocates pages. The
+pool's copy thread writes the bytes into pages that no step reads yet, so a load never delays a step. The few adapters
+with LoRA on embed_tokens or lm_head have separate tensors for these, within a separate limit.
 """
 
 from collections import OrderedDict, deque
@@ -19,11 +17,8 @@ from torch import Tensor
 from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, AdapterError, BaseShape
 from adapters.tiers.host_cache import HostAdapter, HostCache
 from adapters.tiers.page_writer import Fence, Lane, PageWriter, lane_for
-from kernels.memory import lazy_zeros
+from adapters.tiers.pages import PAGE_RANK, RankPages
 from kernels.ops import EmbeddingLora, HeadLora, PackedLinear, dense_linear
-from kernels.reference import LARGEST, LoraGroup
-
-PAGE_RANK = 8
 
 
 class Residency(Enum):
@@ -45,7 +40,7 @@ class Resident:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Amount:
     """Total resources that some adapters hold or need.
 
     Updated incrementally, because each waiting request reads it in each step.
@@ -65,16 +60,17 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _Reservation:
-    """Pages reserved for a waiting adapter.
+class _Drain:
+    """Pages that are kept free for a waiting adapter as the victims' requests end.
 
-    draining_held: resources of the adapters in `draining` that a request still uses.
+    size: the waiting adapter's needs. victims: adapters that accept no new request. victims_held: resources of the
+    victims that a request still uses.
     """
 
     digest: str
-    size: _Held
-    draining: set[str] = field(default_factory=set)
-    draining_held: _Held = field(default_factory=_Held)
+    size: _Amount
+    victims: set[str] = field(default_factory=set)
+    victims_held: _Amount = field(default_factory=_Amount)
 
 
 class AdapterPool:
@@ -96,48 +92,23 @@ class AdapterPool:
         dtype: torch.dtype,
         device: torch.device,
         pack: Callable[[Tensor], PackedLinear] = dense_linear,
-        max_slots: int = 4096,
         lane: Lane | None = None,
     ) -> None:
-        self._pack = pack
+        self._host, self._max_rank, self._pack = host_cache, max_rank, pack
+        pages = RankPages(base, memory=memory, max_rank=max_rank, dtype=dtype, device=device)
+        self.page_bytes, self.num_pages, self.num_slots = pages.page_bytes, pages.num_pages, pages.num_slots
+        self.max_pages = pages.per_adapter
+        self.groups, self.page_table, self.ranks, self.page_rank = (
+            pages.groups, pages.page_table, pages.ranks, PAGE_RANK
+        )  # fmt: skip
         self._max_outside_bytes = memory // 4
         self.embeddings: dict[int, EmbeddingLora] = {}
         self.heads: dict[int, HeadLora] = {}
-        self._base, self._host, self._device, self._max_rank = base, host_cache, device, max_rank
-        self.max_pages = -(-max_rank // PAGE_RANK)
-        groups = base.groups
-        offsets = {name: _column_bounds(base, name) for name in groups}
-        row_elements = sum(_in_features(base, g) * len(groups[g]) + offsets[g][-1] for g in groups)
-        has_scales = dtype in LARGEST
-        row_bytes = row_elements * dtype.itemsize + (4 * len(base.projections) if has_scales else 0)
-        self.page_bytes = row_bytes * PAGE_RANK * base.num_layers
-        self.num_pages = memory // self.page_bytes
-        if self.num_pages < self.max_pages:
-            raise ValueError(
-                f"adapter_memory: {memory} bytes hold {self.num_pages} rank pages, "
-                f"an adapter of rank {max_rank} needs {self.max_pages} ({self.max_pages * self.page_bytes} bytes)"
-            )
-        self.num_slots = min(max_slots, self.num_pages)
-        self.groups = [
-            {
-                name: LoraGroup(
-                    _pages((self.num_pages, len(groups[name]), PAGE_RANK, _in_features(base, name)), dtype, device),
-                    _pages((self.num_pages, PAGE_RANK, offsets[name][-1]), dtype, device),
-                    torch.zeros(self.num_slots, len(groups[name]), dtype=torch.float32, device=device),
-                    offsets[name],
-                    torch.zeros(self.num_pages, len(groups[name]), PAGE_RANK, device=device) if has_scales else None,
-                )
-                for name in groups
-            }
-            for _ in range(base.num_layers)
-        ]
-        self.page_table = torch.full((self.num_slots, self.max_pages), -1, dtype=torch.int32, device=device)
-        self.ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
-        self.page_rank = PAGE_RANK
         # The digest of the weights last written to each slot, "" if there are none. The copy thread sets it from the
         # adapter that it wrote, so the receipt is evidence independent of `_residents`.
         self.slot_digests = [""] * self.num_slots
-        self.generation = 0
+        # Changes with the set of resident adapters.
+        self.residency_version = 0
         self.num_loads = 0
         self.num_evictions = 0
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
@@ -147,16 +118,16 @@ class AdapterPool:
         # first.
         self._idle: OrderedDict[str, Resident] = OrderedDict()
         self._copying: dict[str, Resident] = {}
-        self._pinned_held, self._copying_held, self._all_held = _Held(), _Held(), _Held()
+        self._pinned_held, self._copying_held, self._all_held = _Amount(), _Amount(), _Amount()
         self._fetching: dict[str, Future[HostAdapter]] = {}
         self._fetched: deque[tuple[str, Future[HostAdapter]]] = deque()  # appended to by the loading threads
         self._errors: dict[str, Exception] = {}
         # Digests that a request waits for, with their sizes once known: counting an adapter's modules takes 20 us.
-        self._wanted: dict[str, _Held | None] = {}
-        self._reservation: _Reservation | None = None
+        self._wanted: dict[str, _Amount | None] = {}
+        self._drain: _Drain | None = None
         host_cache.refuse_beyond(max_rank=max_rank, max_outside_bytes=self._max_outside_bytes)
         self._lane = lane or lane_for(device)
-        self._writer = PageWriter(self.groups, groups, self.page_table, self.ranks, self._lane)
+        self._writer = PageWriter(self.groups, base.groups, self.page_table, self.ranks, self._lane)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
 
     @property
@@ -181,13 +152,13 @@ class AdapterPool:
         self._wanted.setdefault(digest, None)
         if digest in self._errors:
             return Residency.FAILED
-        reserved = self._reservation
-        if reserved is not None and digest in reserved.draining:
-            return Residency.LOADING  # its pages are reserved for a tenant that is further behind
+        drain = self._drain
+        if drain is not None and digest in drain.victims:
+            return Residency.LOADING  # its pages are kept for a tenant that is further behind
         resident = self._residents.get(digest)
         if resident is not None:
             is_idle = resident.pins == 0
-            if reserved is not None and is_idle and not self._fits_beside_kept(reserved, resident):
+            if drain is not None and is_idle and not self._fits_beside_kept(drain, resident):
                 return Residency.LOADING
             return Residency.READY if resident.loading is None else Residency.LOADING
         adapter = self._host.get(digest)
@@ -208,8 +179,8 @@ class AdapterPool:
                 f"a quarter of this engine's --adapter-memory is {self._max_outside_bytes}",
             )
             return Residency.FAILED
-        if reserved is not None and reserved.digest != digest:
-            return Residency.LOADING  # free pages are reserved for another adapter
+        if drain is not None and drain.digest != digest:
+            return Residency.LOADING  # free pages are kept for another adapter
         return self._place(digest, adapter, size)
 
     def pin(self, digest: str) -> int:
@@ -227,8 +198,8 @@ class AdapterPool:
         if not resident.pins:
             self._idle[digest] = resident
             self._pinned_held.remove(resident)
-            if self._reservation is not None and digest in self._reservation.draining:
-                self._reservation.draining_held.remove(resident)
+            if self._drain is not None and digest in self._drain.victims:
+                self._drain.victims_held.remove(resident)
 
     def error(self, digest: str) -> Exception:
         """Return and clear the error of `ensure`'s FAILED, so that the next request tries again.
@@ -240,30 +211,30 @@ class AdapterPool:
     def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:
         """Reserve adapters' pages, in `furthest_ahead` order, for `digest`; these adapters accept no new request.
 
-        The reservation ends when `digest` has its pages. Until then an idle adapter accepts no new request either, if
+        The drain ends when `digest` has its pages. Until then an idle adapter accepts no new request either, if
         `digest` would not fit beside it.
         """
-        if self._reservation is not None:
+        if self._drain is not None:
             return
         adapter = self._host.get(digest)
         if adapter is None:
             return
-        self._reservation = reservation = _Reservation(digest, self._size(digest, adapter))
+        self._drain = drain = _Drain(digest, self._size(digest, adapter))
         for victim in dict.fromkeys(furthest_ahead):
-            if self._fits_beside_kept(reservation):
+            if self._fits_beside_kept(drain):
                 break
-            reservation.draining.add(victim)
+            drain.victims.add(victim)
             resident = self._residents.get(victim)
             if resident is not None and resident.pins:
-                reservation.draining_held.add(resident)
+                drain.victims_held.add(resident)
 
     def no_longer_wanted(self, digest: str) -> None:
-        """Drop the adapter's reservation and error after its last waiting request has left."""
+        """Drop the adapter's drain and error after its last waiting request has left."""
         self._fetching.pop(digest, None)
         self._wanted.pop(digest, None)
         self._errors.pop(digest, None)
-        if self._reservation is not None and self._reservation.digest == digest:
-            self._reservation = None
+        if self._drain is not None and self._drain.digest == digest:
+            self._drain = None
 
     def evict(self, digest: str) -> bool:
         """Free the adapter's pages. Returns False while a request uses them."""
@@ -281,7 +252,7 @@ class AdapterPool:
         self.embeddings.pop(resident.slot, None)
         self.heads.pop(resident.slot, None)
         self.num_evictions += 1
-        self.generation += 1
+        self.residency_version += 1
         return True
 
     def poll(self) -> None:
@@ -306,30 +277,30 @@ class AdapterPool:
                         self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
                     self.evict(digest)
                 self.num_loads += 1
-                self.generation += 1
+                self.residency_version += 1
 
     def close(self) -> None:
         self._copier.shutdown(wait=True, cancel_futures=True)
 
-    def _size(self, digest: str, adapter: HostAdapter) -> _Held:
+    def _size(self, digest: str, adapter: HostAdapter) -> _Amount:
         size = self._wanted.get(digest)
         if size is None:
-            size = _Held(1, -(-adapter.rank_in_layers // PAGE_RANK), _outside_bytes(adapter))
+            size = _Amount(1, -(-adapter.rank_in_layers // PAGE_RANK), _outside_bytes(adapter))
             if digest in self._wanted:
                 self._wanted[digest] = size
         return size
 
-    def _fits_beside_kept(self, reservation: _Reservation, idle: Resident | None = None) -> bool:
+    def _fits_beside_kept(self, drain: _Drain, idle: Resident | None = None) -> bool:
         """Return whether the waiting adapter fits beside those that stay in use until then, and beside `idle`."""
-        kept, draining = self._pinned_held, reservation.draining_held
-        held = _Held(
-            kept.slots - draining.slots, kept.pages - draining.pages, kept.outside_bytes - draining.outside_bytes
+        pinned, leaving = self._pinned_held, drain.victims_held
+        held = _Amount(
+            pinned.slots - leaving.slots, pinned.pages - leaving.pages, pinned.outside_bytes - leaving.outside_bytes
         )
         if idle is not None:
             held.add(idle)
-        return self._fits(reservation.size, held)
+        return self._fits(drain.size, held)
 
-    def _fits(self, *held: _Held) -> bool:
+    def _fits(self, *held: _Amount) -> bool:
         """Return whether the pool has room for all of these together."""
         return (
             sum(h.slots for h in held) <= self.num_slots
@@ -337,7 +308,7 @@ class AdapterPool:
             and sum(h.outside_bytes for h in held) <= self._max_outside_bytes
         )
 
-    def _place(self, digest: str, adapter: HostAdapter, size: _Held) -> Residency:
+    def _place(self, digest: str, adapter: HostAdapter, size: _Amount) -> Residency:
         if not self._fits(size, self._pinned_held, self._copying_held):
             return Residency.NO_ROOM
         while not self._fits(size, self._all_held):
@@ -350,8 +321,8 @@ class AdapterPool:
         self._residents[digest] = self._copying[digest] = resident
         self._copying_held.add(resident)
         self._all_held.add(resident)
-        if self._reservation is not None and self._reservation.digest == digest:
-            self._reservation = None
+        if self._drain is not None and self._drain.digest == digest:
+            self._drain = None
         return Residency.LOADING
 
     def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: Fence) -> None:
@@ -370,21 +341,5 @@ class AdapterPool:
             self.heads[slot] = HeadLora(self._pack(a), self._pack(b), head.scale)
 
 
-def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Allocate as bytes, which every backend can fill with zeros.
-    return lazy_zeros((*shape[:-1], shape[-1] * dtype.itemsize), torch.uint8, device).view(dtype)
-
-
 def _outside_bytes(adapter: HostAdapter) -> int:
     return sum(m.a.nbytes + m.b.nbytes for (layer, _), m in adapter.modules.items() if layer == OUTSIDE)
-
-
-def _in_features(base: BaseShape, group: str) -> int:
-    return base.projections[base.groups[group][0]][1]
-
-
-def _column_bounds(base: BaseShape, group: str) -> tuple[int, ...]:
-    bounds = [0]
-    for projection in base.groups[group]:
-        bounds.append(bounds[-1] + base.projections[projection][0])
-    return tuple(bounds)

@@ -130,7 +130,7 @@ class HostCache:
             return self._touch(digest)
 
     def fetch(self, digest: str, tenant: str | None = None) -> "Future[HostAdapter]":
-        """Load an adapter. Calls for one digest share one load and one future: call `leave`, never cancel it.
+        """Load an adapter. Calls for one digest share one load and one future: call `stop_waiting`, never cancel it.
 
         The future raises AdapterNotFound (no such adapter), AdapterError (cannot be served, or damaged) or OSError. The
         last two are remembered for `FAILURE_SECONDS`. tenant: the tenant whose queue the load joins; None for the
@@ -161,7 +161,7 @@ class HostCache:
                 self._asked.popitem(last=False)
             return load
 
-    def leave(self, digest: str, load: "Future[HostAdapter]") -> None:
+    def stop_waiting(self, digest: str, load: "Future[HostAdapter]") -> None:
         """Undo the `fetch` that returned `load`.
 
         A load without other waiting requests is dropped if it has not begun.
@@ -279,7 +279,7 @@ class HostCache:
         """
         checkpoint.check_base(self._base)
         if checkpoint.rank > self._max_rank:
-            raise AdapterError("adapter", f"its rank is {checkpoint.rank}, the most served is {self._max_rank}")
+            raise AdapterError("adapter", f"its rank is {checkpoint.rank}, the limit is {self._max_rank}")
         sizes: Counter[bool] = Counter()
         for (layer, _), module in checkpoint.modules.items():
             elements = sum(span.shape[0] * span.shape[1] for span in (module.a, module.b))

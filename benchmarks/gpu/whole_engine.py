@@ -19,7 +19,7 @@ from benchmarks.kernels.measure import asked
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.families import parse_model_config
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 
 PROMPT_TOKENS = 32
 
@@ -83,7 +83,7 @@ def same_answers(machine: Machine) -> Iterator[str]:
                 digests = [None, *(host.add_path(path) for path in paths)]
                 params = SamplingParams(max_tokens=machine.new_tokens, temperature=0, ignore_eos=True, logprobs=0)
                 for i, digest in enumerate(digests):
-                    engine.add_request(str(i), prompt(i, vocab_size), params, adapter=digest)
+                    engine.add_request(NewRequest(str(i), prompt(i, vocab_size), params, adapter_digest=digest))
                 answers: dict[str, list[tuple[int, float]]] = {str(i): [] for i in range(len(digests))}
                 while engine.has_work():
                     for out in engine.step():
@@ -159,7 +159,9 @@ def decode_rate(engine: Engine, machine: Machine, adapters: list[str]) -> float:
 def add(engine: Engine, machine: Machine, adapters: list[str], new_tokens: int | None = None) -> None:
     params = SamplingParams(max_tokens=new_tokens or machine.new_tokens, temperature=0, ignore_eos=True)
     for i, adapter in enumerate(adapters):
-        engine.add_request(f"stream {i}", prompt(i, engine.model_config.vocab_size), params, adapter=adapter)
+        engine.add_request(
+            NewRequest(f"stream {i}", prompt(i, engine.model_config.vocab_size), params, adapter_digest=adapter)
+        )
 
 
 def disturbance(engine: Engine, host: HostCache, machine: Machine, newcomers: list[Path]) -> Iterator[str]:
@@ -175,7 +177,9 @@ def disturbance(engine: Engine, host: HostCache, machine: Machine, newcomers: li
             engine.step()
         times = taken[kind] = []
         for i, visitor in enumerate(visitors):
-            engine.add_request(f"{kind} {i}", prompt(i, 50)[:8], SamplingParams(max_tokens=2), adapter=visitor)
+            engine.add_request(
+                NewRequest(f"{kind} {i}", prompt(i, 50)[:8], SamplingParams(max_tokens=2), adapter_digest=visitor)
+            )
             for _ in range(steps_between):
                 started = time.perf_counter()
                 engine.step()

@@ -33,8 +33,8 @@ from wire.responses import (
 from wire.text.detokenizer import Stream
 from wire.text.tokenizer import Tokenizer
 
-# Exceeds by one the special tokens that a tokenizer may put before a text.
-MAX_ADDED = 3
+# Limit of the special tokens that a tokenizer puts before a text, such as <s>. Those are not part of an echoed text.
+MAX_LEADING_SPECIALS = 2
 
 T = TypeVar("T")
 ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
@@ -178,7 +178,7 @@ class CompletionAnswer(Answer[CompletionChoice]):
             return self._place(index, prompt_ids, self._tokenizer.stream(self._shown_ids))
         special_ids = self._tokenizer.special_ids
         leading = [self._text(i) for i in takewhile(special_ids.__contains__, prompt_ids)]
-        added = next((n for n in range(MAX_ADDED) if prompt.startswith("".join(leading[n:]))), 0)
+        added = next((n for n in range(MAX_LEADING_SPECIALS + 1) if prompt.startswith("".join(leading[n:]))), 0)
         return [0] * added + self._place(index, prompt_ids[added:], self._tokenizer.stream(special_ids))
 
     def _place(self, index: int, token_ids: list[int], stream: Stream) -> list[int]:

@@ -17,13 +17,14 @@ from engine.answering.model_names import ModelRegistry
 from engine.answering.report import Report
 from engine.answering.running import Asked, Run
 from engine.answering.sampling import sampling_params
-from engine.answering.ticket import Generation, Submission
+from engine.answering.ticket import Ticket
 from engine.answering.token_rules import token_rules
 from engine.answering.tool_calls import ToolCallParser, ToolFormat
 from engine.answering.usage_log import FinishedRequests
 from engine.http.metrics import Metrics
 from engine.http.trusted_headers import Caller
 from engine.sampling_defaults import SamplingDefaults
+from engine.scheduling.request import NewRequest
 from wire.decoding import decode, is_quick
 from wire.errors import BadRequest
 from wire.http_body import read_body
@@ -77,7 +78,9 @@ class GenerationRoutes:
         if body.tools and body.tool_choice != "none":
             form = self.tool_format
             if form is None:
-                raise BadRequest("tools", "tools: how this model writes its calls is not known; see --tool-call-parser")
+                raise BadRequest(
+                    "tools", "tools: the format of this model's tool calls is unknown; set --tool-call-parser"
+                )
             parallel = body.parallel_tool_calls is not False
             names = [tool.function.name for tool in body.tools]
             parsers = [ToolCallParser(form, names, parallel) for _ in range(body.n or 1)]
@@ -130,52 +133,51 @@ class GenerationRoutes:
             raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {most} sequences, {flags}")
         # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
         with self.loop.place(sequences, caller.tenant):
-            async with self.models.using(body.model, caller.tenant) as adapter:
-                submissions = await self._submissions(caller, asked, limits, adapter)
-                generation = self.loop.submit(asked.request_id, submissions)
-                return await self._generate(request, caller, asked, generation)
+            async with self.models.using(body.model, caller.tenant) as adapter_digest:
+                ticket = self.loop.submit(await self._sequences(caller, asked, limits, adapter_digest))
+                return await self._run(request, caller, asked, ticket)
 
-    async def _submissions(
-        self, caller: Caller, asked: Asked, limits: list[int], adapter: str | None
-    ) -> list[Submission]:
+    async def _sequences(
+        self, caller: Caller, asked: Asked, limits: list[int], adapter_digest: str | None
+    ) -> list[NewRequest]:
+        """Return the sequences for the engine: each prompt `n` times. limits: `max_tokens` of each prompt."""
         body = asked.body
         grammar = None if asked.spec is None else await self.grammars.get(asked.spec, caller.tenant)
         allowed, bad_words = await token_rules(body, self.tokenizer)
         salt = body.cache_salt or ""
 
         def hash_prompts() -> list[list[bytes]]:
-            hashed = partial(self.prefix_keys, adapter=adapter, tenant=caller.tenant, cache_salt=salt)
+            hashed = partial(self.prefix_keys, adapter_digest=adapter_digest, tenant=caller.tenant, cache_salt=salt)
             return [hashed(prompt) for prompt in asked.prompts]
 
         keys = await offload(sum(map(len, asked.prompts)), hash_prompts)
         return [
-            Submission(
+            NewRequest(
+                f"{asked.request_id}-{prompt_index * (body.n or 1) + i}",
+                prompt,
                 # A request with `max_tokens` 0 generates one token, because the prompt's log-probabilities arrive with
                 # it.
-                prompt,
                 sampling_params(body, max(limit, 1), i, grammar, self.defaults, allowed, bad_words),
-                adapter,
-                caller.tenant,
-                caller.weight,
-                caller.priority,
-                salt,
-                prompt_keys,
+                adapter_digest=adapter_digest,
+                tenant=caller.tenant,
+                weight=caller.weight,
+                priority=caller.priority,
+                cache_salt=salt,
+                prefix_keys=prompt_keys,
             )
-            for prompt, limit, prompt_keys in zip(asked.prompts, limits, keys, strict=True)
+            for prompt_index, (prompt, limit, prompt_keys) in enumerate(zip(asked.prompts, limits, keys, strict=True))
             for i in range(body.n or 1)
         ]
 
-    async def _generate(
-        self, request: web.Request, caller: Caller, asked: Asked, submitted: Generation
-    ) -> web.StreamResponse:
-        with submitted as generation:
-            run = Run(asked, generation, self.tokenizer, self.eos_token_ids, self.metrics, internal=caller.internal)
+    async def _run(self, request: web.Request, caller: Caller, asked: Asked, ticket: Ticket) -> web.StreamResponse:
+        with ticket:
+            run = Run(asked, ticket, self.tokenizer, self.eos_token_ids, self.metrics, internal=caller.internal)
             if caller.request_id is not None:
                 run.keep_tally(self.finished.open(caller.request_id, run.prompt_tokens), caller.allowance)
             try:
                 if asked.body.stream:
                     return await run.stream(request, asked.answer)
-                return await run.whole(request, asked.answer, Report(request, generation))
+                return await run.whole(request, asked.answer, Report(request, ticket))
             finally:
                 run.count_left()
                 run.describe(request.get(SPAN, NO_SPAN), request.path)
@@ -214,7 +216,7 @@ class GenerationRoutes:
             )
         limit = min(default or room, room) if asked is None else asked
         if (body.min_tokens or 0) > limit:
-            raise BadRequest("min_tokens", f"min_tokens must be at most {limit}, the most this answer may have")
+            raise BadRequest("min_tokens", f"min_tokens must be at most {limit}, the token limit of this answer")
         return limit
 
 

@@ -9,13 +9,13 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
-from engine.answering.ticket import EngineUnavailable, Generation, QueueFull, Submission, TenantQueueFull
-from engine.scheduling.request import RequestOutput, SamplingParams
+from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull, Ticket
+from engine.scheduling.request import NewRequest, RequestOutput
 from wire.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -33,19 +33,7 @@ COMMANDS_S = 0.01
 class StepEngine(Protocol):
     """The part of `engine.engine.Engine` that the thread uses."""
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        adapter: str | None = None,
-        tenant: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
-        cache_salt: str = "",
-        prefix_keys: Sequence[bytes] = (),
-    ) -> None: ...
+    def add_request(self, new: NewRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def has_work(self) -> bool: ...
     @property
@@ -77,7 +65,8 @@ class EngineLoop:
         self._stopping = False
         self._accepting = True
         self._calls: set[Future[Any]] = set()
-        self._routes: dict[str, tuple[Generation, int]] = {}
+        # By sequence: the ticket of its HTTP request, and its index there.
+        self._tickets: dict[str, tuple[Ticket, int]] = {}
         # Reserved places: sequences whose request handler runs, from waiting for an adapter or a grammar to sending the
         # answer.
         self._placed: Counter[str] = Counter()  # by tenant
@@ -92,7 +81,7 @@ class EngineLoop:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._routes)
+        return len(self._tickets)
 
     def max_requests(self, tenant: str) -> int:
         """Return the limit of sequences in flight for one tenant: half of all, so that other tenants find a place.
@@ -117,16 +106,18 @@ class EngineLoop:
             if not self._placed[tenant]:
                 del self._placed[tenant]
 
-    def submit(self, request_id: str, submissions: list[Submission]) -> Generation:
-        """Queue the sequences, whose places are reserved. Raises EngineUnavailable after a failure or while closing."""
+    def submit(self, sequences: list[NewRequest]) -> Ticket:
+        """Queue the sequences of one HTTP request, whose places are reserved.
+
+        Raises EngineUnavailable after a failure or while closing.
+        """
         self._check_room(0, "")
-        ids = [f"{request_id}-{i}" for i in range(len(submissions))]
-        generation = Generation(self, ids)
-        for i, (sequence_id, submission) in enumerate(zip(ids, submissions, strict=True)):
-            self._routes[sequence_id] = (generation, i)
-            self._push(self._adding(sequence_id, submission))
+        ticket = Ticket(self, [new.request_id for new in sequences])
+        for i, new in enumerate(sequences):
+            self._tickets[new.request_id] = (ticket, i)
+            self._push(self._adding(new))
         self._drained.clear()
-        return generation
+        return ticket
 
     def _check_room(self, count: int, tenant: str) -> None:
         if self.failure is not None:
@@ -135,7 +126,7 @@ class EngineLoop:
             raise EngineUnavailable("the engine is shutting down", retry_after=1)
         placed = self._placed.total()
         if placed + count > self._max_requests:
-            raise QueueFull(f"{placed} requests are in flight, the most allowed", retry_after=1)
+            raise QueueFull(f"{placed} requests are in flight, which is the limit", retry_after=1)
         if self._placed[tenant] + count > self.max_requests(tenant):
             message = f"{self._placed[tenant]} of your requests are in flight here already"
             raise TenantQueueFull(message, retry_after=1)
@@ -154,11 +145,11 @@ class EngineLoop:
 
     def release(self, request_id: str) -> None:
         """Remove a sequence that the engine has dropped."""
-        route = self._routes.pop(request_id, None)
-        if not self._routes:
+        found = self._tickets.pop(request_id, None)
+        if not self._tickets:
             self._drained.set()
-        if route is not None:
-            route[0].released(request_id)
+        if found is not None:
+            found[0].released(request_id)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread between two steps, and return its result."""
@@ -184,17 +175,17 @@ class EngineLoop:
     async def close(self, drain_s: float) -> None:
         """Refuse new requests, wait at most `drain_s` seconds for those in flight, abort the rest, end the thread."""
         self._accepting = False
-        if self._routes and self.failure is None:
+        if self._tickets and self.failure is None:
             started = time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
                     await self._drained.wait()
-            if self._routes:
+            if self._tickets:
                 seconds = time.monotonic() - started
-                logger.warning("aborting %d requests still in flight after %.1f s", len(self._routes), seconds)
-        for request_id, (generation, _) in list(self._routes.items()):
+                logger.warning("aborting %d requests still in flight after %.1f s", len(self._tickets), seconds)
+        for request_id, (ticket, _) in list(self._tickets.items()):
             self.abort(request_id)
-            generation.fail(EngineUnavailable("the engine is shutting down", retry_after=1))
+            ticket.fail(EngineUnavailable("the engine is shutting down", retry_after=1))
         with self._work:
             self._stopping = True
             self._work.notify()
@@ -210,26 +201,16 @@ class EngineLoop:
             self._commands.append(command)
             self._work.notify()
 
-    def _adding(self, request_id: str, s: Submission) -> Callable[[], None]:
+    def _adding(self, new: NewRequest) -> Callable[[], None]:
         def add() -> None:
             try:
-                self._engine.add_request(
-                    request_id,
-                    s.prompt_token_ids,
-                    s.params,
-                    adapter=s.adapter,
-                    tenant=s.tenant,
-                    weight=s.weight,
-                    priority=s.priority,
-                    cache_salt=s.cache_salt,
-                    prefix_keys=s.prefix_keys,
-                )
+                self._engine.add_request(new)
             except RequestError as exc:
-                self._to_event_loop(self._refuse, request_id, exc)
+                self._to_event_loop(self._refuse, new.request_id, exc)
             except BaseException as exc:
                 logger.exception("a request could not be added")
                 error = exc if isinstance(exc, Exception) else RuntimeError(repr(exc))
-                self._to_event_loop(self._refuse, request_id, error)
+                self._to_event_loop(self._refuse, new.request_id, error)
 
         return add
 
@@ -247,7 +228,7 @@ class EngineLoop:
             # Every tenant's requests receive this text. The exception goes to the log only, because it may quote one of
             # them.
             self.failure = FAILED
-            logger.exception("the engine failed; it answers nothing until it is started again")
+            logger.exception("the engine failed and refuses all requests until it is restarted")
             self._to_event_loop(self._fail)
 
     def _wait_for_work(self) -> bool:
@@ -283,22 +264,23 @@ class EngineLoop:
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
-            route = self._routes.get(output.request_id)
-            if route is not None:
-                route[0].deliver(route[1], output)
+            found = self._tickets.get(output.request_id)
+            if found is not None:
+                ticket, index = found
+                ticket.deliver(index, output)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
-        route = self._routes.get(request_id)
-        if route is not None:
-            route[0].fail(error)
+        found = self._tickets.get(request_id)
+        if found is not None:
+            found[0].fail(error)
             self.release(request_id)
 
     def _fail(self) -> None:
         reason = self.failure or ""
         self.failed.set()
-        for generation in {id(g): g for g, _ in self._routes.values()}.values():
-            generation.fail(EngineUnavailable(reason))
-        for request_id in list(self._routes):
+        for ticket in {id(t): t for t, _ in self._tickets.values()}.values():
+            ticket.fail(EngineUnavailable(reason))
+        for request_id in list(self._tickets):
             self.release(request_id)
         self._fail_calls(reason)
 

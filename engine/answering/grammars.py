@@ -150,8 +150,8 @@ class Grammars:
         if isinstance(error, TooManyPending):
             raise _full(error) from None
         # A panic in the library is not an Exception, and must not end the server.
-        logger.error("a grammar of kind %s broke the compiler: %s", spec.kind, type(error).__name__)
-        raise RequestError(spec.param, "it cannot be compiled: the compiler failed on it") from None
+        logger.error("the compiler failed on a grammar of kind %s: %s", spec.kind, type(error).__name__)
+        raise RequestError(spec.param, "it cannot be compiled: the compiler failed") from None
 
     def _keep(self, pending: _Pending, tenant: str, spec: GrammarSpec, done: "asyncio.Future[Grammar]") -> None:
         self._forget(pending, tenant, spec)

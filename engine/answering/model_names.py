@@ -4,7 +4,6 @@ store.
 
 import asyncio
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -13,19 +12,19 @@ from pathlib import Path
 
 from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError, AdapterNotFound
-from adapters.tiers.device_pool import PAGE_RANK
 from adapters.tiers.host_cache import HostAdapter, HostCache
+from adapters.tiers.pages import PAGE_RANK
 from engine.answering.engine_thread import EngineLoop
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.engine import Engine
 from engine.http.errors import ApiError, ModelNotFound
+from wire.digests import digest_name, named_digest
 from wire.responses import Model
 
 logger = logging.getLogger(__name__)
 
 # Weight of the newest load in the moving average of load times.
 LOAD_SHARE = 0.3
-DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 class ModelRegistry:
@@ -59,8 +58,8 @@ class ModelRegistry:
             return None
         if (digest := self._names.get(model)) is not None:
             return digest
-        if match := DIGEST.fullmatch(model):
-            return match[1]
+        if (digest := named_digest(model)) is not None:
+            return digest
         raise ModelNotFound(model)
 
     @asynccontextmanager
@@ -109,7 +108,7 @@ class ModelRegistry:
             # Shielded, because other requests may wait for the same load.
             return await asyncio.shield(asyncio.wrap_future(load))
         finally:
-            self._host_cache.leave(digest, load)
+            self._host_cache.stop_waiting(digest, load)
 
     async def load(self, name: str, path: str, replace: bool = False) -> str:
         """Register an adapter folder under a name, load it and return its digest. Repeating the call changes nothing.
@@ -117,7 +116,7 @@ class ModelRegistry:
         replace: allow a name that another adapter has. Requests in flight end with the adapter that they began with.
         Raises ApiError.
         """
-        if name == self.base_name or DIGEST.fullmatch(name):
+        if name == self.base_name or named_digest(name) is not None:
             raise ApiError(400, f"the name {name!r} is taken", param="lora_name")
         started = time.monotonic()
         try:
@@ -161,7 +160,7 @@ class ModelRegistry:
         self._named_at.pop(name, None)
         if digest is None:
             raise ApiError(404, f"no adapter is loaded as {name[:200]!r}", param="lora_name", code="adapter_not_found")
-        logger.info("adapter %s unloaded: sha256:%s", name, digest)
+        logger.info("adapter %s unloaded: %s", name, digest_name(digest))
         await self._forget(digest)
         return digest
 
@@ -197,7 +196,7 @@ class ModelRegistry:
     def list(self, max_model_len: int) -> list[Model]:
         base = Model(self.base_name, self._created, max_model_len, root=self.base_name)
         named = [
-            Model(name, self._named_at[name], max_model_len, root=f"sha256:{digest}", parent=self.base_name)
+            Model(name, self._named_at[name], max_model_len, root=digest_name(digest), parent=self.base_name)
             for name, digest in self._names.items()
         ]
         return [base, *named]
@@ -220,8 +219,8 @@ class ModelRegistry:
 def _log_load(name: str, adapter: HostAdapter, started: float) -> None:
     pages = -(-adapter.rank_in_layers // PAGE_RANK)
     milliseconds = (time.monotonic() - started) * 1000
-    line = (name, adapter.digest, adapter.rank, pages, milliseconds)
-    logger.info("adapter %s loaded: sha256:%s, rank %d, %d pages, %.0f ms", *line)
+    line = (name, digest_name(adapter.digest), adapter.rank, pages, milliseconds)
+    logger.info("adapter %s loaded: %s, rank %d, %d pages, %.0f ms", *line)
 
 
 def _log_failure(name: str, error: Exception) -> None:

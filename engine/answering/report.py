@@ -12,7 +12,7 @@ import time
 import msgspec
 from aiohttp import web
 
-from engine.answering.ticket import Generation
+from engine.answering.ticket import Ticket
 from wire.responses import ASK_TOKENS, REPORT_TYPE, AnswerHead, ReportLine
 
 logger = logging.getLogger(__name__)
@@ -27,32 +27,32 @@ REPORT_SECONDS = 5.0
 class Report:
     """The report of one request."""
 
-    def __init__(self, request: web.Request, generation: Generation) -> None:
+    def __init__(self, request: web.Request, ticket: Ticket) -> None:
         self._request = request
-        self._generation = generation
+        self._ticket = ticket
         self._response: web.StreamResponse | None = None
-        self._told_at = time.monotonic()
-        self._told = 0
+        self._reported_at = time.monotonic()
+        self._reported = 0
 
     @property
     def is_open(self) -> bool:
         """Return whether a line was written, so that the answer must end the report."""
         return self._response is not None
 
-    async def tell(self) -> None:
+    async def update(self) -> None:
         """Write the tokens so far if the allowance is nearly used or the last count is old."""
-        left, now = self._generation.left, time.monotonic()
-        if left is None or (left >= ASK_TOKENS * self._generation.choices and now - self._told_at < REPORT_SECONDS):
+        left, now = self._ticket.left, time.monotonic()
+        if left is None or (left >= ASK_TOKENS * self._ticket.choices and now - self._reported_at < REPORT_SECONDS):
             return
-        tokens = self._generation.total_generated
-        if tokens > self._told:
-            self._told, self._told_at = tokens, now
+        tokens = self._ticket.total_generated
+        if tokens > self._reported:
+            self._reported, self._reported_at = tokens, now
             await self._write(_line(ReportLine(tokens)))
 
     async def end(self, head: AnswerHead, body: bytes) -> web.StreamResponse:
         """Write the answer and end the response."""
         head.length = len(body)
-        response = await self._write(_line(ReportLine(self._generation.total_generated, head)) + body)
+        response = await self._write(_line(ReportLine(self._ticket.total_generated, head)) + body)
         try:
             await response.write_eof()
         except ConnectionError:
@@ -79,7 +79,7 @@ async def write(request: web.Request, response: web.StreamResponse, payload: byt
             async with asyncio.timeout(WRITE_SECONDS):
                 await response.write(payload[start : start + PIECE_BYTES])
         except TimeoutError:
-            logger.info("a client was cut off: it read too little of its answer within %g s", WRITE_SECONDS)
+            logger.info("disconnected a client that read too little of its answer within %g s", WRITE_SECONDS)
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionAbortedError("the client reads too slowly") from None

@@ -14,7 +14,7 @@ from engine.answering.answers import Answer
 from engine.answering.report import PIECE_BYTES, Report, write
 from engine.answering.sequence import Delta, Sequence, SharedPrompt
 from engine.answering.text import OutputText
-from engine.answering.ticket import Generation
+from engine.answering.ticket import Ticket
 from engine.answering.usage_log import Tally
 from engine.http.errors import ApiError, as_api_error, error_body
 from engine.http.metrics import Metrics
@@ -54,7 +54,7 @@ class Run:
     def __init__(
         self,
         asked: Asked,
-        generation: Generation,
+        ticket: Ticket,
         tokenizer: Tokenizer,
         end_ids: frozenset[int],
         metrics: Metrics,
@@ -62,7 +62,7 @@ class Run:
         internal: bool,
     ) -> None:
         body, prompts = asked.body, asked.prompts
-        self._generation = generation
+        self._ticket = ticket
         self._metrics = metrics
         self._body = body
         self._internal = internal
@@ -97,15 +97,15 @@ class Run:
         """Update the request's counts as it runs, and record all generated tokens at its end, even after the client has
         left.
 
-        allowance: see `Generation`.
+        allowance: see `Ticket`.
         """
         self._tally = tally
-        self._generation.allowance, tally.allow = allowance, self._generation.allow
-        self._generation.on_gone = self._end_tally
+        self._ticket.allowance, tally.allow = allowance, self._ticket.allow
+        self._ticket.on_gone = self._end_tally
 
     def count_left(self) -> None:
         """Count the sequences that were aborted before their end, mostly because the client left."""
-        if not self._generation.failed and (left := sum(not sequence.finished for sequence in self._sequences)):
+        if not self._ticket.failed and (left := sum(not sequence.finished for sequence in self._sequences)):
             self._metrics.finished.labels("abort").inc(left)
 
     def describe(self, span: Span, path: str) -> None:
@@ -116,9 +116,9 @@ class Run:
     def _end_tally(self) -> None:
         assert self._tally is not None
         done = self._progress()
-        generated = self._generation.num_generated
+        generated = self._ticket.num_generated
         completion = sum(s.num_tokens if s.finished else generated[s.index] for s in self._sequences)
-        reason = "error" if self._generation.failed else "abort"
+        reason = "error" if self._ticket.failed else "abort"
         if self._reason == "error" or all(sequence.finished for sequence in self._sequences):
             reason = self._reason
         # A request that fails before its first token costs nothing.
@@ -155,7 +155,7 @@ class Run:
         async for deltas in self._deltas():
             for delta in deltas:
                 total[delta.index].add(delta)
-            await report.tell()
+            await report.update()
         usage, progress = self._usage(), self._progress_if_internal()
 
         def encode() -> bytes:
@@ -209,8 +209,8 @@ class Run:
                 opened.add(delta.index)
                 if (opening := answer.opening(delta.index)) is not None:
                     choices.append(opening)
-            told = delta.text or delta.logprobs or delta.prompt_logprobs or (wants_tokens and delta.token_ids)
-            if (told or delta.finish_reason) and not answer.is_silent(chunk := answer.chunk(delta)):
+            has_news = delta.text or delta.logprobs or delta.prompt_logprobs or (wants_tokens and delta.token_ids)
+            if (has_news or delta.finish_reason) and not answer.is_silent(chunk := answer.chunk(delta)):
                 choices.append(chunk)
             for choice in choices:
                 event = answer.envelope([choice], stream=True, usage=usage, progress=progress)
@@ -228,7 +228,7 @@ class Run:
         left = len(self._sequences)
         while left:
             outputs: dict[int, list[RequestOutput]] = {}
-            for index, output in await self._generation.news():
+            for index, output in await self._ticket.news():
                 outputs.setdefault(index, []).append(output)
             now = time.perf_counter()
             deltas = []
@@ -253,9 +253,9 @@ class Run:
                 last[index] = now
                 if sequence.finished:
                     left -= 1
-                    if delta.finish_reason == "length" and index in self._generation.ended_by_allowance:
+                    if delta.finish_reason == "length" and index in self._ticket.ended_by_allowance:
                         self._by_allowance = True
-                    self._generation.stop(index)
+                    self._ticket.stop(index)
                 deltas.append(delta)
             if deltas:
                 if self._tally is not None:

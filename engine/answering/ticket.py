@@ -1,11 +1,11 @@
 """The sequences of one HTTP request in the engine, and their outputs on the event loop."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
-from engine.scheduling.request import RequestOutput, SamplingParams
+from engine.scheduling.request import RequestOutput
 
 
 class EngineUnavailable(RuntimeError):
@@ -27,25 +27,8 @@ class TenantQueueFull(QueueFull):
     """Error of an engine that serves other tenants: this tenant uses all of its own share of the engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """Sequence to generate.
-
-    prefix_keys: keys of the prompt's blocks, shared by its choices; if empty, the engine's thread computes them.
-    """
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    adapter: str | None = None
-    tenant: str = ""
-    weight: float = 1.0
-    priority: int = 0
-    cache_salt: str = ""
-    prefix_keys: Sequence[bytes] = ()
-
-
 class Releases(Protocol):
-    """The part of `engine.answering.engine_thread.EngineLoop` that a generation uses."""
+    """The part of `engine.answering.engine_thread.EngineLoop` that a ticket uses."""
 
     def abort(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> None: ...
@@ -55,7 +38,7 @@ def _nothing() -> None:
     pass
 
 
-class Generation:
+class Ticket:
     """The sequences of one HTTP request. A context manager: its exit aborts the sequences that still run.
 
     num_generated: per sequence, all tokens that the engine generated, including those after the exit.
@@ -119,7 +102,7 @@ class Generation:
             del self._live[request_id]
             self._loop.abort(request_id)
 
-    def __enter__(self) -> "Generation":
+    def __enter__(self) -> "Ticket":
         return self
 
     def __exit__(self, *_: object) -> None:

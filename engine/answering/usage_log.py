@@ -171,7 +171,7 @@ class FinishedRequests:
                 )
                 self._add(prompt, completion)
         if killed:
-            logger.warning("%d requests were running when the last engine here ended", killed)
+            logger.warning("%d requests were running when the previous engine ended", killed)
 
     def _id(self, at: int) -> str:
         return _text(self._memory[at : at + MAX_ID_BYTES])

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.execution.transfer import upload
 from engine.scheduling.request import BASE_SERVED, MIXED_SERVED, Request
 from kernels.batch import Batch
+from wire.digests import digest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Planner:
         if slot < 0:
             return BASE_SERVED
         digest = self._slot_digests[slot]
-        return f"sha256:{digest}" if digest else MIXED_SERVED
+        return digest_name(digest) if digest else MIXED_SERVED
 
     def _write(self, seat: int, blocks: list[int]) -> None:
         if self._held[seat] is not blocks:  # blocks of another request, or of the same one after a preemption

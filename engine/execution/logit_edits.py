@@ -2,9 +2,9 @@
 text. Owned by the engine's thread.
 """
 
-import numpy as np
+from collections.abc import Iterable, Mapping
 
-from engine.scheduling.request import Request
+import numpy as np
 
 
 class TokenCounts:
@@ -49,17 +49,9 @@ class LogitEdits:
 
     __slots__ = ("all", "bias", "bias_ids", "ends", "output")
 
-    def __init__(self, request: Request) -> None:
-        bias = request.params.logit_bias
+    def __init__(self, bias: Mapping[int, float], ends: Iterable[int], num_prompt_tokens: int) -> None:
         self.bias_ids = np.array(list(bias), np.int64)
         self.bias = np.array(list(bias.values()), np.float32)
-        self.ends = np.array(sorted(request.stop_ids), np.int64)
+        self.ends = np.array(sorted(ends), np.int64)
         self.all = TokenCounts(0)
-        self.output = TokenCounts(request.num_prompt_tokens)
-
-
-def edits_of(request: Request) -> LogitEdits:
-    """Return the request's edits, created at its first step."""
-    if request.edits is None:
-        request.edits = LogitEdits(request)
-    return request.edits
+        self.output = TokenCounts(num_prompt_tokens)

@@ -57,45 +57,51 @@ class Sampling:
         return dict(zip(self.requests, self.tokens.wait()[0].tolist(), strict=True))
 
 
-class Runner:
-    """Executor of plans, with a KV cache of num_blocks blocks of block_size tokens in every layer, on the decoder's
-    device.
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """The sizes of a runner.
 
-    max_num_seqs: limit of requests that run at once. max_model_len: limit of a request's tokens. kv_dtype: the cache's
-    dtype; None: `dtype`. graph_sizes: see `engine.execution.graphs`; empty: no graphs.
+    num_blocks, block_size: the KV cache of every layer, in blocks of so many tokens. max_num_seqs: requests that run at
+    once. max_model_len: tokens of a request. graph_sizes: see `engine.execution.graphs`; empty: no graphs.
     """
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    kv_dtype: torch.dtype
+    graph_sizes: tuple[int, ...] = ()
+
+
+class Runner:
+    """Executor of plans, with a KV cache in every layer, on the decoder's device."""
 
     def __init__(
         self,
         decoder: Decoder,
         adapters: AdapterPool,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
+        limits: RunnerLimits,
         device: torch.device,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        kv_dtype: torch.dtype | None = None,
-        graph_sizes: tuple[int, ...] = (),
         progress: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
+        """progress: called with the number of captured graphs, and of all graphs."""
         c = decoder.config
         self.decoder, self.device = decoder, device
-        shape = (num_blocks, c.num_kv_heads, block_size, c.head_dim)
-        kv = [make_kv_cache(shape, kv_dtype or dtype, device) for _ in range(c.num_layers)]
+        max_num_seqs, block_size = limits.max_num_seqs, limits.block_size
+        shape = (limits.num_blocks, c.num_kv_heads, block_size, c.head_dim)
+        kv = [make_kv_cache(shape, limits.kv_dtype, device) for _ in range(c.num_layers)]
         decoder.attach(kv, adapters)
-        self._planner = Planner(max_num_seqs, -(-max_model_len // block_size), block_size, adapters.slot_digests)
+        self._planner = Planner(max_num_seqs, -(-limits.max_model_len // block_size), block_size, adapters.slot_digests)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
-        if graph_sizes:
+        if limits.graph_sizes:
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(
                     decoder.forward,
-                    graph_sizes,
+                    limits.graph_sizes,
                     adapters,
                     self._last_tokens,
-                    max_model_len=max_model_len,
+                    max_model_len=limits.max_model_len,
                     block_size=block_size,
                     progress=progress,
                 )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.logit_edits import edits_of
+from engine.execution.logit_edits import LogitEdits
 from engine.execution.masks import constrain
 from engine.execution.transfer import upload
 from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
@@ -75,7 +75,7 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
             _add_penalties(row, request, scaled, lowered)
             p = request.params
             if p.logit_bias:
-                biased.add(row, edits_of(request).bias_ids, edits_of(request).bias)
+                biased.add(row, _edits(request).bias_ids, _edits(request).bias)
             for found in _bans(request):
                 if request.mask is None:
                     banned.add(row, found, 0.0)
@@ -108,10 +108,10 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
 def _add_penalties(row: int, request: Request, scaled: "_Edits", lowered: "_Edits") -> None:
     p = request.params
     if p.repetition_penalty != 1.0:
-        seen, _ = edits_of(request).all.update(request.token_ids)
+        seen, _ = _edits(request).all.update(request.token_ids)
         scaled.add(row, seen, p.repetition_penalty)
     if (p.presence_penalty or p.frequency_penalty) and request.num_output_tokens:
-        used, counts = edits_of(request).output.update(request.token_ids)
+        used, counts = _edits(request).output.update(request.token_ids)
         lowered.add(row, used, p.presence_penalty + p.frequency_penalty * counts)
 
 
@@ -125,7 +125,7 @@ def _bans(request: Request) -> Iterator[np.ndarray]:
         if len(ids):
             yield ids
     if request.num_output_tokens < p.min_tokens and request.stop_ids:
-        yield edits_of(request).ends
+        yield _edits(request).ends
 
 
 class _Edits:
@@ -190,3 +190,10 @@ def _token_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> RowLogprobs
     chosen = logprobs.gather(1, token_ids[:, None])
     values, ids = logprobs.topk(max(1, most))
     return RowLogprobs(token_ids, chosen[:, 0], (logprobs > chosen).sum(-1) + 1, ids, values)
+
+
+def _edits(request: Request) -> LogitEdits:
+    """Return the request's edits, created at its first step."""
+    if request.edits is None:
+        request.edits = LogitEdits(request.params.logit_bias, request.stop_ids, request.num_prompt_tokens)
+    return request.edits

@@ -43,7 +43,7 @@ class Access:
     @web.middleware
     async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the request's secret. Raises ApiError 401 or 403."""
-        request[IS_INTERNAL] = internal = self._shows_token(request)
+        request[IS_INTERNAL] = internal = self.is_internal(request)
         if request.path in OPEN_ROUTES or internal:
             return await handler(request)
         if self.is_open and request.path == LOAD_ROUTE and not is_loopback(request.remote):
@@ -71,7 +71,8 @@ class Access:
             )
         return await handler(request)
 
-    def _shows_token(self, request: web.Request) -> bool:
+    def is_internal(self, request: web.Request) -> bool:
+        """Return whether the request has the internal token, so that it comes from a gateway."""
         if self._internal_token is None:
             return False
         return _equal(request.headers.get("x-loraplex-internal-token", ""), self._internal_token)

@@ -5,7 +5,7 @@ The port is bound first; until the model is loaded, every route that needs it an
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -16,18 +16,19 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from adapters.manifest import BaseShape
-from adapters.store import Store
+from adapters.store import Store, open_store
 from adapters.tiers.host_cache import HostCache
 from engine.answering.completions import GenerationRoutes
 from engine.answering.engine_thread import EngineLoop
 from engine.answering.grammars import Grammars
 from engine.answering.model_names import ModelRegistry
 from engine.answering.ticket import EngineUnavailable
-from engine.answering.tool_calls import FORMATS, ToolFormat, format_of
+from engine.answering.tool_calls import FORMATS, format_of
 from engine.answering.usage_log import FinishedRequests
 from engine.answering.work_log import log_work
-from engine.config import EngineConfig
-from engine.engine import Engine, resolve_dtype
+from engine.build import resolve_dtype
+from engine.config import EngineConfig, ServerConfig
+from engine.engine import Engine
 from engine.http.access import IS_INTERNAL, Access, request_lines, say_request_id
 from engine.http.description import engine_description
 from engine.http.errors import ApiError, error_boundary
@@ -62,58 +63,37 @@ class Server:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        adapter_store: Store | None = None,
-        internal_token: str | None = None,
-        lora_modules: Mapping[str, str] | None = None,
-        max_waiting: int = 1024,
-        drain_s: float = 30.0,
-        tool_call_parser: str | None = None,
-        finished_file: Path | None = None,
-        tracing: Tracing | None = None,
-        api_keys: Sequence[str] = (),
-        access_log: bool = False,
+        self, config: EngineConfig, server: ServerConfig | None = None, *, tracing: Tracing | None = None
     ) -> None:
-        """Make a server without loading the model. Raises ConfigError.
-
-        max_waiting: requests that may wait beyond the batch; further ones get 503.
-        lora_modules: adapter folders by the name under which they are served.
-        drain_s: time limit of `stop` for the requests in flight.
-        tool_call_parser: format of tool calls, "hermes" or "llama3_json"; None: the chat template decides.
-        finished_file: keeps the requests' token counts across restarts, however the process ends.
-        api_keys: secrets of clients; a client's API request must carry one of them.
-        access_log: log a line for each request.
-        """
+        """Make a server without loading the model. Raises ConfigError."""
         self._config = config
-        self._store = adapter_store
-        self.access = Access(internal_token, api_keys)
-        self._access_log = access_log
-        self._work_log: asyncio.Task[None] | None = None
-        self._lora_modules = dict(lora_modules or {})
-        self._max_waiting = max_waiting
-        self._drain_s = drain_s
-        self._tool_format = None if tool_call_parser is None else tool_format(tool_call_parser)
+        self._server_config = server = server or ServerConfig()
+        self._store = _open_store(server.adapter_store)
+        self.access = Access(server.internal_token, server.api_keys)
+        self._drain_seconds = server.drain_seconds
         self._metrics = Metrics()
+        self._work_log: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._host_cache: HostCache | None = None
         self._loop: EngineLoop | None = None
         self._grammars: Grammars | None = None
         self._routes: EngineRoutes | None = None
         self._generation: GenerationRoutes | None = None
-        self._finished_file = finished_file
         self._finished: FinishedRequests | None = None
         self._states: StateFeed | None = None
         self._tracing = tracing
         self._draining = False
 
     def make_app(self) -> web.Application:
-        traced = [] if self._tracing is None else [trace_requests(self._tracing, GENERATING_ROUTES.__contains__)]
+        traced = (
+            []
+            if self._tracing is None
+            else [trace_requests(self._tracing, GENERATING_ROUTES.__contains__, self.access.is_internal)]
+        )
         app = web.Application(
             middlewares=[
                 *traced,
-                request_lines(access_log=self._access_log),
+                request_lines(access_log=self._server_config.access_log),
                 error_boundary,
                 self.access.authenticate,
             ],
@@ -142,7 +122,7 @@ class Server:
     async def start(self, progress: Progress | None = None) -> None:
         """Load tokenizer, model and named adapters. Raises ConfigError, TokenizerError or OSError."""
         try:
-            self._finished = FinishedRequests(self._finished_file)
+            self._finished = FinishedRequests(self._server_config.finished_file)
         except (ValueError, OSError) as error:
             raise ConfigError("finished_file", str(error)) from error
         from_model = self._config.generation_config == "auto"
@@ -150,19 +130,20 @@ class Server:
         tokenizer, engine = await asyncio.to_thread(self._load, progress)
         self._loop = EngineLoop(
             engine,
-            max_requests=self._config.max_num_seqs + self._max_waiting,
+            max_requests=self._config.max_num_seqs + self._server_config.max_waiting,
             on_step=self._stepped,
         )
         assert self._host_cache is not None
         name = self._config.served_model_name or Path(self._config.model).name.removesuffix(".gguf")
         models = ModelRegistry(name, engine, self._loop, self._host_cache, self._metrics.adapter_load_failures.inc)
-        for lora_name, path in self._lora_modules.items():
+        for lora_name, path in self._server_config.lora_modules:
             try:
-                await models.load(lora_name, path)
+                await models.load(lora_name, str(path))
             except ApiError as exc:
                 raise ConfigError("lora_modules", f"{lora_name}: {exc}") from exc
         vocab_size = engine.model_config.vocab_size
         self._grammars = Grammars(GrammarCompiler(tokenizer.to_json, vocab_size, engine.eos_token_ids))
+        parser = self._server_config.tool_call_parser
         self._generation = GenerationRoutes(
             tokenizer,
             self._loop,
@@ -171,7 +152,7 @@ class Server:
             self._metrics,
             engine.max_model_len,
             engine.eos_token_ids,
-            self._tool_format or format_of(tokenizer.tool_template),
+            format_of(tokenizer.tool_template) if parser is None else FORMATS[parser],
             self._finished,
             defaults,
             engine.prefix_keys,
@@ -186,7 +167,7 @@ class Server:
         if self._states is not None:
             self._states.drain()
         if self._loop is not None:
-            await self._loop.close(self._drain_s)
+            await self._loop.close(self._drain_seconds)
         if self._work_log is not None:
             self._work_log.cancel()
             await asyncio.wait([self._work_log])
@@ -203,11 +184,11 @@ class Server:
 
     def say_draining(self) -> None:
         num_requests = 0 if self._loop is None else self._loop.num_in_flight
-        logger.info("draining %d requests, up to %g s", num_requests, self._drain_s)
+        logger.info("draining %d requests, up to %g s", num_requests, self._drain_seconds)
 
     def stop_waiting(self) -> None:
         """Make `stop`, begun or to come, abort the requests in flight at once."""
-        self._drain_s = 0.0
+        self._drain_seconds = 0.0
         if self._draining and self._loop is not None:
             self._loop.stop_waiting()
 
@@ -324,8 +305,9 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
         await runner.cleanup()
 
 
-def tool_format(name: str) -> ToolFormat:
-    """Return the format of this name. Raises ConfigError for an unknown name."""
-    if name not in FORMATS:
-        raise ConfigError("tool_call_parser", f"expected {' or '.join(FORMATS)}, got {name!r}")
-    return FORMATS[name]
+def _open_store(url: str | None) -> Store | None:
+    """Open the adapter store, if there is one. Raises ConfigError for a URL of an unknown scheme."""
+    try:
+        return None if url is None else open_store(url)
+    except ValueError as error:
+        raise ConfigError("adapter_store", str(error).removeprefix("adapter store: ")) from error

@@ -62,7 +62,7 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
         case web.HTTPRequestEntityTooLarge():
             return ApiError(413, "the body is too large", code="request_too_large")
         case web.RequestPayloadError():
-            return ApiError(400, "the body cannot be read: it is not what its headers say")
+            return ApiError(400, "the body cannot be read: it does not match its headers")
         case web.HTTPNotFound():
             return ApiError(404, exc.reason, code="unknown_url")
         case web.HTTPMethodNotAllowed():

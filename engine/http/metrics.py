@@ -24,13 +24,15 @@ class Metrics:
         self.preemptions = Counter(
             f"{PREFIX}_preemptions", "Requests put back in the queue to free KV cache blocks.", registry=registry
         )
-        self.adapter_loads = Counter(f"{PREFIX}_adapter_loads", "Adapters brought to device memory.", registry=registry)
+        self.adapter_loads = Counter(
+            f"{PREFIX}_adapter_loads", "Adapters loaded into device memory.", registry=registry
+        )
         self.adapter_evictions = Counter(
-            f"{PREFIX}_adapter_evictions", "Adapters that left device memory.", registry=registry
+            f"{PREFIX}_adapter_evictions", "Adapters evicted from device memory.", registry=registry
         )
         self._counted: dict[Counter, int] = {}
         self.adapter_load_failures = Counter(
-            f"{PREFIX}_adapter_load_failures", "Adapters that could not be brought to memory.", registry=registry
+            f"{PREFIX}_adapter_load_failures", "Adapter loads that failed.", registry=registry
         )
         self.prompt_tokens = Counter(f"{PREFIX}_prompt_tokens", "Prompt tokens of requests.", registry=registry)
         self.cached_tokens = Counter(
@@ -39,7 +41,7 @@ class Metrics:
         self.generation_tokens = Counter(f"{PREFIX}_generation_tokens", "Tokens generated.", registry=registry)
         self.finished = Counter(
             f"{PREFIX}_requests_finished",
-            "Sequences that ended, also those that a client left.",
+            "Finished sequences, including those whose client disconnected.",
             ["finish_reason"],
             registry=registry,
         )
@@ -48,13 +50,13 @@ class Metrics:
         )
         self.time_to_first_token = Histogram(
             f"{PREFIX}_time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
+            "Seconds from a request's arrival to its first token.",
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
         self.inter_token_latency = Histogram(
             f"{PREFIX}_inter_token_latency_seconds",
-            "Between two deliveries of tokens of one sequence.",
+            "Seconds between two deliveries of tokens of one sequence.",
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )

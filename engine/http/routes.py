@@ -19,6 +19,7 @@ from engine.engine import Engine, EngineState
 from engine.http.metrics import Metrics
 from engine.http.state_feed import StateFeed
 from wire.decoding import decode
+from wire.digests import digest_name
 from wire.errors import BadRequest
 from wire.http_body import read_body
 from wire.requests import AllowanceRequest, DetokenizeRequest, LoadAdapterRequest, TokenizeRequest, UnloadAdapterRequest
@@ -95,13 +96,13 @@ class EngineRoutes:
     async def load_adapter(self, request: web.Request) -> web.Response:
         body = decode(LoadAdapterRequest, await read_body(request))
         digest = await self.models.load(body.lora_name, body.lora_path, bool(body.load_inplace))
-        return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))
+        return json_response(AdapterLoaded(body.lora_name, digest_name(digest)))
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
         body = decode(UnloadAdapterRequest, await read_body(request))
         digest = await self.models.unload(body.lora_name)
         self.states.moved()
-        return json_response(AdapterLoaded(body.lora_name, f"sha256:{digest}"))
+        return json_response(AdapterLoaded(body.lora_name, digest_name(digest)))
 
     async def state(self, request: web.Request) -> web.StreamResponse:
         """Send the state once, or with `?watch=true` line by line until the client leaves."""

@@ -36,9 +36,9 @@ class StateFeed:
         self._event_loop = asyncio.get_running_loop()
         self._instance = uuid.uuid4().hex
         self._generation = 0
-        # The device pool's `generation` at the last reading.
-        self._residency = 0
-        self._told: tuple[object, ...] = ()
+        self._residency_version = 0
+        # The values of the last reading that got a new generation.
+        self._numbered: tuple[object, ...] = ()
         self._last: EngineStateResponse | None = None
         self._line = b""
         # `_moved` wakes the pump to read the state; `_news` wakes the followers to send the new line.
@@ -93,7 +93,7 @@ class StateFeed:
         await self._pump
 
     async def _push(self) -> None:
-        told_at, generation = 0.0, 0
+        sent_at, generation = 0.0, 0
         while not self._closed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
@@ -108,8 +108,8 @@ class StateFeed:
             except EngineUnavailable:
                 # The engine has failed or is closed; /health reports which.
                 self._closed = True
-            if generation != self._generation or time.monotonic() - told_at >= HEARTBEAT_S:
-                told_at, generation = time.monotonic(), self._generation
+            if generation != self._generation or time.monotonic() - sent_at >= HEARTBEAT_S:
+                sent_at, generation = time.monotonic(), self._generation
                 self._announce()
             await asyncio.sleep(SPACING_S)
         self._announce()
@@ -120,16 +120,16 @@ class StateFeed:
 
     def _take(self, state: EngineStateResponse) -> EngineStateResponse:
         """Number a reading and keep it as the latest."""
-        told = (self._residency, state.running, state.waiting, state.draining)
-        if told != self._told:
-            self._told = told
+        values = (self._residency_version, state.running, state.waiting, state.draining)
+        if values != self._numbered:
+            self._numbered = values
             self._generation += 1
         state.generation = self._generation
         self._last, self._line = state, msgspec.json.encode(state) + b"\n"
         return state
 
     def _response(self, state: EngineState) -> EngineStateResponse:
-        self._residency = state.generation
+        self._residency_version = state.residency_version
         return EngineStateResponse(
             instance=self._instance,
             draining=self._draining,

@@ -60,13 +60,13 @@ class FairShare:
             self._counters = {t: c for t, c in self._counters.items() if t in self._active or c > least}
 
     def push(self, request: Request, front: bool = False) -> None:
-        """Queue a request among its tenant's: higher priority first, then order of arrival."""
+        """Queue a request among its tenant's: lower priority numbers first, then order of arrival."""
         queue = self._queues.setdefault(request.tenant, deque())
         if front:
             queue.appendleft(request)
             return
         at = len(queue)
-        while at and queue[at - 1].priority < request.priority:
+        while at and queue[at - 1].priority > request.priority:
             at -= 1
         queue.insert(at, request)
 

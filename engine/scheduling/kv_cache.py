@@ -129,19 +129,19 @@ class KVCache:
     def _key(self, request: Request, i: int) -> bytes:
         keys = request.block_hashes
         if len(keys) <= i:
-            salt = _salt(request.adapter, request.tenant, request.cache_salt)
+            salt = _salt(request.adapter_digest, request.tenant, request.cache_salt)
             _extend(keys, request.token_ids, self.block_size, salt, i + 1)
         return keys[i]
 
 
 def prefix_keys(
-    token_ids: Sequence[int], block_size: int, *, adapter: str | None, tenant: str, cache_salt: str
+    token_ids: Sequence[int], block_size: int, *, adapter_digest: str | None, tenant: str, cache_salt: str
 ) -> list[bytes]:
     """Return the keys of a prompt's full blocks. Call it outside the engine's thread, because 128k tokens take 12 ms.
     It pauses often, so that the engine's thread waits little for the interpreter's lock.
     """
     keys: list[bytes] = []
-    salt = _salt(adapter, tenant, cache_salt)
+    salt = _salt(adapter_digest, tenant, cache_salt)
     num_blocks = len(token_ids) // block_size
     while len(keys) < num_blocks:
         _extend(keys, token_ids, block_size, salt, min(len(keys) + HASHED_AT_ONCE, num_blocks))
@@ -158,7 +158,7 @@ def _extend(keys: list[bytes], token_ids: Sequence[int], block_size: int, salt: 
         keys.append(parent)
 
 
-def _salt(adapter: str | None, tenant: str, cache_salt: str) -> bytes:
-    # Includes the lengths, so that no two triples (adapter, tenant, client's salt) give the same salt.
-    parts = [part.encode() for part in (adapter or "", tenant, cache_salt)]
+def _salt(adapter_digest: str | None, tenant: str, cache_salt: str) -> bytes:
+    # Includes the lengths, so that no two triples (adapter's digest, tenant, client's salt) give the same salt.
+    parts = [part.encode() for part in (adapter_digest or "", tenant, cache_salt)]
     return b"".join(b"%d:%b" % (len(part), part) for part in parts)

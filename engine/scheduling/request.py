@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
+from wire.errors import RequestError
+
 if TYPE_CHECKING:
     from engine.execution.logit_edits import LogitEdits
     from engine.execution.token_rules import AllowedTokens, BannedWords
@@ -100,6 +102,56 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A sequence to generate, as it enters the engine.
+
+    adapter_digest: digest of the adapter, None for the base model.
+    weight: the tenant's share of the engine, relative to others.
+    priority: order among the requests of one tenant; lower numbers go first, as in the gateway.
+    cache_salt: separates the prefix cache further, within the tenant.
+    prefix_keys: keys of the prompt's blocks, shared by its choices; if empty, the engine's thread computes them.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    adapter_digest: str | None = None
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    cache_salt: str = ""
+    prefix_keys: Sequence[bytes] = ()
+
+    def check(self, max_model_len: int, vocab_size: int) -> None:
+        """Raise RequestError, naming the parameter, if the request could never run."""
+        prompt, params = self.prompt_token_ids, self.params
+        if not prompt:
+            raise RequestError("prompt", "expected at least one token, got an empty prompt")
+        if len(prompt) >= max_model_len:
+            message = f"{len(prompt)} tokens leave no room to answer in this model's context of {max_model_len} tokens"
+            raise RequestError("prompt", message)
+        if params.max_tokens < 1:
+            raise RequestError("max_tokens", f"expected at least 1, got {params.max_tokens}")
+        if len(prompt) + params.max_tokens > max_model_len:
+            raise RequestError(
+                "max_tokens",
+                f"{len(prompt)} prompt tokens and max_tokens {params.max_tokens} are together over this model's "
+                f"context of {max_model_len} tokens",
+            )
+        if self.weight <= 0:
+            raise RequestError("weight", f"expected a number above 0, got {self.weight}")
+        for field_name, ids in (
+            ("prompt", (min(prompt), max(prompt))),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", () if params.allowed is None else (params.allowed.largest,)),
+            ("bad_words", () if params.bad_words is None else (params.bad_words.largest,)),
+        ):
+            if any(not 0 <= i < vocab_size for i in ids):
+                raise RequestError(field_name, f"expected token ids from 0 to {vocab_size - 1}")
+
+
 class Request:
     """Sequence in the engine: `token_ids` is the prompt, then the output. `blocks` hold the keys and values of the
     first `num_computed` tokens.
@@ -107,51 +159,45 @@ class Request:
     num_pending: 1 while an in-flight step samples a token that the host has not read. It counts as a token already.
     seat: row of the request in the runner's tables while it runs, else -1.
     served_digest: the adapter whose pages this request's steps read, "sha256:<digest>", "base" or "mixed"; None before
-        the first step. The planner records it from the device pool's slots, never from `adapter`, so it is a receipt.
+        the first step. The planner records it from the device pool's slots, never from
+        `adapter_digest`, so it is a receipt.
     """
 
     __slots__ = (
-        "adapter", "adapter_slot", "arrival", "block_hashes", "blocks", "cache_salt", "edits", "error", "error_param",
-        "finish_reason", "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_pending", "num_preemptions",
-        "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority", "prompt_logprobs",
-        "request_id", "seat", "seed", "served_digest", "started_at", "status", "stop_ids", "tenant", "token_ids",
-        "weight",
+        "adapter_digest", "adapter_slot", "arrival", "block_hashes", "blocks", "cache_salt", "edits", "error",
+        "error_param", "finish_reason", "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_pending",
+        "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority",
+        "prompt_logprobs", "request_id", "seat", "seed", "served_digest", "started_at", "status", "stop_ids",
+        "tenant", "token_ids", "weight",
     )  # fmt: skip
 
     def __init__(
         self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
+        new: NewRequest,
         *,
-        adapter: str | None = None,
-        tenant: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
-        cache_salt: str = "",
-        prefix_keys: Sequence[bytes] = (),
         arrival: int = 0,
         seed: int = 0,
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.request_id = request_id
-        self.params = params
-        self.adapter = adapter
-        self.tenant = tenant
-        self.weight = weight
-        self.priority = priority
-        self.cache_salt = cache_salt
+        """arrival: number of requests before this one. stop_ids: tokens that end the output."""
+        self.request_id = new.request_id
+        self.params = new.params
+        self.adapter_digest = new.adapter_digest
+        self.tenant = new.tenant
+        self.weight = new.weight
+        self.priority = new.priority
+        self.cache_salt = new.cache_salt
         self.arrival = arrival
         self.seed = seed
         self.stop_ids = stop_ids
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
+        self.token_ids = list(new.prompt_token_ids)
+        self.num_prompt_tokens = len(new.prompt_token_ids)
         self.num_pending = 0
         self.num_computed = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.blocks: list[int] = []
-        self.block_hashes = list(prefix_keys)
+        self.block_hashes = list(new.prefix_keys)
         self.num_registered_blocks = 0
         # The cache's count of evictions at the last lookup while the request waited, and the cached blocks found then.
         self.prefix_hit: tuple[int, list[int]] = (0, [])
@@ -165,7 +211,7 @@ class Request:
         self.error_param: str | None = None
         self.started_at: float | None = None
         # The matcher's state depends on the output tokens only, so a preemption does not change it.
-        self.matcher: Matcher | None = None if params.grammar is None else params.grammar.matcher()
+        self.matcher: Matcher | None = None if new.params.grammar is None else new.params.grammar.matcher()
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
 
@@ -246,7 +292,7 @@ class Request:
         adapter is the cause.
         """
         self.logprobs.clear()
-        if self.adapter is None:
+        if self.adapter_digest is None:
             self.finish("error", "the model gave NaN or infinity in place of a number for each next token")
             return
         self.error_param = "model"

@@ -63,8 +63,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        if request.adapter is not None:
-            self._by_adapter.setdefault(request.adapter, {})[request.request_id] = request
+        if request.adapter_digest is not None:
+            self._by_adapter.setdefault(request.adapter_digest, {})[request.request_id] = request
         self.fair_share.enter(request)
 
     def schedule(self) -> Plan:
@@ -187,27 +187,29 @@ class Scheduler:
         self.fair_share.remove(request)
         self.cache.start(request, prefix)
         self.cache.grow(request, request.num_tokens)
-        if request.adapter is not None:
-            request.adapter_slot = self.adapters.pin(request.adapter)
+        if request.adapter_digest is not None:
+            request.adapter_slot = self.adapters.pin(request.adapter_digest)
         request.seat = self._free_seats.pop()
         self.running.append(request)
         return True
 
     def _adapter_ready(self, request: Request, *, may_drain: bool) -> bool:
-        if request.adapter is None:
+        if request.adapter_digest is None:
             return True
-        residency = self.adapters.ensure(request.adapter)
+        residency = self.adapters.ensure(request.adapter_digest)
         if residency is Residency.READY:
             return True
         if residency is Residency.FAILED:
-            self._fail_waiting(request.adapter, self.adapters.error(request.adapter))
+            self._fail_waiting(request.adapter_digest, self.adapters.error(request.adapter_digest))
         elif residency is Residency.NO_ROOM and may_drain:
             # Reserves, for the least served request that lacks pages, those of the tenants furthest ahead as their
             # requests finish.
             ahead = sorted(
-                (r for r in self.running if r.adapter), key=lambda r: self.fair_share.counter(r.tenant), reverse=True
+                (r for r in self.running if r.adapter_digest),
+                key=lambda r: self.fair_share.counter(r.tenant),
+                reverse=True,
             )
-            self.adapters.drain_for(request.adapter, [r.adapter for r in ahead if r.adapter])
+            self.adapters.drain_for(request.adapter_digest, [r.adapter_digest for r in ahead if r.adapter_digest])
         return False
 
     def _fail_waiting(self, adapter: str, error: Exception) -> None:
@@ -259,18 +261,18 @@ class Scheduler:
             self._leave_running(request)
         del self.requests[request.request_id]
         self.fair_share.leave(request)
-        if request.adapter is not None:
-            others = self._by_adapter[request.adapter]
+        if request.adapter_digest is not None:
+            others = self._by_adapter[request.adapter_digest]
             del others[request.request_id]
             if not others:
-                del self._by_adapter[request.adapter]
-                self.adapters.no_longer_wanted(request.adapter)
+                del self._by_adapter[request.adapter_digest]
+                self.adapters.no_longer_wanted(request.adapter_digest)
 
     def _leave_running(self, request: Request) -> None:
         self.running.remove(request)
         self._free_seats.append(request.seat)
         request.seat = -1
         self.cache.free(request)
-        if request.adapter is not None:
-            self.adapters.unpin(request.adapter)
+        if request.adapter_digest is not None:
+            self.adapters.unpin(request.adapter_digest)
             request.adapter_slot = -1

@@ -75,7 +75,7 @@ def check_regex(text: str, param: str) -> None:
         raise RequestError(
             param,
             f"the regular expression counts {size} characters, each repetition as {REPETITION}, "
-            f"the most served {MAX_REGEX_BYTES}",
+            f"the limit is {MAX_REGEX_BYTES}",
         )
 
 
@@ -138,7 +138,7 @@ def check_schemas(schemas: Iterable[Any], param: str) -> None:
         raise RequestError(
             param,
             f"pattern: all together count {size} characters, each repetition as {REPETITION}, "
-            f"the most served {MAX_REGEX_BYTES}",
+            f"the limit is {MAX_REGEX_BYTES}",
         )
     _at_most(MAX_MULTIPLES, sum(costs.multiples), "multipleOf: the sum of all", param)
     _at_most(MAX_RANGES, len(costs.ranges), "minimum, maximum: different ranges", param)
@@ -302,7 +302,7 @@ def check_lark(text: str, param: str) -> None:
         raise RequestError(
             param,
             f"its regular expressions and terminals, each with what it names, count {min(total, 10**9)} characters "
-            f"together, each repetition as {REPETITION}, the most served {MAX_REGEX_BYTES}",
+            f"together, each repetition as {REPETITION}, the limit is {MAX_REGEX_BYTES}",
         )
 
 

@@ -22,6 +22,7 @@ from gateway.quota.quota import Quota
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.tenants import Tenant
 from gateway.settings import Settings
+from wire.digests import digest_name
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ def describe(adapter: Adapter) -> dict[str, Any]:
         "object": "adapter",
         "name": adapter.name,
         "version": adapter.version,
-        "digest": f"sha256:{adapter.digest}",
+        "digest": digest_name(adapter.digest),
         "rank": adapter.rank,
         "size_bytes": adapter.num_bytes,
         "created_at": adapter.created_at,

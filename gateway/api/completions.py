@@ -33,7 +33,7 @@ from gateway.fleet.client import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
-from gateway.spans import describe_request
+from gateway.spans import TRUST_TRACEPARENT, describe_request
 from wire.telemetry.spans import NO_SPAN, SPAN
 
 STREAM_HEADERS = {
@@ -279,8 +279,8 @@ def _hold_back(account: Account, answering: Answering) -> None:
 
 
 def _trace(request: web.Request) -> dict[str, str]:
-    """Return the client's trace header for the engine. The gateway's own spans, if it makes any, replace it."""
-    given = request.headers.get("traceparent")
+    """Return a trusted client's trace header for the engine. The gateway's own spans, if it makes any, replace it."""
+    given = request.headers.get("traceparent") if request.app.get(TRUST_TRACEPARENT) else None
     return {"traceparent": given} if given is not None and TRACEPARENT.fullmatch(given) else {}
 
 

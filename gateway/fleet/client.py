@@ -28,6 +28,7 @@ from gateway.fleet.vllm.fields import vllm_request
 from gateway.quota.growth import Hold
 from gateway.records.catalog import Model
 from gateway.records.tenants import Tenant
+from wire.digests import digest_name
 from wire.errors import BadRequest as ProtocolError
 from wire.requests import AllowanceRequest
 from wire.responses import ALLOWANCE_HEADER, REPORT_TYPE
@@ -188,8 +189,7 @@ class EngineClient:
             "x-loraplex-internal-token": self._token,
             "x-loraplex-tenant": call.tenant.id,
             "x-loraplex-weight": repr(call.tenant.weight),
-            # In the engine, a higher number goes first.
-            "x-loraplex-priority": str(-call.tenant.priority),
+            "x-loraplex-priority": str(call.tenant.priority),
         }
         if call.hold is not None and engine.keeps_allowances:
             call.hold.raise_allowance = partial(self._raise_allowance, engine, call.request_id)
@@ -217,7 +217,7 @@ class EngineClient:
     ) -> ClientResponse:
         headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
         digest = call.model.digest
-        wire = msgspec.json.encode({**body, "model": f"sha256:{digest}" if digest else call.model.name})
+        wire = msgspec.json.encode({**body, "model": digest_name(digest) if digest else call.model.name})
         # The first byte of a whole answer arrives with its last, so no read time-out applies: the request's time limit
         # and the engine's health (`Registry`) bound the wait.
         timeout = self._session.timeout if call.is_stream else WHOLE_TIMEOUT
@@ -241,7 +241,7 @@ async def _refusal(response: Incoming, model: Model) -> GatewayError:
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         message, param, code = "", None, None
     if model.digest:
-        message = message.replace(f"sha256:{model.digest}", model.name).replace(model.digest, model.name)
+        message = message.replace(digest_name(model.digest), model.name).replace(model.digest, model.name)
     # An adapter's error is not the engine's failure, except for 404: the files may be missing on this engine only.
     is_adapters = code is not None and code.startswith("adapter_") and response.status != 404
     if response.status in (400, 413, 422) or is_adapters:

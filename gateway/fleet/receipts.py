@@ -4,19 +4,20 @@ A receipt is `sha256:<digest>`, `base`, or `mixed` if the steps read more than o
 release send none.
 """
 
+from wire.digests import bare_digest, digest_name
+
 HEADER = "x-loraplex-adapter-digest"
 BASE = "base"
-PREFIX = "sha256:"
 
 
 def served_digest(receipt: str) -> str:
     """Return a receipt in the ledger's form: a digest without its prefix, `base` or `mixed`."""
-    return receipt.removeprefix(PREFIX)[:64]
+    return bare_digest(receipt)[:64]
 
 
 def as_receipt(served: str) -> str:
     """Return the receipt for a value in the ledger's form."""
-    return PREFIX + served if len(served) == 64 else served
+    return digest_name(served) if len(served) == 64 else served
 
 
 def matches(served: str | None, digest: str | None) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from gateway.fleet.addresses import Address
 from gateway.fleet.breaker import Breakers
 from gateway.fleet.health import Health
+from wire.digests import bare_digest
 
 log = logging.getLogger(__name__)
 
@@ -318,7 +319,7 @@ def resident_adapters(state: dict[str, Any]) -> frozenset[str]:
     adapters = state.get("adapters_resident")
     if not isinstance(adapters, list):
         return frozenset()
-    return frozenset(str(digest).removeprefix("sha256:") for digest in adapters)
+    return frozenset(bare_digest(str(digest)) for digest in adapters)
 
 
 def _int(state: dict[str, Any], name: str) -> int:

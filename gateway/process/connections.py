@@ -25,8 +25,8 @@ from gateway.sharing.rounds import Rounds
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
-# Owners of anonymous connections and of operators' connections.
-NOBODY, OPERATOR = "", "\0operator"
+# Owners of connections without a verified key, and of operators' connections.
+KEYLESS, OPERATOR = "", "\0operator"
 
 
 # Descriptors for everything else: engines, Redis, databases, uploads.
@@ -56,7 +56,7 @@ class _Use:
     @property
     def owner(self) -> str:
         if self.caller is None or self.caller.key_id is None:
-            return NOBODY
+            return KEYLESS
         return self.caller.tenant or OPERATOR
 
 
@@ -101,7 +101,7 @@ class Connections:
         for connection, use in self._uses.items():
             by_owner.setdefault(use.owner, []).append(connection)
         left = len(self._uses)
-        shares = {NOBODY: self._limit // 4, OPERATOR: self._limit}
+        shares = {KEYLESS: self._limit // 4, OPERATOR: self._limit}
         for owner, held in by_owner.items():
             more = len(held) - shares.get(owner, self._limit // 2)
             if more > 0:

@@ -4,6 +4,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from wire.options import option
+
 _TEXT = (
     "market harbour engine letter winter garden signal copper answer village paper silver question mountain evening "
     "record bridge kitchen station science painter island teacher window theory ladder journey"
@@ -30,14 +32,14 @@ class Workload:
     """
 
     targets: tuple[Target, ...]
-    n: int
-    concurrency: int
-    rate: float | None
-    zipf: float
-    input_words: int
-    output_tokens: int
-    warmup: int
-    seed: int
+    n: int = option(64, least=1, help="Number of measured requests.")
+    concurrency: int = option(16, flag="--c", least=1, help="Concurrent requests (closed loop).")
+    rate: float | None = option(None, above=0, help="Poisson arrivals per second, instead of --c.")
+    zipf: float = option(0.0, least=0, help="Skew of the models; 0 is even.")
+    input_words: int = option(64, least=1, help="Words per prompt.")
+    output_tokens: int = option(64, least=1, help="Tokens per answer.")
+    warmup: int = option(4, least=0, help="Warm-up requests.")
+    seed: int = option(0, help="Seed of prompts, models and arrivals.")
 
     def requests(self) -> Iterator[tuple[Target, str]]:
         """Yield `warmup + n` pairs of target and prompt; the prompts share no prefix."""

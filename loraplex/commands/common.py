@@ -11,13 +11,12 @@ from urllib.parse import urlsplit
 
 import click
 
-from loraplex.up.datadir import DataDirError, read_json
+from loraplex.up.datadir import DATA_DIR, DataDirError, read_json
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
 
 T = TypeVar("T")
-DATA_DIR = Path(".loraplex")
 
 
 @contextmanager

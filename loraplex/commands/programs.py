@@ -1,6 +1,5 @@
 """The `loraplex gateway | engine | migrate` commands: each program by itself, as a deployment runs it."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -10,65 +9,15 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import DATA_DIR, examples, one_line, settings_errors
+from engine.config import EngineConfig, ServerConfig
+from loraplex.commands.common import examples, one_line, settings_errors
+from loraplex.commands.config_options import options_of, take
 from loraplex.commands.vllm_flags import EngineCommand
+from loraplex.up.datadir import DATA_DIR
+from wire.errors import ConfigError
 
 # Addresses to listen on that clients cannot connect to.
 ANY_HOST = ("0.0.0.0", "::")
-MODULE_FIELDS = ("name", "path", "base_model_name")
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-class Bytes(click.ParamType):
-    """A size: `2147483648`, `2048MiB`, `2G` (units are powers of 1024)."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = value.strip().lower().removesuffix("b").removesuffix("i")
-        number, unit = text.rstrip("kmgt"), text[len(text.rstrip("kmgt")) :]
-        try:
-            return int(float(number) * UNITS[unit])
-        except (ValueError, KeyError, OverflowError):
-            self.fail(f"{value!r} is not a size; expected bytes or a number with KiB, MiB, GiB or TiB", param, ctx)
-
-
-class Module(click.ParamType):
-    """`name=path` or `{"name": ..., "path": ...}` as in vLLM; a base model's name in it is ignored."""
-
-    name = "name=path"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
-        if isinstance(value, tuple):
-            return value
-        name, _, path = value.partition("=")
-        if value.lstrip().startswith("{"):
-            try:
-                fields = json.loads(value)
-            except ValueError:
-                fields = {}
-            name, path = fields.get("name"), fields.get("path")
-            if unknown := fields.keys() - MODULE_FIELDS:
-                self.fail(f"{value!r} has a field {min(unknown)!r}; known are {', '.join(MODULE_FIELDS)}", param, ctx)
-        if not (isinstance(name, str) and isinstance(path, str) and name and path):
-            self.fail(f"""{value!r} is neither name=path nor {{"name": "...", "path": "..."}}""", param, ctx)
-        return name, Path(path).expanduser()
-
-
-class Sizes(click.ParamType):
-    """Whole numbers, comma separated."""
-
-    name = "sizes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(size) for size in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not numbers with commas between them", param, ctx)
 
 
 @click.command(
@@ -78,74 +27,12 @@ class Sizes(click.ParamType):
         "loraplex engine --model ~/models/Llama-3.2-1B-Instruct --adapter-store /srv/adapters --port 8001",
     ),
 )
-@click.option("--model", required=True, help="A model folder, a .gguf file, or a hub id.")
-@click.option("--tokenizer", help="Folder with the tokenizer to use; default: the model's own.")
-@click.option("--served-model-name", help="The base model's name in the API; default: from --model.")
-@click.option("--dtype", default="auto", show_default=True, help="Model dtype: auto, float32, bfloat16 or float16.")
-@click.option("--device", default="auto", show_default=True, help="Device: auto, cpu or cuda.")
-@click.option("--max-model-len", type=int, help="Maximum tokens of prompt and answer together; default: the model's.")
-@click.option("--max-num-seqs", default=64, show_default=True, help="Maximum requests in a batch.")
-@click.option("--max-num-batched-tokens", default=640, show_default=True, help="Maximum tokens in a step.")
-@click.option("--block-size", default=16, show_default=True, help="Tokens per KV cache block.")
-@click.option("--threads", type=int, help="CPU threads; default: as many as CPU affinity and cgroup quota allow.")
-@click.option("--kv-cache-memory", type=Bytes(), help="Size of the KV cache, such as 4GiB; default: from the device.")
-@click.option("--kv-cache-dtype", default="auto", show_default=True, help="KV cache dtype: auto, fp8_e4m3 or int8.")
-@click.option("--enforce-eager", is_flag=True, help="Do not use CUDA graphs.")
-@click.option("--cuda-graph-sizes", type=Sizes(), help="Batch sizes of CUDA graphs for decode, such as 1,2,4,8.")
+@options_of(EngineConfig, ServerConfig)
 @click.option(
-    "--enable-prefix-caching/--no-enable-prefix-caching",
-    default=True,
-    show_default=True,
-    help="Reuse the KV cache of equal prefixes.",
-)
-@click.option(
-    "--enable-chunked-prefill/--no-enable-chunked-prefill",
-    default=True,
-    show_default=True,
-    help="Split long prompts into chunks that share steps with running requests.",
-)
-@click.option(
-    "--prefill-stretch",
-    default=1.8,
-    show_default=True,
-    help="Maximum slow-down of a decode step caused by prefill, as a factor.",
-)
-@click.option(
-    "--async-scheduling/--no-async-scheduling",
-    default=None,
-    help="Plan the next step while the current one runs; default: on a GPU.",
-)
-@click.option("--max-lora-rank", default=64, show_default=True, help="Maximum rank of an adapter.")
-@click.option("--lora-dtype", default="auto", show_default=True, help="Dtype of adapters: auto, fp8_e4m3 or int8.")
-@click.option("--adapter-store", help="Folder of adapters by digest, for models named `sha256:...`.")
-@click.option("--adapter-memory", type=Bytes(), help="Device memory for adapters; default: from the device.")
-@click.option("--host-adapter-memory", type=Bytes(), help="Host memory for adapters.  [default: 4GiB]")
-@click.option("--lora-modules", type=Module(), multiple=True, help="Adapter folders to serve under given names.")
-@click.option(
-    "--max-waiting",
-    default=1024,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Maximum waiting requests; further requests get 503.",
-)
-@click.option(
-    "--finished-file",
+    "--internal-token-file",
     type=click.Path(path_type=Path),
-    help="File that keeps the usage of finished requests over restarts.",
+    help="File with the internal token, instead of LORAPLEX_INTERNAL_TOKEN.",
 )
-@click.option(
-    "--tool-call-parser",
-    type=click.Choice(["hermes", "llama3_json"]),
-    help="Format of tool calls; default: from the chat template.",
-)
-@click.option(
-    "--generation-config",
-    type=click.Choice(["auto", "none"]),
-    default="auto",
-    show_default=True,
-    help="Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none).",
-)
-@click.option("--seed", default=0, show_default=True, help="Seed of requests without one.")
 @click.option(
     "--download-dir",
     type=click.Path(path_type=Path),
@@ -153,83 +40,52 @@ class Sizes(click.ParamType):
     show_default=True,
     help="Folder for models downloaded by hub id.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
-@click.option("--gateway", "gateways", multiple=True, help="URL of a gateway to announce this engine to; repeatable.")
-@click.option("--advertise-url", help="URL at which gateways reach this engine; default: --host and --port.")
-@click.option("--drain-seconds", default=30.0, show_default=True, help="Seconds for requests to finish after SIGTERM.")
-@click.option(
-    "--internal-token-file",
-    type=click.Path(path_type=Path),
-    help="File with the internal token, instead of LORAPLEX_INTERNAL_TOKEN.",
-)
-@click.option(
-    "--api-key",
-    "api_keys",
-    multiple=True,
-    envvar="LORAPLEX_ENGINE_API_KEY",
-    help="Key that clients send as Authorization: Bearer; repeatable. [env: LORAPLEX_ENGINE_API_KEY, space separated]",
-)
-@click.option("--access-log", is_flag=True, help="Log a line per request.")
-def engine(**flags: Any) -> None:
+def engine(internal_token_file: Path | None, download_dir: Path, **flags: Any) -> None:
     """Serve one base model and its adapters over the OpenAI API, without tenants or quotas."""
     # OpenMP reads this once, when torch is loaded. Spinning threads would take the cores from the server.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from adapters.manifest import AdapterError
-    from adapters.store import open_store
-    from engine.config import EngineConfig
     from loraplex.models import ModelError, ensure_model
     from loraplex.up.display import loading_bar
     from loraplex.up.local import UpError, check_port
-    from wire.errors import ConfigError
 
-    host, port = flags.pop("host"), flags.pop("port")
-    store, modules = flags.pop("adapter_store"), _by_name(flags.pop("lora_modules"))
     with one_line(ConfigError, ModelError, AdapterError, UpError, OSError):
-        check_port(host, port)
-        token = _internal_token(flags.pop("internal_token_file"))
-        api_keys, access_log = flags.pop("api_keys"), flags.pop("access_log")
-        if not all(api_keys):
-            raise click.UsageError("--api-key is empty")
-        gateways, advertise_url = flags.pop("gateways"), flags.pop("advertise_url")
-        if gateways and not advertise_url and host in ANY_HOST:
-            raise click.UsageError(f"--gateway with --host {host} needs --advertise-url as well")
-        drain_s = flags.pop("drain_seconds")
-        max_waiting, tool_call_parser = flags.pop("max_waiting"), flags.pop("tool_call_parser")
-        finished_file = flags.pop("finished_file")
-        _check_parent("--finished-file", finished_file)
-        for folder in modules.values():
-            if not folder.is_dir():
-                raise click.ClickException(f"--lora-modules: no such folder: {folder}")
-        if store and "://" not in store:
-            _check_parent("--adapter-store", Path(store))
+        server = _server_config(take(ServerConfig, flags), internal_token_file)
+        check_port(server.host, server.port)
         name = flags["served_model_name"] or Path(flags["model"]).name.removesuffix(".gguf")
-        flags["model"] = str(ensure_model(flags["model"], flags.pop("download_dir")))
-        given = {flag: value for flag, value in flags.items() if value is not None}
-        config = EngineConfig(**given | {"served_model_name": name})
+        model = str(ensure_model(flags["model"], download_dir))
+        config = EngineConfig(**flags | {"model": model, "served_model_name": name})
         with _needs_extra("engine"):  # torch loads for seconds, so all checks without it come first
             from engine.program import run
         with loading_bar() as progress:
             code = run(
                 config,
-                host=host,
-                port=port,
-                adapter_store=open_store(store) if store else None,
-                internal_token=token,
-                api_keys=api_keys,
-                access_log=access_log,
-                lora_modules={lora_name: str(path) for lora_name, path in modules.items()},
-                max_waiting=max_waiting,
-                tool_call_parser=tool_call_parser,
-                finished_file=finished_file,
-                drain_s=drain_s,
-                gateways=gateways,
-                advertise_url=advertise_url,
-                announce_token=os.environ.get("LORAPLEX_ANNOUNCE_TOKEN"),
-                ready=lambda bound: click.echo(f"engine ready: {name} on http://{host}:{bound}"),
+                server,
+                ready=lambda bound: click.echo(f"engine ready: {name} on http://{server.host}:{bound}"),
                 progress=progress,
             )
     sys.exit(code)
+
+
+def _server_config(flags: dict[str, Any], internal_token_file: Path | None) -> ServerConfig:
+    """Return the checked configuration of the engine's server, with the secrets of files and environment."""
+    server = ServerConfig(
+        **flags,
+        internal_token=_internal_token(internal_token_file),
+        announce_token=os.environ.get("LORAPLEX_ANNOUNCE_TOKEN"),
+    )
+    _check_names(server.lora_modules)
+    if not all(server.api_keys):
+        raise click.UsageError("--api-key is empty")
+    if server.gateways and not server.advertise_url and server.host in ANY_HOST:
+        raise click.UsageError(f"--gateway with --host {server.host} needs --advertise-url as well")
+    _check_parent("--finished-file", server.finished_file)
+    for _, folder in server.lora_modules:
+        if not folder.is_dir():
+            raise click.ClickException(f"--lora-modules: no such folder: {folder}")
+    if server.adapter_store and "://" not in server.adapter_store:
+        _check_parent("--adapter-store", Path(server.adapter_store))
+    return server
 
 
 @click.command(epilog=examples("loraplex gateway --port 8080 --workers 4 --metrics-port 9100"))
@@ -282,12 +138,12 @@ def _needs_extra(extra: str) -> Iterator[None]:
         raise click.ClickException(f"{error.name} is not installed; pip install 'loraplex[{extra}]'") from error
 
 
-def _by_name(modules: tuple[tuple[str, Path], ...]) -> dict[str, Path]:
+def _check_names(modules: tuple[tuple[str, Path], ...]) -> None:
+    """Refuse a name that is given to two folders."""
     named = dict(modules)
     for name, path in modules:
         if named[name] != path:
             raise click.UsageError(f"--lora-modules: {name!r} is given to {path} and to {named[name]}")
-    return named
 
 
 def _check_parent(flag: str, path: Path | None) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import DATA_DIR, check_url, examples, is_gateway_of, one_line, whose
-from loraplex.up.datadir import DataDirError, read_json
+from loraplex.bench.workload import Target, Workload
+from loraplex.commands.common import check_url, examples, is_gateway_of, one_line, whose
+from loraplex.commands.config_options import options_of, take
+from loraplex.up.datadir import DATA_DIR, DataDirError, read_json
 
 
 @click.command(
@@ -146,59 +148,18 @@ def _ask() -> str | None:
 @click.option(
     "--internal-token-file", type=click.Path(path_type=Path), help="File with the token of an engine behind a gateway."
 )
-@click.option("--n", default=64, show_default=True, type=click.IntRange(1), help="Number of measured requests.")
-@click.option("--c", default=16, show_default=True, type=click.IntRange(1), help="Concurrent requests (closed loop).")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Poisson arrivals per second, instead of --c.")
-@click.option("--zipf", default=0.0, show_default=True, type=click.FloatRange(0), help="Skew of the models; 0 is even.")
-@click.option("--input-words", default=64, show_default=True, type=click.IntRange(1), help="Words per prompt.")
-@click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(1), help="Tokens per answer.")
-@click.option("--warmup", default=4, show_default=True, type=click.IntRange(0), help="Warm-up requests.")
-@click.option("--seed", default=0, show_default=True, help="Seed of prompts, models and arrivals.")
+@options_of(Workload)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report to this file.")
-def bench(
-    url: str | None,
-    models: str | None,
-    api_key: str | None,
-    tenants: Path | None,
-    keys_to_other_url: bool,
-    internal_token_file: Path | None,
-    n: int,
-    c: int,
-    rate: float | None,
-    zipf: float,
-    input_words: int,
-    output_tokens: int,
-    warmup: int,
-    seed: int,
-    json_path: Path | None,
-) -> None:
+def bench(tenants: Path | None, internal_token_file: Path | None, json_path: Path | None, **flags: Any) -> None:
     """Measure any OpenAI-compatible server: throughput, latency, fairness between tenants."""
     from loraplex.bench.report import print_report, summarise
     from loraplex.bench.run import BenchError, measure
-    from loraplex.bench.workload import Target, Workload
 
-    if (models is None) == (tenants is None):
-        raise click.UsageError("give either --models or --tenants")
-    with one_line(DataDirError):
-        demo = read_json(tenants) if tenants else None
-    if tenants and demo is None:
-        raise click.UsageError(f"--tenants: there is no file {tenants}")
-    if demo:
-        try:
-            url = url or str(demo["gateway"])
-            targets = [Target(t["name"], t["api_key"], model) for t in demo["tenants"] for model in t["models"]]
-        except (KeyError, TypeError) as error:
-            raise click.UsageError(f"--tenants: {tenants} is not in the form of demo.json") from error
-        if not is_gateway_of(demo, url) and not keys_to_other_url:
-            raise click.UsageError(f"{tenants} {whose(demo, url)}; with --keys-to-other-url its keys are sent there")
-    else:
-        targets = [Target("-", api_key, model) for model in (models or "").split(",") if model]
-    if not url or not targets:
-        raise click.UsageError("--url is not given" if not url else "no model to ask")
-    check_url(url, "--url")
+    shape = take(Workload, flags)
+    url, targets = _targets_of_file(tenants, **flags) if tenants else _targets_of_models(**flags)
     if json_path and not json_path.parent.is_dir():
         raise click.UsageError(f"--json: there is no folder {json_path.parent}")
-    workload = Workload(tuple(targets), n, c, rate, zipf, input_words, output_tokens, warmup, seed)
+    workload = Workload(tuple(targets), **shape)
     with one_line(BenchError, OSError):
         token = internal_token_file.read_text().strip() if internal_token_file else None
         if token == "":
@@ -210,4 +171,41 @@ def bench(
         with one_line(OSError):
             json_path.write_text(json.dumps(report, indent=2) + "\n")
     if report["errors"]:
-        raise click.ClickException(f"{report['errors']} of {n} requests failed; the first: {report['first_error']}")
+        failed = f"{report['errors']} of {workload.n} requests failed"
+        raise click.ClickException(f"{failed}; the first: {report['first_error']}")
+
+
+def _targets_of_file(
+    file: Path, url: str | None, models: str | None, api_key: str | None, keys_to_other_url: bool
+) -> tuple[str, list[Target]]:
+    """Return the server's URL and the targets in a file like demo.json. Its keys go to its own gateway only."""
+    if models is not None:
+        raise click.UsageError("give either --models or --tenants")
+    with one_line(DataDirError):
+        demo = read_json(file)
+    if demo is None:
+        raise click.UsageError(f"--tenants: there is no file {file}")
+    try:
+        url = url or str(demo["gateway"])
+        targets = [Target(t["name"], t["api_key"], model) for t in demo["tenants"] for model in t["models"]]
+    except (KeyError, TypeError) as error:
+        raise click.UsageError(f"--tenants: {file} is not in the form of demo.json") from error
+    if not is_gateway_of(demo, url) and not keys_to_other_url:
+        raise click.UsageError(f"{file} {whose(demo, url)}; with --keys-to-other-url its keys are sent there")
+    return _checked(url, targets)
+
+
+def _targets_of_models(
+    url: str | None, models: str | None, api_key: str | None, keys_to_other_url: bool
+) -> tuple[str, list[Target]]:
+    """Return the server's URL and a target for each model, all with the same key."""
+    if models is None:
+        raise click.UsageError("give either --models or --tenants")
+    return _checked(url, [Target("-", api_key, model) for model in models.split(",") if model])
+
+
+def _checked(url: str | None, targets: list[Target]) -> tuple[str, list[Target]]:
+    if not url or not targets:
+        raise click.UsageError("--url is not given" if not url else "--models: expected the name of a model")
+    check_url(url, "--url")
+    return url, targets

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+DATA_DIR = Path(".loraplex")
+
 
 class DataDirError(Exception):
     """The data directory cannot be used; the message names the file."""

@@ -9,6 +9,7 @@ from typing import Any
 from adapters.checkpoint import open_checkpoint
 from loraplex.client import GatewayClient, GatewayError
 from loraplex.up.datadir import DataDir, read_json, write_private_json
+from wire.digests import digest_name
 
 # The owner of each adapter in examples/adapters.
 OWNERS = {"acme": ("pirate", "json"), "globex": ("brief",)}
@@ -117,7 +118,7 @@ async def _push_new(admin: GatewayClient, tenant: str, names: Sequence[str], mad
     present = {adapter["name"]: adapter["digest"] for adapter in await admin.adapters(tenant)}
     for name in names:
         folder = adapters_folder() / name
-        digest, before = f"sha256:{open_checkpoint(folder).digest}", made.digest(tenant, name)
+        digest, before = digest_name(open_checkpoint(folder).digest), made.digest(tenant, name)
         if before is None or (before != digest and before == present.get(name)):
             await admin.push_adapter(tenant, name, folder)
             made.note(tenant, **{name: digest})

@@ -6,14 +6,13 @@ never in argv, where `ps` would show them.
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import sys
 import tempfile
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 import redis
@@ -22,11 +21,11 @@ import redis.exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from loraplex.up.config import LOOPBACK, UpConfig
 from loraplex.up.datadir import DataDir, Secrets, write_private, write_private_json
 from loraplex.up.display import Display
 from loraplex.up.processes import ProcessGroup
 
-LOOPBACK = "127.0.0.1"
 # Linux allows 107 bytes for a Unix socket's path, macOS 103.
 SOCKET_PATH_BYTES = 100
 VALKEY_SECONDS = 20.0
@@ -38,33 +37,6 @@ GATEWAY_SECONDS = 60.0
 
 class UpError(Exception):
     """The service cannot be started; the one-line message states the reason."""
-
-
-@dataclass(frozen=True)
-class UpOptions:
-    """The user's choices. `model_dir` is a local folder; None for a URL means the embedded service."""
-
-    model_dir: Path
-    base_model: str
-    host: str
-    port: int
-    database_url: str | None
-    redis_url: str | None
-    engines: int
-    engine_args: tuple[str, ...]
-
-    @property
-    def gateway_url(self) -> str:
-        host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(self.host, self.host)
-        return f"http://{host}:{self.port}"
-
-    @property
-    def database_name(self) -> str:
-        """Return a name for the database, without a user name or password."""
-        if self.database_url is None:
-            return "local"
-        url = urlsplit(self.database_url)
-        return f"{url.hostname}:{url.port}{url.path}"
 
 
 def check_port(host: str, port: int) -> None:
@@ -119,8 +91,8 @@ def valkey_binary() -> str:
 class LocalService:
     """The processes of one `loraplex up`."""
 
-    def __init__(self, options: UpOptions, data: DataDir, display: Display) -> None:
-        self.options = options
+    def __init__(self, config: UpConfig, data: DataDir, display: Display) -> None:
+        self.config = config
         self.data = data
         self.display = display
         self.secrets: Secrets = data.secrets()
@@ -129,19 +101,19 @@ class LocalService:
 
     async def start(self) -> None:
         """Start all parts. Raises ChildError with the log's tail if a part does not become healthy."""
-        redis_url = self.options.redis_url or await self._start_valkey()
+        redis_url = self.config.redis_url or await self._start_valkey()
         environment = self._gateway_environment(redis_url)
         with self.display.step("Bringing the database up to date"):
             await self.processes.run("migrate", self._program("migrate"), environment)
-        engines = [await self._start_engine(index) for index in range(self.options.engines)]
+        engines = [await self._start_engine(index) for index in range(self.config.engines)]
         environment["LORAPLEX_ENGINES"] = ",".join(engines)
         await self._start_gateway(environment)
         write_private_json(
             self.data.root / "local.json",
             {
-                "gateway": self.options.gateway_url,
+                "gateway": self.config.gateway_url,
                 "admin_key": self.secrets.admin_key,
-                "base_model": self.options.base_model,
+                "base_model": self.config.base_model,
             },
         )
 
@@ -158,7 +130,7 @@ class LocalService:
         path = self.data.valkey / "valkey.sock"
         if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
             path = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-"))) / "valkey.sock"
-        config = self.data.valkey / "valkey.conf"
+        conf = self.data.valkey / "valkey.conf"
         lines = (
             "port 0",
             f'unixsocket "{path}"',
@@ -167,10 +139,10 @@ class LocalService:
             f'dir "{self.data.valkey}"',
             "appendonly yes",
         )
-        write_private(config, "\n".join(lines) + "\n")
+        write_private(conf, "\n".join(lines) + "\n")
         url = f"unix://:{self.secrets.redis_password}@{path}"
         with self.display.step("Starting Valkey (embedded)"):
-            child = await self.processes.start("valkey", (valkey_binary(), str(config)), os.environ)
+            child = await self.processes.start("valkey", (valkey_binary(), str(conf)), os.environ)
             async with redis.asyncio.Redis.from_url(url) as client:
 
                 async def answers() -> bool:
@@ -185,19 +157,19 @@ class LocalService:
     async def _start_engine(self, index: int) -> str:
         """Start an engine and return its URL."""
         port = free_port()
-        name = "engine" if self.options.engines == 1 else f"engine-{index}"
+        name = "engine" if self.config.engines == 1 else f"engine-{index}"
         finished = self.data.root / "finished"
         finished.mkdir(mode=0o700, exist_ok=True)
         argv = self._program(
-            *("engine", "--model", str(self.options.model_dir), "--served-model-name", self.options.base_model),
+            *("engine", "--model", str(self.config.model_dir), "--served-model-name", self.config.base_model),
             *("--adapter-store", str(self.data.adapters), "--host", LOOPBACK, "--port", str(port)),
             *("--finished-file", str(finished / name)),
-            *self.options.engine_args,
+            *shlex.split(self.config.engine_args),
         )
         # OpenMP's threads spin while they wait by default, which takes the cores from the gateway.
         environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
         environment["LORAPLEX_INTERNAL_TOKEN"] = self.secrets.internal_token
-        with self.display.step(f"Loading {self.options.base_model} into {name}"):
+        with self.display.step(f"Loading {self.config.base_model} into {name}"):
             child = await self.processes.start(name, argv, environment)
             url = f"http://{LOOPBACK}:{port}"
             await self.processes.healthy(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
@@ -208,22 +180,22 @@ class LocalService:
     async def _start_gateway(self, environment: dict[str, str]) -> None:
         with self.display.step("Starting the gateway"):
             child = await self.processes.start("gateway", self._program("gateway"), environment)
-            ready = f"{self.options.gateway_url}/readyz?strict=true"
+            ready = f"{self.config.gateway_url}/readyz?strict=true"
             await self.processes.healthy(child, lambda: self._answers(ready), GATEWAY_SECONDS)
 
     def _gateway_environment(self, redis_url: str) -> dict[str, str]:
         return dict(os.environ) | {
-            "LORAPLEX_DATABASE_URL": self.options.database_url or self.data.database_url,
+            "LORAPLEX_DATABASE_URL": self.config.database_url or self.data.database_url,
             "LORAPLEX_REDIS_URL": redis_url,
             "LORAPLEX_INTERNAL_TOKEN": self.secrets.internal_token,
             "LORAPLEX_ADAPTER_STORE": str(self.data.adapters),
-            "LORAPLEX_MODEL_DIR": str(self.options.model_dir),
+            "LORAPLEX_MODEL_DIR": str(self.config.model_dir),
             "LORAPLEX_JOURNAL_DIR": str(self.data.root / "journal"),
-            "LORAPLEX_BASE_MODEL": self.options.base_model,
+            "LORAPLEX_BASE_MODEL": self.config.base_model,
             "LORAPLEX_KEY_PEPPER": self.secrets.key_pepper,
             "LORAPLEX_ADMIN_KEY": self.secrets.admin_key,
-            "LORAPLEX_HOST": self.options.host,
-            "LORAPLEX_PORT": str(self.options.port),
+            "LORAPLEX_HOST": self.config.host,
+            "LORAPLEX_PORT": str(self.config.port),
         }
 
     @staticmethod
@@ -241,12 +213,12 @@ class LocalService:
             return False
 
 
-async def run(options: UpOptions, data: DataDir, display: Display, *, demo: bool) -> None:
+async def run(config: UpConfig, data: DataDir, display: Display) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP. An engine that dies is restarted.
 
     Raises ChildError if another part dies, or an engine too often; stops the others first.
     """
-    service = LocalService(options, data, display)
+    service = LocalService(config, data, display)
     processes = service.processes
     signals = asyncio.Event()
 
@@ -260,17 +232,17 @@ async def run(options: UpOptions, data: DataDir, display: Display, *, demo: bool
 
     async def serve() -> None:
         await service.start()
-        if demo:
+        if config.demo:
             from loraplex.up.demo_tenants import provision
 
             with display.step("Creating the demo's tenants and adapters"):
                 tenants = await provision(
-                    options.gateway_url, service.secrets.admin_key, options.base_model, data, options.database_name
+                    config.gateway_url, service.secrets.admin_key, config.base_model, data, config.database_name
                 )
-        if demo and tenants:
-            display.demo_banner(options.gateway_url, service.secrets.admin_key, options.base_model, tenants)
+        if config.demo and tenants:
+            display.demo_banner(config.gateway_url, service.secrets.admin_key, config.base_model, tenants)
         else:
-            display.banner(options.gateway_url, options.base_model, data.root)
+            display.banner(config.gateway_url, config.base_model, data.root)
         await asyncio.Event().wait()
 
     work = asyncio.create_task(serve())

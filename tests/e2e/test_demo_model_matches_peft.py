@@ -14,7 +14,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 from loraplex.models import ensure_demo_model
 from testing.stack import CACHE
 from wire.text.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def test_a_mixed_batch_on_the_demo_model_equals_peft(
         params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=0)
         for name, prompt in prompts.items():
             adapter = digests[name] if name else None
-            engine.add_request(str(name), prompt, params, adapter=adapter, tenant=str(name))
+            engine.add_request(NewRequest(str(name), prompt, params, adapter_digest=adapter, tenant=str(name)))
         answers: dict[str, list[int]] = {str(name): [] for name in prompts}
         logprobs: dict[str, list[float]] = {str(name): [] for name in prompts}
         while engine.has_work():

@@ -13,7 +13,7 @@ from testing.engine import RunningServer
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.tiny import save_model
-from wire.telemetry.spans import start_tracing
+from wire.telemetry.start import start_tracing
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "what nobody else may read"
@@ -28,7 +28,7 @@ async def served(folder: Path) -> AsyncIterator[Gateway]:
     engine = await asyncio.to_thread(RunningServer, model, internal_token=TOKEN, tracing=tracing)
     try:
         with ValkeyServer() as redis:
-            of = settings(folder, model, [engine.url], redis.connection_url, base_model="tiny")
+            of = settings(folder, model, [engine.url], redis.connection_url, base_model="tiny", trust_traceparent="yes")
             async with running(of) as gateway:
                 yield gateway
     finally:

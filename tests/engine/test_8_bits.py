@@ -9,7 +9,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.gpu.ops import TritonOps
 from testing.tiny import save_adapter, save_model
 from wire.errors import ConfigError
@@ -38,7 +38,7 @@ def run(model: Path, kv_cache_dtype: str, n: int = 8, lora_dtype: str | None = N
     try:
         params = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, prompt_logprobs=0, logprobs=0)
         adapter = host.add_path(model / "adapter") if lora_dtype else None
-        engine.add_request("x", [3 + 5 * i % 350 for i in range(40)], params, adapter=adapter)
+        engine.add_request(NewRequest("x", [3 + 5 * i % 350 for i in range(40)], params, adapter_digest=adapter))
         found: list[float] = []
         while engine.has_work():
             for output in engine.step():
@@ -63,7 +63,7 @@ def test_8_bits_change_the_logprobs_little_and_hold_more_blocks(model: Path, dty
 
 def test_the_gpu_kernels_serve_it_as_plain_torch_does(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = run(model, "int8", n=2)
-    monkeypatch.setattr("engine.engine.pick_ops", lambda *_: TritonOps())
+    monkeypatch.setattr("engine.build.pick_ops", lambda *_: TritonOps())
     found, _ = run(model, "int8", n=2)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-3, rtol=0)
 
@@ -78,7 +78,7 @@ def test_adapters_of_8_bits_change_the_logprobs_little_and_take_less_room(
     assert more_pages > 3 * pages
     changed = torch.tensor(expected) - torch.tensor(base)
     assert 0 < (torch.tensor(found) - torch.tensor(expected)).norm() < 0.3 * changed.norm()
-    monkeypatch.setattr("engine.engine.pick_ops", lambda *_: TritonOps())
+    monkeypatch.setattr("engine.build.pick_ops", lambda *_: TritonOps())
     on_gpu, _ = run(model, "auto", 2, dtype)
     torch.testing.assert_close(torch.tensor(on_gpu), torch.tensor(found), atol=1e-3, rtol=0)
 

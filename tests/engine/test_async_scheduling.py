@@ -12,7 +12,7 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
-from engine.scheduling.request import RequestOutput, SamplingParams
+from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from engine.structured.compiler import GrammarCompiler
 from testing.tiny import save_adapter, save_model
 from wire.errors import RequestError
@@ -72,7 +72,9 @@ def add(engine: Engine, digests: list[str], i: int, **more: Any) -> None:
     params = {"max_tokens": 40, "ignore_eos": True, **PARAMS[i % len(PARAMS)], **more}
     prompt = [3 + (7 * i + j) % 370 for j in range(1 + 11 * (i % 5))]
     adapter = None if i % 4 == 3 else digests[i % 4]
-    engine.add_request(str(i), prompt, SamplingParams(**params), adapter=adapter, tenant=f"tenant-{i % 3}")
+    engine.add_request(
+        NewRequest(str(i), prompt, SamplingParams(**params), adapter_digest=adapter, tenant=f"tenant-{i % 3}")
+    )
 
 
 def join(said: dict[str, list[RequestOutput]]) -> dict[str, Any]:

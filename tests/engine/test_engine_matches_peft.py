@@ -14,7 +14,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 from kernels import backend
 from kernels.cpu.plain import TorchOps
 
@@ -180,10 +180,10 @@ def prompts() -> list[tuple[str | None, list[int]]]:
 def run(engine: Engine, digests: dict[str, str], n: int, **params: Any) -> list[list[int]]:
     work = prompts()
     for i, (name, prompt) in enumerate(work):
-        engine.add_request(
+        engine.add_request(NewRequest(
             str(i), prompt, SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, **params),
-            adapter=digests[name] if name else None, tenant=f"tenant-{i % 3}",
-        )  # fmt: skip
+            adapter_digest=digests[name] if name else None, tenant=f"tenant-{i % 3}",
+        ))  # fmt: skip
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(work))}
     while engine.has_work():
         for output in engine.step():
@@ -222,7 +222,7 @@ def test_logits_of_a_mixed_batch_are_within_1e_4_of_peft(twin: Twin, make_engine
     work = prompts()
     for i, (name, prompt) in enumerate(work):
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, prompt_logprobs=0)
-        engine.add_request(str(i), prompt, params, adapter=digests[name] if name else None)
+        engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digests[name] if name else None))
     while engine.has_work():
         engine.step()
     assert len(seen) == 1, "the whole batch should have run in one step"
@@ -232,7 +232,9 @@ def test_logits_of_a_mixed_batch_are_within_1e_4_of_peft(twin: Twin, make_engine
 
 def load_all(engine: Engine, digests: dict[str, str]) -> None:
     for name, digest in digests.items():
-        engine.add_request(f"warm {name}", [2], SamplingParams(max_tokens=1, ignore_eos=True), adapter=digest)
+        engine.add_request(
+            NewRequest(f"warm {name}", [2], SamplingParams(max_tokens=1, ignore_eos=True), adapter_digest=digest)
+        )
     while engine.has_work():
         engine.step()
 
@@ -252,7 +254,9 @@ def test_base_rows_are_bit_identical_with_and_without_lora_in_the_batch(llama: T
         engine.runner.decoder.forward = keep  # type: ignore[method-assign]
         for i, (name, prompt) in enumerate(prompts()):
             adapter = digests[name] if name and with_lora else None
-            engine.add_request(str(i), prompt, SamplingParams(max_tokens=1, temperature=0), adapter=adapter)
+            engine.add_request(
+                NewRequest(str(i), prompt, SamplingParams(max_tokens=1, temperature=0), adapter_digest=adapter)
+            )
         # A single step: all prompts fit the token budget. Requests are admitted in order of arrival within one tenant.
         engine.step()
         base = [i for i, (name, _) in enumerate(prompts()) if name is None]
@@ -288,7 +292,7 @@ def test_the_same_prompt_twice_prefills_only_its_tail(llama: Twin, make_engine: 
 
     def ask(adapter: str | None, tenant: str) -> tuple[list[int], int]:
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-        engine.add_request("x", prompt, params, adapter=adapter, tenant=tenant)
+        engine.add_request(NewRequest("x", prompt, params, adapter_digest=adapter, tenant=tenant))
         tokens: list[int] = []
         cached = -1
         while engine.has_work():
@@ -309,7 +313,7 @@ def test_plain_torch_ops_serve_where_there_is_no_compiler(
     llama: Twin, make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(*make_engine(llama), 12)
-    monkeypatch.setattr("engine.engine.pick_ops", lambda *_: TorchOps())
+    monkeypatch.setattr("engine.build.pick_ops", lambda *_: TorchOps())
     assert run(*make_engine(llama), 12) == expected
     assert isinstance(backend.pick_ops(torch.device("cpu"), torch.float16, 64, 16), TorchOps)
 
@@ -331,7 +335,7 @@ def test_in_bf16_an_answer_does_not_depend_on_what_else_is_in_the_batch(llama: T
     assert run(engine, digests, 24) == together
     for i, (name, prompt) in enumerate(prompts()):
         params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-        engine.add_request("alone", prompt, params, adapter=digests[name] if name else None)
+        engine.add_request(NewRequest("alone", prompt, params, adapter_digest=digests[name] if name else None))
         tokens: list[int] = []
         while engine.has_work():
             for output in engine.step():

@@ -8,11 +8,12 @@ import torch
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
-from engine import engine as module
+from engine import build as module
+from engine.build import split_memory
 from engine.config import EngineConfig
-from engine.engine import Engine, split_memory
+from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 from testing.tiny import save_model
 from wire.errors import ConfigError, RequestError
 
@@ -106,7 +107,7 @@ def test_ids_beyond_the_vocabulary_are_refused_before_anything_is_allocated(
         if "bad_words" in made:
             made["bad_words"] = BannedWords(made["bad_words"])
         with pytest.raises(RequestError) as found:
-            engine.add_request("x", prompt, SamplingParams(**made))
+            engine.add_request(NewRequest("x", prompt, SamplingParams(**made)))
         assert found.value.field == field
         assert tracemalloc.get_traced_memory()[1] < 1 << 17
     finally:

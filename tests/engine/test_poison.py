@@ -13,7 +13,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import RequestOutput, SamplingParams
+from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
 from testing.tiny import save_adapter, save_model
@@ -62,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_engine(model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
     def make(ops: type | None, dtype: str, **options: Any) -> tuple[Engine, dict[str, str]]:
         if ops is not None:
-            monkeypatch.setattr("engine.engine.pick_ops", lambda *_: ops())
+            monkeypatch.setattr("engine.build.pick_ops", lambda *_: ops())
         served = getattr(torch, dtype)
         host = HostCache(None, BaseShape.from_config_dir(model / "base"), 8 << 20, served)
         request.addfinalizer(host.close)
@@ -93,7 +93,7 @@ def ask(
 ) -> None:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0.0, **more})
     tokens = [3 + (prompt + 7 * i) % 370 for i in range(prompt)]
-    engine.add_request(name, tokens, params, adapter=adapter, tenant=tenant)
+    engine.add_request(NewRequest(name, tokens, params, adapter_digest=adapter, tenant=tenant))
 
 
 def step(engine: Engine, said: dict[str, list[RequestOutput]]) -> None:

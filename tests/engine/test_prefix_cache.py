@@ -12,7 +12,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import RequestOutput, SamplingParams
+from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from testing.tiny import save_adapter, save_model
 
 BLOCK = 16
@@ -79,7 +79,7 @@ def test_shared_blocks_change_no_answer(make_engine: Make) -> None:
 
     def ask(engine: Engine, names: list[str | None], i: int) -> None:
         prompt, params, adapter, tenant = asked[i]
-        engine.add_request(str(i), prompt, params, adapter=names[adapter], tenant=tenant)
+        engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=names[adapter], tenant=tenant))
 
     alone, names = make_engine(enable_prefix_caching=False)
     expected: dict[str, list[int]] = {}
@@ -94,7 +94,7 @@ def test_shared_blocks_change_no_answer(make_engine: Make) -> None:
             async_scheduling=async_scheduling,
         )  # fmt: skip
         for name in names:
-            engine.add_request(f"warm {name}", [2], SamplingParams(max_tokens=1), adapter=name)
+            engine.add_request(NewRequest(f"warm {name}", [2], SamplingParams(max_tokens=1), adapter_digest=name))
         answers(engine)
         for first in range(0, len(asked), 12):
             for i in range(first, first + 12):
@@ -110,7 +110,7 @@ def test_a_prompt_in_chunks_reports_what_was_cached_when_it_began(make_engine: M
     engine, _ = make_engine(max_num_batched_tokens=8)
     prompt = list(range(3, 73))
     for cached, asked in ((0, prompt[:40]), (32, prompt), (64, prompt), (64, [*prompt, 5])):
-        engine.add_request("r", asked, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+        engine.add_request(NewRequest("r", asked, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)))
         assert {output.num_cached_tokens for output in answers(engine)["r"]} == {cached}
 
 
@@ -118,7 +118,7 @@ def test_choices_of_one_prompt_share_its_blocks_once_they_are_there(make_engine:
     engine, _ = make_engine(max_num_seqs=1)
     for i in range(3):
         params = SamplingParams(max_tokens=3, seed=i, ignore_eos=True)
-        engine.add_request(f"choice-{i}", list(range(3, 40)), params)
+        engine.add_request(NewRequest(f"choice-{i}", list(range(3, 40)), params))
     said = answers(engine)
     assert [said[f"choice-{i}"][0].num_cached_tokens for i in range(3)] == [0, 32, 32]
 
@@ -130,7 +130,7 @@ def test_prompt_logprobs_are_whole_whatever_is_cached(make_engine: Make) -> None
 
     def ask(prompt_logprobs: int | None) -> RequestOutput:
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=prompt_logprobs)
-        engine.add_request("r", prompt, params)
+        engine.add_request(NewRequest("r", prompt, params))
         return answers(engine)["r"][-1]
 
     first = ask(2)
@@ -146,14 +146,14 @@ def test_prompt_logprobs_are_whole_where_their_prompt_is_preempted(make_engine: 
     prompt = [3 + 7 * i % 370 for i in range(100)]
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
     whole, _ = make_engine()
-    whole.add_request("prompt", prompt, params)
+    whole.add_request(NewRequest("prompt", prompt, params))
     expected = answers(whole)["prompt"][-1].prompt_logprobs
     engine, _ = make_engine(
         kv_cache_memory=8 * BLOCK_BYTES, max_model_len=120, max_num_batched_tokens=8, prefill_stretch=1e9
     )
-    engine.add_request("stream", prompt[:6], SamplingParams(max_tokens=30, ignore_eos=True), tenant="a")
+    engine.add_request(NewRequest("stream", prompt[:6], SamplingParams(max_tokens=30, ignore_eos=True), tenant="a"))
     engine.step()
-    engine.add_request("prompt", prompt, params, tenant="b")
+    engine.add_request(NewRequest("prompt", prompt, params, tenant="b"))
     found = answers(engine)["prompt"][-1]
     assert engine.state().num_preemptions == 1
     assert found.prompt_logprobs == expected

@@ -11,7 +11,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 from testing.tiny import save_adapter, save_model
 
 NUM_ADAPTERS = 3
@@ -46,7 +46,7 @@ def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
 
 def ask(engine: Engine, name: str, adapter: str | None, max_tokens: int = 3) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    engine.add_request(name, list(range(5, 45)), params, adapter=adapter)
+    engine.add_request(NewRequest(name, list(range(5, 45)), params, adapter_digest=adapter))
 
 
 def run(engine: Engine) -> dict[str, str | None]:

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from adapters.manifest import BaseShape
-from adapters.tiers.device_pool import PAGE_RANK
 from adapters.tiers.host_cache import HostCache
+from adapters.tiers.pages import PAGE_RANK
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import SamplingParams, TokenLogprobs
+from engine.scheduling.request import NewRequest, SamplingParams, TokenLogprobs
 from testing.tiny import save_adapter, save_model
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
@@ -98,7 +98,9 @@ def run(
     while to_send or engine.has_work():
         if to_send and rng.random() < 0.3:
             ask = asks[to_send[0]]
-            engine.add_request(to_send.pop(0), ask.prompt, ask.params, adapter=names[ask.adapter], **ask.fields)
+            engine.add_request(
+                NewRequest(to_send.pop(0), ask.prompt, ask.params, adapter_digest=names[ask.adapter], **ask.fields)
+            )
         for request_id, enough in leaving.items():
             if len(answers[request_id].tokens) >= enough and rng.random() < 0.3:
                 engine.abort(request_id)

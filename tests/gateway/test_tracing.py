@@ -10,7 +10,7 @@ from gateway.settings import SettingsError
 from testing.collector import Collector
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
-from wire.telemetry.spans import TracingError, start_tracing
+from wire.telemetry.start import TracingError, start_tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 # W3C trace flags.
@@ -69,7 +69,8 @@ async def test_what_is_not_sampled_is_not_sent_and_the_engine_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-    async with running(settings(tmp_path, model_dir, [upstream.url], redis_url)) as gateway:
+    trusting = settings(tmp_path, model_dir, [upstream.url], redis_url, trust_traceparent="yes")
+    async with running(trusting) as gateway:
         acme = await gateway.tenant("acme")
         assert (await acme.chat()).status == 200
         sampled = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=word"}
@@ -82,6 +83,43 @@ async def test_what_is_not_sampled_is_not_sent_and_the_engine_is_told(
     assert second["traceparent"].startswith(f"00-{TRACE}-{asked.span_id}-")
     assert int(second["traceparent"][-2:], 16) & SAMPLED
     assert second["tracestate"] == "vendor=word"
+
+
+@pytest.mark.parametrize(("sampler", "recorded"), [("parentbased_always_off", False), ("parentbased_always_on", True)])
+@pytest.mark.parametrize("flag", ["00", "01"])
+async def test_a_client_decides_neither_what_is_recorded_nor_in_which_trace(
+    collector: Collector, tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str,
+    monkeypatch: pytest.MonkeyPatch, sampler: str, recorded: bool, flag: str,
+):  # fmt: skip
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    async with running(settings(tmp_path, model_dir, [upstream.url], redis_url)) as gateway:
+        acme = await gateway.tenant("acme")
+        given = {"traceparent": f"00-{TRACE}-{PARENT}-{flag}", "tracestate": "vendor=word"}
+        assert (await acme.post("/v1/chat/completions", CHAT, headers=given)).status == 200
+    [(sent, _)] = upstream.requests
+    assert bool(int(sent["traceparent"][-2:], 16) & SAMPLED) is recorded
+    assert TRACE not in sent["traceparent"]
+    assert "tracestate" not in sent
+    served = collector.named("POST /v1/chat/completions")
+    assert len(served) == recorded
+    for span in served:
+        assert span.trace_id != TRACE
+        assert set(span.parent_id) <= {"0"}
+        assert span.attributes["loraplex.client_trace_id"] == TRACE
+
+
+async def test_trace_ids_of_clients_do_not_decide_a_ratio(
+    collector: Collector, tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    """The ratio's sampler takes the lowest trace ids, which a client could choose."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.000001")
+    async with running(settings(tmp_path, model_dir, [upstream.url], redis_url)) as gateway:
+        acme = await gateway.tenant("acme")
+        lowest = {"traceparent": f"00-{1:032x}-{PARENT}-01"}
+        assert (await acme.post("/v1/chat/completions", CHAT, headers=lowest)).status == 200
+    assert not collector.named("POST /v1/chat/completions")
 
 
 async def test_a_collector_that_refuses_harms_nobody_and_is_told_of_once(
@@ -113,8 +151,8 @@ async def test_a_collector_that_refuses_harms_nobody_and_is_told_of_once(
 
     await until(both)
     away, back = said()
-    assert "takes no spans" in away
-    assert "takes spans again" in back
+    assert "spans are lost" in away
+    assert "accepts spans again" in back
 
 
 async def test_a_collector_that_is_gone_keeps_nobody_from_leaving(
@@ -126,11 +164,18 @@ async def test_a_collector_that_is_gone_keeps_nobody_from_leaving(
         assert (await (await gateway.tenant("acme")).chat()).status == 200
 
 
-async def test_without_traces_the_clients_own_are_passed_on(gateway: Gateway, upstream: Upstream):
-    acme = await gateway.tenant("acme")
-    for given in (f"00-{TRACE}-{PARENT}-01", "nonsense"):
-        assert (await acme.post("/v1/chat/completions", CHAT, headers={"traceparent": given})).status == 200
-    assert [headers.get("traceparent") for headers, _ in upstream.requests] == [f"00-{TRACE}-{PARENT}-01", None]
+@pytest.mark.parametrize("trusts", ["no", "yes"])
+async def test_without_traces_a_trusted_clients_own_are_passed_on(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, trusts: str
+):
+    own = f"00-{TRACE}-{PARENT}-01"
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url, trust_traceparent=trusts)
+    async with running(of) as gateway:
+        acme = await gateway.tenant("acme")
+        for given in (own, "nonsense"):
+            assert (await acme.post("/v1/chat/completions", CHAT, headers={"traceparent": given})).status == 200
+    passed = [headers.get("traceparent") for headers, _ in upstream.requests]
+    assert passed == [own if trusts == "yes" else None, None]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from loraplex.cli import main
+from loraplex.commands.config_options import Bytes, Module
 from loraplex.commands.output import money
-from loraplex.commands.programs import Bytes, Module, engine
+from loraplex.commands.programs import engine
 from loraplex.commands.values import Duration, Limit, Moment, Money, given
 from testing.ports import free_port
 

@@ -12,7 +12,7 @@ class _WithoutContent(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError | RequestPayloadError):
-            record.msg, record.args = "a request that is not valid HTTP: %s", (type(error).__name__,)
+            record.msg, record.args = "refused a request that is not valid HTTP: %s", (type(error).__name__,)
             record.exc_info = record.exc_text = None
         return True
 

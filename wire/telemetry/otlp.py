@@ -1,6 +1,6 @@
 """Traces by OpenTelemetry's SDK, sent over OTLP.
 
-The only module that imports the SDK; `wire.telemetry.spans` loads it on demand.
+The only module that imports the SDK; `wire.telemetry.start` loads it on demand.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span as SdkSpan
-from opentelemetry.trace import SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import SpanKind, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from wire.telemetry.spans import Kind, Span, Value
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 # Time limit for sending the last spans at shutdown.
 FLUSH_SECONDS = 3.0
 W3C = TraceContextTextMapPropagator()
+# Attribute with the trace id of a client whose trace the span does not join.
+CLIENT_TRACE = "loraplex.client_trace_id"
 KINDS = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT}
 
 
@@ -44,8 +46,12 @@ class OtlpTracing:
         self._tracer = self._provider.get_tracer("loraplex")
 
     @contextmanager
-    def serve(self, name: str, headers: Mapping[str, str]) -> Iterator[Span]:
-        with _running(self._tracer, name, SpanKind.SERVER, W3C.extract(headers), None) as span:
+    def serve(self, name: str, headers: Mapping[str, str], *, joins: bool) -> Iterator[Span]:
+        parent = W3C.extract(headers)
+        with _running(self._tracer, name, SpanKind.SERVER, parent if joins else Context(), None) as span:
+            client = get_current_span(parent).get_span_context()
+            if not joins and client.is_valid:
+                span.set({CLIENT_TRACE: f"{client.trace_id:032x}"})
             yield span
 
     def close(self) -> None:
@@ -122,9 +128,11 @@ class _Exporter(SpanExporter):
         result = self._exporter.export(spans)
         is_away = result is not SpanExportResult.SUCCESS
         if is_away and not self._is_away:
-            log.warning("traces: the collector at OTEL_EXPORTER_OTLP_ENDPOINT takes no spans; they are lost meanwhile")
+            log.warning(
+                "traces: the collector at OTEL_EXPORTER_OTLP_ENDPOINT refuses spans or is unreachable; spans are lost"
+            )
         elif self._is_away and not is_away:
-            log.warning("traces: the collector takes spans again")
+            log.warning("traces: the collector accepts spans again")
         self._is_away = is_away
         return result
 

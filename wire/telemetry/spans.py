@@ -1,10 +1,9 @@
-"""OpenTelemetry traces. Active only if the environment names a collector; otherwise the SDK is not imported.
+"""Spans of OpenTelemetry traces, and the middleware that opens one for each request.
 
 A span is passed from caller to callee; there is no current span. Spans contain no prompt, answer or key, and of an
 error only its kind. Torch-free, because the gateway traces too.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
@@ -14,18 +13,6 @@ from aiohttp.typedefs import Handler, Middleware
 
 Value = str | bool | int | float | Sequence[str]
 Kind = Literal["internal", "client"]
-
-COLLECTOR = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PROTOCOL = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-
-
-class TracingError(ValueError):
-    """Tracing settings in the environment that cannot be honoured. field: the variable."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
 
 
 class Span:
@@ -66,37 +53,24 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 class Tracing(Protocol):
     """A process's traces: recorded as requests run, sent by a separate thread."""
 
-    def serve(self, name: str, headers: Mapping[str, str]) -> AbstractContextManager[Span]:
-        """Open a server span. It joins the trace named in the headers, if there is one."""
+    def serve(self, name: str, headers: Mapping[str, str], *, joins: bool) -> AbstractContextManager[Span]:
+        """Open a server span.
+
+        joins: the span joins the trace named in the headers and follows its sampling flag. Otherwise it begins a trace
+        of its own, which this process samples, and only names the client's trace.
+        """
 
     def close(self) -> None:
         """Send the remaining spans, for a few seconds at most. Blocks."""
 
 
-def start_tracing(service: str, environ: Mapping[str, str] = os.environ) -> Tracing | None:
-    """Start tracing, or return None if the environment names no collector.
-
-    service: name if OTEL_SERVICE_NAME is not set. The SDK reads the other standard variables itself:
-    OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_... . Raises TracingError.
-    """
-    named = next((name for name in COLLECTOR if environ.get(name)), None)
-    is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none"
-    if named is None or is_off:
-        return None
-    for name in PROTOCOL:
-        if environ.get(name, "http/protobuf") != "http/protobuf":
-            raise TracingError(name, f"expected http/protobuf, got {environ[name]!r}")
-    try:
-        from wire.telemetry.otlp import OtlpTracing
-    except ModuleNotFoundError as error:
-        raise TracingError(named, f"{error.name} is not installed; pip install 'loraplex[otel]'") from error
-    return OtlpTracing(service)
-
-
-def trace_requests(tracing: Tracing, wanted: Callable[[str], bool]) -> Middleware:
+def trace_requests(
+    tracing: Tracing, wanted: Callable[[str], bool], trusts: Callable[[web.Request], bool]
+) -> Middleware:
     """Return a middleware that opens a span for each request of a wanted route.
 
-    It must be outside of the middlewares that answer errors.
+    It must be outside of the middlewares that answer errors. trusts: whether the request's `traceparent` may decide
+    that its spans are recorded.
     """
 
     @web.middleware
@@ -105,7 +79,7 @@ def trace_requests(tracing: Tracing, wanted: Callable[[str], bool]) -> Middlewar
         route = resource.canonical if resource is not None else "unmatched"
         if not wanted(route):
             return await handler(request)
-        with tracing.serve(f"{request.method} {route}", request.headers) as span:
+        with tracing.serve(f"{request.method} {route}", request.headers, joins=trusts(request)) as span:
             request[SPAN] = span
             response = await handler(request)
             span.set(

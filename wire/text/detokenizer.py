@@ -2,13 +2,21 @@
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from wire.text.tokenizer import Tokenizer
+from typing import Protocol
 
 # Number of preceding tokens that can affect how a text is written: those of a word, or the bytes of a character.
 CONTEXT = 8
+
+
+class Vocabulary(Protocol):
+    """The part of `wire.text.tokenizer.Tokenizer` that a stream uses."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def has_text(self, token_id: int) -> bool: ...
+    def is_byte_token(self, token_id: int) -> bool: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 class Stream(Protocol):
@@ -28,10 +36,10 @@ class ByteLevelStream:
     """
 
     def __init__(
-        self, tokenizer: "Tokenizer", shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
+        self, vocabulary: Vocabulary, shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
     ) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._special_ids = tokenizer.special_ids - shown_ids if shown_ids else tokenizer.special_ids
+        self._token_bytes = vocabulary.token_bytes
+        self._special_ids = vocabulary.special_ids - shown_ids if shown_ids else vocabulary.special_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.push(after)
 
@@ -53,24 +61,24 @@ class WindowStream:
     _MAX_HELD = 16
 
     def __init__(
-        self, tokenizer: "Tokenizer", shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
+        self, vocabulary: Vocabulary, shown_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()
     ) -> None:
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._shown_ids = shown_ids
-        self._before = [token_id for token_id in after if tokenizer.has_text(token_id)]
+        self._before = [token_id for token_id in after if vocabulary.has_text(token_id)]
         self._held: list[int] = []
 
     def push(self, token_ids: Iterable[int]) -> str:
-        shown, has_text = self._shown_ids, self._tokenizer.has_text
+        shown, has_text = self._shown_ids, self._vocabulary.has_text
         return "".join([self._push(i) for i in token_ids if i in shown or has_text(i)])
 
     def _push(self, token_id: int) -> str:
         if token_id in self._shown_ids:
             text = self.finish()
             self._before, self._held = [], []
-            return text + self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+            return text + self._vocabulary.token_bytes(token_id).decode("utf-8", "replace")
         self._held.append(token_id)
-        if self._tokenizer.is_byte_token(token_id):
+        if self._vocabulary.is_byte_token(token_id):
             return ""
         text = self._difference()
         if text.endswith("\ufffd") and len(self._held) < self._MAX_HELD:
@@ -81,8 +89,8 @@ class WindowStream:
         return self._emit(self._difference()) if self._held else ""
 
     def _difference(self) -> str:
-        before = self._tokenizer.decode(self._before)
-        return self._tokenizer.decode(self._before + self._held)[len(before) :]
+        before = self._vocabulary.decode(self._before)
+        return self._vocabulary.decode(self._before + self._held)[len(before) :]
 
     def _emit(self, text: str) -> str:
         self._before, self._held = self._held, []

@@ -181,7 +181,9 @@ class Tokenizer:
             return _cut_at_mark(text)
         template = self._tool_template if tools else self._template
         if template is None:
-            what = "tools: the model's chat template takes none" if tools else "the model has no chat template"
+            what = (
+                "tools: the model's chat template does not support tools" if tools else "the model has no chat template"
+            )
             raise ChatTemplateError(what, "tools" if tools else "messages")
         room = None if limit is None else limit * self._longest_token
         variables = {

@@ -20,6 +20,7 @@ from adapters.store import Store
 from gateway.errors import UpstreamFailed
 from gateway.fleet.registry import EngineRecord
 from gateway.fleet.vllm.recent_uses import RecentUses
+from wire.digests import digest_name
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class VllmAdapters:
         if path is None:
             raise UpstreamFailed("The adapter is not in the adapter store.")
         started = time.monotonic()
-        status, message = await self._post(engine, "load", {"lora_name": name(digest), "lora_path": str(path)})
+        status, message = await self._post(engine, "load", {"lora_name": digest_name(digest), "lora_path": str(path)})
         if status != 200 and not (status == 400 and "already been loaded" in message):
             log.error("engine %s could not load adapter %s: %d %s", engine.url, digest, status, message)
             raise UpstreamFailed(f"The engine could not load the adapter (it answered {status}).")
@@ -80,7 +81,7 @@ class VllmAdapters:
                 engine.resident -= {digest}
                 with moving.leaving(digest):
                     try:
-                        status, message = await self._post(engine, "unload", {"lora_name": name(digest)})
+                        status, message = await self._post(engine, "unload", {"lora_name": digest_name(digest)})
                     except (ClientError, OSError, TimeoutError) as error:
                         status, message = 0, type(error).__name__
                 if status not in (200, 404):
@@ -123,8 +124,3 @@ class _Moving:
         self.loads.pop(digest, None)
         if not load.cancelled() and load.exception() is not None:
             log.info("adapter %s was not loaded", digest)
-
-
-def name(digest: str) -> str:
-    """Return the adapter's name, which is the same on every engine."""
-    return f"sha256:{digest}"

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from adapters.manifest import GROUPS, AdapterError
-from adapters.tiers.device_pool import PAGE_RANK, AdapterPool, Residency
+from adapters.tiers.device_pool import AdapterPool, Residency
 from adapters.tiers.host_cache import HostCache
 from adapters.tiers.page_writer import NUM_BUFFERS
+from adapters.tiers.pages import PAGE_RANK
 from kernels.reference import take
 from testing.adapter_files import BASE, CONFIG, tensors, write
 
@@ -281,7 +282,7 @@ def test_what_cannot_be_loaded_says_why_once_and_can_be_tried_again(make: Make, 
     wait_for(pool, large, Residency.FAILED)
     error = pool.error(large)
     assert isinstance(error, AdapterError)
-    assert "rank is 32, the most served is 16" in str(error)
+    assert "rank is 32, the limit is 16" in str(error)
     assert pool.num_free_pages == 4
 
 
@@ -332,20 +333,20 @@ def test_what_is_held_is_counted_right_after_any_history(make: Make, adapter: Ca
                 pool.unpin(pins.pop(rng.randrange(len(pins))))
             case "drain" if pool.ensure(digest) is Residency.NO_ROOM:
                 pool.drain_for(digest, rng.sample(pins, len(pins)))
-                reserved += pool._reservation is not None
+                reserved += pool._drain is not None
             case "leave":
                 pool.no_longer_wanted(digest)
             case "evict":
                 pool.evict(digest)
         pool.poll()
-        reservation = pool._reservation
+        drain = pool._drain
         assert as_tuple(pool._all_held) == held(lambda *_: True)
         assert as_tuple(pool._pinned_held) == held(lambda _, r: r.pins > 0)
         assert as_tuple(pool._copying_held) == held(lambda _, r: r.loading is not None)
         assert set(pool._idle) == {d for d, r in pool._residents.items() if not r.pins and r.loading is None}
-        if reservation is not None:
-            draining = held(lambda d, r: r.pins > 0 and d in reservation.draining)  # noqa: B023
-            assert as_tuple(reservation.draining_held) == draining
+        if drain is not None:
+            leaving = held(lambda d, r: r.pins > 0 and d in drain.victims)  # noqa: B023
+            assert as_tuple(drain.victims_held) == leaving
         assert pool.num_free_pages == pool.num_pages - pool._all_held.pages
     assert reserved
 

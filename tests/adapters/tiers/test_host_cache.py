@@ -330,7 +330,7 @@ def test_what_the_device_cannot_place_is_refused_before_it_is_read(make, digests
     cache.refuse_beyond(max_rank=3, max_outside_bytes=0)
     monkeypatch.setattr(HostCache, "_read", lambda *_: pytest.fail("it was read"))
     for _ in range(2):
-        with pytest.raises(AdapterError, match="its rank is 4, the most served is 3"):
+        with pytest.raises(AdapterError, match="its rank is 4, the limit is 3"):
             load(cache, digests[0])
 
 
@@ -364,9 +364,9 @@ def test_a_load_that_nobody_waits_for_leaves_the_queue(make, digests, monkeypatc
     running = [cache.fetch(digest, "a") for digest in digests[:2]]
     waiting, again = cache.fetch(digests[2], "a"), cache.fetch(digests[2], "a")
     assert waiting is again
-    cache.leave(digests[2], waiting)
+    cache.stop_waiting(digests[2], waiting)
     assert not waiting.cancelled()
-    cache.leave(digests[2], waiting)
+    cache.stop_waiting(digests[2], waiting)
     assert waiting.cancelled()
     gate.set()
     assert load(cache, digests[2]).digest == digests[2]

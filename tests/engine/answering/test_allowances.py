@@ -11,7 +11,7 @@ import pytest
 from engine.answering import report
 from engine.answering.engine_thread import EngineLoop
 from engine.answering.running import Run
-from engine.answering.ticket import Generation
+from engine.answering.ticket import Ticket
 from engine.scheduling.request import RequestOutput
 from testing.engine import Client, RunningServer
 from wire.responses import ASK_TOKENS
@@ -152,14 +152,14 @@ class Loop:
 
 async def test_an_allowance_holds_while_nobody_reads():
     loop = Loop()
-    generation = Generation(loop, ["r-0", "r-1", "r-2"])
-    generation.allow(5)
+    ticket = Ticket(loop, ["r-0", "r-1", "r-2"])
+    ticket.allow(5)
     for made in range(1, 10):
         for index in range(2):
-            generation.deliver(index, RequestOutput(f"r-{index}", [7], None, 3, 2, made))
-    assert (generation.total_generated, generation.num_generated) == (5, [3, 2, 0])
+            ticket.deliver(index, RequestOutput(f"r-{index}", [7], None, 3, 2, made))
+    assert (ticket.total_generated, ticket.num_generated) == (5, [3, 2, 0])
     assert loop.aborted == ["r-0", "r-1", "r-2"]
-    *made, first, second, third = await generation.news()
+    *made, first, second, third = await ticket.news()
     assert [index for index, _ in made] == [0, 1, 0, 1, 0]
     ends = [(index, end.token_ids, end.finish_reason, end.num_prompt_tokens) for index, end in (first, second, third)]
     assert ends == [(0, [], "length", 3), (1, [], "length", 3), (2, [], "length", 0)]

@@ -5,8 +5,7 @@ import itertools
 import time
 
 from engine.answering.engine_thread import EngineLoop
-from engine.answering.ticket import Submission
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 from testing.engine import Client, RunningServer
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0}
@@ -44,9 +43,9 @@ class SlowToAdd:
         self.between_steps: list[int] = []
         self.is_waiting_for_adapters = False
 
-    def add_request(self, request_id: str, *_: object, **__: object) -> None:
+    def add_request(self, new: NewRequest) -> None:
         time.sleep(0.003)
-        self.added.append(request_id)
+        self.added.append(new.request_id)
 
     def abort(self, request_id: str) -> None: ...
 
@@ -63,7 +62,7 @@ async def test_many_requests_at_once_are_added_between_several_steps():
     loop = EngineLoop(engine, max_requests=100)
     try:
         params = SamplingParams()
-        loop.submit("a", [Submission([1], params)] * 100)
+        loop.submit([NewRequest(f"a-{i}", [1], params) for i in range(100)])
         await loop.call(lambda: None)  # behind the others
         assert engine.added == [f"a-{i}" for i in range(100)]
         counts = [0, *engine.between_steps, 100]

@@ -17,6 +17,7 @@ from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import FinishedRequests
 from engine.execution.token_rules import BannedWords
 from engine.program import FAILED
+from engine.scheduling.request import NewRequest
 from engine.structured.compiler import Matcher
 from testing.engine import Client, RunningServer
 
@@ -25,7 +26,7 @@ TOKEN = "secret"
 
 PROGRAM = """
 import sys, time
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.engine import Engine
 from engine import program
 from engine.execution.runner import Runner
@@ -47,8 +48,8 @@ if sys.argv[3] == "hang":
     program.FAILED_EXIT_S = 3.0
 config = EngineConfig(model=sys.argv[1], served_model_name="tiny", device="cpu", kv_cache_memory=8 << 20,
                       adapter_memory=4 << 20, max_lora_rank=16, max_num_seqs=8)
-sys.exit(program.run(config, port=0, internal_token="secret", finished_file=Path(sys.argv[2]),
-                     ready=lambda port: print("ready", port, flush=True)))
+server = ServerConfig(port=0, internal_token="secret", finished_file=Path(sys.argv[2]))
+sys.exit(program.run(config, server, ready=lambda port: print("ready", port, flush=True)))
 """
 
 
@@ -124,7 +125,7 @@ async def test_nothing_is_accepted_once_the_engine_has_failed(
         # Not even between the thread's last step and its notification of the event loop.
         assert server.server._loop is not None
         with pytest.raises(EngineUnavailable):
-            server.server._loop.submit("late", [])
+            server.server._loop.submit([])
     finally:
         server.close()
 
@@ -169,10 +170,10 @@ async def test_a_request_that_cannot_be_added_is_a_500_of_its_own(
     assert engine is not None
     add = engine.add_request
 
-    def fail(request_id: str, *rest: Any, **options: Any) -> None:
-        if options["cache_salt"] == "die":
+    def fail(new: NewRequest) -> None:
+        if new.cache_salt == "die":
             raise Panic
-        add(request_id, *rest, **options)
+        add(new)
 
     monkeypatch.setattr(engine, "add_request", fail)
     neighbour = asyncio.create_task(client.complete(prompt="x", max_tokens=50, ignore_eos=True))

@@ -13,7 +13,7 @@ from engine.engine import EngineState
 from testing.engine import Client, RunningServer
 
 IDLE = EngineState(
-    generation=0,
+    residency_version=0,
     num_running=0,
     num_waiting=0,
     num_blocks=100,

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.families import read_model_config
 from engine.model.weights import base_tensor
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cpu.plain import TorchOps
 
 # peft warns that tied weights complicate merging and that it saves the base's embedding; both are intended here.
@@ -135,7 +135,7 @@ def run(engine: Engine, digests: dict[str, str], n: int) -> list[list[int]]:
     tokens: dict[str, list[int]] = {}
     for i, (name, prompt) in enumerate(work()):
         params = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True)
-        engine.add_request(str(i), prompt, params, adapter=digests[name] if name else None)
+        engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digests[name] if name else None))
         tokens[str(i)] = []
     while engine.has_work():
         for output in engine.step():
@@ -146,7 +146,7 @@ def run(engine: Engine, digests: dict[str, str], n: int) -> list[list[int]]:
 
 def load_all(engine: Engine, digests: dict[str, str]) -> None:
     for digest in digests.values():
-        engine.add_request(digest, [2], SamplingParams(max_tokens=1), adapter=digest)
+        engine.add_request(NewRequest(digest, [2], SamplingParams(max_tokens=1), adapter_digest=digest))
     while engine.has_work():
         engine.step()
 
@@ -173,7 +173,7 @@ def test_logits_of_a_mixed_batch_are_within_1e_4_of_peft(twin: Twin, make_engine
     seen = seen_logits(engine)
     for i, (name, prompt) in enumerate(work()):
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, prompt_logprobs=0)
-        engine.add_request(str(i), prompt, params, adapter=digests[name] if name else None)
+        engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digests[name] if name else None))
     while engine.has_work():
         engine.step()
     logits = list(seen)
@@ -194,7 +194,7 @@ def test_a_mixed_batch_equals_peft_token_for_token(twin: Twin, make_engine: Make
 
 def test_plain_torch_ops_give_the_same(twin: Twin, make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(*make_engine(twin), 8)
-    monkeypatch.setattr("engine.engine.pick_ops", lambda *_: TorchOps())
+    monkeypatch.setattr("engine.build.pick_ops", lambda *_: TorchOps())
     assert run(*make_engine(twin), 8) == expected
 
 
@@ -221,7 +221,7 @@ def test_a_pool_without_room_for_two_swaps_them(twin: Twin, make_engine: Make) -
 def test_adapters_too_large_beside_the_pages_are_refused(twin: Twin, make_engine: Make) -> None:
     engine, digests = make_engine(twin)
     engine.adapters._max_outside_bytes = 1000
-    engine.add_request("a", [3, 4], SamplingParams(max_tokens=2), adapter=digests["all"])
+    engine.add_request(NewRequest("a", [3, 4], SamplingParams(max_tokens=2), adapter_digest=digests["all"]))
     outputs = []
     while engine.has_work():
         outputs += engine.step()

@@ -13,7 +13,7 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.graphs import DecodeGraphs, default_sizes
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
 from kernels.ops import Ops
@@ -43,8 +43,8 @@ def make_engine(model: Path, request: pytest.FixtureRequest, monkeypatch: pytest
     """Return a factory of CPU engines whose decode steps replay, with `sizes` of rows, and three adapter digests."""
 
     def make(ops: type[Ops], sizes: tuple[int, ...] = SIZES, **options: Any) -> tuple[Engine, list[str]]:
-        monkeypatch.setattr("engine.engine.pick_ops", lambda *_: ops())
-        monkeypatch.setattr("engine.engine.resolve_graph_sizes", lambda *_: sizes)
+        monkeypatch.setattr("engine.build.pick_ops", lambda *_: ops())
+        monkeypatch.setattr("engine.build.resolve_graph_sizes", lambda *_: sizes)
         host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
         request.addfinalizer(host.close)
         options = {
@@ -64,7 +64,7 @@ def run(engine: Engine, digests: list[str], tokens: int = 6, requests: int = 6) 
     for i in range(requests):
         adapter = None if i % 4 == 3 else digests[i % 4]
         params = SamplingParams(max_tokens=tokens + i % 3, temperature=i % 2, seed=i, ignore_eos=True)
-        engine.add_request(str(i), [5 + i, 9, 30 + i][: 1 + i % 3], params, adapter=adapter)
+        engine.add_request(NewRequest(str(i), [5 + i, 9, 30 + i][: 1 + i % 3], params, adapter_digest=adapter))
     while engine.has_work():
         for output in engine.step():
             assert output.error is None
@@ -75,7 +75,7 @@ def run(engine: Engine, digests: list[str], tokens: int = 6, requests: int = 6) 
 def load(engine: Engine, digests: list[str]) -> None:
     """Load the adapters to the device, so that the content of a step does not depend on their arrival."""
     for digest in digests:
-        engine.add_request(digest, [2], SamplingParams(max_tokens=1), adapter=digest)
+        engine.add_request(NewRequest(digest, [2], SamplingParams(max_tokens=1), adapter_digest=digest))
     while engine.has_work():
         engine.step()
 
@@ -117,7 +117,7 @@ def test_adapters_swapped_between_replays_change_the_answers_as_eagerly(
     for digest in [*digests, digests[0]]:
         for each in (eager, engine):
             params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-            each.add_request("x", [7, 8], params, adapter=digest)
+            each.add_request(NewRequest("x", [7, 8], params, adapter_digest=digest))
         tokens: list[list[int]] = [[], []]
         for own, each in zip(tokens, (eager, engine), strict=True):
             while each.has_work():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.execution import masks
 from engine.execution.sampler import sample
-from engine.scheduling.request import Request, SamplingParams, Status
+from engine.scheduling.request import NewRequest, Request, SamplingParams, Status
 from engine.structured.compiler import LIMITS, GrammarCompiler
 from kernels.cpu.sampling import sample as draw
 from testing.tiny import save_byte_fallback_tokenizer, save_byte_level_tokenizer
@@ -36,7 +36,9 @@ class Vocabulary:
             grammar = self.compiler.compile(GrammarSpec(kind, text, param="guided_x"))
         settings = {"max_tokens": 400} | params
         return Request(
-            "r", [5], SamplingParams(grammar=grammar, **settings), seed=seed, stop_ids=self.tokenizer.eos_token_ids
+            NewRequest("r", [5], SamplingParams(grammar=grammar, **settings)),
+            seed=seed,
+            stop_ids=self.tokenizer.eos_token_ids,
         )
 
     def run(self, requests: list[Request], seed: int = 0) -> list[str]:
@@ -110,7 +112,9 @@ def test_both_ways_to_apply_a_mask_are_what_it_says(share: float) -> None:
 def test_choices_of_one_request_each_have_a_place_of_their_own(vocabulary: Vocabulary) -> None:
     grammar = vocabulary.compiler.compile(GrammarSpec("regex", "[a-z]{1,9}!"))
     params = SamplingParams(grammar=grammar, max_tokens=50)
-    requests = [Request(str(i), [5], params, seed=i, stop_ids=vocabulary.tokenizer.eos_token_ids) for i in range(8)]
+    requests = [
+        Request(NewRequest(str(i), [5], params), seed=i, stop_ids=vocabulary.tokenizer.eos_token_ids) for i in range(8)
+    ]
     texts = vocabulary.run(requests)
     assert all(re.fullmatch("[a-z]{1,9}!", text) for text in texts), texts
     assert len(set(texts)) > 1

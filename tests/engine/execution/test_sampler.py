@@ -12,13 +12,15 @@ from engine.execution.logit_edits import TokenCounts
 from engine.execution.sampler import sample as sample_on_device
 from engine.execution.sampler import token_logprobs
 from engine.execution.token_rules import AllowedTokens, BannedWords
-from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import NewRequest, Request, SamplingParams
 from kernels import reference
 from kernels.cpu import sampling as cpu_sampling
 
 
 def request(seed: int = 0, prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> Request:
-    r = Request("r", prompt or [1], SamplingParams(max_tokens=1000, **params), seed=seed, stop_ids=frozenset({2}))
+    r = Request(
+        NewRequest("r", prompt or [1], SamplingParams(max_tokens=1000, **params)), seed=seed, stop_ids=frozenset({2})
+    )
     r.token_ids += output or []
     return r
 

@@ -208,11 +208,11 @@ async def test_a_rank_over_the_engines_limit_is_refused(client, tmp_path):
         "/v1/load_lora_adapter", {"lora_name": "wide", "lora_path": str(tmp_path / "wide")}
     )
     assert status == 400
-    assert "rank is 32, the most served is 16" in answer["error"]["message"]
+    assert "rank is 32, the limit is 16" in answer["error"]["message"]
 
 
 async def test_modules_named_at_the_start_are_served(session, model, adapter):
-    running = RunningServer(model, lora_modules={"first": str(adapter)})
+    running = RunningServer(model, lora_modules=(("first", adapter),))
     try:
         client = Client(session, running.url)
         assert await names(client) == ["tiny", "first"]
@@ -229,7 +229,7 @@ async def test_an_adapter_that_no_page_holds_is_refused_each_time(client, server
         body = FIELDS | {"model": f"sha256:{digest}", "stream": stream}
         status, answer = await client.post("/v1/completions", body)
         assert (status, answer["error"]["code"]) == (400, "adapter_refused")
-        assert "rank is 32, the most served is 16" in answer["error"]["message"]
+        assert "rank is 32, the limit is 16" in answer["error"]["message"]
 
 
 async def test_an_adapter_lost_while_its_request_waits_is_a_400(session, model, tmp_path):

@@ -217,12 +217,12 @@ async def test_stopping_lets_requests_end_and_aborts_the_rest(session, model):
 
 PROGRAM = """
 import sys
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.program import run
 config = EngineConfig(model=sys.argv[1], device="cpu", kv_cache_memory=8 << 20, adapter_memory=4 << 20,
                       max_lora_rank=16, max_num_seqs=8)
-sys.exit(run(config, port=int(sys.argv[2]), drain_s=float(sys.argv[3]),
-             ready=lambda port: print("ready", port, flush=True)))
+server = ServerConfig(port=int(sys.argv[2]), drain_seconds=float(sys.argv[3]))
+sys.exit(run(config, server, ready=lambda port: print("ready", port, flush=True)))
 """
 
 
@@ -296,7 +296,7 @@ def test_a_model_that_is_none_is_one_line(tmp_path, name, says):
 
 async def test_a_named_adapter_that_cannot_be_served_ends_the_start(model, tmp_path):
     with pytest.raises(ConfigError, match=r"lora_modules: bad: .*no such folder"):
-        RunningServer(model, lora_modules={"bad": str(tmp_path / "nowhere")})
+        RunningServer(model, lora_modules=(("bad", tmp_path / "nowhere"),))
 
 
 @pytest.mark.parametrize("field", ["kv_cache_memory", "adapter_memory"])

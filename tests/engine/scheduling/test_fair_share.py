@@ -5,12 +5,13 @@ from collections import Counter
 import pytest
 
 from engine.scheduling.fair_share import DECODE_COST, FairShare
-from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import NewRequest, Request, SamplingParams
 
 
 def request(tenant: str, arrival: int = 0, *, weight: float = 1.0, priority: int = 0) -> Request:
     return Request(
-        f"{tenant}{arrival}", [1], SamplingParams(), tenant=tenant, arrival=arrival, weight=weight, priority=priority
+        NewRequest(f"{tenant}{arrival}", [1], SamplingParams(), tenant=tenant, weight=weight, priority=priority),
+        arrival=arrival,
     )
 
 
@@ -72,7 +73,7 @@ def test_decode_tokens_cost_more_than_prompt_tokens() -> None:
 
 def test_priority_orders_one_tenants_own_requests_only() -> None:
     share = FairShare()
-    for r in (request("a", 0), request("b", 1), request("a", 2, priority=5), request("a", 3, priority=5)):
+    for r in (request("a", 0), request("b", 1), request("a", 2, priority=-5), request("a", 3, priority=-5)):
         share.enter(r)
     assert [r.request_id for r in share.least_served_first()] == ["b1", "a2", "a3", "a0"]
 

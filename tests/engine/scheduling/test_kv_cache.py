@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduling.kv_cache import HASHED_AT_ONCE, KVCache, prefix_keys
-from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import NewRequest, Request, SamplingParams
 
 
 def request(tokens: list[int], **kwargs: Any) -> Request:
-    return Request("r", tokens, SamplingParams(max_tokens=100), **kwargs)
+    return Request(NewRequest("r", tokens, SamplingParams(max_tokens=100), **kwargs))
 
 
 def prefill(cache: KVCache, r: Request) -> int:
@@ -38,7 +38,7 @@ def test_a_prefix_is_found_by_whole_blocks_and_one_token_is_always_left() -> Non
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 3, HASHED_AT_ONCE, HASHED_AT_ONCE * 2 + 5])
 def test_keys_computed_before_are_those_of_the_cache(num_blocks: int) -> None:
-    owner: dict[str, Any] = {"adapter": "x", "tenant": "a", "cache_salt": "s"}
+    owner: dict[str, Any] = {"adapter_digest": "x", "tenant": "a", "cache_salt": "s"}
     prompt = list(range(4 * num_blocks + 3))
     keys = prefix_keys(prompt, 4, **owner)
     cache = KVCache(2 * num_blocks + 4, 4)
@@ -68,10 +68,10 @@ def test_equal_blocks_behind_other_beginnings_are_others() -> None:
     "other",
     [
         {"tenant": "b"},
-        {"tenant": "a", "adapter": "x"},
+        {"tenant": "a", "adapter_digest": "x"},
         {"tenant": ""},
-        {"adapter": "a"},
-        {"tenant": "1:a", "adapter": ""},
+        {"adapter_digest": "a"},
+        {"tenant": "1:a", "adapter_digest": ""},
         {"tenant": "a", "cache_salt": "a"},
     ],
 )
@@ -86,8 +86,8 @@ def test_another_tenant_or_adapter_never_shares(other: dict[str, str]) -> None:
 def test_the_salt_cannot_be_forged_by_shifting_the_border_between_its_parts() -> None:
     cache = KVCache(64, 4)
     prompt = list(range(20))
-    prefill(cache, request(prompt, adapter="ab", tenant="c"))
-    assert prefill(cache, request(prompt, adapter="a", tenant="bc")) == 0
+    prefill(cache, request(prompt, adapter_digest="ab", tenant="c"))
+    assert prefill(cache, request(prompt, adapter_digest="a", tenant="bc")) == 0
 
 
 def test_shared_blocks_outlive_their_first_holder_and_the_oldest_go_first() -> None:

@@ -7,7 +7,7 @@ from adapters.manifest import AdapterError
 from adapters.tiers.device_pool import Residency
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
-from engine.scheduling.request import Request, SamplingParams, Status
+from engine.scheduling.request import NewRequest, Request, SamplingParams, Status
 from engine.scheduling.scheduler import Scheduler
 
 
@@ -31,7 +31,9 @@ _arrivals = iter(range(1_000_000))
 def ask(scheduler: Scheduler, tenant: str, prompt: int, max_tokens: int = 4, start: int = 0) -> Request:
     n = next(_arrivals)
     tokens = [start + n * 1000 + i for i in range(prompt)]
-    request = Request(f"{tenant}-{n}", tokens, SamplingParams(max_tokens=max_tokens), tenant=tenant, arrival=n)
+    request = Request(
+        NewRequest(f"{tenant}-{n}", tokens, SamplingParams(max_tokens=max_tokens), tenant=tenant), arrival=n
+    )
     scheduler.add(request)
     return request
 
@@ -244,7 +246,7 @@ def test_prompts_with_logprobs_share_a_bound_of_logits_and_still_end() -> None:
     """A prompt token with logprobs has a row as wide as the vocabulary, so one step holds a bounded number."""
     scheduler = make(num_blocks=64, max_prompt_logits=10)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    asked = [Request(str(i), list(range(25)), params, tenant=str(i), arrival=i) for i in range(3)]
+    asked = [Request(NewRequest(str(i), list(range(25)), params, tenant=str(i)), arrival=i) for i in range(3)]
     for request in asked:
         scheduler.add(request)
     plain = ask(scheduler, "plain", 20)
@@ -274,7 +276,9 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     scheduler = Scheduler(KVCache(64, 16), pool, **sizes)  # type: ignore[arg-type]
     for i in range(100):
-        scheduler.add(Request(str(i), [1, 2, 3], SamplingParams(), adapter="x", tenant=str(i % 3), arrival=i))
+        scheduler.add(
+            Request(NewRequest(str(i), [1, 2, 3], SamplingParams(), adapter_digest="x", tenant=str(i % 3)), arrival=i)
+        )
     well = ask(scheduler, "b", 5)
     assert step(scheduler) == {well: 5}
     assert pool.tries == 1
@@ -289,7 +293,7 @@ def test_long_cached_prompts_start_one_after_the_other(monkeypatch: Any) -> None
     scheduler = make(num_blocks=64, max_num_batched_tokens=1000)
     prompt = list(range(160))
     for n in range(4):
-        choice = Request(f"choice-{n}", prompt, SamplingParams(max_tokens=4), arrival=n)
+        choice = Request(NewRequest(f"choice-{n}", prompt, SamplingParams(max_tokens=4)), arrival=n)
         scheduler.add(choice)
         if not n:
             assert list(step(scheduler).values()) == [160]

@@ -10,7 +10,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.request import SamplingParams
+from engine.scheduling.request import NewRequest, SamplingParams
 from engine.structured.compiler import GrammarCompiler
 from testing.tiny import save_model
 from tests.engine.structured.schemas import fits
@@ -44,7 +44,7 @@ def run(model: Path, num_blocks: int) -> tuple[list[str], int]:
         grammar = compiler.compile(GrammarSpec("json", json.dumps(SCHEMA)))
         for i in range(8):
             params = SamplingParams(max_tokens=140, seed=i, grammar=grammar if i < 6 else None, ignore_eos=i >= 6)
-            engine.add_request(str(i), [5, 6, 7, 8 + i], params)
+            engine.add_request(NewRequest(str(i), [5, 6, 7, 8 + i], params))
         tokens: dict[str, list[int]] = {str(i): [] for i in range(8)}
         while engine.has_work():
             for output in engine.step():

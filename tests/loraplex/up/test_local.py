@@ -8,9 +8,10 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
+from loraplex.up.config import UpConfig
 from loraplex.up.datadir import DataDir
 from loraplex.up.display import Display
-from loraplex.up.local import LocalService, UpError, UpOptions, check_port, check_redis, free_port
+from loraplex.up.local import LocalService, UpError, check_port, check_redis, free_port
 
 
 def command_line(pid: int) -> str:
@@ -18,18 +19,8 @@ def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
-def options(**changes) -> UpOptions:
-    fields = {
-        "model_dir": Path("/models/tiny"),
-        "base_model": "tiny",
-        "host": "127.0.0.1",
-        "port": 8080,
-        "database_url": None,
-        "redis_url": None,
-        "engines": 1,
-        "engine_args": (),
-    }
-    return UpOptions(**fields | changes)
+def config(**changes) -> UpConfig:
+    return UpConfig(**{"model": "/models/tiny"} | changes)
 
 
 @pytest.mark.usefixtures("starts_servers")
@@ -51,7 +42,7 @@ def test_an_address_that_is_not_ours_is_refused():
 
 async def test_a_redis_that_takes_us_or_not(tmp_path):
     data = DataDir.open(tmp_path)
-    service = LocalService(options(), data, Display())
+    service = LocalService(config(), data, Display())
     url = await service._start_valkey()
     try:
         check_redis(url)
@@ -75,14 +66,14 @@ def test_a_redis_url_that_is_none_is_refused_without_its_password(url):
     [("127.0.0.1", "http://127.0.0.1:8080"), ("0.0.0.0", "http://127.0.0.1:8080"), ("::", "http://[::1]:8080")],
 )
 def test_the_gateways_url_is_one_to_visit(host, url):
-    assert options(host=host).gateway_url == url
+    assert config(host=host).gateway_url == url
 
 
 @pytest.mark.parametrize("deep", [False, True], ids=["short path", "path too long for a socket"])
 async def test_valkey_keeps_its_data_behind_a_password(tmp_path, deep):
     data = DataDir.open(tmp_path / ("d" * 120 if deep else "data"))
     for run in range(2):
-        service = LocalService(options(), data, Display())
+        service = LocalService(config(), data, Display())
         url = await service._start_valkey()
         try:
             async with redis.asyncio.Redis.from_url(url) as client:
@@ -98,7 +89,7 @@ async def test_valkey_keeps_its_data_behind_a_password(tmp_path, deep):
 
 def test_the_gateways_environment_holds_the_secrets_and_the_choice_of_database(tmp_path):
     data = DataDir.open(tmp_path)
-    service = LocalService(options(database_url="postgresql://db/x"), data, Display())
+    service = LocalService(config(database_url="postgresql://db/x"), data, Display())
     environment = service._gateway_environment("redis://r")
     assert environment["LORAPLEX_DATABASE_URL"] == "postgresql://db/x"
     assert environment["LORAPLEX_KEY_PEPPER"] == data.secrets().key_pepper

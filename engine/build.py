@@ -1,0 +1,179 @@
+"""The parts of an engine from its configuration: device, dtypes, memory, model, adapter pages, runner."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.manifest import BaseShape
+from adapters.tiers.device_pool import AdapterPool
+from adapters.tiers.host_cache import HostCache
+from engine.config import EngineConfig
+from engine.execution.graphs import default_sizes
+from engine.execution.runner import Runner, RunnerLimits
+from engine.model.config import ModelConfig, read_config
+from engine.model.families import load_decoder, parse_model_config
+from engine.model.weights import Progress
+from kernels.backend import pick_ops
+from kernels.ops import PackedLinear
+from kernels.reference import LARGEST
+from kernels.threads import usable_cpus
+from wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES_OF_8_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of an engine. adapters and runner share the device with the decoder's weights."""
+
+    model: ModelConfig
+    device: torch.device
+    limits: RunnerLimits
+    adapters: AdapterPool
+    runner: Runner
+
+
+def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Parts:
+    """Load the model and reserve the memory. Raises ConfigError for a configuration that cannot be served."""
+    path = Path(config.model)
+    raw_config = read_config(path)
+    model = parse_model_config(raw_config)
+    device = resolve_device(config)
+    torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_cpus()))
+    check_memory(config, device)
+    dtype = resolve_dtype(config, model)
+    kv_dtype = DTYPES_OF_8_BITS.get(config.kv_cache_dtype, dtype)
+    lora_dtype = DTYPES_OF_8_BITS.get(config.lora_dtype, dtype)
+    context = resolve_context(config, model)
+    graph_sizes = resolve_graph_sizes(config, device)
+    ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
+    decoder = load_decoder(path, model, ops, dtype, device, context, progress)
+    kv_cache_bytes, adapter_bytes = split_memory(config, free_memory(device))
+    num_blocks = kv_cache_bytes // (kv_bytes_per_token(model, kv_dtype) * config.block_size)
+    context = fit_context(config, context, num_blocks, kv_cache_bytes)
+    limits = RunnerLimits(num_blocks, config.block_size, config.max_num_seqs, context, kv_dtype, graph_sizes)
+    shape = BaseShape.from_config(raw_config)
+    adapters = _adapter_pool(config, shape, host_cache, adapter_bytes, lora_dtype, device, ops.pack_linear)
+    runner = Runner(decoder, adapters, limits, device, partial(progress, "Capturing CUDA graphs"))
+    return Parts(model, device, limits, adapters, runner)
+
+
+def _adapter_pool(
+    config: EngineConfig,
+    shape: BaseShape,
+    host_cache: HostCache,
+    memory: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    pack: Callable[[Any], PackedLinear],
+) -> AdapterPool:
+    try:
+        return AdapterPool(
+            shape, host_cache, memory=memory, max_rank=config.max_lora_rank, dtype=dtype, device=device, pack=pack
+        )
+    except ValueError as error:
+        raise ConfigError("adapter_memory", str(error).removeprefix("adapter_memory: ")) from error
+
+
+def resolve_context(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the limit of a request's tokens. Raises ConfigError for more than the model's context."""
+    context = config.max_model_len or model.max_position_embeddings
+    if context > model.max_position_embeddings:
+        raise ConfigError("max_model_len", f"the model's context is {model.max_position_embeddings}, got {context}")
+    return context
+
+
+def fit_context(config: EngineConfig, context: int, num_blocks: int, kv_cache_bytes: int) -> int:
+    """Return the limit of a request's tokens, lowered to what the KV cache holds unless `max_model_len` is given.
+
+    Raises ConfigError if a request of `max_model_len` does not fit, or nothing does.
+    """
+    held = num_blocks * config.block_size
+    if held >= context:
+        return context
+    if config.max_model_len is not None or num_blocks < 1:
+        raise ConfigError(
+            "kv_cache_memory",
+            f"{kv_cache_bytes} bytes hold {held} tokens, one request of max_model_len needs {context}; give it more, "
+            "or lower adapter_memory or max_model_len",
+        )
+    log.warning("the KV cache holds %d tokens: max_model_len is lowered to that", held)
+    return held
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", "expected cpu or auto: torch sees no CUDA device")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    return torch.device(kind)
+
+
+def resolve_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    return DTYPES.get(model.dtype if config.dtype == "auto" else config.dtype, torch.float32)
+
+
+def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
+    """Return the sizes of the decode steps to capture, none without a CUDA device. Raises ConfigError for sizes without
+    one.
+    """
+    if device.type != "cuda" and config.cuda_graph_sizes:
+        raise ConfigError("cuda_graph_sizes", "expected none: CUDA graphs need a CUDA device")
+    if device.type != "cuda" or config.enforce_eager:
+        return ()
+    return default_sizes(config.max_num_seqs) if config.cuda_graph_sizes is None else config.cuda_graph_sizes
+
+
+def check_memory(config: EngineConfig, device: torch.device) -> None:
+    """Check the configured sizes against the machine's memory. Raises ConfigError that names the field, which the
+    system's own error would not.
+    """
+    if device.type == "cuda":
+        _free, total = torch.cuda.mem_get_info(device)
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for field in ("kv_cache_memory", "adapter_memory"):
+        asked = getattr(config, field)
+        if asked is not None and asked > total:
+            where = "GPU" if device.type == "cuda" else "machine"
+            raise ConfigError(
+                field, f"expected at most the {total >> 20} MiB that this {where} has, got {asked >> 20} MiB"
+            )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the free bytes of a GPU; None for the CPU, which allocates memory when it is first written."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def split_memory(config: EngineConfig, free: int | None) -> tuple[int, int]:
+    """Return the bytes of the KV cache and of the adapters. free: a GPU's bytes left after the weights.
+
+    By default, adapters get a quarter of the free memory, at most 8 GiB, and the KV cache gets the rest except a fifth
+    of the free memory, which is for activations. Raises ConfigError if nothing is left for the KV cache.
+    """
+    if free is None:
+        return config.kv_cache_memory or 2 << 30, 1 << 30 if config.adapter_memory is None else config.adapter_memory
+    adapters = min(8 << 30, free // 4) if config.adapter_memory is None else config.adapter_memory
+    kv_cache = int(free * 0.8) - adapters if config.kv_cache_memory is None else config.kv_cache_memory
+    if kv_cache < 1 or kv_cache + adapters > free:
+        raise ConfigError(
+            "adapter_memory" if config.kv_cache_memory is None else "kv_cache_memory",
+            f"expected less: the weights leave {free >> 20} MiB, of which the KV cache would take "
+            f"{max(kv_cache, 0) >> 20} MiB beside {adapters >> 20} MiB for adapters; lower one or take a smaller model",
+        )
+    return kv_cache, adapters
+
+
+def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in all layers, including the scales of an 8-bit cache."""
+    scales = model.kv_elements_per_token // model.head_dim * 4 if kv_dtype in LARGEST else 0
+    return model.kv_elements_per_token * kv_dtype.itemsize + scales

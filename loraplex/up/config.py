@@ -1,0 +1,65 @@
+"""Configuration of `loraplex up`, frozen: the flags, and the addresses that follow from them."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from loraplex.up.datadir import DATA_DIR
+from wire.errors import ConfigError
+from wire.options import check_options, option
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class UpConfig:
+    """The user's choices. None for a URL: the embedded service. Raises ConfigError for a value out of range."""
+
+    demo: bool = option(False, help="Serve the demo model, with two tenants and their adapters.")
+    model: str | None = option(
+        None, help="Model folder, .gguf file, or hub id; with --demo it replaces the demo model."
+    )
+    served_model_name: str | None = option(None, help="The base model's name in the API; default: from --model.")
+    host: str = option(LOOPBACK, help="Address for the gateway to listen on.")
+    port: int = option(8080, least=1, most=65535, help="The gateway's port.")
+    data_dir: Path = option(
+        DATA_DIR, help="Folder that keeps database, adapters, secrets, converted models and logs between runs."
+    )
+    database_url: str | None = option(
+        None, help="SQLAlchemy URL (postgresql+asyncpg://...); default: SQLite in the data directory."
+    )
+    redis_url: str | None = option(None, help="URL of Redis or Valkey; default: an embedded Valkey.")
+    engines: int = option(1, least=1, most=64, help="Number of engine processes.")
+    engine_args: str = option("", help="Flags for every engine, as one string: '--max-num-seqs 32'.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        try:
+            shlex.split(self.engine_args)
+        except ValueError as error:
+            raise ConfigError("engine_args", f"expected flags as in a shell: {error}") from error
+
+    @property
+    def model_dir(self) -> Path:
+        """Return the local folder of the model, once `model` names one."""
+        assert self.model is not None
+        return Path(self.model)
+
+    @property
+    def base_model(self) -> str:
+        """Return the base model's name in the API."""
+        return self.served_model_name or self.model_dir.name
+
+    @property
+    def gateway_url(self) -> str:
+        host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.port}"
+
+    @property
+    def database_name(self) -> str:
+        """Return a name for the database, without a user name or password."""
+        if self.database_url is None:
+            return "local"
+        url = urlsplit(self.database_url)
+        return f"{url.hostname}:{url.port}{url.path}"
