@@ -1,9 +1,8 @@
-"""Child process that unpacks and checks one upload: `python -c BOOT`, a job as JSON in, a result as JSON out.
+"""Unpacking and check of one upload, in a process of its own that `adapters.check_server` forks.
 
-A hostile upload can exhaust or crash only this process. Before reading the job it limits its own memory, CPU time,
-wall-clock time, file size and open files. Before that it lowers its priority, because the imports are most of an
-ordinary check. The kernel kills it when its parent dies. It imports neither torch nor site-packages, so it starts in a
-tenth of a second.
+A hostile upload can exhaust or crash only this process. Before reading the upload it limits its own memory, CPU time,
+wall-clock time, file size and open files. The kernel kills it when its parent dies. The module imports neither torch
+nor site-packages.
 """
 
 import ctypes
@@ -26,23 +25,20 @@ from adapters.store import DirectoryStore
 
 # Names of the archive and of the canonical form within the job's folder.
 ARCHIVE, PREPARED = "upload.archive", "adapter"
-# Run as `python -I -S -c BOOT ROOT PARENT_PID`. Without site-packages, sys.path needs the folder of this package. The
-# niceness is set before the imports. It gives the check a tenth of a core that other processes keep busy.
-BOOT = (
-    "import os, sys; os.nice(10); sys.path.insert(0, sys.argv[1]); "
-    "from adapters.check import main; main(int(sys.argv[2]))"
-)
 _PR_SET_PDEATHSIG = 1
 
 
-def main(parent: int) -> None:
-    """Read the job and print the result. A failure exits with 1 and prints its kind and place, never quoted content."""
-    _die_with(parent)
-    job = json.loads(sys.stdin.buffer.readline())
-    _limit(job)
-    answer: dict[str, Any] | None
+def run(job: bytes, parent: int) -> tuple[int, bytes]:
+    """Check one upload in this process, which ends after it. Returns its exit status and its output.
+
+    job: JSON. A failure's output is its kind and place, never quoted content.
+    """
+    die_with(parent)
+    fields = json.loads(job)
+    _limit(fields)
+    failure = ""
     try:
-        answer = _answer(job)
+        answer = _answer(fields)
     except OSError as error:
         # Python reports the file size limit as EFBIG.
         answer = _refusal("too_large", "file", "") if error.errno == errno.EFBIG else None
@@ -50,9 +46,8 @@ def main(parent: int) -> None:
     except Exception as error:  # noqa: BLE001  (the boundary: the gateway logs it and answers that the check failed)
         answer, failure = None, f"{type(error).__name__} {_place(error)}"
     if answer is None:
-        sys.stdout.write(failure)
-        sys.exit(1)
-    sys.stdout.write(json.dumps(answer | {"cpu_seconds": time.process_time()}))
+        return 1, failure.encode()
+    return 0, json.dumps(answer | {"cpu_seconds": time.process_time()}).encode()
 
 
 def _place(error: BaseException) -> str:
@@ -62,7 +57,8 @@ def _place(error: BaseException) -> str:
     return "" if at is None else f"at {Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}"
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -87,7 +83,7 @@ def _limit(job: dict[str, Any]) -> None:
         resource.setrlimit(kind, (value, value + 1 if kind == resource.RLIMIT_CPU else value))
 
 
-def _answer(job: dict[str, Any]) -> dict[str, Any]:
+def _answer(job: dict[str, Any]) -> dict[str, Any] | None:
     """Return the result, or a refusal with its code, the field at fault and the message."""
     try:
         checkpoint, stored = _check(job)

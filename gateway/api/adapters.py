@@ -142,6 +142,7 @@ class AdapterIntake:
         await asyncio.to_thread(self._store.clean)
         yield
         await Workplace.all_closed()
+        self._checker.close()
 
     async def list(self, tenant: Tenant, may_see: Callable[[str], bool] = lambda name: True) -> web.Response:
         """Return the tenant's adapters. may_see: whether the key may see a name."""

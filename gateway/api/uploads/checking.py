@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +16,8 @@ from typing import Any
 import msgspec
 
 import adapters
-from adapters.check import BOOT, PREPARED
+from adapters.check import PREPARED
+from adapters.check_server import BOOT
 from adapters.manifest import AdapterError, BaseShape
 from adapters.recent_use import RecentUse
 from adapters.store import Stored
@@ -67,6 +70,11 @@ class Checker:
         self._turns, self._busy = Turns(TENANTS_CHECKS), Turns(BUSY_CHECKS)
         self._operators = Turns(OPERATORS_CHECKS)
         self._used = RecentUse(HALF_LIFE_S)
+        self._server = CheckServer()
+
+    def close(self) -> None:
+        """End the process that forks the checks."""
+        self._server.close()
 
     async def check(self, place: Workplace, owner: str) -> Checked:
         """Unpack and check the upload in the workplace. owner: a tenant's id, or OPERATOR."""
@@ -101,7 +109,7 @@ class Checker:
         }
         began, cpu_used = time.monotonic(), None
         try:
-            code, out = await _child(json.dumps(job).encode() + b"\n", seconds)
+            code, out = await self._server.run(json.dumps(job).encode(), seconds)
             answer: dict[str, Any] = json.loads(out) if code == 0 else {}
             cpu_used = answer.pop("cpu_seconds", None)
         finally:
@@ -124,24 +132,76 @@ class Checker:
         return AdapterError(answer["field"], answer["message"])
 
 
-async def _child(job: bytes, seconds: float) -> tuple[int, bytes]:
-    """Run the child to its end. Returns its exit status and its output."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT), str(os.getpid())),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        async with asyncio.timeout(seconds):
-            out, _ = await process.communicate(job)
-    except TimeoutError:
-        return -signal.SIGALRM, b""
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return process.returncode or 0, out
+class CheckServer:
+    """Client of the process that forks the checks (`adapters.check_server`). The first check starts it, and a check
+    after its death starts another.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    async def run(self, job: bytes, seconds: float) -> tuple[int, bytes]:
+        """Run a check to its end. Returns its exit status, negative for a signal, and its output.
+
+        A check that takes longer, or whose caller is cancelled, is killed, and has ended when this returns.
+        """
+        client, servers = socket.socketpair()
+        client.setblocking(False)
+        with servers:
+            if client.send(job) < len(job):
+                raise ValueError(f"a job of {len(job)} bytes does not fit into a socket's buffer")
+            await self._send(servers)
+        reader, writer = await asyncio.open_connection(sock=client)
+        try:
+            async with asyncio.timeout(seconds):
+                out, _, status = (await reader.read()).rpartition(b"\n")
+        except TimeoutError:
+            return -signal.SIGALRM, b""
+        finally:
+            if not reader.at_eof():
+                # Has the check killed. The end of the stream says that it has ended.
+                writer.write_eof()
+                await reader.read()
+            writer.close()
+        # The status is missing if the server itself died.
+        return (int(status), out) if status else (-signal.SIGKILL, b"")
+
+    def close(self) -> None:
+        """End the server. Checks that still run are killed."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None
+
+    async def _send(self, sock: socket.socket) -> None:
+        while True:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
+                self._start()
+            assert self._control is not None
+            try:
+                socket.send_fds(self._control, [b"+"], [sock.fileno()])
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+            except ConnectionError:
+                # It dies just now.
+                self.close()
+            else:
+                return
+
+    def _start(self) -> None:
+        self._control, servers = socket.socketpair()
+        self._control.setblocking(False)
+        with servers:
+            self._process = subprocess.Popen(
+                (sys.executable, "-I", "-S", "-c", BOOT, str(ROOT), str(os.getpid())),
+                stdin=servers,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
 
 
 def _failed(code: int, out: bytes) -> Exception:

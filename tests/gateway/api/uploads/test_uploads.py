@@ -11,23 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
+from adapters.check_server import BOOT
 from adapters.checkpoint import open_checkpoint
 from testing.adapter_files import header_of, pack, tensors
 from testing.gateway.mutated_archives import extended, many_entries, tar_header
 from testing.gateway.mutated_uploads import BOUNDARY, form
-from testing.gateway.running import Client, Gateway, running, settings, until
+from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files, nested, push, tarred, zipped
-
-Start = Callable[..., contextlib.AbstractAsyncContextManager[Gateway]]
-
-
-@pytest.fixture
-def start(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str) -> Start:
-    """Start a gateway with further settings."""
-    return lambda **overrides: running(settings(tmp_path, model_dir, [upstream.url], redis_url, **overrides))
+from tests.gateway.api.uploads.conftest import Start
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -36,17 +31,18 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def children() -> list[int]:
-    """Return the running checks: child processes of this one."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if f"main(int(sys.argv[2]))\0{_root()}\0{os.getpid()}\0".encode() in stat.read_bytes():
-                found.append(int(stat.parent.name))
-    return found
+    """Return the running checks: the children of the servers that this process started."""
+    return [check.pid for server in check_servers() for check in server.children()]
 
 
-def _root() -> str:
-    return str(Path(__file__).resolve().parents[4])
+def check_servers() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children() if _forks_checks(process)]
+
+
+def _forks_checks(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return BOOT in process.cmdline()
+    return False
 
 
 TRAINER = {
@@ -229,6 +225,24 @@ async def test_a_child_that_is_killed_is_a_refusal(gateway: Gateway, tmp_path: P
     assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
     assert "killed" in got.error["message"]
     assert leftovers(tmp_path) == []
+
+
+async def test_a_killed_check_server_is_replaced(gateway: Gateway, tmp_path: Path):
+    acme = await gateway.tenant("acme")
+    zeros = gzip.compress(tar_header(b"zeros", b"0", b"%011o\0" % (1 << 30)) + bytes(256 << 20), 1)
+    pushing = asyncio.create_task(push(acme, "killed", {"file": zeros}))
+    while not children():  # noqa: ASYNC110 - processes send no event
+        await asyncio.sleep(0)
+    (server,) = check_servers()
+    server.kill()
+    got = await pushing
+    assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
+    assert "killed" in got.error["message"]
+    for name in ("first", "second"):
+        assert (await push(acme, name, files())).status == 201
+    (other,) = check_servers()
+    assert other != server
+    assert (children(), leftovers(tmp_path)) == ([], [])
 
 
 async def test_a_rank_that_no_engine_serves_is_refused(start: Start, upstream: Upstream):

@@ -29,8 +29,10 @@ async def test_a_killed_gateway_leaves_nothing(tmp_path: Path, model_dir: Path, 
         checks: set[int] = set()
 
         async def all_under_way() -> bool:
-            checks.update(*(children(worker) for worker in children(process.pid)))
-            return bool(checks) and len(leftovers(tmp_path)) == 2 * len(slow)
+            servers = {server for worker in children(process.pid) for server in children(worker)}
+            forked = {check for server in servers for check in children(server)}
+            checks.update(servers, forked)
+            return bool(forked) and len(leftovers(tmp_path)) == 2 * len(slow)
 
         await until(all_under_way, PATIENCE_SECONDS)
         before = children(process.pid)

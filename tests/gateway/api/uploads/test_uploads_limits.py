@@ -3,12 +3,15 @@
 import asyncio
 import json
 import struct
+import zlib
 from pathlib import Path
 
 import pytest
 
+from testing.gateway.mutated_archives import tar_header
 from testing.gateway.running import Gateway
 from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files, push
+from tests.gateway.api.uploads.conftest import Start
 from tests.gateway.api.uploads.test_uploads import children
 
 DEAR = {"rank_pattern": {rf"(?=(\w|\d)*x{number})(.*.*.*)z": 4 for number in range(3000)}}
@@ -23,15 +26,26 @@ def many_tensors() -> dict[str, bytes]:
     return files() | {WEIGHTS: struct.pack("<Q", len(header)) + header}
 
 
-async def test_too_much_cpu_time(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def eight_gib_of_zeros() -> bytes:
+    """Return a tar.gz of 37 MB with one member of zeros, whose expansion takes any machine seconds."""
+    size, piece = 8 << 30, 16 << 20
+    deflate = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
+    start = deflate.compress(tar_header(b"zeros", b"0", b"%011o\0" % (size - 1))) + deflate.flush(zlib.Z_FULL_FLUSH)
+    # After a full flush the compressor has no memory, so the same bytes expand to the same piece again.
+    zeros = deflate.compress(bytes(piece)) + deflate.flush(zlib.Z_FULL_FLUSH)
+    return b"\x1f\x8b\x08" + bytes(6) + b"\xff" + start + zeros * (size // piece)
+
+
+async def test_too_much_cpu_time(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gateway.api.uploads.checking.CPU_SECONDS", 1)
     monkeypatch.setattr("gateway.api.uploads.checking.CLOCK_FACTOR", 120)
-    acme = await gateway.tenant("acme")
-    got = await push(acme, "dear", dear())
-    assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
-    assert "CPU time" in got.error["message"]
-    assert list((tmp_path / "adapters").iterdir()) == []
-    assert (await acme.get("/v1/adapters")).json["data"] == []
+    async with start(max_upload_bytes=16 << 30) as gateway:
+        acme = await gateway.tenant("acme", max_adapter_bytes=None)
+        got = await push(acme, "dear", {"file": eight_gib_of_zeros()})
+        assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
+        assert "CPU time" in got.error["message"]
+        assert list((tmp_path / "adapters").iterdir()) == []
+        assert (await acme.get("/v1/adapters")).json["data"] == []
 
 
 async def test_too_much_time_by_the_clock(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
