@@ -37,7 +37,7 @@ MOST_TOKENS = 64 * 4096
 
 def bandwidth() -> float:
     """Return bytes per second of reads: the sum of a tensor much larger than the caches, on huge pages like weights."""
-    x = lazy_zeros((32 << 20,), torch.int64, torch.device("cpu"), huge_pages=True).fill_(1)
+    x = lazy_zeros((32 << 20,), torch.int64, huge_pages=True).fill_(1)
     return max(x.numel() * 8 / _seconds(x.sum) for _ in range(5))
 
 

@@ -1,7 +1,6 @@
 """The parts of an engine from its configuration: device, dtypes, memory, model, adapter pages, runner."""
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +18,8 @@ from engine.execution.runner import Runner, RunnerLimits
 from engine.model.config import ModelConfig, read_config
 from engine.model.families import load_decoder, parse_model_config
 from engine.model.weights import Progress
-from kernels.backend import pick_ops
 from kernels.ops import PackedLinear
+from kernels.platform import default_device, pick_ops, platform_of
 from kernels.reference import LARGEST
 from kernels.threads import usable_cpus
 from wire.errors import ConfigError
@@ -57,7 +56,7 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     graph_sizes = resolve_graph_sizes(config, device)
     ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
     decoder = load_decoder(path, model, ops, dtype, device, context, progress)
-    kv_cache_bytes, adapter_bytes = split_memory(config, free_memory(device))
+    kv_cache_bytes, adapter_bytes = split_memory(config, platform_of(device).free_memory())
     num_blocks = kv_cache_bytes // (kv_bytes_per_token(model, kv_dtype) * config.block_size)
     context = fit_context(config, context, num_blocks, kv_cache_bytes)
     limits = RunnerLimits(num_blocks, config.block_size, config.max_num_seqs, context, kv_dtype, graph_sizes)
@@ -111,10 +110,13 @@ def fit_context(config: EngineConfig, context: int, num_blocks: int, kv_cache_by
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "expected cpu or auto: torch sees no CUDA device")
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    return torch.device(kind)
+    """Return the configured device. Raises ConfigError if this machine has none of its kind."""
+    if config.device == "auto":
+        return default_device()
+    device = torch.device(config.device)
+    if not platform_of(device).is_available():
+        raise ConfigError("device", f"expected cpu or auto: torch sees no {config.device.upper()} device")
+    return device
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
@@ -122,12 +124,13 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
 
 
 def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the sizes of the decode steps to capture, none without a CUDA device. Raises ConfigError for sizes without
-    one.
+    """Return the sizes of the decode steps to capture, none on a device that is the host. Raises ConfigError for sizes
+    given for it.
     """
-    if device.type != "cuda" and config.cuda_graph_sizes:
+    is_host = platform_of(device).is_host
+    if is_host and config.cuda_graph_sizes:
         raise ConfigError("cuda_graph_sizes", "expected none: CUDA graphs need a CUDA device")
-    if device.type != "cuda" or config.enforce_eager:
+    if is_host or config.enforce_eager:
         return ()
     return default_sizes(config.max_num_seqs) if config.cuda_graph_sizes is None else config.cuda_graph_sizes
 
@@ -136,22 +139,14 @@ def check_memory(config: EngineConfig, device: torch.device) -> None:
     """Check the configured sizes against the machine's memory. Raises ConfigError that names the field, which the
     system's own error would not.
     """
-    if device.type == "cuda":
-        _free, total = torch.cuda.mem_get_info(device)
-    else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    platform = platform_of(device)
+    total = platform.total_memory()
     for field in ("kv_cache_memory", "adapter_memory"):
         asked = getattr(config, field)
         if asked is not None and asked > total:
-            where = "GPU" if device.type == "cuda" else "machine"
             raise ConfigError(
-                field, f"expected at most the {total >> 20} MiB that this {where} has, got {asked >> 20} MiB"
+                field, f"expected at most the {total >> 20} MiB that this {platform.name} has, got {asked >> 20} MiB"
             )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the free bytes of a GPU; None for the CPU, which allocates memory when it is first written."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def split_memory(config: EngineConfig, free: int | None) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from engine.scheduling.kv_cache import KVCache, prefix_keys
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import NewRequest, Request, RequestOutput
 from engine.scheduling.scheduler import Scheduler
+from kernels.platform import platform_of
 from wire.errors import RequestError
 
 # Limit of a step's logits for prompt_logprobs; larger prompts take more steps.
@@ -79,7 +80,8 @@ class Engine:
         self.adapters = parts.adapters
         self.runner = parts.runner
         # On the CPU the step occupies the host's cores, so reading its tokens later would only delay them.
-        self._async = self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        wanted = config.async_scheduling
+        self._async = not platform_of(self.device).is_host if wanted is None else wanted
         self._in_flight: StepInFlight | None = None
         self._last_commit = 0.0
         self._pacer = Pacer(config.prefill_stretch)

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 
-def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, huge_pages: bool = False) -> Tensor:
-    """Return zeros. On the CPU the system supplies pages at their first access (torch.zeros would touch them all).
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
+    """Return zeros in host memory. The system supplies pages at their first access; torch.zeros would touch them all.
 
     huge_pages: for tables that are read sequentially; the first access then allocates 2 MiB at once.
     """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape)
     if huge_pages:
         return torch.frombuffer(_huge_pages(count * dtype.itemsize), dtype=dtype, count=count).view(*shape)

@@ -201,3 +201,16 @@ def test_no_circles_of_files():
 
 def test_tests_are_no_package():
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_only_kernels_know_kinds_of_devices():
+    """Code outside of `kernels` asks `kernels.platform` for what a device can do, never for its kind."""
+    kinds = ("device.type", ".is_cuda", "torch.cuda")
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in SOURCES
+        if not path.is_relative_to(ROOT / "kernels")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(kinds)
+    ]
+    assert not found

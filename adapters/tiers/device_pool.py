@@ -16,9 +16,10 @@ from torch import Tensor
 
 from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, AdapterError, BaseShape
 from adapters.tiers.host_cache import HostAdapter, HostCache
-from adapters.tiers.page_writer import Fence, Lane, PageWriter, lane_for
+from adapters.tiers.page_writer import PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
 from kernels.ops import EmbeddingLora, HeadLora, PackedLinear, dense_linear
+from kernels.platform import Fence, Lane, platform_of
 
 
 class Residency(Enum):
@@ -126,7 +127,7 @@ class AdapterPool:
         self._wanted: dict[str, _Amount | None] = {}
         self._drain: _Drain | None = None
         host_cache.refuse_beyond(max_rank=max_rank, max_outside_bytes=self._max_outside_bytes)
-        self._lane = lane or lane_for(device)
+        self._lane = lane or platform_of(device).lane()
         self._writer = PageWriter(self.groups, base.groups, self.page_table, self.ranks, self._lane)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
 

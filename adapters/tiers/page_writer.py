@@ -7,104 +7,16 @@ own upload, which shares the bus, waits only for that.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from adapters.tiers.host_cache import HostAdapter, LoraModule
+from kernels.platform import Fence, Lane, platform_of
 from kernels.reference import LARGEST, LoraGroup, quantize_rows
 
 NUM_BUFFERS = 4
-
-
-class Fence(Protocol):
-    """A point in the order of a device's work."""
-
-    def synchronize(self) -> None:
-        """Block the calling thread until all work before the fence is done."""
-        ...
-
-
-class Lane(Protocol):
-    """A sequence of copies, separate from the steps' work.
-
-    in_place: the device's memory is the host's, so no copy is needed.
-    """
-
-    in_place: bool
-
-    def launched(self) -> Fence:
-        """Return a fence behind all work that the calling thread has launched on its own stream."""
-        ...
-
-    def wait(self, fence: Fence) -> None:
-        """Order all later copies behind the fence. Does not block."""
-        ...
-
-    def copy(self, target: Tensor, source: Tensor) -> Fence:
-        """Start a copy from the host, of one dtype and shape. source must not change until the fence."""
-        ...
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device, ordered behind the last fence. Returns when it can be read."""
-        ...
-
-
-class _Done:
-    def synchronize(self) -> None:
-        pass
-
-
-class HostLane:
-    """The lane of a device that is the host: steps finish within their call, so there is nothing to wait for."""
-
-    in_place = True
-
-    def launched(self) -> Fence:
-        return _Done()
-
-    def wait(self, fence: Fence) -> None:
-        pass
-
-    def copy(self, target: Tensor, source: Tensor) -> Fence:
-        return _Done()  # the source is the target
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
-class CudaLane:
-    """A lane on a CUDA stream of the lowest priority, which is also the default priority of streams."""
-
-    in_place = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def launched(self) -> Any:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def wait(self, fence: Any) -> None:
-        self._stream.wait_event(fence)
-
-    def copy(self, target: Tensor, source: Tensor) -> Any:
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event(blocking=True)  # waiting threads sleep, because the step loop needs the cores
-        done.record(self._stream)
-        return done
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        with torch.cuda.stream(self._stream):
-            return tensor.to(self._device)
-
-
-def lane_for(device: torch.device) -> Lane:
-    return CudaLane(device) if device.type == "cuda" else HostLane()
 
 
 class PageWriter:
@@ -126,8 +38,8 @@ class PageWriter:
         self._page_table, self._ranks = page_table, ranks
         parts = [part for group in groups[0].values() for part in (group.a_pages[0], group.b_pages[0])]
         largest = max(part.nbytes for part in (*parts, page_table[0]))
-        pinned = page_table.device.type == "cuda"
-        self._buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=pinned) for _ in range(NUM_BUFFERS)]
+        platform = platform_of(page_table.device)
+        self._buffers = [platform.staging([largest], torch.uint8) for _ in range(NUM_BUFFERS)]
         self._fences: list[Fence | None] = [None] * NUM_BUFFERS
         self._turn = 0
 

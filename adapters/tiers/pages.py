@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adapters.manifest import BaseShape
-from kernels.memory import lazy_zeros
+from kernels.platform import platform_of
 from kernels.reference import LARGEST, LoraGroup
 
 PAGE_RANK = 8
@@ -61,7 +61,7 @@ class RankPages:
     def _zeros(self, *shape: int) -> Tensor:
         # Allocate as bytes, which every backend can fill with zeros.
         size = (*shape[:-1], shape[-1] * self._dtype.itemsize)
-        return lazy_zeros(size, torch.uint8, self._device).view(self._dtype)
+        return platform_of(self._device).zeros(size, torch.uint8).view(self._dtype)
 
 
 def _in_features(base: BaseShape, group: str) -> int:

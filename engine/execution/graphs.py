@@ -16,6 +16,7 @@ from engine.execution.layout import Layout
 from engine.execution.transfer import upload
 from kernels.batch import ANY_ADAPTERS, Batch
 from kernels.ops import LoraTables
+from kernels.platform import platform_of
 
 Forward = Callable[[Batch], Tensor]
 Replay = Callable[[], Tensor]
@@ -103,23 +104,7 @@ class DecodeGraphs:
         def step() -> Tensor:
             return self._forward(self._batch(size, with_lora))
 
-        if self._device.type != "cuda":
-            return step
-        # Run once outside the graph, so that kernels are compiled and libraries allocate their workspaces.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = step()
-        self._pool = graph.pool()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
-
+        replay, self._pool = platform_of(self._device).capture(step, self._pool)
         return replay
 
     def _batch(self, size: int, with_lora: bool) -> Batch:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.transfer import upload
+from kernels.platform import platform_of
 
 
 class Mask(Protocol):
@@ -30,7 +31,7 @@ def constrain(logits: Tensor, masks: Sequence[Mask | None]) -> None:
     bits = np.zeros((len(rows), (logits.shape[1] + 31) // 32), np.uint32)
     for row_bits, mask in zip(bits, filter(None, masks), strict=True):
         mask.fill(row_bits)
-    if logits.device.type == "cpu":
+    if platform_of(logits.device).is_host:
         for row, row_bits in zip(rows, bits, strict=True):
             _forbid(logits[row].numpy(), row_bits)
     else:

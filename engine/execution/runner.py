@@ -19,8 +19,8 @@ from engine.execution.sampler import RowLogprobs, mark_not_finite, sample, token
 from engine.execution.transfer import Download, upload
 from engine.model.decoder import Decoder
 from engine.scheduling.request import Request, Status
-from kernels.memory import lazy_zeros
 from kernels.ops import KvCache
+from kernels.platform import platform_of
 from kernels.reference import LARGEST
 
 
@@ -161,7 +161,7 @@ class Runner:
 
 def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> KvCache:
     """Return one layer's cache `[num_blocks, num_kv_heads, block_size, head_dim]`, with scales if it has 8 bits."""
-    zeros = functools.partial(lazy_zeros, device=device, huge_pages=True)
+    zeros = functools.partial(platform_of(device).zeros, huge_pages=True)
     if dtype not in LARGEST:
         return KvCache(zeros(shape, dtype), zeros(shape, dtype))
     return KvCache(

@@ -9,19 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.platform import Fence, Platform, platform_of
+
 _ALIGNMENT = 16
 
 
 def upload(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     """Return the arrays on the device, in order. On the CPU the tensors share the arrays' memory."""
-    if device.type == "cpu":
+    platform = platform_of(device)
+    if platform.is_host:
         return [torch.from_numpy(array) for array in arrays]
-    return unpack(pack(arrays, pinned=True).to(device, non_blocking=True), arrays)
+    return unpack(pack(arrays, platform).to(device, non_blocking=True), arrays)
 
 
-def pack(arrays: Sequence[np.ndarray], *, pinned: bool) -> Tensor:
-    """Pack the arrays into one buffer of bytes on the host, each aligned for any dtype."""
-    buffer = torch.empty(sum(_aligned(a.nbytes) for a in arrays), dtype=torch.uint8, pin_memory=pinned)
+def pack(arrays: Sequence[np.ndarray], platform: Platform) -> Tensor:
+    """Pack the arrays into one staging buffer of bytes, each aligned for any dtype."""
+    buffer = platform.staging([sum(_aligned(a.nbytes) for a in arrays)], torch.uint8)
     to, at = buffer.numpy(), 0
     for array in arrays:
         to[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -44,19 +47,17 @@ def _aligned(num_bytes: int) -> int:
 
 
 class Download:
-    """Tensors in transfer to the host. Only `wait` blocks."""
+    """Tensors of one device in transfer to the host. Only `wait` blocks."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._event: torch.cuda.Event | None = None
+        self._done: Fence | None = None
         self._host = list(tensors)
-        if any(t.device.type == "cuda" for t in tensors):
-            self._host = [
-                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors
-            ]
-            self._event = torch.cuda.Event()
-            self._event.record()
+        platform = platform_of(tensors[0].device)
+        if not platform.is_host:
+            self._host = [platform.staging(t.shape, t.dtype).copy_(t, non_blocking=True) for t in tensors]
+            self._done = platform.fence()
 
     def wait(self) -> list[Tensor]:
-        if self._event is not None:
-            self._event.synchronize()
+        if self._done is not None:
+            self._done.synchronize()
         return self._host

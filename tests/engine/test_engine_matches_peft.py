@@ -15,8 +15,8 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
-from kernels import backend
 from kernels.cpu.plain import TorchOps
+from kernels.platform import pick_ops
 
 SIZES: dict[str, Any] = {
     "vocab_size": 160,
@@ -315,7 +315,7 @@ def test_plain_torch_ops_serve_where_there_is_no_compiler(
     expected = run(*make_engine(llama), 12)
     monkeypatch.setattr("engine.build.pick_ops", lambda *_: TorchOps())
     assert run(*make_engine(llama), 12) == expected
-    assert isinstance(backend.pick_ops(torch.device("cpu"), torch.float16, 64, 16), TorchOps)
+    assert isinstance(pick_ops(torch.device("cpu"), torch.float16, 64, 16), TorchOps)
 
 
 def test_the_fused_step_equals_the_same_step_op_by_op(twin: Twin, make_engine: Make) -> None:

@@ -8,12 +8,12 @@ import torch
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
-from engine import build as module
 from engine.build import split_memory
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, SamplingParams
+from kernels.cpu.platform import CpuPlatform
 from testing.tiny import save_model
 from wire.errors import ConfigError, RequestError
 
@@ -71,7 +71,7 @@ def test_an_engine_without_room_for_a_block_ends_with_a_config_error(
     free: int, model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine on a GPU almost filled by weights ends with a config error; the block count was once negative."""
-    monkeypatch.setattr(module, "free_memory", lambda _: free)
+    monkeypatch.setattr(CpuPlatform, "free_memory", lambda _: free)
     with pytest.raises(ConfigError) as found:
         make(model, request, max_model_len=256)
     assert found.value.field in ("kv_cache_memory", "adapter_memory")

@@ -380,7 +380,7 @@ def test_a_tenant_has_a_bounded_number_of_loads_waiting(make, digests, monkeypat
     monkeypatch.setattr(HostCache, "_read", lambda *call: gate.wait(TIMEOUT) and read(*call))
     for digest in digests[:4]:
         cache.fetch(digest, "greedy")
-    with pytest.raises(TooManyPending, match="2 of this tenant's"):
+    with pytest.raises(TooManyPending, match="2 requests of this tenant"):
         cache.fetch(digests[4], "greedy")
     neighbours = cache.fetch(digests[4], "neighbour")
     gate.set()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.backend import pick_ops
 from kernels.cpu import native_build
 from kernels.cpu.native import NativeOps
 from kernels.cpu.plain import TorchOps
+from kernels.platform import pick_ops
 
 
 @pytest.fixture

@@ -1,0 +1,80 @@
+"""`kernels.platform.Platform` of the CPU: one memory, and calls that return when their work is done."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.memory import lazy_zeros
+from kernels.ops import Ops
+from kernels.reference import LARGEST
+
+
+class CpuPlatform:
+    name = "machine"
+    is_host = True
+
+    def ops(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        block_size: int,
+        kv_dtype: torch.dtype | None,
+        lora_dtype: torch.dtype | None,
+    ) -> Ops:
+        from kernels.cpu.native import NativeOps
+        from kernels.cpu.native_build import load
+        from kernels.cpu.plain import TorchOps
+
+        native = NativeOps.serves(dtype, head_dim, block_size) and not {kv_dtype, lora_dtype} & LARGEST.keys()
+        library = load() if native else None
+        return TorchOps() if library is None else NativeOps(library)
+
+    def is_available(self) -> bool:
+        return True
+
+    def total_memory(self) -> int:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def free_memory(self) -> None:
+        return None
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
+        return lazy_zeros(shape, dtype, huge_pages=huge_pages)
+
+    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def fence(self) -> "_Done":
+        return _Done()
+
+    def lane(self) -> "HostLane":
+        return HostLane()
+
+    def capture(self, step: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], Tensor], Any]:
+        return step, pool
+
+
+class _Done:
+    def synchronize(self) -> None:
+        pass
+
+
+class HostLane:
+    """The lane of a device that is the host: steps finish within their call, so there is nothing to wait for."""
+
+    in_place = True
+
+    def launched(self) -> _Done:
+        return _Done()
+
+    def wait(self, fence: Any) -> None:
+        pass
+
+    def copy(self, target: Tensor, source: Tensor) -> _Done:
+        return _Done()  # the source is the target
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor

@@ -1,0 +1,98 @@
+"""`kernels.platform.Platform` of an NVIDIA GPU: streams, pinned memory, CUDA graphs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+
+
+class CudaPlatform:
+    name = "GPU"
+    is_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def ops(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        block_size: int,
+        kv_dtype: torch.dtype | None,
+        lora_dtype: torch.dtype | None,
+    ) -> Ops:
+        from kernels.gpu.ops import TritonOps
+
+        return TritonOps()
+
+    def is_available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def total_memory(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def free_memory(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=self._device)
+
+    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def fence(self) -> Any:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def lane(self) -> "CudaLane":
+        return CudaLane(self._device)
+
+    def capture(self, step: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], Tensor], Any]:
+        # Run once outside the graph, so that kernels are compiled and libraries allocate their workspaces.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay, graph.pool()
+
+
+class CudaLane:
+    """A lane on a CUDA stream of the lowest priority, which is also the default priority of streams."""
+
+    in_place = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def launched(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, fence: Any) -> None:
+        self._stream.wait_event(fence)
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        done = torch.cuda.Event(blocking=True)  # waiting threads sleep, because the step loop needs the cores
+        done.record(self._stream)
+        return done
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            return tensor.to(self._device)

@@ -1,0 +1,131 @@
+"""Devices: every difference between a CPU and a GPU outside of the ops. A new device is a class and a line here."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+
+Step = Callable[[], Tensor]
+
+
+class Fence(Protocol):
+    """A point in the order of a device's work."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all work before the fence is done."""
+        ...
+
+
+class Lane(Protocol):
+    """A sequence of copies, separate from the steps' work.
+
+    in_place: the device's memory is the host's, so no copy is needed.
+    """
+
+    in_place: bool
+
+    def launched(self) -> Fence:
+        """Return a fence behind all work that the calling thread has launched on its own stream."""
+        ...
+
+    def wait(self, fence: Fence) -> None:
+        """Order all later copies behind the fence. Does not block."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor) -> Fence:
+        """Start a copy from the host, of one dtype and shape. source must not change until the fence."""
+        ...
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the device, ordered behind the last fence. Returns when it can be read."""
+        ...
+
+
+class Platform(Protocol):
+    """A device.
+
+    name: its kind, in messages. is_host: its memory is the host's, which numpy reads, and work is done when its call
+    returns; else work is launched, runs beside the host, and can be captured in a graph.
+    """
+
+    name: str
+    is_host: bool
+
+    def ops(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        block_size: int,
+        kv_dtype: torch.dtype | None,
+        lora_dtype: torch.dtype | None,
+    ) -> Ops:
+        """Return the fastest ops that serve these sizes and dtypes, see `pick_ops`."""
+        ...
+
+    def is_available(self) -> bool: ...
+
+    def total_memory(self) -> int: ...
+
+    def free_memory(self) -> int | None:
+        """Return the free bytes; None where memory is allocated when it is first written."""
+        ...
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
+        """Return zeros. huge_pages: for large tables that are read sequentially, where the device has such pages."""
+        ...
+
+    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return uninitialised host memory whose copies to and from the device do not block."""
+        ...
+
+    def fence(self) -> Fence:
+        """Return a fence behind all work that the calling thread has launched."""
+        ...
+
+    def lane(self) -> Lane: ...
+
+    def capture(self, step: Step, pool: Any) -> tuple[Step, Any]:
+        """Capture a step as a graph. Return its replay and the memory pool, to be passed to the next capture.
+
+        pool: None for the first. A replay's result is valid until the next replay of the same pool.
+        """
+        ...
+
+
+@cache
+def platform_of(device: torch.device) -> Platform:
+    """Return the platform of a device. Raises ValueError for a kind that has none."""
+    if device.type == "cuda":
+        from kernels.gpu.platform import CudaPlatform
+
+        return CudaPlatform(device)
+    if device.type == "cpu":
+        from kernels.cpu.platform import CpuPlatform
+
+        return CpuPlatform()
+    raise ValueError(f"device: expected cpu or cuda, got {device.type}")
+
+
+def default_device() -> torch.device:
+    """Return the fastest device of this machine."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pick_ops(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
+    lora_dtype: torch.dtype | None = None,
+) -> Ops:
+    """Select the ops: Triton on a GPU; on the CPU the native library if a compiler is available, else plain torch.
+
+    kv_dtype, lora_dtype: dtypes of the caches and the rank pages; None for the model's. The native library does not
+    support 8 bits; plain torch serves these.
+    """
+    return platform_of(device).ops(dtype, head_dim, block_size, kv_dtype, lora_dtype)
