@@ -155,7 +155,7 @@ def test_padding_rows_reach_no_row(backend: tuple[Ops, torch.dtype], poison: flo
     for value in (0.5, poison):
         cache = new_cache(int(batch.block_tables.max()) + 1, dtype, value)
         earlier = make_batch(lengths, lengths, BLOCK)
-        found.append(attend(ops, padded, earlier, victims, dtype, cache, value, 0)[:2])
+        found.append(attend(ops, padded, earlier, victims, dtype, cache, value, 0, 0.0)[:2])
     assert found[1].isfinite().all()
     assert torch.equal(*found)
 
