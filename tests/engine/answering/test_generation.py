@@ -2,7 +2,6 @@
 
 import asyncio
 
-import openai
 import pytest
 
 PROMPT = "The quick brown fox"
@@ -210,6 +209,8 @@ async def test_tokenize_and_detokenize(client):
 
 
 async def test_the_openai_client_reads_it_all(server):
+    import openai
+
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         assert [model.id async for model in client.models.list()] == ["tiny"]
         fields = {"model": "tiny", "messages": MESSAGES, "max_tokens": 10, "temperature": 0}

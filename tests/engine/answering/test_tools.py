@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
-import openai
 import pytest
 
 from testing.engine import Client, RunningServer
@@ -139,6 +138,8 @@ async def test_a_call_cut_short_is_what_there_was(client: Client):
 
 
 async def test_the_openai_client_reads_a_streamed_call(server):
+    import openai
+
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         fields = {"model": "tiny", "messages": [USER], "tools": [TIME, WEATHER], "tool_choice": NAMED}
         whole = await client.chat.completions.create(**fields, temperature=0)

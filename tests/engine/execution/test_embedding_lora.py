@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from adapters.checkpoint import open_checkpoint
 from adapters.manifest import AdapterError, BaseShape
@@ -65,16 +64,20 @@ class Twin:
     """A base model, its adapters, and peft's answers."""
 
     def __init__(self, folder: Path, base: str) -> None:
+        from peft import LoraConfig, get_peft_model  # takes 5 s, in each process that collects
+
         options = {**SIZES, **BASES[base]}
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(options.pop("model_type"), **options)).eval()
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+        ).eval()
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.15) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
         self.folder = folder / "base"
         model.save_pretrained(self.folder)
         self.adapters = {name: folder / name for name in ADAPTERS}
         for name, fields in ADAPTERS.items():
-            fresh = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+            fresh = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
             adapted = get_peft_model(fresh, LoraConfig(**fields, task_type="CAUSAL_LM"))
             for key, parameter in adapted.named_parameters():
                 if "lora_" in key:
@@ -85,7 +88,9 @@ class Twin:
     def logits(self, adapter: str | None, token_ids: list[int]) -> torch.Tensor:
         """Return logits `[len(token_ids), vocab]` of the adapter as peft loads it."""
         if adapter not in self._models:
-            fresh = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+            from peft import PeftModel
+
+            fresh = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
             self._models[adapter] = PeftModel.from_pretrained(fresh, self.adapters[adapter]).eval()
         with torch.no_grad():
             return self._models[adapter](torch.tensor([token_ids])).logits[0]
@@ -259,9 +264,11 @@ def test_copies_of_the_base_s_embedding_must_be_the_base_s(twin: Twin, make_engi
 
 
 def test_fan_in_fan_out_means_nothing_to_peft_either(twin: Twin, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     marked = changed(twin.adapters["layers"], tmp_path / "marked", {"fan_in_fan_out": True})
     assert open_checkpoint(marked).digest == open_checkpoint(twin.adapters["layers"]).digest
-    base = AutoModelForCausalLM.from_pretrained(twin.folder, dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(twin.folder, dtype=torch.float32)
     with pytest.warns(UserWarning, match="Setting fan_in_fan_out to False"):
         model = PeftModel.from_pretrained(base, marked).eval()
     with torch.no_grad():

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import transformers
 
 from engine.model.families import parse_model_config
 from wire.errors import ConfigError
@@ -117,7 +117,7 @@ def test_windows_are_those_of_transformers_also_where_config_json_says_nothing(
     raw = QWEN | family | fields
     if "layer_types" in raw:
         raw["num_hidden_layers"] = len(raw["layer_types"])
-    theirs = AutoConfig.for_model(**raw)
+    theirs = transformers.AutoConfig.for_model(**raw)
     window = theirs.sliding_window or 0
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     expected = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

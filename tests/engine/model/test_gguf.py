@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.model.config import read_config
 from engine.model.families import parse_model_config, read_model_config
@@ -53,7 +53,9 @@ KEYS = [
 def make(folder: Path, family: str) -> Path:
     options = {**SIZES, **FAMILIES[family][1]}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(options.pop("model_type"), **options))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    )
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1)
     model.save_pretrained(folder)
@@ -88,11 +90,9 @@ def test_a_file_gives_the_folder_s_tensors_and_config(family: str, tmp_path: Pat
 def test_quantised_weights_are_what_transformers_makes_of_the_same_file(
     kind: Kind, llama: Path, tmp_path: Path
 ) -> None:
-    from transformers import GgufConfig
-
     file = gguf_files.write(llama, tmp_path / "model.gguf", kind)
-    dense = GgufConfig(gguf_file=file.name, dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
+    dense = transformers.GgufConfig(gguf_file=file.name, dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=file.name, quantization_config=dense, dtype=torch.float32
     )
     expected = model.state_dict()
