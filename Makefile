@@ -20,9 +20,9 @@ test: lint types unit
 unit: $(STAMP)
 	$(PYTEST)
 
-# Without real servers and without what takes a core for long.
+# Without real servers and without tests that keep a core busy for seconds.
 quick: $(STAMP)
-	$(PYTEST) -m "not integration"
+	$(PYTEST) -m "not integration and not heavy"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -33,12 +33,20 @@ def starts_servers() -> None:
     """Mark every test that uses this fixture, directly or through another fixture, as an integration test."""
 
 
+@pytest.fixture(scope="session")
+def takes_a_core() -> None:
+    """Mark every test that uses this fixture as heavy: it keeps a core busy for seconds."""
+
+
 # Runs before pytest selects by `-m`, because the selection reads the marks set here.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "starts_servers" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if "starts_servers" in fixtures:
             item.add_marker(pytest.mark.integration)
+        if "takes_a_core" in fixtures:
+            item.add_marker(pytest.mark.heavy)
     _leave_out_slow(config, items)
     _skip_without_cuda(items)
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -61,6 +61,7 @@ def test_8_bits_change_the_logprobs_little_and_hold_more_blocks(model: Path, dty
     assert found != expected, "the cache was not used"
 
 
+@pytest.mark.heavy
 def test_the_gpu_kernels_serve_it_as_plain_torch_does(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = run(model, "int8", n=2)
     monkeypatch.setattr("engine.build.pick_ops", lambda *_: TritonOps())
@@ -68,6 +69,7 @@ def test_the_gpu_kernels_serve_it_as_plain_torch_does(model: Path, monkeypatch: 
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-3, rtol=0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
 def test_adapters_of_8_bits_change_the_logprobs_little_and_take_less_room(
     model: Path, dtype: str, monkeypatch: pytest.MonkeyPatch

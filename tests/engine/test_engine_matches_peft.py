@@ -17,6 +17,7 @@ from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cpu.plain import TorchOps
 from kernels.platform import pick_ops
 
+pytestmark = pytest.mark.heavy
 SIZES: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 64,

@@ -107,7 +107,7 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 BACKENDS = [
     (None, "float32"), (None, "bfloat16"), (TorchOps, "float32"), (TorchOps, "float16"), (TorchOps, "bfloat16"),
-    (TritonOps, "float32"), (TritonOps, "float16"),
+    *(pytest.param(TritonOps, dtype, marks=pytest.mark.heavy) for dtype in ("float32", "float16")),
 ]  # fmt: skip
 
 

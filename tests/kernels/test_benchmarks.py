@@ -12,6 +12,7 @@ from benchmarks.gpu.__main__ import SECTIONS
 from benchmarks.kernels import run
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", run.BENCHMARKS)
 def test_dry_run(name, device):
     module = importlib.import_module(f"benchmarks.kernels.bench_{name}")
@@ -37,6 +38,7 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_every_section_of_the_gpu_report_runs_dry_without_the_gateways_packages():

@@ -49,7 +49,8 @@ class ReferenceOps(TorchOps):
 MAKERS = {"reference": ReferenceOps, "torch": TorchOps, "native": native_ops, "triton": TritonOps}
 BACKENDS = [
     ("reference", torch.float32), ("torch", torch.float32), ("torch", torch.float16), ("torch", torch.bfloat16),
-    ("native", torch.float32), ("native", torch.bfloat16), ("triton", torch.float32), ("triton", torch.float16),
+    ("native", torch.float32), ("native", torch.bfloat16),
+    *(pytest.param(("triton", dtype), marks=pytest.mark.heavy) for dtype in (torch.float32, torch.float16)),
 ]  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def test_attention_reads_no_other_request_and_no_stale_row(
 
 
 @pytest.mark.parametrize("kv_dtype", LARGEST)
-@pytest.mark.parametrize("make", [TorchOps, TritonOps])
+@pytest.mark.parametrize("make", [TorchOps, pytest.param(TritonOps, marks=pytest.mark.heavy)])
 def test_attention_over_8_bits_reads_no_stale_scale(make: type[Ops], kv_dtype: torch.dtype) -> None:
     check_attention(make(), torch.float32, kv_dtype, 0, 0.0)
 
@@ -205,7 +206,7 @@ def test_an_adapters_weights_reach_its_own_rows_only(
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("make", [TorchOps, native_ops, TritonOps])
+@pytest.mark.parametrize("make", [TorchOps, native_ops, pytest.param(TritonOps, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("whole_row", [True, False])
 def test_rows_without_numbers_draw_some_token_and_disturb_no_other(make, poison: float, whole_row: bool) -> None:
     logits = normal(7, 6, 300) * 3

@@ -104,13 +104,14 @@ def test_help_takes_no_second():
         (("engine", "--model", "x", "--lora-modules", '{"name": "a", "path": "/a", "r": 8}'), "has a field 'r'; known"),
         (("engine", "--model", "x", "--lora-modules", "a=/a", "a=/b"), "'a' is given to /a and to /b"),
         (("engine", "--model", "x", "stray"), "unexpected extra argument (stray)"),
-        (("engine", "--model", "x", "--api-key", ""), "--api-key is empty"),
+        pytest.param(("engine", "--model", "x", "--api-key", ""), "--api-key is empty", marks=pytest.mark.integration),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_2(arguments, says):
     assert says in refused(run(*arguments), 2)
 
 
+@pytest.mark.usefixtures("starts_servers")
 @pytest.mark.parametrize(
     ("arguments", "env", "says"),
     [
@@ -179,6 +180,7 @@ def test_an_engine_or_a_gateway_on_a_port_in_use_says_so_as_up_does(tmp_path):
     assert line == f"Error: {says}"
 
 
+@pytest.mark.usefixtures("starts_servers")
 def test_an_engine_setting_out_of_range_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -207,7 +209,7 @@ def test_without_a_gateway_it_says_where_it_looked(tmp_path):
 
 
 @pytest.fixture
-def stranger() -> Iterator[tuple[str, list[str]]]:
+def stranger(starts_servers: None) -> Iterator[tuple[str, list[str]]]:
     """Start a server that is no gateway; yield its URL and the Authorization header of each request it received."""
     seen: list[str] = []
 
@@ -308,6 +310,7 @@ def test_chat_asks_the_demos_tenants_who_has_the_model(tmp_path, stranger):
     assert seen[2:] == ["Bearer acme's", "Bearer globex's"]
 
 
+@pytest.mark.usefixtures("starts_servers")
 def test_up_with_a_redis_that_is_not_there_starts_nothing(tmp_path):
     flags = ("--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--redis-url", "redis://127.0.0.1:9")
     assert "--redis-url" in refused(run("up", "--demo", *flags), 1)

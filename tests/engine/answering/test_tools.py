@@ -170,6 +170,7 @@ async def test_choices_that_cannot_be_kept_are_refused(client: Client, fields, p
     assert (status, answer["error"]["param"]) == (400, param), answer
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_a_template_whose_calls_are_not_known_needs_the_flag(tmp_path):
     folder = save_tool_model(tmp_path / "model", "hermes")
     (folder / "chat_template.jinja").write_text(

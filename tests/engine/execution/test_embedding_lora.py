@@ -24,6 +24,7 @@ from kernels.cpu.plain import TorchOps
 
 # peft warns that tied weights complicate merging and that it saves the base's embedding; both are intended here.
 pytestmark = [
+    pytest.mark.heavy,
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`"),
 ]

@@ -96,7 +96,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("ops", "tokens", "requests"), [(TorchOps, 12, 9), (TritonOps, 2, 4)])
+@pytest.mark.parametrize(
+    ("ops", "tokens", "requests"), [(TorchOps, 12, 9), pytest.param(TritonOps, 2, 4, marks=pytest.mark.heavy)]
+)
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_replays_answer_as_eager_steps(
     ops: type[Ops], tokens: int, requests: int, async_scheduling: bool, make_engine: Make, replayed: list[Tensor]
@@ -107,6 +109,7 @@ def test_replays_answer_as_eager_steps(
     assert replayed
 
 
+@pytest.mark.heavy
 def test_adapters_swapped_between_replays_change_the_answers_as_eagerly(
     make_engine: Make, replayed: list[Tensor]
 ) -> None:
@@ -151,6 +154,7 @@ def test_captured_graphs_answer_as_eager_steps_while_adapters_take_each_others_p
     assert replayed
 
 
+@pytest.mark.heavy
 def test_what_is_left_in_the_buffers_is_never_read(
     make_engine: Make, replayed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

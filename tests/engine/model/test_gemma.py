@@ -130,7 +130,7 @@ def logits_of(decoder: Decoder) -> Tensor:
     return torch.cat(steps)
 
 
-@pytest.mark.parametrize("make", [native_ops, TorchOps, TritonOps])
+@pytest.mark.parametrize("make", [native_ops, TorchOps, pytest.param(TritonOps, marks=pytest.mark.heavy)])
 def test_every_backend_equals_transformers(model: tuple[Path, Tensor], make: Callable[[], Ops]) -> None:
     if make is TritonOps and torch.cuda.is_available():
         pytest.skip("the tensors of this test are the CPU's")

@@ -92,6 +92,7 @@ async def test_a_death_that_two_processes_report_is_one(any_redis: Any):
         assert not is_quarantined(two)
 
 
+@pytest.mark.usefixtures("starts_servers")
 async def test_without_redis_each_process_goes_by_its_own_deaths(tmp_path: Path):
     server = ValkeyServer(data_dir=tmp_path / "valkey")
     server.start()

@@ -96,6 +96,7 @@ def test_a_command_to_a_connection_that_has_just_closed_fails_as_any_on_a_lost_o
     run(main())
 
 
+@pytest.mark.usefixtures("starts_servers")
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 @pytest.mark.parametrize("server", ["redis_url", "cluster_url"])
 def test_any_other_call_fails_alike(server: str, run: Callable[..., None], request: pytest.FixtureRequest):
