@@ -283,6 +283,7 @@ def test_a_port_in_use_is_one_line(model):
     assert "address already in use" in stderr
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("name", "says"), [("nowhere", "no such folder"), ("cut.gguf", "is damaged or cut off: ")])
 def test_a_model_that_is_none_is_one_line(tmp_path, name, says):
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")

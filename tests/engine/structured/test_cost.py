@@ -153,6 +153,7 @@ def test_alternatives_that_do_not_meet_are_not_multiplied(schema: dict[str, Any]
     check_schemas([schema], "guided_json")
 
 
+@pytest.mark.heavy
 def test_counting_combinations_ends_in_time() -> None:
     """Shapes with shared parts are counted in bounded time: each pair is merged once, and all merges are bounded."""
     twice = {f"d{i}": {"properties": {name: {"$ref": f"#/$defs/d{i + 1}"} for name in "abcd"}} for i in range(100)}
