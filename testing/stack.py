@@ -13,11 +13,12 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from testing.ports import free_port
+
+if TYPE_CHECKING:
+    import openai  # takes 2 s, in each process that collects
 
 ROOT = Path(__file__).resolve().parent.parent
 # The model is downloaded and converted once; CI may keep this folder between runs.
@@ -110,7 +111,7 @@ class Stack:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-_clients: dict[tuple[str, str], openai.OpenAI] = {}
+_clients: dict[tuple[str, str], Any] = {}
 
 
 def close_clients() -> None:
@@ -127,8 +128,10 @@ class Tenant:
     url: str
 
     @property
-    def client(self) -> openai.OpenAI:
+    def client(self) -> "openai.OpenAI":
         """Return the client of a tenant on a stack; `close_clients` closes them all."""
+        import openai
+
         place = self.url, self.key
         if place not in _clients:
             # No keep-alive and no retries: the server closes old connections, and a request on one would fail.
@@ -139,7 +142,9 @@ class Tenant:
         return _clients[place]
 
     @property
-    def aclient(self) -> openai.AsyncOpenAI:
+    def aclient(self) -> "openai.AsyncOpenAI":
+        import openai
+
         return openai.AsyncOpenAI(api_key=self.key, base_url=f"{self.url}/v1", max_retries=0)
 
     def ask(self, model: str, question: str, **options: Any) -> str:

@@ -3,11 +3,11 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 from adapters.canonical import write_canonical
 from adapters.checkpoint import open_checkpoint
@@ -76,9 +76,9 @@ def test_it_is_read_without_a_regular_expression(tmp_path: Path, monkeypatch: py
     assert key(0, "q_proj", "A").encode() in (folder / "adapter_model.safetensors").read_bytes()
 
 
-def tiny() -> LlamaForCausalLM:
+def tiny() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -87,14 +87,16 @@ def tiny() -> LlamaForCausalLM:
         num_key_value_heads=2,
         tie_word_embeddings=False,
     )
-    return LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_computes_the_same_from_it(rslora: bool, tmp_path: Path):
+    import peft  # takes 5 s, in each process that collects
+
     """PEFT computes the same with rank and alpha patterns, on some layers, with the embedding and the head."""
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=8,
         lora_alpha=12,
         target_modules=["q_proj", "v_proj", "gate_proj", "embed_tokens", "lm_head"],
@@ -104,7 +106,7 @@ def test_peft_computes_the_same_from_it(rslora: bool, tmp_path: Path):
         use_rslora=rslora,
         task_type="CAUSAL_LM",
     )
-    model = get_peft_model(tiny(), config)
+    model = peft.get_peft_model(tiny(), config)
     rng = random.Random(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -117,8 +119,8 @@ def test_peft_computes_the_same_from_it(rslora: bool, tmp_path: Path):
     assert open_checkpoint(folder).digest == open_checkpoint(tmp_path / "a").digest
     tokens = torch.arange(10)[None]
     with torch.no_grad():
-        expected = PeftModel.from_pretrained(tiny(), tmp_path / "a").eval()(tokens).logits
-        found = PeftModel.from_pretrained(tiny(), folder).eval()(tokens).logits
+        expected = peft.PeftModel.from_pretrained(tiny(), tmp_path / "a").eval()(tokens).logits
+        found = peft.PeftModel.from_pretrained(tiny(), folder).eval()(tokens).logits
         plain = tiny()(tokens).logits
     assert torch.equal(found, expected)
     assert not torch.allclose(found, plain)

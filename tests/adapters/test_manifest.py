@@ -4,16 +4,13 @@ import copy
 import dataclasses
 import json
 import math
+from types import ModuleType
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
-from peft.utils.other import get_pattern_key
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapters.checkpoint import open_checkpoint
 from adapters.manifest import HARMLESS, HONOURED, OUTSIDE, REFUSED, AdapterError, BaseShape, parse_manifest
@@ -35,12 +32,16 @@ ON = {
 
 
 def test_every_field_of_peft_is_decided():
+    from peft import LoraConfig  # takes 5 s, in each process that collects
+
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
     assert fields - HONOURED - HARMLESS - set(REFUSED) == set()
     assert HONOURED & HARMLESS == HONOURED & set(REFUSED) == HARMLESS & set(REFUSED) == set()
 
 
 def test_the_defaults_of_peft_are_taken(tmp_path):
+    from peft import LoraConfig
+
     LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
     manifest = parse_manifest(json.loads((tmp_path / "adapter_config.json").read_text()))
     assert (manifest.rank, manifest.alpha, manifest.use_rslora) == (8, 8, False)
@@ -155,7 +156,7 @@ def test_base_shape_of_a_config(tmp_path):
 @pytest.fixture(scope="module")
 def llama():
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=4,
@@ -163,7 +164,7 @@ def llama():
         num_key_value_heads=2,
         vocab_size=64,
     )
-    return LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
 
 
 LORA_CONFIGS = {
@@ -202,6 +203,9 @@ LORA_CONFIGS = {
 @pytest.mark.parametrize("name", LORA_CONFIGS)
 def test_ranks_and_scales_are_those_of_peft(llama, tmp_path, name):
     """Ranks and scales equal PEFT's after its save, which sorts the pattern keys; their order decides."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft.tuners.lora import LoraLayer
+
     lora = LoraConfig(task_type="CAUSAL_LM", **LORA_CONFIGS[name])
     get_peft_model(copy.deepcopy(llama), lora).save_pretrained(tmp_path, save_embedding_layers=False)
     expected = {}
@@ -249,20 +253,34 @@ _LORA_CONFIG = st.fixed_dictionaries(
 )
 
 
+@pytest.fixture(scope="module")
+def peft() -> ModuleType:
+    """Import peft outside of the examples, whose time is limited."""
+    import peft
+    import peft.tuners.tuners_utils
+    import peft.utils.other
+
+    return peft
+
+
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(_LORA_CONFIG)
-def test_of_any_config_targets_ranks_and_scales_are_those_of_pefts_own_rules(fields):
+def test_of_any_config_targets_ranks_and_scales_are_those_of_pefts_own_rules(peft, fields):
     try:
-        theirs = LoraConfig(**fields)
+        theirs = peft.LoraConfig(**fields)
     except ValueError:  # configs that PEFT does not load are not compared
         return
     ours = parse_manifest({"peft_type": "LORA", **fields})
     if theirs.target_modules == "all-linear":
         theirs.target_modules = {"q_proj", "up_proj"}
     for layer, module in MODULES:
-        found = check_target_module_exists(theirs, module)
-        assert ours.targets(module, layer) == (bool(found) and not isinstance(found, _ExcludedModule))
-        rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern, module), theirs.r)
-        alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern, module), theirs.lora_alpha)
+        found = peft.tuners.tuners_utils.check_target_module_exists(theirs, module)
+        assert ours.targets(module, layer) == (
+            bool(found) and not isinstance(found, peft.tuners.tuners_utils._ExcludedModule)
+        )
+        rank = theirs.rank_pattern.get(peft.utils.other.get_pattern_key(theirs.rank_pattern, module), theirs.r)
+        alpha = theirs.alpha_pattern.get(
+            peft.utils.other.get_pattern_key(theirs.alpha_pattern, module), theirs.lora_alpha
+        )
         assert ours.rank_of(module) == rank
         assert ours.scale_of(module) == alpha / (math.sqrt(rank) if theirs.use_rslora else rank)

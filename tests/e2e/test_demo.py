@@ -6,7 +6,6 @@ import re
 import stat
 import subprocess
 
-import openai
 import pytest
 
 from testing.stack import Stack, Tenant, http
@@ -110,6 +109,8 @@ def test_an_adapter_changes_the_answer_as_it_should(adapter: str, tenants: dict[
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_anothers_adapter_looks_like_one_that_does_not_exist(path: str, acme: Tenant, globex: Tenant):
+    import openai
+
     def answer(model: str) -> tuple[int, str]:
         body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
         got = http("POST", f"{globex.url}/v1/{path}", globex.key, json.dumps(body).encode())
@@ -124,6 +125,8 @@ def test_anothers_adapter_looks_like_one_that_does_not_exist(path: str, acme: Te
 
 
 def test_anothers_digest_is_no_way_in(acme: Tenant, globex: Tenant):
+    import openai
+
     listed = http("GET", f"{acme.url}/v1/adapters/{acme.models[0]}", acme.key).json
     for name in (listed["digest"], f"sha256:{listed['digest'].removeprefix('sha256:')}"):
         with pytest.raises(openai.NotFoundError):

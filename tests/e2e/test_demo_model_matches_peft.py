@@ -4,11 +4,11 @@ One batch holds base rows, the demo's adapters and five adapters of other ranks.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+import transformers
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
@@ -22,12 +22,12 @@ from wire.text.tokenizer import Tokenizer
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
 NEW_TOKENS = 20
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-RANDOM = {
-    "r4": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]),
-    "r8-rslora": LoraConfig(r=8, lora_alpha=8, use_rslora=True, target_modules=ALL),
-    "r16": LoraConfig(r=16, lora_alpha=16, target_modules=["gate_proj", "up_proj", "down_proj"]),
-    "r32-rslora": LoraConfig(r=32, lora_alpha=16, use_rslora=True, target_modules=["o_proj", "k_proj"]),
-    "r64": LoraConfig(r=64, lora_alpha=64, target_modules=["q_proj", "v_proj"]),
+RANDOM: dict[str, dict[str, Any]] = {
+    "r4": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "r8-rslora": {"r": 8, "lora_alpha": 8, "use_rslora": True, "target_modules": ALL},
+    "r16": {"r": 16, "lora_alpha": 16, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    "r32-rslora": {"r": 32, "lora_alpha": 16, "use_rslora": True, "target_modules": ["o_proj", "k_proj"]},
+    "r64": {"r": 64, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"]},
 }
 QUESTIONS = {
     None: "What is the capital of France?",
@@ -48,12 +48,15 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="module")
-def peft_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PeftModel, dict[str, Path]]:
+def peft_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Path]]:
     """Return the dense twin with every adapter loaded, and the adapters' folders."""
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    from peft import LoraConfig, get_peft_model  # takes 5 s, in each process that collects
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     torch.manual_seed(0)
-    twin: PeftModel | None = None
-    for name, config in RANDOM.items():
+    twin: Any = None
+    for name, fields in RANDOM.items():
+        config = LoraConfig(**fields)
         if twin is None:
             twin = get_peft_model(base, config, adapter_name=name)
         else:
@@ -71,7 +74,7 @@ def peft_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return twin.eval(), paths
 
 
-def logits_of(twin: PeftModel, adapter: str | None, token_ids: list[int]) -> torch.Tensor:
+def logits_of(twin: Any, adapter: str | None, token_ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         if adapter is None:
             with twin.disable_adapter():
@@ -81,9 +84,7 @@ def logits_of(twin: PeftModel, adapter: str | None, token_ids: list[int]) -> tor
 
 
 @pytest.mark.timeout(420)
-def test_a_mixed_batch_on_the_demo_model_equals_peft(
-    model: Path, peft_model: tuple[PeftModel, dict[str, Path]]
-) -> None:
+def test_a_mixed_batch_on_the_demo_model_equals_peft(model: Path, peft_model: tuple[Any, dict[str, Path]]) -> None:
     twin, paths = peft_model
     assert set(paths) == set(QUESTIONS) - {None}
     host = HostCache(None, BaseShape.from_config_dir(model), 1 << 30, torch.float32)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable
 
 import aiohttp
-import openai
 import pytest
 
 from testing.stack import Answer, Stack, Tenant, http
@@ -24,6 +23,8 @@ def new_tenant(demo: dict, name: str, **limits: int) -> Tenant:
 
 
 def test_an_exhausted_quota_is_429_and_says_when(demo: dict):
+    import openai
+
     tenant = new_tenant(demo, "two-a-minute", requests_per_minute=2)
     first = tenant.client.with_raw_response.chat.completions.create(
         model=demo["base_model"], messages=[{"role": "user", "content": "Hi"}], max_tokens=2
@@ -42,6 +43,8 @@ def test_an_exhausted_quota_is_429_and_says_when(demo: dict):
 
 
 def test_a_token_quota_counts_prompt_and_answer(demo: dict):
+    import openai
+
     tenant = new_tenant(demo, "few-tokens", tokens_per_minute=120)
     tenant.ask(demo["base_model"], "Count to one hundred.", max_tokens=48, extra_body={"ignore_eos": True})
     with pytest.raises(openai.RateLimitError) as refused:

@@ -3,7 +3,6 @@
 import json
 import re
 
-import openai
 import pytest
 
 from testing.stack import Tenant
@@ -60,6 +59,8 @@ def test_completions_streams_and_vllms_forms(acme: Tenant, demo: dict) -> None:
     ],
 )
 def test_a_bad_grammar_is_400_at_the_gateway_too(acme: Tenant, demo: dict, extra: dict, param: str) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError) as refused:
         acme.client.chat.completions.create(model=demo["base_model"], messages=QUESTION, extra_body=extra)
     assert refused.value.body["param"] == param

@@ -6,7 +6,6 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import openai
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -57,6 +56,8 @@ def tarred(content: dict[str, bytes]) -> bytes:
 @pytest.mark.parametrize("form", ["files", "zip", "tar.gz"])
 def test_an_upload_is_used_at_once(form: str, acme: Tenant, globex: Tenant):
     """globex uploads acme's pirate under its own name, and gets the same answer at once."""
+    import openai
+
     content = files("pirate")
     bundle = {"files": content, "zip": {"bundle.zip": zipped(content)}, "tar.gz": {"bundle.tar.gz": tarred(content)}}
     name = f"sailor-{form.replace('.', '-')}"
