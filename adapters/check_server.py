@@ -37,8 +37,7 @@ def serve(parent: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     checks: dict[int, socket.socket] = {}
     while True:
-        waiting = {sock.fileno(): pid for pid, sock in checks.items()}
-        readable, _, _ = select.select([control, ended, *waiting], [], [])
+        readable, _, _ = select.select([control, ended, *checks.values()], [], [])
         if ended in readable:
             ended.recv(4096)
             _report_ended(checks)
@@ -52,10 +51,9 @@ def serve(parent: int) -> None:
             if pid == 0:
                 _be_check(job, own_pid, client, [control, ended, wake, *checks.values()])
             checks[pid] = client
-        for descriptor in readable:
-            if (pid := waiting.get(descriptor)) in checks:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid, client in checks.items():
+            if client in readable:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _report_ended(checks: dict[int, socket.socket]) -> None:

@@ -198,7 +198,7 @@ class CheckServer:
         with servers:
             self._process = subprocess.Popen(
                 (sys.executable, "-I", "-S", "-c", BOOT, str(ROOT), str(os.getpid())),
-                stdin=servers,
+                stdin=servers.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
