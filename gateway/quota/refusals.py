@@ -27,11 +27,12 @@ def check_possible(limits: Sequence[Limit], demand: Demand) -> None:
     A growing hold may pass a token rate's limit while it runs, so it needs room for the prompt and one token of each
     choice only.
     """
-    prompt, grows = demand.prompt_tokens, demand.expected is not None
+    prompt, least, grows = demand.prompt_tokens, demand.least, demand.expected is not None
+    cost = demand.price.highest_cost(prompt, least)
     for limit in limits:
         is_rate = limit.kind in STAGED
-        completion = min(demand.choices, demand.least) if is_rate and grows else demand.least
-        tokens, cost = prompt + completion, demand.price.highest_cost(prompt, completion)
+        completion = min(demand.choices, least) if is_rate and grows else least
+        tokens = prompt + completion
         if limit.kind in SINGLE or limit.amount(tokens, cost) <= limit.value:
             continue
         needs = f"{tokens} tokens ({prompt} of the prompt and {completion} of the answer)"
