@@ -190,17 +190,29 @@ local function under_limit(field, kind, state, limit, has_held)
   if not state and not has_held then
     return state, 0, 0
   end
-  local window, basis = WINDOW[kind], basis_of(kind, state, limit)
-  local debt = debt_of(state)
-  local is_ahead = state and struct.unpack('d', state) - now > MAX_STEP
+  local at, debt, basis = now, 0, limit
+  if state and RECALLED[kind] then
+    local _
+    if #state >= 48 then
+      at, debt, _, _, _, basis = struct.unpack('dddddd', state)
+    else
+      at, debt = struct.unpack('dd', state)
+    end
+  elseif state and #state >= 24 then
+    at, debt, basis = struct.unpack('ddd', state)
+  elseif state then
+    at, debt = struct.unpack('dd', state)
+  end
+  debt = max(0, debt - max(0, now - at))
+  local is_ahead = at - now > MAX_STEP
   if state and basis == limit and not is_ahead then
     return state, debt, 0
   end
-  local of_limit = debt * (basis / limit)
+  local window, of_limit = WINDOW[kind], debt * (basis / limit)
   if basis < limit or basis > limit and of_limit <= window then
     state = packed_rate(kind, decays_from(state), of_limit, limit, state)
     redis.call('HSET', STATE, field, state)
-  elseif is_ahead or not state and has_held then
+  elseif is_ahead or not state then
     -- The state was written while the clock was far ahead, and its debt begins to decay now; or requests that were
     -- admitted under another limit run, and their use counts under this one.
     state = packed_rate(kind, now, debt, basis, state)
