@@ -23,164 +23,144 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._engines: Registry | None = None
-        self._requests = Counter(
-            "loraplex_gateway_http_requests",
-            "HTTP requests answered.",
-            ["method", "route", "status"],
-            registry=self.registry,
-        )
-        self._latency = Histogram(
-            "loraplex_gateway_http_request_seconds",
-            "Time from a request's arrival to the end of its answer.",
-            ["route"],
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self._in_flight = Gauge(
-            "loraplex_gateway_http_in_flight", "HTTP requests being answered.", registry=self.registry
-        )
-        self._finished = Counter(
-            "loraplex_gateway_inference_requests",
-            "Admitted inference requests by how they ended.",
-            ["tenant", "endpoint", "status"],
-            registry=self.registry,
-        )
-        self._tokens = Counter(
-            "loraplex_gateway_tokens",
-            "Tokens charged, by kind: prompt, cached (a part of prompt), completion.",
-            ["tenant", "kind"],
-            registry=self.registry,
-        )
-        self._ttft = Histogram(
-            "loraplex_gateway_time_to_first_token_seconds",
-            "Time from a request's arrival to its first token.",
-            ["endpoint"],
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self._refusals = Counter(
-            "loraplex_gateway_quota_refusals",
-            "Requests refused for a limit: requests, tokens, concurrency or budget.",
-            ["tenant", "limit"],
-            registry=self.registry,
-        )
-        self._without_redis = Counter(
-            "loraplex_gateway_quota_fallbacks",
-            "Requests admitted while Redis was away, by how: open or local.",
-            ["mode"],
-            registry=self.registry,
-        )
-        self._quota_up = Gauge(
-            "loraplex_gateway_quota_up",
-            "1 if Redis answers, 0 while limits are as configured without.",
-            registry=self.registry,
-        )
-        self._loop_lag = Gauge(
-            "loraplex_gateway_loop_lag_seconds",
-            "How late the event loop ran its newest timer.",
-            registry=self.registry,
-        )
-        self._loop_lag_max = Gauge(
-            "loraplex_gateway_loop_lag_max_seconds",
-            "The event loop's longest stall in the last minute.",
-            registry=self.registry,
-        )
-        self._part_up = Gauge(
-            "loraplex_gateway_part_up",
-            "1 if the part is well, as /readyz has it: database, redis, quota, engines, tokenizer, ledger, process.",
-            ["part"],
-            registry=self.registry,
-        )
-        self._failed_logins = Counter(
-            "loraplex_gateway_wrong_keys", "Requests with an API key that opens nothing.", registry=self.registry
-        )
-        self._refused_logins = Counter(
-            "loraplex_gateway_refused_keys",
-            "Requests refused because of wrong keys from their address; their own secret was not compared.",
-            registry=self.registry,
-        )
-        self._engine_up = Gauge(
-            "loraplex_gateway_engine_up",
-            "1 if the engine answers its health check.",
-            ["engine"],
-            registry=self.registry,
-        )
-        self._engine_refused = Gauge(
-            "loraplex_gateway_engine_refused",
-            "1 if the engine lives and gets no requests because of its model, its version or its secret.",
-            ["engine"],
-            registry=self.registry,
-        )
-        self._engine_in_flight = Gauge(
-            "loraplex_gateway_engine_in_flight",
-            "This gateway's requests with the engine.",
-            ["engine"],
-            registry=self.registry,
-        )
-        self._engine_available = Gauge(
-            "loraplex_gateway_engine_available",
-            "1 if the engine is given requests: it is up and its circuit breaker is closed.",
-            ["engine"],
-            registry=self.registry,
-        )
-        self._queue_waiting = Gauge(
-            "loraplex_gateway_queue_waiting", "Requests that wait for an engine to have room.", registry=self.registry
-        )
-        self._ledger_waiting = Gauge(
-            "loraplex_gateway_ledger_waiting_rows", "Usage rows not yet in the database.", registry=self.registry
-        )
-        self._ledger_journal = Gauge(
-            "loraplex_gateway_ledger_journal_bytes", "Usage on this host's disk.", registry=self.registry
-        )
-        self._ledger_rejected = Gauge(
-            "loraplex_gateway_ledger_rejected_events",
-            "Usage events that this process set aside in usage_rejected.",
-            registry=self.registry,
-        )
-        self._mismatches = Counter(
-            "loraplex_gateway_adapter_mismatches",
-            "Answers for which the engine read another adapter than the request's.",
-            ["engine"],
-            registry=self.registry,
-        )
-        self._quarantined = Counter(
-            "loraplex_gateway_quarantined",
-            "Requests and adapters put into quarantine because engines died with them.",
-            ["kind"],
-            registry=self.registry,
-        )
-        self._slow_readers = Counter(
-            "loraplex_gateway_slow_readers_cut",
-            "Clients cut off because they read their answers too slowly.",
-            registry=self.registry,
-        )
-        self._bodies = Gauge(
-            "loraplex_gateway_request_body_bytes", "memory that large request bodies hold", registry=self.registry
-        )
-        self._unread = Gauge(
-            "loraplex_gateway_unread_answer_bytes",
-            "Bytes of answers that clients have not read.",
-            registry=self.registry,
-        )
-        self._connections = Gauge(
-            "loraplex_gateway_connections", "Open connections of clients.", registry=self.registry
-        )
-        self._closed_connections = Counter(
-            "loraplex_gateway_connections_closed",
-            "Connections closed because too many were open.",
-            registry=self.registry,
-        )
-        self._delayed = Counter(
-            "loraplex_gateway_delayed_requests",
-            "Requests that waited because their key or address sends too many that no engine serves.",
-            registry=self.registry,
-        )
+        self._make_http()
+        self._make_inference()
+        self._make_limits()
+        self._make_engines()
+        self._make_process()
         # Caches for the metrics of every request, because the library looks up each child under a lock. They grow no
         # larger than the library's own tables.
         self._requests_of = cache(self._requests.labels)
         self._latency_of = cache(self._latency.labels)
         self._finished_of = cache(self._finished.labels)
         self._tokens_of = cache(self._tokens.labels)
+
+    def _make_http(self) -> None:
+        self._requests = self._counter(
+            "loraplex_gateway_http_requests", "HTTP requests answered.", "method", "route", "status"
+        )
+        self._latency = self._histogram(
+            "loraplex_gateway_http_request_seconds",
+            "Time from the arrival of a request to the end of its answer.",
+            "route",
+        )
+        self._in_flight = self._gauge("loraplex_gateway_http_in_flight", "HTTP requests in progress.")
+        self._connections = self._gauge("loraplex_gateway_connections", "Open connections of clients.")
+        self._closed_connections = self._counter(
+            "loraplex_gateway_connections_closed", "Client connections closed because too many were open."
+        )
+        self._delayed = self._counter(
+            "loraplex_gateway_delayed_requests",
+            "Requests that waited because their key or address sends too many that no engine serves.",
+        )
+        self._bodies = self._gauge("loraplex_gateway_request_body_bytes", "Memory held by large request bodies.")
+        self._unread = self._gauge(
+            "loraplex_gateway_unread_answer_bytes", "Bytes of answers that clients have not yet read."
+        )
+        self._slow_readers = self._counter(
+            "loraplex_gateway_slow_readers_cut", "Clients cut off because they read their answers too slowly."
+        )
+
+    def _make_inference(self) -> None:
+        self._finished = self._counter(
+            "loraplex_gateway_inference_requests",
+            "Admitted inference requests, by ending.",
+            "tenant",
+            "endpoint",
+            "status",
+        )
+        self._tokens = self._counter(
+            "loraplex_gateway_tokens",
+            "Tokens charged, by kind: prompt, cached (a part of prompt), completion.",
+            "tenant",
+            "kind",
+        )
+        self._ttft = self._histogram(
+            "loraplex_gateway_time_to_first_token_seconds",
+            "Time from a request's arrival to its first token.",
+            "endpoint",
+        )
+        self._mismatches = self._counter(
+            "loraplex_gateway_adapter_mismatches",
+            "Answers for which the engine read an adapter other than the request's.",
+            "engine",
+        )
+        self._quarantined = self._counter(
+            "loraplex_gateway_quarantined",
+            "Requests and adapters put into quarantine because engines died with them.",
+            "kind",
+        )
+
+    def _make_limits(self) -> None:
+        self._refusals = self._counter(
+            "loraplex_gateway_quota_refusals",
+            "Requests refused because of a limit: requests, tokens, concurrency or budget.",
+            "tenant",
+            "limit",
+        )
+        self._without_redis = self._counter(
+            "loraplex_gateway_quota_fallbacks",
+            "Requests admitted while Redis was away, by mode: open or local.",
+            "mode",
+        )
+        self._quota_up = self._gauge(
+            "loraplex_gateway_quota_up", "1 if Redis answers; 0 while limits follow LORAPLEX_QUOTA_FALLBACK."
+        )
+        self._failed_logins = self._counter(
+            "loraplex_gateway_wrong_keys", "Requests with an API key that was never issued."
+        )
+        self._refused_logins = self._counter(
+            "loraplex_gateway_refused_keys",
+            "Requests refused, without a comparison of their secret, because of wrong keys from their address.",
+        )
+
+    def _make_engines(self) -> None:
+        self._engine_up = self._gauge(
+            "loraplex_gateway_engine_up", "1 if the engine answers its health check.", "engine"
+        )
+        self._engine_refused = self._gauge(
+            "loraplex_gateway_engine_refused",
+            "1 if the engine runs and gets no requests because of its model, its version or its secret.",
+            "engine",
+        )
+        self._engine_in_flight = self._gauge(
+            "loraplex_gateway_engine_in_flight", "Requests of this gateway that the engine works on.", "engine"
+        )
+        self._engine_available = self._gauge(
+            "loraplex_gateway_engine_available",
+            "1 if the engine gets requests: it is up and its circuit breaker is closed.",
+            "engine",
+        )
+        self._queue_waiting = self._gauge("loraplex_gateway_queue_waiting", "Requests that wait for room on an engine.")
+
+    def _make_process(self) -> None:
+        self._loop_lag = self._gauge("loraplex_gateway_loop_lag_seconds", "Delay of the event loop's last timer.")
+        self._loop_lag_max = self._gauge(
+            "loraplex_gateway_loop_lag_max_seconds", "Longest stall of the event loop in the last minute."
+        )
+        self._part_up = self._gauge(
+            "loraplex_gateway_part_up",
+            "1 if /readyz reports the part as ok: database, redis, quota, engines, tokenizer, ledger, process.",
+            "part",
+        )
+        self._ledger_waiting = self._gauge(
+            "loraplex_gateway_ledger_waiting_rows", "Usage rows not yet in the database."
+        )
+        self._ledger_journal = self._gauge(
+            "loraplex_gateway_ledger_journal_bytes", "Size of the usage journal on this host's disk."
+        )
+        self._ledger_rejected = self._gauge(
+            "loraplex_gateway_ledger_rejected_events", "Usage events that this process moved to usage_rejected."
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=SECONDS, registry=self.registry)
 
     def arrived(self) -> None:
         self._in_flight.inc()

@@ -177,5 +177,5 @@ async def _bind(runner: web.AppRunner, field: str, host: str, port: int, *, shar
 def _metrics_app(metrics: Metrics) -> web.Application:
     app = web.Application()
     app.on_response_prepare.append(hide_server)
-    app.router.add_get("/metrics", MetricsPage(metrics, None).get)
+    app.router.add_get("/metrics", MetricsPage(metrics).get)
     return app

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from engine.http.app import LAST_WORDS_S
-from gateway.app import FLUSH_SECONDS
+from gateway.lifecycle import FLUSH_SECONDS
 from gateway.settings import Settings
 from loraplex.cli import main
 from loraplex.models import ensure_demo_model

@@ -12,6 +12,7 @@ from adapters.manifest import BaseShape
 from adapters.spool import Spool
 from adapters.store import Store
 from gateway.access.auth import Authenticator
+from gateway.access.scopes import PRINCIPAL
 from gateway.api.idempotency import Idempotency
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import Checked, Checker, Served
@@ -160,7 +161,7 @@ class Adapters:
         self._intake = intake
 
     async def push(self, request: web.Request) -> web.Response:
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
+        principal = request[PRINCIPAL]
         tenant, limits = principal.tenant, principal.tenant.adapter_limits
         places = self._quota.upload(
             tenant.id, request[REQUEST_ID], limits.adapter_changes_per_minute, limits.max_concurrent_uploads
@@ -169,17 +170,17 @@ class Adapters:
             return await self._intake.push(request, tenant, principal.key_id, tenant.id, principal.check_model)
 
     async def list(self, request: web.Request) -> web.Response:
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
+        principal = request[PRINCIPAL]
         return await self._intake.list(principal.tenant, principal.may_use)
 
     async def get(self, request: web.Request) -> web.Response:
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
+        principal = request[PRINCIPAL]
         name = request.match_info["name"]
         principal.check_model(name)
         return json_response(describe(await self._catalog.get(principal.tenant, name)))
 
     async def delete(self, request: web.Request) -> web.Response:
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "adapters")
+        principal = request[PRINCIPAL]
         name, tenant = request.match_info["name"], principal.tenant
         principal.check_model(name)
         await self._quota.change(tenant.id, request[REQUEST_ID], tenant.adapter_limits.adapter_changes_per_minute)

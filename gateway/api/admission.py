@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 from aiohttp import web
 
-from gateway.access.auth import Authenticator, TenantPrincipal
+from gateway.access.auth import TenantPrincipal
+from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import read_shared
 from gateway.api.requests.memory import BODY_MEMORY, BodyShare
 from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReader
@@ -31,7 +32,6 @@ class Admission:
     def __init__(
         self,
         *,
-        auth: Authenticator,
         catalog: Catalog,
         prompts: PromptReader,
         quota: Quota,
@@ -40,7 +40,6 @@ class Admission:
         accounting: Accounting,
         metrics: Metrics,
     ) -> None:
-        self._auth = auth
         self._catalog = catalog
         self._prompts = prompts
         self._quota = quota
@@ -55,7 +54,7 @@ class Admission:
     ) -> tuple[InferenceRequest, Account]:
         """Admit the request. Returns the request, limited to the granted tokens, and its account."""
         arrived = time.monotonic()
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
+        principal = request[PRINCIPAL]
         tenant = principal.tenant
         share = held.enter_context(request.config_dict[BODY_MEMORY].share(tenant.id))
         raw = await read_shared(request, share)

@@ -31,12 +31,6 @@ class Engines:
         self._header = ANNOUNCE_TOKEN if announce_token else INTERNAL_TOKEN
         self._token = (announce_token or internal_token).encode()
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.post("/internal/engines", self.announce),
-            web.delete("/internal/engines", self.withdraw),
-        ]
-
     async def announce(self, request: web.Request) -> web.Response:
         announcements, url = await self._read(request)
         try:

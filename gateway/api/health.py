@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz` and `/openapi.json`, which need no key, and `/metrics`."""
+"""`/healthz` and `/readyz`, which need no key, and `/metrics`."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,8 +7,6 @@ from datetime import UTC, datetime
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.access.auth import Authenticator
-from gateway.api.description import gateway_description
 from gateway.api.requests.fields import json_response, read_flag
 from gateway.billing.ledger import Ledger
 from gateway.errors import GatewayError
@@ -73,9 +71,6 @@ class Health:
         self._states: dict[str, State] = {}
         # Concurrent requests share one probe of each part.
         self._looks: Lookups[None, None] = Lookups(self._look)
-
-    async def describe(self, _: web.Request) -> web.Response:
-        return json_response(gateway_description())
 
     async def live(self, _: web.Request) -> web.Response:
         return json_response({"status": "ok"})
@@ -154,13 +149,10 @@ class Health:
 
 
 class MetricsPage:
-    """Route for Prometheus. auth: checks the admin key; None on the operators' own port, which needs no key."""
+    """Route for Prometheus. The operators' own port serves it without a key."""
 
-    def __init__(self, metrics: Metrics, auth: Authenticator | None) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._auth = auth
 
-    async def get(self, request: web.Request) -> web.Response:
-        if self._auth is not None:
-            await self._auth.admin(request.headers.get("Authorization"))
+    async def get(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})

@@ -5,7 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.access.auth import Authenticator
+from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import json_response
 from gateway.errors import ModelNotFound
 from gateway.records.catalog import Adapter, Catalog
@@ -15,21 +15,20 @@ from gateway.records.tenants import Tenant
 class Models:
     """Routes for the models that a key may use."""
 
-    def __init__(self, *, auth: Authenticator, catalog: Catalog, base_model: str) -> None:
-        self._auth = auth
+    def __init__(self, *, catalog: Catalog, base_model: str) -> None:
         self._catalog = catalog
         self._base_model = base_model
         self._started = int(time.time())
 
     async def list(self, request: web.Request) -> web.Response:
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
+        principal = request[PRINCIPAL]
         adapters = await self._catalog.list(principal.tenant)
         models = [self._base(), *(self._describe(adapter, principal.tenant) for adapter in adapters)]
         usable = [model for model in models if principal.may_use(model["id"])]
         return json_response({"object": "list", "data": usable})
 
     async def get(self, request: web.Request) -> web.Response:
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "inference")
+        principal = request[PRINCIPAL]
         name = request.match_info["name"]
         principal.check_model(name)
         if name == self._base_model:

@@ -4,7 +4,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.access.auth import Authenticator
+from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import json_response, read_limit, read_period
 from gateway.errors import BadRequest
 from gateway.records.usage_report import GROUPS, UsageReport
@@ -19,14 +19,13 @@ MAX_GROUPS = 1000
 class Usage:
     """Route for a tenant's own usage."""
 
-    def __init__(self, *, auth: Authenticator, report: UsageReport) -> None:
-        self._auth = auth
+    def __init__(self, *, report: UsageReport) -> None:
         self._report = report
         self._reads = Turns(READS, rest=REST)
 
     async def get(self, request: web.Request) -> web.Response:
         """Report on the models that the key may use."""
-        principal = await self._auth.tenant(request.headers.get("Authorization"), "usage")
+        principal = request[PRINCIPAL]
         tenant_id = principal.tenant.id
         async with self._reads.turn(tenant_id):
             return await usage_answer(request, self._report, tenant_id=tenant_id, models=principal.allowed_models)

@@ -7,6 +7,7 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from gateway.access.auth import Authenticator
+from gateway.access.scopes import ACTOR
 from gateway.api.requests.fields import check_text, json_response, read_body, read_flag
 from gateway.api.requests.named_models import FORCE, check_models
 from gateway.errors import BadRequest, RecordNotFound
@@ -38,21 +39,12 @@ class AdminPrices:
         self._tenants = tenants
         self._catalog = catalog
 
-    def routes(self) -> list[web.RouteDef]:
-        model = "/admin/api/prices/{model:.+}"
-        return [
-            web.get("/admin/api/prices", self.list),
-            web.put(model, self.put),
-            web.delete(model, self.delete),
-        ]
-
     async def list(self, request: web.Request) -> web.Response:
-        await self._auth.admin(request.headers.get("Authorization"))
         entries = await self._prices.list()
         return json_response({"object": "list", "data": [_describe(entry) for entry in entries]})
 
     async def put(self, request: web.Request) -> web.Response:
-        actor = await self._auth.admin(request.headers.get("Authorization"))
+        actor = request[ACTOR]
         given = await read_body(request, NewPrice)
         cached = given.input if given.cached is None else given.cached
         price = Price(input=given.input, cached=cached, output=given.output)
@@ -66,7 +58,7 @@ class AdminPrices:
         return json_response(_describe(entry))
 
     async def delete(self, request: web.Request) -> web.Response:
-        actor = await self._auth.admin(request.headers.get("Authorization"))
+        actor = request[ACTOR]
         model = request.match_info["model"]
         await self._prices.delete(model, actor)
         await self._known.refresh()

@@ -4,7 +4,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.access.auth import Authenticator
+from gateway.access.scopes import ACTOR
 from gateway.api.adapters import AdapterIntake
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import OPERATOR
@@ -22,54 +22,38 @@ class Admin:
     def __init__(
         self,
         *,
-        auth: Authenticator,
         tenants: Tenants,
         catalog: Catalog,
         intake: AdapterIntake,
         report: UsageReport,
         registry: Registry,
     ) -> None:
-        self._auth = auth
         self._tenants = tenants
         self._catalog = catalog
         self._intake = intake
         self._report = report
         self._registry = registry
 
-    def routes(self) -> list[web.RouteDef]:
-        tenant = "/admin/api/tenants/{tenant}"
-        return [
-            web.post(f"{tenant}/adapters", self.push_adapter),
-            web.get(f"{tenant}/adapters", self.list_adapters),
-            web.delete(f"{tenant}/adapters/{{name}}", self.delete_adapter),
-            web.post("/admin/api/adapters/collect", self.collect),
-            web.get("/admin/api/usage", self.usage),
-            web.get("/admin/api/engines", self.engines),
-        ]
-
     async def push_adapter(self, request: web.Request) -> web.Response:
-        actor = await self._actor(request)
+        actor = request[ACTOR]
         return await self._intake.push(request, await self._tenant(request), actor, OPERATOR)
 
     async def list_adapters(self, request: web.Request) -> web.Response:
-        await self._actor(request)
         return await self._intake.list(await self._tenant(request))
 
     async def delete_adapter(self, request: web.Request) -> web.Response:
-        actor = await self._actor(request)
+        actor = request[ACTOR]
         name = request.match_info["name"]
         await self._catalog.delete(await self._tenant(request), name, actor)
         return json_response({"object": "adapter", "name": name, "deleted": True})
 
     async def collect(self, request: web.Request) -> web.Response:
         """Remove stored content of deleted names and tenants."""
-        await self._actor(request)
         removed, num_bytes = await self._intake.collect()
         return json_response({"object": "collection", "removed": removed, "bytes": num_bytes})
 
     async def usage(self, request: web.Request) -> web.Response:
         """Report the usage of one tenant (`?tenant=`, also of a deleted one) or of all."""
-        await self._actor(request)
         name = request.query.get("tenant")
         if name is not None:
             try:
@@ -80,11 +64,7 @@ class Admin:
         return await usage_answer(request, self._report, tenant=name)
 
     async def engines(self, request: web.Request) -> web.Response:
-        await self._actor(request)
         return json_response({"object": "list", "data": [describe_engine(e) for e in self._registry.engines]})
-
-    async def _actor(self, request: web.Request) -> str:
-        return await self._auth.admin(request.headers.get("Authorization"))
 
     async def _tenant(self, request: web.Request) -> Tenant:
         return await self._tenants.get(request.match_info["tenant"])

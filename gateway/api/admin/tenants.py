@@ -8,6 +8,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.access.auth import Authenticator
+from gateway.access.scopes import ACTOR
 from gateway.api.requests.fields import json_response, read_body, read_raw
 from gateway.api.requests.named_models import check_models
 from gateway.errors import BadRequest
@@ -80,18 +81,8 @@ class AdminTenants:
         self._tenants = tenants
         self._catalog = catalog
 
-    def routes(self) -> list[web.RouteDef]:
-        tenant = "/admin/api/tenants/{tenant}"
-        return [
-            web.post("/admin/api/tenants", self.create),
-            web.get("/admin/api/tenants", self.list),
-            web.get(tenant, self.get),
-            web.patch(tenant, self.update),
-            web.delete(tenant, self.delete),
-        ]
-
     async def create(self, request: web.Request) -> web.Response:
-        actor = await self._auth.admin(request.headers.get("Authorization"))
+        actor = request[ACTOR]
         fields = (await _read(request, NewTenant)).given()
         await check_models(
             request, self._catalog, None, fields.get("model_limits", ()), "model_limits", any_adapter=True
@@ -99,16 +90,14 @@ class AdminTenants:
         return json_response(describe_tenant(await self._tenants.create(fields.pop("name"), fields, actor)), status=201)
 
     async def list(self, request: web.Request) -> web.Response:
-        await self._auth.admin(request.headers.get("Authorization"))
         tenants = await self._tenants.list()
         return json_response({"object": "list", "data": [describe_tenant(tenant) for tenant in tenants]})
 
     async def get(self, request: web.Request) -> web.Response:
-        await self._auth.admin(request.headers.get("Authorization"))
         return json_response(describe_tenant(await self._tenants.get(request.match_info["tenant"])))
 
     async def update(self, request: web.Request) -> web.Response:
-        actor = await self._auth.admin(request.headers.get("Authorization"))
+        actor = request[ACTOR]
         changes = (await _read(request, TenantChanges)).given()
         name = request.match_info["tenant"]
         if "model_limits" in changes:
@@ -120,7 +109,7 @@ class AdminTenants:
         return json_response(describe_tenant(tenant))
 
     async def delete(self, request: web.Request) -> web.Response:
-        actor = await self._auth.admin(request.headers.get("Authorization"))
+        actor = request[ACTOR]
         name = request.match_info["tenant"]
         await self._tenants.delete(name, actor, self._catalog.base_model)
         await self._auth.catch_up()

@@ -4,7 +4,7 @@ import re
 
 from aiohttp import web
 
-from gateway.api.description import ROUTES
+from gateway.api.routes import ROUTES
 from gateway.app import make_app
 from testing.gateway.running import Gateway, settings
 from testing.gateway.upstream import Upstream
@@ -21,7 +21,7 @@ async def test_every_route_is_described(tmp_path, model_dir, upstream: Upstream,
         for route in app.router.routes()
         if isinstance(route.resource, web.Resource) and route.method != "HEAD"
     }
-    assert {(route.method, route.path) for route in ROUTES} == routes
+    assert {(route.method, route.canonical) for route in ROUTES} == routes
 
 
 async def test_the_description_is_published(gateway: Gateway):

@@ -1,0 +1,228 @@
+"""Table of all routes. The application, `/openapi.json`, the allowed query parameters and the scopes come from it."""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from gateway.access.auth import Authenticator
+from gateway.access.scopes import Scope, guarded
+from gateway.api.adapters import Adapters
+from gateway.api.admin.audit import AdminAudit
+from gateway.api.admin.keys import AdminKeys, NewAdminKey, NewKey, Rotation
+from gateway.api.admin.prices import AdminPrices, NewPrice
+from gateway.api.admin.routes import Admin
+from gateway.api.admin.tenants import AdminTenants, NewTenant, TenantChanges
+from gateway.api.completions import Completions
+from gateway.api.dashboard import Dashboard
+from gateway.api.description import Description, Upload
+from gateway.api.engines import Announcement, Engines
+from gateway.api.health import Health, MetricsPage
+from gateway.api.models import Models
+from gateway.api.usage import Usage
+from wire.requests import ChatCompletionRequest, CompletionRequest
+from wire.responses import ChatCompletion, Completion, Model, ModelList
+
+FORCE = ("force",)
+REPORT = ("since", "until", "group_by", "limit", "after")
+TENANT = "/admin/api/tenants/{tenant}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A route.
+
+    handler: a method of the class under which the table lists the route. scope: the scope that the key needs; None if
+    the route needs no key or checks a secret of another kind itself. is_open: whether it needs no secret at all. query:
+    the allowed query parameters; None if they are not checked. request, response: structs of the bodies; `Upload` for a
+    form. streams: whether it accepts "stream": true.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Any, web.Request], Awaitable[web.StreamResponse]]
+    summary: str
+    scope: Scope | None = None
+    is_open: bool = False
+    query: tuple[str, ...] | None = None
+    request: type | None = None
+    response: type | None = dict
+    streams: bool = False
+
+    @property
+    def canonical(self) -> str:
+        """Return the path without the patterns of its parts, as aiohttp and OpenAPI name it."""
+        return re.sub(r":[^}]+}", "}", self.path)
+
+
+def _route(method: str, path: str, handler: Any, summary: str, **more: Any) -> Route:
+    return Route(method=method, path=path, handler=handler, summary=summary, **more)
+
+
+def _admin(method: str, path: str, handler: Any, summary: str, **more: Any) -> Route:
+    """Return a route of the admin API, which takes no query parameters unless `query` lists them."""
+    return _route(method, path, handler, summary, **{"scope": "admin", "query": (), **more})
+
+
+# Routes by the class whose object answers them.
+TABLE: Mapping[type, tuple[Route, ...]] = {
+    Completions: (
+        _route(
+            "POST",
+            "/v1/chat/completions",
+            Completions.chat,
+            "Answer a chat.",
+            scope="inference",
+            request=ChatCompletionRequest,
+            response=ChatCompletion,
+            streams=True,
+        ),
+        _route(
+            "POST",
+            "/v1/completions",
+            Completions.completions,
+            "Continue a text.",
+            scope="inference",
+            request=CompletionRequest,
+            response=Completion,
+            streams=True,
+        ),
+    ),
+    Models: (
+        _route(
+            "GET",
+            "/v1/models",
+            Models.list,
+            "List the base model and the tenant's adapters.",
+            scope="inference",
+            response=ModelList,
+        ),
+        _route("GET", "/v1/models/{name:.+}", Models.get, "Return a model.", scope="inference", response=Model),
+    ),
+    Adapters: (
+        _route(
+            "POST",
+            "/v1/adapters",
+            Adapters.push,
+            "Upload an adapter, or its next version.",
+            scope="adapters",
+            request=Upload,
+        ),
+        _route("GET", "/v1/adapters", Adapters.list, "List the tenant's adapters.", scope="adapters"),
+        _route("GET", "/v1/adapters/{name}", Adapters.get, "Return an adapter.", scope="adapters"),
+        _route("DELETE", "/v1/adapters/{name}", Adapters.delete, "Delete an adapter's name.", scope="adapters"),
+    ),
+    Usage: (_route("GET", "/v1/usage", Usage.get, "Report the tenant's usage.", scope="usage", query=REPORT),),
+    Admin: (
+        _admin("POST", f"{TENANT}/adapters", Admin.push_adapter, "Upload an adapter for a tenant.", request=Upload),
+        _admin("GET", f"{TENANT}/adapters", Admin.list_adapters, "List a tenant's adapters."),
+        _admin("DELETE", f"{TENANT}/adapters/{{name}}", Admin.delete_adapter, "Delete an adapter's name."),
+        _admin("POST", "/admin/api/adapters/collect", Admin.collect, "Remove adapters that no name refers to."),
+        _admin("GET", "/admin/api/usage", Admin.usage, "Report the usage of tenants.", query=("tenant", *REPORT)),
+        _admin("GET", "/admin/api/engines", Admin.engines, "List the engines and their health."),
+    ),
+    Engines: (
+        _route("POST", "/internal/engines", Engines.announce, "Announce an engine.", request=Announcement),
+        _route("DELETE", "/internal/engines", Engines.withdraw, "Withdraw an engine.", request=Announcement),
+    ),
+    AdminAudit: (
+        _admin(
+            "GET",
+            "/admin/api/audit",
+            AdminAudit.list,
+            "List changes, with their actors.",
+            query=("tenant", "actor", "action", "since", "until", "limit", "after"),
+        ),
+    ),
+    AdminPrices: (
+        _admin("GET", "/admin/api/prices", AdminPrices.list, "List the prices of tokens."),
+        _admin(
+            "PUT",
+            "/admin/api/prices/{model:.+}",
+            AdminPrices.put,
+            "Set a model's price.",
+            query=FORCE,
+            request=NewPrice,
+        ),
+        _admin("DELETE", "/admin/api/prices/{model:.+}", AdminPrices.delete, "Remove a model's price."),
+    ),
+    AdminTenants: (
+        _admin(
+            "POST",
+            "/admin/api/tenants",
+            AdminTenants.create,
+            "Create a tenant.",
+            query=FORCE,
+            request=NewTenant,
+        ),
+        _admin("GET", "/admin/api/tenants", AdminTenants.list, "List all tenants."),
+        _admin("GET", TENANT, AdminTenants.get, "Return a tenant."),
+        _admin("PATCH", TENANT, AdminTenants.update, "Change a tenant.", query=FORCE, request=TenantChanges),
+        _admin("DELETE", TENANT, AdminTenants.delete, "Delete a tenant; its usage is kept."),
+    ),
+    AdminKeys: (
+        _admin(
+            "POST",
+            f"{TENANT}/keys",
+            AdminKeys.create,
+            "Create an API key; only this answer contains it.",
+            query=FORCE,
+            request=NewKey,
+        ),
+        _admin("GET", f"{TENANT}/keys", AdminKeys.list, "List a tenant's keys."),
+        _admin(
+            "POST",
+            "/admin/api/keys",
+            AdminKeys.create_admin,
+            "Create an admin key; only this answer contains it.",
+            request=NewAdminKey,
+        ),
+        _admin("GET", "/admin/api/keys", AdminKeys.list_admin, "List the admin keys."),
+        _admin("POST", "/admin/api/keys/{id}/rotate", AdminKeys.rotate, "Replace a key.", request=Rotation),
+        _admin("DELETE", "/admin/api/keys/{id}", AdminKeys.revoke, "Revoke a key."),
+    ),
+    Dashboard: (
+        _route("GET", "/admin", Dashboard.redirect, "Redirect to the status page.", is_open=True, response=None),
+        _route("GET", "/admin/", Dashboard.page, "Return the status page, for browsers.", response=None),
+        _route(
+            "GET",
+            "/admin/static/style.css",
+            Dashboard.style,
+            "Return the style of the status page.",
+            **{"is_open": True, "response": None},
+        ),
+    ),
+    Description: (_route("GET", "/openapi.json", Description.get, "Return this description.", is_open=True),),
+    Health: (
+        _route("GET", "/healthz", Health.live, "Return whether the process runs.", is_open=True),
+        _route(
+            "GET",
+            "/readyz",
+            Health.ready,
+            "Return whether requests can be served.",
+            **{"is_open": True, "query": ("strict",)},
+        ),
+    ),
+    MetricsPage: (
+        _route("GET", "/metrics", MetricsPage.get, "Return Prometheus metrics.", scope="admin", response=None),
+    ),
+}
+ROUTES = tuple(route for routes in TABLE.values() for route in routes)
+PARAMETERS = {(route.method, route.canonical): route.query for route in ROUTES if route.query is not None}
+
+
+def add_routes(app: web.Application, objects: Mapping[type, Any], auth: Authenticator) -> None:
+    """Add the routes of all classes that have an object."""
+    for kind, routes in TABLE.items():
+        if kind in objects:
+            for route in routes:
+                handler = route.handler.__get__(objects[kind])
+                if route.scope is not None:
+                    handler = guarded(handler, route.scope, auth)
+                if route.method == "GET":
+                    # Answers HEAD as well.
+                    app.router.add_get(route.path, handler)
+                else:
+                    app.router.add_route(route.method, route.path, handler)

@@ -1,0 +1,404 @@
+"""Construction of a gateway: every object, in order. `gateway/lifecycle.py` starts and ends them."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import aiohttp
+
+from adapters.manifest import BaseShape
+from adapters.store import Store, open_store
+from gateway.access.auth import Authenticator
+from gateway.access.credentials import StrongSecrets
+from gateway.api.adapters import AdapterIntake, Adapters, served, upload_rules
+from gateway.api.admin.audit import AdminAudit
+from gateway.api.admin.keys import AdminKeys
+from gateway.api.admin.prices import AdminPrices
+from gateway.api.admin.routes import Admin
+from gateway.api.admin.tenants import AdminTenants
+from gateway.api.admission import Admission
+from gateway.api.completions import Completions
+from gateway.api.dashboard import Dashboard
+from gateway.api.delivery import Deliveries
+from gateway.api.description import Description, describe_routes
+from gateway.api.engines import Engines
+from gateway.api.health import Health, MetricsPage
+from gateway.api.idempotency import Idempotency
+from gateway.api.models import Models
+from gateway.api.requests.memory import BodyMemory
+from gateway.api.requests.prompts import PromptReader
+from gateway.api.routes import ROUTES
+from gateway.api.usage import Usage
+from gateway.billing.account import Accounting
+from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.journal import Journal, journal_folder
+from gateway.billing.ledger import Ledger
+from gateway.billing.past import UsagePast
+from gateway.billing.recovery import Abandoned
+from gateway.billing.stream import UsageStream
+from gateway.billing.writer import UsageWriter
+from gateway.fleet.addresses import ANNOUNCED
+from gateway.fleet.client import EngineClient, new_session
+from gateway.fleet.discovery import Announcements, Discovery
+from gateway.fleet.dispatch import Fleet
+from gateway.fleet.probe import Probe
+from gateway.fleet.quarantine import Quarantine
+from gateway.fleet.queue import Gate
+from gateway.fleet.registry import Registry
+from gateway.fleet.shared_deaths import SharedDeaths
+from gateway.fleet.vllm.adapters import VllmAdapters
+from gateway.fleet.vllm.recent_uses import RecentUses
+from gateway.metrics import Metrics
+from gateway.process.connections import Connections
+from gateway.process.drain import Drain
+from gateway.process.loop_lag import LoopLag
+from gateway.quota.fallback import parse_fallback
+from gateway.quota.quota import Quota
+from gateway.records.audit import Audit
+from gateway.records.catalog import Catalog
+from gateway.records.changes import TRUST_SECONDS, Changes
+from gateway.records.database import Database
+from gateway.records.housekeeping import Housekeeping
+from gateway.records.keys import Keys
+from gateway.records.prices import PriceList, Prices
+from gateway.records.tenants import Tenants
+from gateway.records.usage_report import UsageReport
+from gateway.redis.client import connect
+from gateway.settings import OFF, Problems, Settings, SettingsError
+from wire.model_config import context_length
+from wire.telemetry.spans import Tracing
+from wire.telemetry.start import TracingError, start_tracing
+from wire.text.tokenizer import Tokenizer, TokenizerError
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The base model as the gateway knows it. max_length: tokens of prompt and answer together."""
+
+    tokenizer: Tokenizer
+    base: BaseShape
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Settings, and what holds connections, files or threads."""
+
+    settings: Settings
+    model: Model
+    store: Store
+    tracing: Tracing | None
+    metrics: Metrics
+    lag: LoopLag
+    database: Database
+    redis: Any
+    session: aiohttp.ClientSession
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Records in SQL, and the keys that are verified with them."""
+
+    tenants: Tenants
+    keys: Keys
+    report: UsageReport
+    changes: Changes
+    catalog: Catalog
+    prices: Prices
+    price_list: PriceList
+    audit: Audit
+    auth: Authenticator
+    is_proved: Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Billing:
+    """Limits, settlement and the ledger."""
+
+    quota: Quota
+    stream: UsageStream
+    ledger: Ledger
+    finished: FinishedClient
+    accounting: Accounting
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Engines, and the way to them."""
+
+    announcements: Announcements | None
+    registry: Registry
+    gate: Gate
+    quarantine: Quarantine
+    fleet: Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """All objects of a gateway. handlers: the objects whose methods answer the routes, by class."""
+
+    resources: Resources
+    records: Records
+    billing: Billing
+    serving: Serving
+    abandoned: Abandoned
+    deliveries: Deliveries
+    idempotency: Idempotency
+    intake: AdapterIntake
+    housekeeping: Housekeeping
+    body_memory: BodyMemory
+    connections: Connections
+    drain: Drain
+    health: Health
+    handlers: dict[type, Any]
+
+
+async def build(settings: Settings) -> Gateway:
+    """Return a gateway. Raises SettingsError, which names every model folder, store or option that cannot be used."""
+    resources = await _open(settings)
+    records = _build_records(resources)
+    billing = _build_billing(resources)
+    serving = _build_serving(resources)
+    metrics = resources.metrics
+    metrics.watch(serving.registry, billing.ledger, serving.gate)
+    metrics.watch_quota(lambda: not billing.quota.away)
+    drain, body_memory = Drain(), BodyMemory(settings.body_memory_bytes)
+    metrics.watch_bodies(lambda: body_memory.held)
+    idempotency = Idempotency(resources.redis, settings.redis_timeout)
+    intake = AdapterIntake(
+        catalog=records.catalog,
+        store=resources.store,
+        base=resources.model.base,
+        rules=upload_rules(settings),
+        idempotency=idempotency,
+        served=lambda: served(serving.registry.engines, settings.max_lora_rank),
+    )
+    deliveries = Deliveries(
+        metrics,
+        reader_bytes=settings.reader_buffer_bytes,
+        total_bytes=settings.answer_memory_bytes,
+        least_rate=settings.least_read_rate,
+        window=settings.client_timeout,
+    )
+    health = Health(
+        database=resources.database,
+        quota=billing.quota,
+        ledger=billing.ledger,
+        registry=serving.registry,
+        drain=drain,
+        metrics=metrics,
+        degraded_is_ready=settings.readiness == "degraded",
+        admin_port=settings.admin_port,
+    )
+    handlers = [
+        *_inference_handlers(resources, records, billing, serving, deliveries),
+        *_tenant_handlers(records, billing, intake),
+        *_admin_handlers(records, serving, intake),
+        Engines(serving.announcements, settings.internal_token, settings.announce_token),
+        Description(lambda: describe_routes(ROUTES)),
+        health,
+    ]
+    if settings.metrics_port is None:
+        handlers.append(MetricsPage(metrics))
+    return Gateway(
+        resources,
+        records,
+        billing,
+        serving,
+        abandoned=_build_recovery(resources, billing, serving),
+        deliveries=deliveries,
+        idempotency=idempotency,
+        intake=intake,
+        housekeeping=_build_housekeeping(resources, records, intake),
+        body_memory=body_memory,
+        connections=Connections(settings.max_connections, metrics),
+        drain=drain,
+        health=health,
+        handlers={type(handler): handler for handler in handlers},
+    )
+
+
+async def _open(settings: Settings) -> Resources:
+    """Open what the settings name. Raises SettingsError for all that cannot be used."""
+    problems = Problems()
+    with problems.collect():
+        model = await asyncio.to_thread(_read_model, settings)
+    with problems.collect():
+        store = await asyncio.to_thread(_open_store, settings)
+    with problems.collect():
+        tracing = _start_tracing()
+    problems.report()
+    metrics, lag = Metrics(), LoopLag()
+    metrics.watch_loop(lag)
+    return Resources(
+        settings,
+        model,
+        store,
+        tracing,
+        metrics,
+        lag,
+        Database(settings.database_url),
+        connect(settings.redis_url, settings.redis_timeout),
+        new_session(settings.engine_timeout),
+    )
+
+
+def _read_model(settings: Settings) -> Model:
+    """Read the tokenizer, the shapes that adapters must fit, and the context length. Reads no weights."""
+    folder = settings.model_dir
+    try:
+        tokenizer, base = Tokenizer.from_dir(folder), BaseShape.from_config_dir(folder)
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (TokenizerError, ValueError, OSError) as error:
+        raise SettingsError("LORAPLEX_MODEL_DIR", str(error)) from error
+    if settings.max_model_len is None and not isinstance(config.get("max_position_embeddings"), int):
+        raise SettingsError("LORAPLEX_MAX_MODEL_LEN", "is required: config.json has no max_position_embeddings")
+    return Model(tokenizer, base, settings.max_model_len or context_length(config))
+
+
+def _open_store(settings: Settings) -> Store:
+    try:
+        return open_store(settings.adapter_store)
+    except (ValueError, OSError) as error:
+        raise SettingsError("LORAPLEX_ADAPTER_STORE", str(error)) from error
+
+
+def _start_tracing() -> Tracing | None:
+    try:
+        return start_tracing("loraplex-gateway")
+    except TracingError as error:
+        raise SettingsError(error.field, error.message) from error
+
+
+def _build_records(resources: Resources) -> Records:
+    settings, database = resources.settings, resources.database
+    changes = Changes(database, settings.key_trust_seconds)
+    keys, prices = Keys(database), Prices(database)
+    admin_key = None if settings.admin_key == OFF else settings.admin_key
+    # Right secrets that need no throttle: a strong one is compared from every address and on every port.
+    strong = StrongSecrets(admin_key, settings.announce_token or settings.internal_token)
+    anywhere = settings.admin_port is None or (admin_key is not None and strong.contains(admin_key))
+    auth = Authenticator(keys, settings.key_pepper, admin_key, changes, admin_key_anywhere=anywhere)
+    return Records(
+        Tenants(database),
+        keys,
+        UsageReport(database),
+        changes,
+        Catalog(database, settings.base_model, changes, TRUST_SECONDS),
+        prices,
+        PriceList(prices, settings.base_model),
+        Audit(database),
+        auth,
+        is_proved=lambda presented: auth.is_issued(presented) or strong.contains(presented),
+    )
+
+
+def _build_billing(resources: Resources) -> Billing:
+    settings, redis, database = resources.settings, resources.redis, resources.database
+    journal = Journal(journal_folder(settings.journal_dir.expanduser(), settings.database_url), settings.journal_bytes)
+    stream = UsageStream(redis, settings.redis_timeout)
+    ledger = Ledger(UsageWriter(database), stream, journal, settings.ledger_queue)
+    quota = Quota(
+        redis,
+        settings.redis_timeout,
+        settings.lease_seconds,
+        parse_fallback(settings.quota_fallback),
+        resources.metrics.admitted_without_redis,
+        UsagePast(database, settings.base_model),
+        settings.redis_check,
+    )
+    finished = FinishedClient(resources.session, settings.internal_token)
+    return Billing(quota, stream, ledger, finished, Accounting(quota, ledger, resources.metrics, finished))
+
+
+def _build_serving(resources: Resources) -> Serving:
+    settings, redis, session = resources.settings, resources.redis, resources.session
+    token, timeout = settings.internal_token, settings.engine_timeout
+    announcements = Announcements(redis, settings.redis_timeout) if ANNOUNCED in settings.engines else None
+    probe = Probe(session, token, settings.base_model, settings.engine_silence)
+    registry = Registry(Discovery(settings.engine_addresses, announcements), probe, timeout)
+    gate = Gate(lambda: registry.capacity, settings.queue_length, settings.queue_seconds)
+    vllm = VllmAdapters(session, resources.store, RecentUses(redis, settings.redis_timeout))
+    quarantine = Quarantine(
+        settings.quarantine_seconds,
+        settings.key_pepper.encode(),
+        SharedDeaths(redis, settings.database_url),
+        resources.metrics.quarantined,
+    )
+    fleet = Fleet(registry, EngineClient(session, token, vllm), gate, timeout, quarantine)
+    return Serving(announcements, registry, gate, quarantine, fleet)
+
+
+def _build_recovery(resources: Resources, billing: Billing, serving: Serving) -> Abandoned:
+    def our_engines() -> list[str]:
+        return [engine.url for engine in serving.registry.engines if engine.address.kind == "loraplex"]
+
+    seconds = resources.settings.lease_seconds / 3
+    return Abandoned(
+        billing.quota, billing.stream, billing.ledger, resources.metrics, billing.finished, our_engines, seconds
+    )
+
+
+def _build_housekeeping(resources: Resources, records: Records, intake: AdapterIntake) -> Housekeeping:
+    kept = timedelta(days=resources.settings.tenant_audit_days)
+    chores = {
+        "adapters and bytes collected": intake.collect,
+        "audit entries removed": lambda: records.audit.sweep(kept),
+    }
+    return Housekeeping(resources.redis, resources.settings.redis_timeout, chores)
+
+
+def _inference_handlers(
+    resources: Resources, records: Records, billing: Billing, serving: Serving, deliveries: Deliveries
+) -> list[Any]:
+    settings = resources.settings
+    prompts = PromptReader(
+        resources.model.tokenizer,
+        resources.model.max_length,
+        settings.default_max_tokens,
+        max_answer_bytes=settings.max_answer_bytes,
+        max_event_bytes=settings.reader_buffer_bytes,
+        other_engines=any(address.kind == "vllm" for address in settings.engine_addresses),
+    )
+    admission = Admission(
+        catalog=records.catalog,
+        prompts=prompts,
+        quota=billing.quota,
+        prices=records.price_list,
+        fleet=serving.fleet,
+        accounting=billing.accounting,
+        metrics=resources.metrics,
+    )
+    completions = Completions(
+        admission=admission,
+        auth=records.auth,
+        fleet=serving.fleet,
+        accounting=billing.accounting,
+        metrics=resources.metrics,
+        deliveries=deliveries,
+        max_answer_bytes=settings.max_answer_bytes,
+        request_timeout=settings.request_timeout,
+    )
+    return [completions, Models(catalog=records.catalog, base_model=settings.base_model)]
+
+
+def _tenant_handlers(records: Records, billing: Billing, intake: AdapterIntake) -> list[Any]:
+    return [
+        Adapters(auth=records.auth, catalog=records.catalog, intake=intake, quota=billing.quota),
+        Usage(report=records.report),
+    ]
+
+
+def _admin_handlers(records: Records, serving: Serving, intake: AdapterIntake) -> list[Any]:
+    auth, tenants, catalog, report = records.auth, records.tenants, records.catalog, records.report
+    return [
+        Admin(tenants=tenants, catalog=catalog, intake=intake, report=report, registry=serving.registry),
+        AdminAudit(audit=records.audit),
+        AdminPrices(auth=auth, prices=records.prices, known=records.price_list, tenants=tenants, catalog=catalog),
+        AdminTenants(auth=auth, tenants=tenants, catalog=catalog),
+        AdminKeys(auth=auth, tenants=tenants, keys=records.keys, catalog=catalog),
+        Dashboard(auth=auth, tenants=tenants, catalog=catalog, report=report, registry=serving.registry),
+    ]

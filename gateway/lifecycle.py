@@ -1,0 +1,108 @@
+"""Start and end of a gateway's parts, as contexts of the application that end in reverse order."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime
+
+from aiohttp import web
+
+from gateway.build import Gateway
+from gateway.process.background import running
+from gateway.records.keys import Keys
+from gateway.settings import OFF, Settings, SettingsError
+
+log = logging.getLogger(__name__)
+
+# Time limit of the shutdown for writing the last usage rows, in addition to the running requests' own.
+FLUSH_SECONDS = 20.0
+
+Context = Callable[[web.Application], AsyncIterator[None]]
+
+
+class Lifecycle:
+    """Contexts of one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._resources = gateway.resources
+        self._settings = gateway.resources.settings
+
+    def contexts(self) -> Sequence[Context]:
+        """Return the contexts in the order of their start: the accounts of requests end before their ledger."""
+        parts = (self._tracing, self._connections, self._schema, self._access, self._prices, self._leases)
+        gateway = self._gateway
+        others = (gateway.intake.run, gateway.housekeeping.running, gateway.health.watching)
+        return (*parts, self._engines, self._usage, self._accounts, *others)
+
+    async def _tracing(self, _: web.Application) -> AsyncIterator[None]:
+        yield
+        if self._resources.tracing is not None:
+            await asyncio.to_thread(self._resources.tracing.close)
+
+    async def _connections(self, _: web.Application) -> AsyncIterator[None]:
+        yield
+        await self._resources.session.close()
+        await self._resources.redis.aclose()
+        await self._resources.database.close()
+
+    async def _schema(self, _: web.Application) -> AsyncIterator[None]:
+        database = self._resources.database
+        await database.wait(self._settings.database_wait)
+        if self._settings.migrate_on_start:
+            await database.upgrade()
+        await database.check_schema()
+        await _check_admin_key(self._settings, self._gateway.records.keys)
+        yield
+
+    async def _access(self, _: web.Application) -> AsyncIterator[None]:
+        records = self._gateway.records
+        async with running(self._resources.lag.watch()), running(records.auth.watch()):
+            yield
+        await records.changes.close()
+
+    async def _prices(self, _: web.Application) -> AsyncIterator[None]:
+        records = self._gateway.records
+        await records.price_list.refresh()
+        async with running(records.price_list.watch(records.changes)):
+            yield
+
+    async def _leases(self, _: web.Application) -> AsyncIterator[None]:
+        quota = self._gateway.billing.quota
+        async with running(quota.keep_leases()):
+            yield
+        await quota.close()
+
+    async def _engines(self, _: web.Application) -> AsyncIterator[None]:
+        serving, deliveries = self._gateway.serving, self._gateway.deliveries
+        await serving.registry.poll()
+        watching = serving.registry.watch(serving.gate.admit)
+        async with running(watching), running(deliveries.watch()), running(serving.quarantine.watch()):
+            yield
+
+    async def _usage(self, _: web.Application) -> AsyncIterator[None]:
+        ledger = self._gateway.billing.ledger
+        async with running(ledger.run()), running(self._gateway.abandoned.run()):
+            yield
+        try:
+            async with asyncio.timeout(FLUSH_SECONDS):
+                await ledger.close()
+        except TimeoutError:
+            log.warning("the last usage rows wait in Redis or in the journal for the next gateway")
+
+    async def _accounts(self, _: web.Application) -> AsyncIterator[None]:
+        yield
+        await self._gateway.billing.accounting.drain(FLUSH_SECONDS)
+
+
+async def _check_admin_key(settings: Settings, keys: Keys) -> None:
+    """Raise SettingsError if there is no valid key for the admin API."""
+    if settings.admin_key != OFF:
+        return
+    now = datetime.now(UTC)
+    if not any(key.valid(now) for key in await keys.list(None)):
+        raise SettingsError(
+            "LORAPLEX_ADMIN_KEY",
+            "is required while the database holds no valid admin key: set it, make one with `loraplex key create "
+            "--admin`, then set it to 'off'",
+        )
