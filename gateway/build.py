@@ -176,13 +176,7 @@ async def build(settings: Settings) -> Gateway:
         idempotency=idempotency,
         served=lambda: served(serving.registry.engines, settings.max_lora_rank),
     )
-    deliveries = Deliveries(
-        metrics,
-        reader_bytes=settings.reader_buffer_bytes,
-        total_bytes=settings.answer_memory_bytes,
-        least_rate=settings.least_read_rate,
-        window=settings.client_timeout,
-    )
+    deliveries = _build_deliveries(settings, metrics)
     health = Health(
         database=resources.database,
         quota=billing.quota,
@@ -330,6 +324,16 @@ def _build_serving(resources: Resources) -> Serving:
     )
     fleet = Fleet(registry, EngineClient(session, token, vllm), gate, timeout, quarantine)
     return Serving(announcements, registry, gate, quarantine, fleet)
+
+
+def _build_deliveries(settings: Settings, metrics: Metrics) -> Deliveries:
+    return Deliveries(
+        metrics,
+        reader_bytes=settings.reader_buffer_bytes,
+        total_bytes=settings.answer_memory_bytes,
+        least_rate=settings.least_read_rate,
+        window=settings.client_timeout,
+    )
 
 
 def _build_recovery(resources: Resources, billing: Billing, serving: Serving) -> Abandoned:
