@@ -148,7 +148,7 @@ class TooMuchRefused(GatewayError):
 
     def __init__(self, retry_after: int) -> None:
         message = (
-            f"Too many of your requests were refused after their prompts had been counted. Mend what their errors name "
+            f"Too many of your requests were refused after their prompts were counted. Correct what their errors name, "
             f"and try again in {retry_after} s."
         )
         super().__init__(message, headers={"Retry-After": str(retry_after)})
@@ -212,7 +212,7 @@ class EngineMismatch(GatewayError):
     status, code = 500, "adapter_mismatch"
 
     def __init__(self) -> None:
-        super().__init__("The engine answered with another adapter than was asked for; nothing is charged. Try again.")
+        super().__init__("The engine used an adapter other than the request's; the request is not charged. Try again.")
 
 
 class NoEngine(Unavailable):
@@ -231,7 +231,7 @@ class EngineDied(NoEngine):
 
     def __init__(self) -> None:
         super().__init__(
-            "The engine ended while it worked on this request, and no other is available; try again shortly. The "
+            "The engine died while it worked on this request, and no other is available; try again shortly. The "
             "request costs no money; tokens that were computed for it count against the token rates."
         )
 
@@ -255,7 +255,7 @@ def translate(error: Exception, request_id: str) -> GatewayError:
     if isinstance(error, ChatTemplateError):
         return BadRequest(str(error), param=error.param)
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return TooLarge("The request body is larger than this gateway accepts.")
+        return TooLarge("The request body exceeds the limit of this gateway.")
     if isinstance(error, web.HTTPNotFound):
         return RecordNotFound("There is nothing at this URL.", code="unknown_url")
     if isinstance(error, web.HTTPMethodNotAllowed):

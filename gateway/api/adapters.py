@@ -212,8 +212,8 @@ def served(engines: Sequence[EngineRecord], max_rank: int | None) -> Served:
     """
 
     def largest(field: str) -> int:
-        said = [engine.state.get(field) for engine in engines]
-        return max((value for value in said if isinstance(value, int)), default=0)
+        reported = [engine.state.get(field) for engine in engines]
+        return max((value for value in reported if isinstance(value, int)), default=0)
 
     return Served(
         max_rank=max_rank or largest("max_lora_rank") or DEFAULT_MAX_RANK,

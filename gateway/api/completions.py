@@ -258,7 +258,7 @@ class Completions:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise OutOfTime(f"The request took longer than the {self._request_timeout:g} s that any may.") from error
+            raise OutOfTime(f"The request exceeded the time limit of {self._request_timeout:g} s.") from error
 
 
 def _hold_back(account: Account, answering: Answering) -> None:

@@ -36,7 +36,7 @@ class Engines:
         try:
             await announcements.announce(url)
         except (RedisError, OSError, TimeoutError) as error:
-            raise Unavailable("Announcements cannot be kept now; try again shortly.") from error
+            raise Unavailable("The announcement cannot be stored now; try again shortly.") from error
         return web.Response(status=204)
 
     async def withdraw(self, request: web.Request) -> web.Response:
@@ -44,7 +44,7 @@ class Engines:
         try:
             await announcements.withdraw(url)
         except (RedisError, OSError, TimeoutError) as error:
-            raise Unavailable("Announcements cannot be changed now; try again shortly.") from error
+            raise Unavailable("The announcement cannot be withdrawn now; try again shortly.") from error
         return web.Response(status=204)
 
     async def _read(self, request: web.Request) -> tuple[Announcements, str]:
@@ -55,7 +55,7 @@ class Engines:
                 raise InvalidKey(f"{self._header} is missing.", code="invalid_internal_token")
             raise WrongKey(f"{self._header} is wrong.", code="invalid_internal_token")
         if self._announcements is None:
-            raise RecordNotFound(f"This gateway takes no announcements: LORAPLEX_ENGINES does not hold '{ANNOUNCED}'.")
+            raise RecordNotFound(f"This gateway accepts no announcements: '{ANNOUNCED}' is not in LORAPLEX_ENGINES.")
         url = (await read_body(request, Announcement)).url
         try:
             if parse_address(url).url.startswith("dns:"):

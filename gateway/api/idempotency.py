@@ -83,7 +83,8 @@ class Idempotency:
         if entry.content != asked:
             raise KeyReused(f"This {HEADER} was used for another request.", param=HEADER)
         if not entry.status:
-            raise InProgress("The same request is being done; ask again shortly.", headers={"Retry-After": "1"})
+            message = f"A request with this {HEADER} is in progress; try again shortly."
+            raise InProgress(message, headers={"Retry-After": "1"})
         return _answer(entry)
 
     def for_admin_calls(self, auth: Authenticator) -> Middleware:

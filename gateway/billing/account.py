@@ -81,7 +81,7 @@ class Account:
         # The tokens of the usage row, once the account is closed.
         self.billed: Used | None = None
         self.settlement: asyncio.Task[None] | None = None
-        self.tell: Callable[[Reservation, str, int, int], None] | None = None
+        self.on_progress: Callable[[Reservation, str, int, int], None] | None = None
         self.arrived = arrived
         self._first_token: float | None = None
 
@@ -172,18 +172,18 @@ class Account:
                 self.ended_choices.add(_int(choice.index, 0))
 
     def _progressed(self) -> None:
-        if self.tell is not None and self.engine is not None:
-            self.tell(self.reservation, self.engine, self.prompt_tokens, self.completion_tokens)
+        if self.on_progress is not None and self.engine is not None:
+            self.on_progress(self.reservation, self.engine, self.prompt_tokens, self.completion_tokens)
         if self.hold is not None:
             self.hold.use(self.completion_tokens)
 
-    def charge(self, told: FinishedRequest | None) -> Charge:
-        """Return the charge of the request. told: the engine's final count, if the answer was not read to the end."""
-        heard = self.used
-        known = None if told is None else Used(told.prompt_tokens, told.completion_tokens, told.cached_tokens)
-        if told is not None:
-            self.finish_reason = self.finish_reason or told.finish_reason
-        return charge(self.ending, self.asked_prompt, heard, known, self.weights)
+    def charge(self, final: FinishedRequest | None) -> Charge:
+        """Return the charge of the request. final: the engine's final count, if the answer was not read to the end."""
+        received = self.used
+        known = None if final is None else Used(final.prompt_tokens, final.completion_tokens, final.cached_tokens)
+        if final is not None:
+            self.finish_reason = self.finish_reason or final.finish_reason
+        return charge(self.ending, self.asked_prompt, received, known, self.weights)
 
     def row(self, charged: Charge, ended: float) -> UsageRow:
         """Return the usage row. ended: on the clock of `arrived`."""
@@ -253,7 +253,7 @@ class Accounting:
     @contextmanager
     def open(self, account: Account) -> Iterator[Account]:
         """Close the account at the end of the block, however it ends. Redis receives the progress during the block."""
-        account.tell = self._quota.progress
+        account.on_progress = self._quota.progress
         try:
             yield account
         except (asyncio.CancelledError, ClientGone):
@@ -342,13 +342,13 @@ class Accounting:
 
         Returns whether that is possible.
         """
-        heard = account.used if account.ending in CUT else Used()
+        received = account.used if account.ending in CUT else Used()
         is_free = account.ending.may_be_lost
-        self._quota.progress(account.reservation, engine, heard.prompt, heard.completion, is_free=is_free)
+        self._quota.progress(account.reservation, engine, received.prompt, received.completion, is_free=is_free)
         try:
             return await self._quota.hand_over(account.reservation)
         except Unavailable as error:
-            log.info("request %s is settled by what was heard of it: %s", account.reservation.request_id, error)
+            log.info("request %s is settled with the counts received so far: %s", account.reservation.request_id, error)
             return False
 
 

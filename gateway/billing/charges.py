@@ -123,27 +123,28 @@ class Charge(msgspec.Struct, frozen=True):
         return self.rate_tokens - self.billed.prompt - self.billed.completion
 
 
-def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, weights: Weights) -> Charge:
+def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None, weights: Weights) -> Charge:
     """Return the charge of a request by its ending.
 
-    asked_prompt: the prompt's tokens as admitted. heard: the counts of the answer as far as it was received, with the
-    whole prompt once it was sent to an engine. told: the final count of the engine that was asked afterwards, None if
-    none was asked or it does not have the request; if no engine served the request, an engine that died with it.
+    asked_prompt: the prompt's tokens as admitted. received: the counts of the answer as far as it was received, with
+    the whole prompt once it was sent to an engine. final: the count of the engine that was asked afterwards, None if
+    none was asked or it does not have the request; if no engine served the request, an engine that died with it. Of two
+    counts in the table the first known one applies.
 
-    | ending     | when                                               | request | token rates    | usage row | money  |
-    |------------|----------------------------------------------------|---------|----------------|-----------|--------|
-    | FINISHED   | the answer was completed                           | 1       | heard          | as rates  | billed |
-    | CANCELLED  | the client left, or read too slowly                | 1       | told, or heard | as rates  | billed |
-    | REVOKED    | its key was revoked or its tenant suspended        | 1       | told, or heard | as rates  | billed |
-    | SHORTENED  | no room in a token rate: ended as a short answer   | 1       | told, or heard | as rates  | billed |
-    | LIMITED    | no room in a token rate: ended by an error         | 1       | told, or heard | as rates  | billed |
-    | BROKEN     | the answer broke off, grew too large, or timed out | 1       | told, or heard | as rates  | billed |
-    | NOT_BEGUN  | engines failed before the first byte               | 1       | told, or none  | as rates  | none   |
-    | REFUSED    | the request or its adapter is bad: 4xx             | 1       | the prompt     | no tokens | none   |
-    | OVERLOADED | engines or their queue were full: 429, 503         | 1       | none           | no tokens | none   |
-    | UNABLE     | an engine refused the gateway: 401, 404            | 0       | none           | no tokens | none   |
-    | UNSERVED   | no engine was available                            | 0       | none           | no row    | none   |
-    | MISMATCHED | an engine served another adapter                   | 0       | none           | no tokens | none   |
+    | ending     | when                                               | request | token rates     | usage row | money  |
+    |------------|----------------------------------------------------|---------|-----------------|-----------|--------|
+    | FINISHED   | the answer was completed                           | 1       | received        | as rates  | billed |
+    | CANCELLED  | the client left, or read too slowly                | 1       | final, received | as rates  | billed |
+    | REVOKED    | its key was revoked or its tenant suspended        | 1       | final, received | as rates  | billed |
+    | SHORTENED  | no room in a token rate: ended as a short answer   | 1       | final, received | as rates  | billed |
+    | LIMITED    | no room in a token rate: ended by an error         | 1       | final, received | as rates  | billed |
+    | BROKEN     | the answer broke off, grew too large, or timed out | 1       | final, received | as rates  | billed |
+    | NOT_BEGUN  | engines failed before the first byte               | 1       | final, none     | as rates  | none   |
+    | REFUSED    | the request or its adapter is bad: 4xx             | 1       | the prompt      | no tokens | none   |
+    | OVERLOADED | engines or their queue were full: 429, 503         | 1       | none            | no tokens | none   |
+    | UNABLE     | an engine refused the gateway: 401, 404            | 0       | none            | no tokens | none   |
+    | UNSERVED   | no engine was available                            | 0       | none            | no row    | none   |
+    | MISMATCHED | an engine served another adapter                   | 0       | none            | no tokens | none   |
 
     A client never pays money for work whose result it could not receive because an engine failed. That work counts
     against its token rates, so that making engines fail does not yield free work. If an engine dies with the request
@@ -153,11 +154,11 @@ def charge(ending: Ending, asked_prompt: int, heard: Used, told: Used | None, we
     rates at least its prompt. For NOT_BEGUN the last engine is asked first. Requests that the gateway itself refuses
     are refused before admission and cost nothing.
     """
-    was_lost = ending in UNANSWERED and told is not None
+    was_lost = ending in UNANSWERED and final is not None
     if ending is Ending.FINISHED or ending in CUT:
-        used = told or heard
+        used = final, received
     elif ending is Ending.NOT_BEGUN or was_lost:
-        used = told or Used()
+        used = final or Used()
     else:
         used = Used()
     rate_tokens = weights.tokens(used.prompt, used.completion)

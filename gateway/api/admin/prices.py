@@ -75,7 +75,7 @@ class AdminPrices:
                 return
             raise BadRequest(
                 f"model: '{model}' is neither the base model ('{self._catalog.base_model}') nor '*' nor an adapter as "
-                f"tenant/name or tenant/*. If it is to come later, {FORCE}.",
+                f"tenant/name or tenant/*. {FORCE}.",
                 param="model",
                 code="unknown_model",
             ) from error

@@ -9,7 +9,7 @@ from gateway.errors import BadRequest, ModelNotFound
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import ANY_ADAPTER, Tenant
 
-FORCE = "force it: --force, or ?force=true"
+FORCE = "To accept a name that does not exist yet, use --force or ?force=true"
 # Most names that a message lists.
 MOST_NAMES = 20
 
@@ -37,7 +37,7 @@ async def check_models(
             known = [catalog.base_model, *(adapter.name for adapter in (await catalog.list(tenant) if tenant else ()))]
             listed = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
             whose = f"tenant '{tenant.name}'" if tenant else "a new tenant"
-            message = f"{param}: {whose} has no model '{name}', only: {listed}. If it is to come later, {FORCE}."
+            message = f"{param}: {whose} has no model '{name}', only: {listed}. {FORCE}."
             raise BadRequest(message, param=param, code="unknown_model")
 
 

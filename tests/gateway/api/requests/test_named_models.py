@@ -39,7 +39,7 @@ async def test_a_tenants_model_must_exist_unless_forced(param: str, gateway: Gat
     await push(gateway, tmp_path / "adapter")
     refused = await call("pirat")
     assert (refused.status, refused.error["param"], refused.error["code"]) == (400, param, "unknown_model")
-    expected = f"{param}: tenant 'acme' has no model 'pirat', only: base, pirate. If it is to come later, force it: "
+    expected = f"{param}: tenant 'acme' has no model 'pirat', only: base, pirate. To accept a name that "
     assert refused.error["message"].startswith(expected)
     assert (await call("pirat", "?force=false")).status == 400
     for answer in (await call("pirate"), await call("pirat", "?force=true")):
