@@ -156,7 +156,7 @@ def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None
     """
     was_lost = ending in UNANSWERED and final is not None
     if ending is Ending.FINISHED or ending in CUT:
-        used = final, received
+        used = final or received
     elif ending is Ending.NOT_BEGUN or was_lost:
         used = final or Used()
     else:
