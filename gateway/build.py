@@ -1,16 +1,10 @@
 """Construction of a gateway: every object, in order. `gateway/lifecycle.py` starts and ends them."""
 
-import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import aiohttp
-
-from adapters.manifest import BaseShape
-from adapters.store import Store, open_store
 from gateway.access.auth import Authenticator
 from gateway.access.credentials import StrongSecrets
 from gateway.api.adapters import AdapterIntake, Adapters, served, upload_rules
@@ -41,7 +35,7 @@ from gateway.billing.recovery import Abandoned
 from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
 from gateway.fleet.addresses import ANNOUNCED
-from gateway.fleet.client import EngineClient, new_session
+from gateway.fleet.client import EngineClient
 from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
 from gateway.fleet.probe import Probe
@@ -54,48 +48,18 @@ from gateway.fleet.vllm.recent_uses import RecentUses
 from gateway.metrics import Metrics
 from gateway.process.connections import Connections
 from gateway.process.drain import Drain
-from gateway.process.loop_lag import LoopLag
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.records.audit import Audit
 from gateway.records.catalog import Catalog
 from gateway.records.changes import TRUST_SECONDS, Changes
-from gateway.records.database import Database
 from gateway.records.housekeeping import Housekeeping
 from gateway.records.keys import Keys
 from gateway.records.prices import PriceList, Prices
 from gateway.records.tenants import Tenants
 from gateway.records.usage_report import UsageReport
-from gateway.redis.client import connect
-from gateway.settings import OFF, Problems, Settings, SettingsError
-from wire.model_config import context_length
-from wire.telemetry.spans import Tracing
-from wire.telemetry.start import TracingError, start_tracing
-from wire.text.tokenizer import Tokenizer, TokenizerError
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The base model as the gateway knows it. max_length: tokens of prompt and answer together."""
-
-    tokenizer: Tokenizer
-    base: BaseShape
-    max_length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """Settings, and what holds connections, files or threads."""
-
-    settings: Settings
-    model: Model
-    store: Store
-    tracing: Tracing | None
-    metrics: Metrics
-    lag: LoopLag
-    database: Database
-    redis: Any
-    session: aiohttp.ClientSession
+from gateway.resources import Resources, open_resources
+from gateway.settings import OFF, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +122,7 @@ class Gateway:
 
 async def build(settings: Settings) -> Gateway:
     """Return a gateway. Raises SettingsError, which names every model folder, store or option that cannot be used."""
-    resources = await _open(settings)
+    resources = await open_resources(settings)
     records = _build_records(resources)
     billing = _build_billing(resources)
     serving = _build_serving(resources)
@@ -213,58 +177,6 @@ async def build(settings: Settings) -> Gateway:
         health=health,
         handlers={type(handler): handler for handler in handlers},
     )
-
-
-async def _open(settings: Settings) -> Resources:
-    """Open what the settings name. Raises SettingsError for all that cannot be used."""
-    problems = Problems()
-    with problems.collect():
-        model = await asyncio.to_thread(_read_model, settings)
-    with problems.collect():
-        store = await asyncio.to_thread(_open_store, settings)
-    with problems.collect():
-        tracing = _start_tracing()
-    problems.report()
-    metrics, lag = Metrics(), LoopLag()
-    metrics.watch_loop(lag)
-    return Resources(
-        settings,
-        model,
-        store,
-        tracing,
-        metrics,
-        lag,
-        Database(settings.database_url),
-        connect(settings.redis_url, settings.redis_timeout),
-        new_session(settings.engine_timeout),
-    )
-
-
-def _read_model(settings: Settings) -> Model:
-    """Read the tokenizer, the shapes that adapters must fit, and the context length. Reads no weights."""
-    folder = settings.model_dir
-    try:
-        tokenizer, base = Tokenizer.from_dir(folder), BaseShape.from_config_dir(folder)
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (TokenizerError, ValueError, OSError) as error:
-        raise SettingsError("LORAPLEX_MODEL_DIR", str(error)) from error
-    if settings.max_model_len is None and not isinstance(config.get("max_position_embeddings"), int):
-        raise SettingsError("LORAPLEX_MAX_MODEL_LEN", "is required: config.json has no max_position_embeddings")
-    return Model(tokenizer, base, settings.max_model_len or context_length(config))
-
-
-def _open_store(settings: Settings) -> Store:
-    try:
-        return open_store(settings.adapter_store)
-    except (ValueError, OSError) as error:
-        raise SettingsError("LORAPLEX_ADAPTER_STORE", str(error)) from error
-
-
-def _start_tracing() -> Tracing | None:
-    try:
-        return start_tracing("loraplex-gateway")
-    except TracingError as error:
-        raise SettingsError(error.field, error.message) from error
 
 
 def _build_records(resources: Resources) -> Records:

@@ -1,0 +1,97 @@
+"""What a gateway opens at its start: the model's folder, the adapter store, tracing, and clients of other services."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from adapters.manifest import BaseShape
+from adapters.store import Store, open_store
+from gateway.fleet.client import new_session
+from gateway.metrics import Metrics
+from gateway.process.loop_lag import LoopLag
+from gateway.records.database import Database
+from gateway.redis.client import connect
+from gateway.settings import Problems, Settings, SettingsError
+from wire.model_config import context_length
+from wire.telemetry.spans import Tracing
+from wire.telemetry.start import TracingError, start_tracing
+from wire.text.tokenizer import Tokenizer, TokenizerError
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The base model as the gateway knows it. max_length: tokens of prompt and answer together."""
+
+    tokenizer: Tokenizer
+    base: BaseShape
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Settings, and what holds connections, files or threads."""
+
+    settings: Settings
+    model: Model
+    store: Store
+    tracing: Tracing | None
+    metrics: Metrics
+    lag: LoopLag
+    database: Database
+    redis: Any
+    session: aiohttp.ClientSession
+
+
+async def open_resources(settings: Settings) -> Resources:
+    """Open what the settings name. Raises SettingsError for all that cannot be used."""
+    problems = Problems()
+    with problems.collect():
+        model = await asyncio.to_thread(_read_model, settings)
+    with problems.collect():
+        store = await asyncio.to_thread(_open_store, settings)
+    with problems.collect():
+        tracing = _start_tracing()
+    problems.report()
+    metrics, lag = Metrics(), LoopLag()
+    metrics.watch_loop(lag)
+    return Resources(
+        settings,
+        model,
+        store,
+        tracing,
+        metrics,
+        lag,
+        Database(settings.database_url),
+        connect(settings.redis_url, settings.redis_timeout),
+        new_session(settings.engine_timeout),
+    )
+
+
+def _read_model(settings: Settings) -> Model:
+    """Read the tokenizer, the shapes that adapters must fit, and the context length. Reads no weights."""
+    folder = settings.model_dir
+    try:
+        tokenizer, base = Tokenizer.from_dir(folder), BaseShape.from_config_dir(folder)
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (TokenizerError, ValueError, OSError) as error:
+        raise SettingsError("LORAPLEX_MODEL_DIR", str(error)) from error
+    if settings.max_model_len is None and not isinstance(config.get("max_position_embeddings"), int):
+        raise SettingsError("LORAPLEX_MAX_MODEL_LEN", "is required: config.json has no max_position_embeddings")
+    return Model(tokenizer, base, settings.max_model_len or context_length(config))
+
+
+def _open_store(settings: Settings) -> Store:
+    try:
+        return open_store(settings.adapter_store)
+    except (ValueError, OSError) as error:
+        raise SettingsError("LORAPLEX_ADAPTER_STORE", str(error)) from error
+
+
+def _start_tracing() -> Tracing | None:
+    try:
+        return start_tracing("loraplex-gateway")
+    except TracingError as error:
+        raise SettingsError(error.field, error.message) from error
