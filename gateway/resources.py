@@ -1,4 +1,4 @@
-"""What a gateway opens at its start: the model's folder, the adapter store, tracing, and clients of other services."""
+"""Resources that a gateway opens at its start: model folder, adapter store, tracing, clients of other services."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Settings, and what holds connections, files or threads."""
+    """The settings, and the objects that hold connections, files or threads."""
 
     settings: Settings
     model: Model
