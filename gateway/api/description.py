@@ -3,21 +3,14 @@
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
 from gateway.api.requests.fields import json_response
+from gateway.api.route import Route, Upload
 from wire.openapi import Route as Described
 from wire.openapi import describe
-
-if TYPE_CHECKING:
-    from gateway.api.routes import Route
-
-
-class Upload:
-    """Body of an upload: a form with the adapter's name and its files."""
-
 
 UPLOAD_FORM = {
     "type": "object",
@@ -45,7 +38,7 @@ class Description:
         return json_response(self._document)
 
 
-def describe_routes(routes: "Iterable[Route]") -> dict[str, Any]:
+def describe_routes(routes: Iterable[Route]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document, with the routes' key requirements and path parameters."""
     by_place = {(route.canonical, route.method.lower()): route for route in routes}
     description = describe("Loraplex gateway", [_described(route) for route in by_place.values()])
@@ -65,7 +58,7 @@ def describe_routes(routes: "Iterable[Route]") -> dict[str, Any]:
     return description
 
 
-def _described(route: "Route") -> Described:
+def _described(route: Route) -> Described:
     body = None if route.request is Upload else route.request
     return Described(route.method, route.canonical, route.summary, body, route.response, streams=route.streams)
 

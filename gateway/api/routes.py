@@ -1,14 +1,12 @@
 """Table of all routes. The application, `/openapi.json`, the allowed query parameters and the scopes come from it."""
 
-import re
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
 from gateway.access.auth import Authenticator
-from gateway.access.scopes import Scope, guarded
+from gateway.access.scopes import guarded
 from gateway.api.adapters import Adapters
 from gateway.api.admin.audit import AdminAudit
 from gateway.api.admin.keys import AdminKeys, NewAdminKey, NewKey, Rotation
@@ -17,10 +15,11 @@ from gateway.api.admin.routes import Admin
 from gateway.api.admin.tenants import AdminTenants, NewTenant, TenantChanges
 from gateway.api.completions import Completions
 from gateway.api.dashboard import Dashboard
-from gateway.api.description import Description, Upload
+from gateway.api.description import Description
 from gateway.api.engines import Announcement, Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.models import Models
+from gateway.api.route import Route, Upload
 from gateway.api.usage import Usage
 from wire.requests import ChatCompletionRequest, CompletionRequest
 from wire.responses import ChatCompletion, Completion, Model, ModelList
@@ -28,33 +27,6 @@ from wire.responses import ChatCompletion, Completion, Model, ModelList
 FORCE = ("force",)
 REPORT = ("since", "until", "group_by", "limit", "after")
 TENANT = "/admin/api/tenants/{tenant}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """A route.
-
-    handler: a method of the class under which the table lists the route. scope: the scope that the key needs; None if
-    the route needs no key or checks a secret of another kind itself. is_open: whether it needs no secret at all. query:
-    the allowed query parameters; None if they are not checked. request, response: structs of the bodies; `Upload` for a
-    form. streams: whether it accepts "stream": true.
-    """
-
-    method: str
-    path: str
-    handler: Callable[[Any, web.Request], Awaitable[web.StreamResponse]]
-    summary: str
-    scope: Scope | None = None
-    is_open: bool = False
-    query: tuple[str, ...] | None = None
-    request: type | None = None
-    response: type | None = dict
-    streams: bool = False
-
-    @property
-    def canonical(self) -> str:
-        """Return the path without the patterns of its parts, as aiohttp and OpenAPI name it."""
-        return re.sub(r":[^}]+}", "}", self.path)
 
 
 def _route(method: str, path: str, handler: Any, summary: str, **more: Any) -> Route:

@@ -1,0 +1,41 @@
+"""Entry of the table of routes."""
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from gateway.access.scopes import Scope
+
+
+class Upload:
+    """Body of an upload: a form with the adapter's name and its files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A route.
+
+    handler: a method of the class under which the table lists the route. scope: the scope that the key needs; None if
+    the route needs no key or checks a secret of another kind itself. is_open: whether it needs no secret at all. query:
+    the allowed query parameters; None if they are not checked. request, response: structs of the bodies; `Upload` for a
+    form. streams: whether it accepts "stream": true.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Any, web.Request], Awaitable[web.StreamResponse]]
+    summary: str
+    scope: Scope | None = None
+    is_open: bool = False
+    query: tuple[str, ...] | None = None
+    request: type | None = None
+    response: type | None = dict
+    streams: bool = False
+
+    @property
+    def canonical(self) -> str:
+        """Return the path without the patterns of its parts, as aiohttp and OpenAPI name it."""
+        return re.sub(r":[^}]+}", "}", self.path)
