@@ -17,6 +17,7 @@ from benchmarks.hostile.catalogue import ATTACKS
 from engine.config import EngineConfig, ServerConfig
 from engine.model.families import FAMILIES
 from engine.model.gguf.model import ARCHITECTURES
+from gateway.api.routes import ROUTES
 from gateway.quota.kinds import KINDS
 from gateway.settings import Settings, env_name
 from loraplex.bench.workload import Workload
@@ -114,9 +115,11 @@ def spelt(node: ast.expr, names: dict[str, str]) -> str:
 
 
 def routes() -> set[tuple[str, str]]:
-    """Return (METHOD, path) of each `web.get(path, ...)` and `....router.add_get(path, ...)` in the servers' source."""
-    found = set()
-    for path in sources("gateway", "engine/http"):
+    """Return (METHOD, path) of the gateway's table, and of each `web.get(path, ...)` and `....router.add_get(path, ...)`
+    in the engine's source.
+    """
+    found = {(route.method, route.canonical) for route in ROUTES}
+    for path in sources("engine/http"):
         tree = list(ast.walk(ast.parse(path.read_text())))
         assigned = [n for n in tree if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
         names = {t.id: n.value.value for n in assigned for t in n.targets if isinstance(t, ast.Name)}
