@@ -115,8 +115,8 @@ def spelt(node: ast.expr, names: dict[str, str]) -> str:
 
 
 def routes() -> set[tuple[str, str]]:
-    """Return (METHOD, path) of the gateway's table, and of each `web.get(path, ...)` and `....router.add_get(path, ...)`
-    in the engine's source.
+    """Return (METHOD, path) of each route of the gateway's table, and of each `web.get(path, ...)` and
+    `....router.add_get(path, ...)` in the engine's source.
     """
     found = {(route.method, route.canonical) for route in ROUTES}
     for path in sources("engine/http"):
