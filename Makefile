@@ -1,15 +1,15 @@
-# A command each: `make demo` shows it, `make test` proves it. Both make .venv and fetch what they need.
+# `make demo` starts the demo, `make test` runs all checks. Both make .venv and download what they need.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Port of `make demo`.
 PORT   ?= 8080
-# Processes of the tests: more than cores by one, because many tests wait. Each needs about 1.5 GB.
+# Test processes: one more than there are cores, because many tests wait. Each needs about 1.5 GB.
 TESTERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 export OMP_WAIT_POLICY = PASSIVE
-# Bytecode is kept: without it every process compiles the tests (12 s of CPU) and the product (1 s) again.
+# Keep bytecode: without it every process compiles the tests (12 s of CPU) and the product (1 s) again.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test unit quick lint types bench gpu clean
