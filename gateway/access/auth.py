@@ -101,7 +101,7 @@ class Authenticator:
         self, keys: Keys, pepper: str, admin_key: str | None, changes: Changes, *, admin_key_anywhere: bool = True
     ) -> None:
         """admin_key: the bootstrap key, None if it is disabled. admin_key_anywhere: whether tenants' routes recognise
-        it, for a helpful error; else only the admin routes compare it with what a client presents.
+        it too, for a helpful error; if not, only the admin routes compare a client's key with it.
         """
         self._keys = keys
         self._changes = changes

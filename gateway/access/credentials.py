@@ -11,8 +11,8 @@ ANNOUNCE_TOKEN = "x-loraplex-announce-token"
 
 # Guesses are throttled to 14,400 a day for each address; 64 bits also resist an attack on a leaked hash.
 MIN_BITS = 64
-# A secret of this entropy cannot be guessed at any rate, so it is compared even while an address is throttled: a
-# trillion guesses a second would need a billion years. `openssl rand -hex 24` reaches it.
+# Entropy at which a secret cannot be guessed at any rate (a trillion guesses a second would need a billion years), so
+# that it is compared even while an address is throttled. `openssl rand -hex 24` reaches it.
 STRONG_BITS = 96
 # A word of any length adds the bits of a choice among several thousand words (Diceware's lists have 7,776).
 WORD_BITS, WORD_LETTERS = 13.0, 5
@@ -28,7 +28,7 @@ LETTER_BITS, DIGIT_BITS, OTHER_BITS = 4.7, 3.3, 5.0
 
 
 class StrongSecrets:
-    """Chosen secrets of a deployment that reach STRONG_BITS."""
+    """Operator-chosen secrets of a deployment that reach STRONG_BITS."""
 
     def __init__(self, *secrets: str | None) -> None:
         self._digests = [_digest(secret) for secret in secrets if secret and guess_bits(secret) >= STRONG_BITS]
@@ -52,12 +52,11 @@ def basic_password(encoded: str) -> str | None:
 
 
 def guess_bits(secret: str) -> float:
-    """Estimate the entropy of a secret in bits; the error is on the low side.
+    """Estimate the entropy of a secret in bits, rather too low than too high.
 
     A secret that repeats itself counts as one repetition, a run of equal or consecutive characters (`0000`, `abcd`) as
     one character, five letters in a row as one word of a dictionary, and a common placeholder (`changeme`, `token`) as
-    one bit. In 100,000 tries `openssl rand -hex 16`
-    reached 66 or more, `openssl rand -hex 24` 97 or more.
+    one bit. In 100,000 tries `openssl rand -hex 16` reached 66 or more, `openssl rand -hex 24` 97 or more.
     """
     secret = _without_runs(_period(secret))
     bits, seen = 0.0, set()

@@ -4,10 +4,11 @@ Beyond a limit, further guesses from an address are refused without a comparison
 guess was right. Issued keys are served from any address, because their check digits, which cannot be computed without
 the pepper, distinguish them from guesses. An attacker therefore cannot lock out a tenant that shares the address.
 
-Chosen secrets (the bootstrap admin key, the tokens of engines) have no check digits. A correct one of at least
-STRONG_BITS is served from any address as well: it cannot be guessed at any rate, so the throttle does not protect it. A
-weaker one is refused until the address is below the limit. On an admin port it has a count of its own, because the
-public port never compares it there; so guesses do not get cheaper, and clients of the public port do not lock it out.
+Secrets that the operator chose (the bootstrap admin key, the tokens of engines) have no check digits. A correct one of
+at least STRONG_BITS is served from any address as well, because it cannot be guessed at any rate. A weaker one is
+refused until the address is below the limit. An admin port has its own count of wrong keys: the public port then never
+compares a weak bootstrap key, so two counts do not allow more guesses, and clients of the public port cannot lock out
+the operator.
 """
 
 import asyncio
@@ -67,7 +68,7 @@ class FailedLogins:
         deployment: str = "",
         admin_port: int | None = None,
     ) -> None:
-        """is_proved: returns whether a secret is known to be right and not a guess. redis: None to count in this
+        """is_proved: returns whether a secret is known to be right, and so is not a guess. redis: None to count in this
         process only. deployment: a value that is the same in all processes of one deployment, such as the database's
         URL; it separates deployments on the same Redis. admin_port: the port that has counts of its own.
         """

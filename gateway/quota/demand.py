@@ -1,4 +1,4 @@
-"""Amounts that a request needs of its limits."""
+"""Amounts that a request needs from its limits."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ HEADROOM = 4
 
 
 class Need(msgspec.Struct, frozen=True, gc=False):
-    """Need of a request, as its handler knows it.
+    """Size and price of a request, from its body and its model.
 
-    prompt_tokens: of all prompts together. max_tokens: for each of `choices` answers. grows: the token rates hold the
-    expected completion at first; the caller must report the use to `Reservation.hold`.
+    prompt_tokens: of all prompts together. max_tokens: for each of `choices` answers. grows: whether the token rates
+    hold only the expected completion at first; the caller must then report the use to `Reservation.hold`.
     """
 
     prompt_tokens: int
@@ -27,10 +27,10 @@ class Need(msgspec.Struct, frozen=True, gc=False):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """Amounts that a request needs, as the limits see it.
+    """Amounts to reserve on the limits for a request.
 
-    step: the granted completion is a multiple of it. expected: the completion tokens of all choices that the token
-    rates hold at first, None for all of them. The other fields are those of Need.
+    step: the granted completion is a multiple of it. expected: the completion tokens, for all choices together, that
+    the token rates hold at first; None to hold all of `max_tokens`. The other fields are those of Need.
     """
 
     tenant_id: str
@@ -53,11 +53,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least(self) -> int:
-        """Return the fewest completion tokens that suffice."""
+        """Return the smallest completion that may be granted."""
         return min(self.step, self.completion)
 
     def needed(self, limit: Limit, completion: int) -> int:
-        """Return the amount for which a limit must have room if this many completion tokens are granted."""
+        """Return the room that a limit must have to grant `completion` tokens."""
         tokens = self.prompt_tokens + completion
         if limit.kind in STAGED:
             at_first = self.prompt_tokens + min(self.held, completion)
@@ -67,7 +67,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     def within(self, limits: Sequence[Limit]) -> "Demand":
         """Return the demand with a first hold that each token rate can grant.
 
-        A reservation above a rate holds at most half of it at first, so that others are not refused meanwhile.
+        A reservation above a rate holds at most half of the rate at first, so that other requests are still admitted.
         """
         if self.expected is None:
             return self

@@ -15,11 +15,12 @@ WINDOWS = {MINUTE: 60_000_000, DAY: 86_400_000_000}
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """Kind of limit.
 
-    name: its name in the API, the database and the command line. letter: the last letter of its field in Redis, never
-    used for another kind. takes: the amount that each use takes, "one" or the request's tokens or cost. period: the
-    period of a rate or budget; None is a limit of what exists at once. charged: the event that uses it; "store" kinds
-    are checked by `gateway/records/adapter_limits.py` alone. unit: follows the value in messages; "{s}" is the plural's
-    ending. largest: the highest value that the API accepts. default: of a new tenant. heading: on the dashboard.
+    name: in the API, the database and the command line. letter: the last letter of its field in Redis; a letter is
+    never reused for another kind. takes: the amount of each use: one, or the request's tokens or cost. period: of a
+    rate or budget; None for a gauge, which limits what exists at once. charged: the event that uses it; "store" kinds
+    are checked by `gateway/records/adapter_limits.py` alone. unit: the words after the value in messages; "{s}" is the
+    plural ending. largest: the highest value that the API accepts. default: for a new tenant. heading: on the
+    dashboard.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window(self) -> int | None:
-        """Return the window of a rate in microseconds; None if it is none."""
+        """Return the window of a rate in microseconds; None if the kind is not a rate."""
         return WINDOWS.get(self.period or "")
 
     @property
@@ -45,17 +46,17 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_staged(self) -> bool:
-        """Return whether it is a token rate: running requests hold tokens, and used tokens become debt."""
+        """Return whether the kind is a token rate: running requests hold tokens, and used tokens become debt."""
         return self.takes == "tokens" and self.window is not None
 
     @property
     def is_recalled(self) -> bool:
-        """Return whether its past usage is recalled from the ledger if Redis has lost it."""
+        """Return whether past usage is recalled from the ledger after Redis has lost it."""
         return self.charged == "request" and self.period in (DAY, MONTH)
 
     @property
     def limit_class(self) -> str:
-        """Return the `type` of its refusals, for which `LORAPLEX_QUOTA_FALLBACK` sets a mode."""
+        """Return the class of the kind: the `type` of its refusals, and its name in `LORAPLEX_QUOTA_FALLBACK`."""
         if self.is_gauge:
             return "concurrency"
         return {"one": "requests", "tokens": "tokens", "cost": "budget"}[self.takes]
@@ -167,13 +168,13 @@ KINDS = (
     ),
 )
 
-# Kinds of a tenant's, a key's and a model's limits on requests, and kinds of a tenant's limits on its own adapters.
+# Limits on the requests of a tenant, a key or a model; limits on a tenant's own adapters.
 REQUEST_KINDS = tuple(kind for kind in KINDS if kind.charged == "request")
 ADAPTER_KINDS = tuple(kind for kind in KINDS if kind.charged != "request")
-# Kinds that the script counts, by letter.
+# Kinds that the script counts, by their letters.
 COUNTED = {kind.letter: kind for kind in KINDS if kind.letter}
 
-# The same kinds by property, for the script and its twin. Windows are in microseconds.
+# Letters of the counted kinds by property, for the script and its twin. WINDOW maps letters to microseconds.
 WINDOW = {letter: kind.window for letter, kind in COUNTED.items() if kind.window is not None}
 SINGLE = frozenset(letter for letter, kind in COUNTED.items() if kind.takes == "one")
 GAUGE = frozenset(letter for letter, kind in COUNTED.items() if kind.is_gauge)

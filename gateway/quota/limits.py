@@ -15,7 +15,7 @@ CLASSES = {letter: kind.limit_class for letter, kind in COUNTED.items()}
 
 
 class Limit(msgspec.Struct, frozen=True, gc=False):
-    """Limit of a tenant. field: its unique key within the tenant, which ends with the kind, a letter (kinds.py).
+    """Limit of a tenant. field: its unique key within the tenant, which ends with the letter of its kind.
 
     owner: "tenant", "key" or "model". part: the part of the tenant's usage that counts against it.
     """

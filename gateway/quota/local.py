@@ -58,8 +58,9 @@ class _Lease(msgspec.Struct):
 class _Room(msgspec.Struct):
     """Room of one limit for a request.
 
-    used: in the limit's own unit; of a rate, microseconds with the held tokens, which are `held`. left: in requests,
-    tokens or money. early: microseconds by which a rate's debt is paid off earlier than at the limit's own rate.
+    used: requests, tokens or money; of a rate, microseconds of debt and of held tokens. left: requests, tokens or
+    money. held: microseconds of held tokens. early: microseconds by which a rate's debt is paid off earlier than at the
+    limit's own rate.
     """
 
     limit: Limit
@@ -74,8 +75,8 @@ class LocalLimits:
     """Limits and leases of one process. `now` is in microseconds since 1970, by default the current time."""
 
     def __init__(self) -> None:
-        # Tenant id and field -> state: (time, debt at that time, the limit whose unit the debt has) of a rate, (month,
-        # amount spent in it, 0) of a budget, (amount, 0, 0) of a count.
+        # Tenant id and field -> state. Rate: (time, debt at that time, the limit by which the debt was computed);
+        # budget: (month, amount spent in it, 0); count: (amount, 0, 0).
         self._states: dict[str, State] = {}
         self._held: dict[str, int] = {}
         self._leases: dict[str, _Lease] = {}
@@ -173,7 +174,7 @@ class LocalLimits:
         return Grown(lease.charged + granted, wait, blocking)
 
     def _room(self, scope: str, limit: Limit, now: int, month: int) -> _Room:
-        """Return the room of a limit, before the request."""
+        """Return the room of a limit before the request."""
         field, kind = scope + limit.field, limit.kind
         if kind not in WINDOW:
             state = self._states.get(field)
@@ -211,7 +212,7 @@ class LocalLimits:
         return max(1, math.ceil((room.used + needed - window + paused - room.early) / 1000))
 
     def _take(self, room: _Room, amount: int, now: int, month: int) -> None:
-        """Take `amount` of a limit, and update its room."""
+        """Take `amount` from a limit and update its room."""
         limit, field = room.limit, room.field
         room.left -= amount
         if limit.kind not in WINDOW:
@@ -225,7 +226,7 @@ class LocalLimits:
             self._states[field] = (_decays_from(self._states.get(field), now), room.used, limit.value)
 
     def _settle_rate(self, limit: Limit, field: str, more: int, admitted_at: int, now: int) -> None:
-        """Add `more` requests or tokens to a rate's debt. Of a negative number, refund what is not paid off yet."""
+        """Add `more` requests or tokens to a rate's debt. If negative, refund the part that is not paid off yet."""
         state = self._states.get(field)
         basis = _basis(state, limit)
         added = more * (WINDOW[limit.kind] / basis)
@@ -277,7 +278,7 @@ def _debt(state: State | None, now: int) -> float:
 
 
 def _basis(state: State | None, limit: Limit) -> float:
-    """Return the limit whose unit a rate's debt has."""
+    """Return the limit by which a rate's debt was computed."""
     return limit.value if state is None else state[2]
 
 

@@ -121,10 +121,12 @@ local function this_month()
   end
 end
 
--- Return the debt of a rate's state. States are doubles, which are exact, unlike decimals: {moment, debt in microseconds
--- at that moment} of a rate, {month, amount spent in it} of a budget. A recalled limit has three more: {since, known,
--- moment of the next recall}. A rate ends with its basis: the limit whose T its debt is counted in. A count of running
--- requests or of their held tokens is a decimal integer.
+-- Return the debt of a rate's state. States are packed doubles, which are exact, unlike decimals:
+--   rate     moment, debt in microseconds at that moment, then a recalled limit's three, then its basis
+--   budget   month, amount spent in it, then a recalled limit's three
+--   a recalled limit's three: since, known, moment of the next recall
+-- The basis of a debt is the limit by whose T it was computed. A count of running requests or of their held tokens is a
+-- decimal integer.
 local function debt_of(state)
   if not state then
     return 0
@@ -139,8 +141,8 @@ local function decays_from(state)
   return at - now > MAX_STEP and now or max(at, now)
 end
 
--- Return the part of `amount`, added to a debt at the moment `at`, that can be refunded: the rest may be paid off.
--- `speed`: the debt paid off in a second, 1 or more if the limit was lowered since.
+-- Return the part of `amount`, added to a debt at the moment `at`, that can be refunded. The rest may be paid off
+-- already. `speed`: the seconds of debt that were paid off in each second: 1, or more if the limit was lowered since.
 local function refundable(amount, at, state, speed)
   return max(0, amount - speed * max(0, decays_from(state) - at))
 end
@@ -158,13 +160,13 @@ local function kind_of(field)
   return string.sub(field, -1)
 end
 
--- Return the basis of a rate's state. Without a state, or in one of the previous release, it is `limit`.
+-- Return the basis of a rate's state; `limit` without a state or for a state of the previous release.
 local function basis_of(kind, state, limit)
   local at = RECALLED[kind] and 41 or 17
   return state and #state >= at + 7 and struct.unpack('d', state, at) or limit
 end
 
--- Return a rate's new state. `state`: the old one, whose recall is kept.
+-- Return a rate's new state. `state`: the old one; its recall fields are kept.
 local function packed_rate(kind, moment, debt, basis, state)
   if RECALLED[kind] then
     return struct.pack('dd', moment, debt) .. string.sub(state, 17, 40) .. struct.pack('d', basis)
@@ -172,20 +174,20 @@ local function packed_rate(kind, moment, debt, basis, state)
   return struct.pack('ddd', moment, debt, basis)
 end
 
--- Return a budget's new state. `state`: the old one, whose recall is kept.
+-- Return a budget's new state. `state`: the old one; its recall fields are kept.
 local function packed_budget(of_month, spent, state)
   return struct.pack('dd', of_month, spent) .. string.sub(state, 17)
 end
 
--- Return a state with another recall.
+-- Return a state with other recall fields.
 local function with_recall(state, since, known, check)
   return string.sub(state, 1, 16) .. struct.pack('ddd', since, known, check) .. string.sub(state, 41)
 end
 
--- Return a rate's state for a request under `limit`, its debt in microseconds of that limit, and the microseconds by
--- which the debt is paid off earlier than that. A changed limit keeps the tokens that were used. While they are more
--- than a lowered limit, the state keeps its basis, so that they are paid off at the former rate and a limit never
--- refuses for longer than its window.
+-- Return (a rate's state, its debt in microseconds of `limit`, the microseconds by which the debt is paid off earlier
+-- than at the rate of `limit`). A changed limit keeps the number of used tokens. While they exceed a lowered limit, the
+-- state keeps its basis, so that the excess is paid off at the former rate. So a limit never refuses for longer than
+-- its window.
 local function under_limit(field, kind, state, limit, has_held)
   if not state and not has_held then
     return state, 0, 0
@@ -213,8 +215,8 @@ local function under_limit(field, kind, state, limit, has_held)
     state = packed_rate(kind, decays_from(state), of_limit, limit, state)
     redis.call('HSET', STATE, field, state)
   elseif is_ahead or not state then
-    -- The state was written while the clock was far ahead, and its debt begins to decay now; or requests that were
-    -- admitted under another limit run, and their use counts under this one.
+    -- Either the state was written while the clock was far ahead, and its debt begins to decay now; or there is no
+    -- state yet and requests that were admitted under another limit run, whose use counts under this one.
     state = packed_rate(kind, now, debt, basis, state)
     redis.call('HSET', STATE, field, state)
   end
@@ -275,7 +277,7 @@ local function record_of(id)
   return packed and cmsgpack.unpack(packed)
 end
 
--- Set the counts of running requests to the sums of their records. They differ if this server has lost some of its
+-- Set the counts of running requests to the sums over their records. The two differ if this server has lost some of its
 -- keys, or if a gateway of the previous release, which does not count held tokens, has settled a request.
 local function recount()
   local sums = {}
@@ -309,8 +311,8 @@ local function recount()
   end
 end
 
--- End the leases that were not extended in time: release their slots; rates and budgets wait for the settlement. A
--- lease without a note (an upload's) needs no settlement and is removed.
+-- End the leases that were not extended in time: release their slots, but leave rates and budgets to the settlement. A
+-- lease without a note (of an upload) needs no settlement and is removed.
 local function sweep()
   local ended = redis.call('ZRANGEBYSCORE', LEASES, 1, now_ms, 'WITHSCORES', 'LIMIT', 0, SWEEP)
   local complete = true
@@ -360,7 +362,8 @@ local function notice_another_server()
   redis.call('PEXPIRE', STATE, KEEP_MS)
 end
 
--- Return the moment `since` of a limit without state, from which nothing is admitted on it; store it if it is new.
+-- Return the `since` of a limit without state, which admits nothing until its recall. Store the current moment if it
+-- has no `since` yet.
 local function noted(field, kind)
   local since = tonumber(redis.call('HGET', STATE, field .. NOTED))
   if not since or BUDGET[kind] and since < month_start then
@@ -371,10 +374,13 @@ local function noted(field, kind)
   return since
 end
 
--- Limits of an `acquire`, as parallel arrays, which are faster than a table for each limit. states: of each limit, and
--- from count + 1 on the tokens that running requests hold of it. used: the used part in the limit's own unit; of a rate
--- microseconds, with `owed` for the held tokens. early: microseconds by which a rate's debt is paid off earlier. room:
--- the part that is left. waits: ms until there is room.
+-- Limits of an `acquire`, as parallel arrays, which are faster than a table for each limit:
+--   states   the state of each limit; from count + 1 on, the tokens that running requests hold of it
+--   used     the used part: requests, tokens or money; of a rate, its debt and `owed`, in microseconds
+--   owed     a token rate's held tokens, in microseconds
+--   early    microseconds by which a rate's debt is paid off earlier than at the limit's own rate
+--   room     requests, tokens or money left
+--   waits    ms until the request has room
 local count, fields, kinds, limits, states
 local used, owed, early, room, waits = {}, {}, {}, {}, {}
 
@@ -405,7 +411,7 @@ local function unrecalled()
     if RECALLED[kinds[i]] then
       local since = states[i] and struct.unpack('d', states[i], 17)
       if since and since - now > MAX_STEP then
-        -- The recall was made while the clock was far ahead. Treat its sums as those of now.
+        -- The recall was made while the clock was far ahead. Date its sums to now.
         local _, known = struct.unpack('dd', states[i], 17)
         states[i] = with_recall(states[i], now, known, now + FIRST_CHECK)
         redis.call('HSET', STATE, fields[i], states[i])
@@ -431,7 +437,7 @@ local function measure()
       states[i], debt, early[i] = under_limit(fields[i], kind, state, limit, held)
       owed[i] = STAGED[kind] and (held or 0) * unit or 0
       used[i] = debt + owed[i]
-      -- Rounding errors in sums of T stay below a thousandth of a unit.
+      -- The rounding error of a sum of T is below a thousandth of a unit.
       room[i] = max(0, floor((window - used[i]) / unit + 0.001))
     else
       used[i] = BUDGET[kind] and spent_of(state) or tonumber(state or 0)
@@ -462,7 +468,7 @@ local function granted_of(ask)
   return max(min(ask.step, ask.completion), floor(granted / ask.step) * ask.step)
 end
 
--- Return the wait (ms) until the limit i has room for `amount`, 0 if it has it now.
+-- Return the wait (ms) until the limit i has room for `amount`, 0 if it has room now.
 local function wait_for(i, amount)
   if amount <= room[i] then
     return 0
@@ -608,7 +614,7 @@ local function recall(field, limit, since, owed, known)
     redis.call('HDEL', STATE, field .. NOTED)
     local check = since + FIRST_CHECK
     if window then
-      -- More than the limit is owed if it was lowered: all of it is paid off in a window.
+      -- More than the limit is owed if it was lowered. With this basis all of it is paid off within a window.
       local basis = max(limit, owed)
       state = struct.pack('dddddd', now, max(0, owed * window / basis - (now - since)), since, known, check, basis)
     else
@@ -736,7 +742,7 @@ local function extend(lease_ms)
     local lease, record = redis.call('ZSCORE', LEASES, id), record_of(id)
     if lease and record then
       if tonumber(lease) < 0 then
-        -- The lease ended although its gateway lives, because the gateway could not reach this server.
+        -- The lease ended although its gateway runs, because the gateway could not reach this server.
         hold(record, 1)
       end
       redis.call('ZADD', LEASES, now_ms + lease_ms, id)
@@ -786,7 +792,7 @@ local function forget_some()
     if BUDGET[kind] then
       gone = struct.unpack('d', state) < month - 1
     elseif RECALLED[kind] then
-      -- The ledger, too, must have no usage that still counts.
+      -- The ledger must have no usage that still counts either.
       gone = debt_of(state) == 0 and struct.unpack('d', state) < now - 2 * WINDOW[kind]
     elseif kind == NOTED then
       gone = tonumber(state) < now - 86400000000

@@ -263,8 +263,8 @@ class Quota:
     async def hand_over(self, reservation: Reservation) -> bool:
         """Send a request's progress to Redis and hand its settlement over to the sweep for dead gateways.
 
-        Returns False if that is not possible, because it was admitted without Redis. Raises Unavailable; its settlement
-        is not handed over then either.
+        Returns False if the request was admitted without Redis, so that there is no lease to hand over. Raises
+        Unavailable; the settlement then stays with this process.
         """
         tenant_id, request_id = reservation.tenant_id, reservation.request_id
         if not self._leases.has(tenant_id, request_id):

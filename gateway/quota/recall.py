@@ -48,7 +48,7 @@ class Recall:
             await asyncio.shield(task)
 
     def reload(self, tenant_id: str, limit: Limit, since: int) -> None:
-        """Repeat a recall in the background, for rows that have reached the ledger since."""
+        """Repeat a recall in the background, for rows that have reached the ledger since the last one."""
         self._start(tenant_id, limit, since)
 
     async def close(self) -> None:
@@ -92,8 +92,9 @@ class Recall:
 def owed(hours: Sequence[tuple[datetime, int]], limit: int, until: datetime) -> float:
     """Return the requests or tokens of these hours that are still owed at `until` if `limit` a day are paid off.
 
-    All of an hour count as taken at its end, or at `until`, so the result is never too low and at most an hour's
-    pay-off too high. It is above the limit if the limit was lowered; the script pays that off within a day.
+    The usage of an hour counts as if taken at the hour's end, or at `until` if that is earlier, so the result is never
+    too low, and too high by at most an hour's pay-off. It can exceed a lowered limit; the script pays that off within a
+    day.
     """
     left, at = 0.0, EPOCH
     for start, amount in hours:

@@ -24,8 +24,8 @@ WHOLE_ANSWER = (
 def check_possible(limits: Sequence[Limit], demand: Demand) -> None:
     """Raise BadRequest for a request that can never be admitted.
 
-    A growing hold may pass a token rate's limit while it runs, so it needs room for the prompt and one token of each
-    choice only.
+    A growing request may use more than a token rate's limit while it runs, so it needs room only for its prompt and one
+    token of each choice.
     """
     prompt, least, grows = demand.prompt_tokens, demand.least, demand.expected is not None
     cost = demand.price.highest_cost(prompt, least)

@@ -53,7 +53,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
-    """Lease of a gateway that stopped extending it. lease: as given to `acquire`. progress: the last that the gateway
+    """Lease that its gateway stopped extending. lease: as given to `acquire`. progress: the last that the gateway
     sent, None if the request had not begun. last_extended: when its gateway last extended it. ended: when it ended.
     """
 

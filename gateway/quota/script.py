@@ -1,4 +1,4 @@
-"""Text of the quota's script: quota.lua after the tables of the kinds of limits."""
+"""Text of the quota script: tables of the kinds of limits, then quota.lua."""
 
 from collections.abc import Iterable
 from importlib import resources
@@ -9,7 +9,7 @@ SETS = {"SINGLE": SINGLE, "GAUGE": GAUGE, "STAGED": STAGED, "BUDGET": BUDGET, "R
 
 
 def source() -> str:
-    """Return the script's text. Scripts of releases with other kinds differ, and so do their digests."""
+    """Return the script's text. Its digest differs between releases with different kinds, so both can run at once."""
     tables = {name: _flags(kinds) for name, kinds in SETS.items()}
     tables["WINDOW"] = ", ".join(f"{letter} = {window}" for letter, window in WINDOW.items())
     lines = "".join(f"local {name} = {{{content}}}\n" for name, content in tables.items())

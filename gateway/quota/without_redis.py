@@ -35,7 +35,7 @@ class WithoutRedis:
         return "closed" in ({self.modes[CLASSES[limit.kind]] for limit in limits} or {self.modes["requests"]})
 
     def shares(self, tenant_id: str, limits: Sequence[Limit]) -> list[Limit]:
-        """Return this gateway's shares of the limits that hold without Redis."""
+        """Return this gateway's shares of the limits in the mode "local"."""
         return [
             Limit(limit.field, limit.owner, limit.kind, self._share(tenant_id, limit))
             for limit in limits
@@ -43,7 +43,7 @@ class WithoutRedis:
         ]
 
     def acquire(self, shares: Sequence[Limit], demand: Demand) -> Reservation:
-        """Take the demand of this gateway's shares. Raises RateLimited."""
+        """Reserve the demand on this gateway's shares. Raises RateLimited."""
         answer = self._local.acquire(shares, demand)
         headers = rate_headers(shares, answer.states)
         if not answer.allowed:

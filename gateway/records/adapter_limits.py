@@ -22,7 +22,7 @@ UNCOLLECTED_FACTOR = 2
 if TYPE_CHECKING:
 
     class AdapterLimits(msgspec.Struct, frozen=True):
-        """Limits by the names of ADAPTER_KINDS; None is unlimited.
+        """Limits of a tenant's adapters: a field for each of ADAPTER_KINDS. None: not limited.
 
         max_adapter_bytes: size of all versions on record, in the files' own dtypes. Together with removed versions that
         are not collected yet, UNCOLLECTED_FACTOR times as much is allowed.

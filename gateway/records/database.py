@@ -41,15 +41,15 @@ READ_ONLY = "25006"
 RETRY_SECONDS = 0.5
 # SQLSTATE classes.
 DATA_EXCEPTION, INTEGRITY_VIOLATION = "22", "23"
-# Any number that is the same in every gateway: gateways that start together migrate one after the other.
 EXPECTED_URL = "expected a URL that starts with sqlite:// or postgresql://"
+# Id of the advisory lock under which gateways that start together migrate one after the other. Any constant works.
 MIGRATION_LOCK = 0x6C_70_78_6D
 
 
 class Database:
     """A pool of connections. `read()` and `write()` each give a transaction, committed on a clean exit.
 
-    They raise Unavailable when the database is away or too slow; input that it refuses raises SQLAlchemy's own errors.
+    They raise Unavailable when the database is unreachable or too slow, and SQLAlchemy's errors for input it refuses.
     """
 
     def __init__(self, url: str) -> None:
@@ -169,7 +169,7 @@ class Database:
 
 @contextmanager
 def _reachable() -> Iterator[None]:
-    """Raise NotUsableNow for a database that is away, because the start has already waited for it."""
+    """Raise NotUsableNow for an unreachable database: the start has already waited for it."""
     try:
         yield
     except Unavailable as error:

@@ -156,7 +156,7 @@ async def _locked(connection: AsyncConnection, key_id: str) -> ApiKey:
 
 
 def _values(key: ApiKey) -> dict[str, Any]:
-    """Return the columns."""
+    """Return the column values of a key."""
     values = msgspec.structs.asdict(key)
     tenant, limits = values.pop("tenant"), values.pop("limits")
     return {

@@ -1,8 +1,8 @@
-"""Limits of tenants, keys and models, and their form in the database: JSON by the kinds' names, in one column.
+"""Limits of tenants, keys and models. The database stores them in one column, as a JSON object by the kinds' names.
 
-Gateways of the previous release know only a column for each kind that existed then. This release writes these columns
-too, and their values win when it reads: they are equal, or such a gateway has changed them. The next release can drop
-them.
+Gateways of the previous release read and write one column for each of their kinds (FORMER_COLUMNS). This release writes
+these columns too, and prefers their values when it reads: if they differ from the JSON, an older gateway has changed
+them. The next release can drop them.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ FORMER_COLUMNS = (
 
 
 def limit_struct(name: str, kinds: tuple[Kind, ...], *, defaults: bool) -> Any:
-    """Return a Struct with a field `int | None` for each kind. defaults: the kinds' own ones instead of None."""
+    """Return a Struct with a field `int | None` for each kind. defaults: use the kinds' defaults instead of None."""
     fields = [(kind.name, int | None, kind.default if defaults else None) for kind in kinds]
     return msgspec.defstruct(name, fields, frozen=True, kw_only=True, omit_defaults=not defaults, module=__name__)
 
@@ -32,7 +32,7 @@ def limit_struct(name: str, kinds: tuple[Kind, ...], *, defaults: bool) -> Any:
 if TYPE_CHECKING:
 
     class Limits(msgspec.Struct, frozen=True):
-        """The limits of a tenant, or of one of its keys or models, by the names of REQUEST_KINDS. None: not limited.
+        """Limits of a tenant, or of one of its keys or models: a field for each of REQUEST_KINDS. None: not limited.
 
         Tokens are prompt and completion tokens together; budgets are in micro-units of the deployment's currency.
         """
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
 else:
     Limits = limit_struct("Limits", REQUEST_KINDS, defaults=False)
 
-# Limits of a tenant for which the operator chose no others.
+# Limits of a new tenant, unless the operator sets others.
 DEFAULT_LIMITS = Limits(**{kind.name: kind.default for kind in REQUEST_KINDS})
 
 
 def read_limits(row: Row[Any], prefix: str = "") -> Limits:
-    """Return the limits of a row. prefix: before the names of their columns."""
+    """Return the limits of a row. prefix: the prefix of their columns' names."""
     return msgspec.convert(_stored(row, prefix), Limits)
 
 
 def write_limits(limits: Limits) -> dict[str, Any]:
-    """Return the columns of limits."""
+    """Return the column values of limits."""
     return _columns({name: value for name, value in msgspec.structs.asdict(limits).items() if value is not None})
 
 
 def change_limits(row: Row[Any], changes: Mapping[str, int | None]) -> dict[str, Any]:
-    """Return the columns of a row's limits after changes. Kinds that only a newer release has stay as they are."""
+    """Return the column values of a row's limits after changes. Kinds of a newer release stay as they are."""
     return _columns({name: value for name, value in {**_stored(row), **changes}.items() if value is not None})
 
 
 def _stored(row: Row[Any], prefix: str = "") -> dict[str, int | None]:
-    # NULL: a gateway of the previous release has added the row.
+    # The column is NULL if a gateway of the previous release has added the row.
     stored = getattr(row, f"{prefix}limits")
     values: dict[str, int | None] = {} if stored is None else msgspec.json.decode(stored)
     return {**values, **{name: getattr(row, prefix + name) for name in FORMER_COLUMNS}}

@@ -55,7 +55,7 @@ tenants = Table(
     metadata,
     Column("id", String(32), primary_key=True),
     Column("name", String(64), nullable=False, unique=True),
-    # Limits, of a tenant and of a key, as of the previous release; see gateway/records/limits.py. NULL: not limited.
+    # Limits as the previous release stores them, here and in api_keys (gateway/records/limits.py). NULL: not limited.
     Column("requests_per_minute", BigInteger, nullable=True),
     Column("tokens_per_minute", BigInteger, nullable=True),
     Column("tokens_per_day", BigInteger, nullable=True),
@@ -71,7 +71,7 @@ tenants = Table(
     Column("created_at", UtcDateTime, nullable=False),
     # JSON (gateway/records/adapter_limits.py); NULL means the defaults.
     Column("adapter_limits", Text, nullable=True),
-    # JSON of all limits on requests (gateway/records/limits.py), here and of a key.
+    # All limits on requests, as JSON, here and in api_keys (gateway/records/limits.py).
     Column("limits", Text, nullable=True),
 )
 

@@ -154,7 +154,7 @@ def read_tenant(row: Row[Any]) -> Tenant:
 
 
 def _values(tenant: Tenant) -> dict[str, Any]:
-    """Return the columns."""
+    """Return the column values of a tenant."""
     encoded = {
         **write_limits(tenant.limits),
         "model_limits": _encode(tenant.model_limits),
