@@ -64,7 +64,7 @@ from gateway.settings import OFF, Settings
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records in SQL, and the keys that are verified with them."""
+    """Records in SQL, and the authenticator of keys."""
 
     tenants: Tenants
     keys: Keys
@@ -91,7 +91,7 @@ class Billing:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Engines, and the way to them."""
+    """Engines: discovery, queue and dispatch."""
 
     announcements: Announcements | None
     registry: Registry
@@ -184,7 +184,7 @@ def _build_records(resources: Resources) -> Records:
     changes = Changes(database, settings.key_trust_seconds)
     keys, prices = Keys(database), Prices(database)
     admin_key = None if settings.admin_key == OFF else settings.admin_key
-    # Right secrets that need no throttle: a strong one is compared from every address and on every port.
+    # Strong secrets need no throttle: they are compared from every address and on every port.
     strong = StrongSecrets(admin_key, settings.announce_token or settings.internal_token)
     anywhere = settings.admin_port is None or (admin_key is not None and strong.contains(admin_key))
     auth = Authenticator(keys, settings.key_pepper, admin_key, changes, admin_key_anywhere=anywhere)

@@ -18,9 +18,9 @@ from wire.text.tokenizer import ChatTemplateError
 log = logging.getLogger(__name__)
 
 REQUEST_ID = web.RequestKey("request_id", str)
-# Code of the error that a request received, in its answer or in its stream, for the access log.
+# Code of the error in a request's answer or stream, for the access log.
 ERROR_CODE = web.RequestKey("error_code", str)
-# Ending of an inference request that was admitted and not completed, for the access log.
+# Ending of an inference request that was admitted but not completed, for the access log.
 ENDING = web.RequestKey("ending", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -192,7 +192,7 @@ class Unavailable(GatewayError):
 
 
 class EngineShareUsed(Unavailable):
-    """The tenant uses all of its own share of the engine: of its places, or of its CPU time for new grammars."""
+    """The tenant has used up its own share of the engine: its places, or its CPU time for new grammars."""
 
     status, kind, code = 429, "concurrency", "engine_share_used"
 

@@ -28,7 +28,7 @@ class Metrics:
         self._make_limits()
         self._make_engines()
         self._make_process()
-        # Caches for the metrics of every request, because the library looks up each child under a lock. They grow no
+        # Caches for the metrics of every request, because the library looks up each child under a lock. They are no
         # larger than the library's own tables.
         self._requests_of = cache(self._requests.labels)
         self._latency_of = cache(self._latency.labels)

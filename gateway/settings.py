@@ -103,7 +103,7 @@ class Settings:
     answer_memory_bytes: types.Bytes = 32 * 2**20
     # Networks of proxies whose X-Forwarded-For is trusted, so that wrong keys count against the client's own address.
     trusted_proxies: types.Networks = ()
-    # Whether a client's `traceparent` decides that the spans of its request are recorded.
+    # Whether a client's `traceparent` decides if the spans of its request are recorded.
     trust_traceparent: bool = False
     # Time for which running streams continue after SIGTERM.
     shutdown_seconds: types.Seconds = 20.0
@@ -144,7 +144,7 @@ class Settings:
         for variable, meant in _misspelt(environ, names):
             problems.add(variable, f"unknown setting; did you mean {meant}?")
         hints = get_type_hints(cls, include_extras=True)
-        # Values by field; a wrong one is missing.
+        # Values by field, without the wrong ones.
         values: dict[str, Any] = {}
         for f in fields(cls):
             given = overrides.get(f.name)
@@ -166,8 +166,8 @@ class Settings:
         return cls(**values)
 
 
-# Conditions on several settings: the setting that an error names, the others, whether their values fit (in this order),
-# and the error.
+# Conditions on several settings: the setting that the error names, the other settings, a function of their values in
+# this order that returns whether they fit, and the error.
 RELATIONS: tuple[tuple[str, tuple[str, ...], Callable[..., bool], str], ...] = (
     ("admin_port", ("port",), lambda admin, port: admin != port, f"expected a port other than {PREFIX}PORT"),
     (

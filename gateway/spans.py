@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gateway.fleet.client import Call
     from gateway.fleet.registry import EngineRecord
 
-# Whether a client's `traceparent` decides that spans are recorded.
+# Whether a client's `traceparent` decides if spans are recorded.
 TRUST_TRACEPARENT = web.AppKey("trust_traceparent", bool)
 # Routes that load balancers, Prometheus and engines call all the time.
 UNTRACED = ("/healthz", "/readyz", "/metrics", "/internal/engines")

@@ -23,7 +23,7 @@ CLIENT_CLOSED = 499
 # Logged at debug level: probes come about once a second and would bury the clients' requests.
 PROBES = ("/healthz", "/readyz")
 
-# Longest error code in the log; ours are shorter.
+# Maximum length of an error code in the log. The gateway's own codes are shorter.
 MAX_CODE = 64
 
 
@@ -69,9 +69,9 @@ def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
 
 
 def _failure(request: web.Request) -> str:
-    """Return the fields of a request that was refused or whose answer was not completed."""
+    """Return the fields `error=` and `ended=` for a request that was refused or whose answer was not completed."""
     code, ending = request.get(ERROR_CODE), request.get(ENDING)
-    # An engine's code may be any text.
+    # An engine's error code is arbitrary text.
     shown = "" if code is None else f" error={code if code.isidentifier() and len(code) <= MAX_CODE else 'other'}"
     return shown if ending is None else f"{shown} ended={ending}"
 

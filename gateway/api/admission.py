@@ -21,13 +21,13 @@ from gateway.records.catalog import Catalog
 from gateway.records.prices import PriceList
 from gateway.sharing.turns import Turns
 
-# Requests of one tenant that are checked and reserved at the same time. The rest of a burst waits, so that the event
-# loop reaches other tenants' requests in between.
+# Maximum number of a tenant's requests that are checked and reserved at the same time. The rest of a burst waits, so
+# that the event loop handles other tenants' requests in between.
 ADMISSIONS_EACH = 8
 
 
 class Admission:
-    """Checks of a request before an engine sees it. Errors pass through."""
+    """Admission of requests to the engines."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Admission:
         share: BodyShare,
         arrived: float,
     ) -> tuple[InferenceRequest, Account]:
-        """Check the body and make its reservation against the tenant's limits."""
+        """Check the body and reserve its amounts on the tenant's limits."""
         tenant = principal.tenant
         parsed = await self._prompts.parse(raw, endpoint, share)
         principal.check_model(parsed.model)

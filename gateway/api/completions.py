@@ -279,13 +279,13 @@ def _hold_back(account: Account, answering: Answering) -> None:
 
 
 def _trace(request: web.Request) -> dict[str, str]:
-    """Return a trusted client's trace header for the engine. The gateway's own spans, if it makes any, replace it."""
+    """Return the trace header of a trusted client for the engine. A span of the gateway replaces it."""
     given = request.headers.get("traceparent") if request.app.get(TRUST_TRACEPARENT) else None
     return {"traceparent": given} if given is not None and TRACEPARENT.fullmatch(given) else {}
 
 
 def _code(event: Fields) -> str:
-    """Return the code of a stream's error event, else its type."""
+    """Return the code of a stream's error event, or its type if it has no code."""
     error = msgspec.json.decode(event["error"])
     return str(error.get("code") or error.get("type")) if isinstance(error, dict) else "engine_error"
 

@@ -25,7 +25,9 @@ UPLOAD_FORM = {
 
 
 class Description:
-    """Route for the description. document: builds it; the result is kept, because that takes 18 ms and no key."""
+    """Route for the description. document: builds it. The result is cached, because building takes
+    18 ms and the route needs no key.
+    """
 
     def __init__(self, document: Callable[[], dict[str, Any]]) -> None:
         self._build = document

@@ -41,11 +41,12 @@ class State(Struct, frozen=True):
 
 
 class Health:
-    """Routes for liveness and readiness. The tokenizer is always ok, because it is loaded before the gateway listens.
+    """Routes for liveness and readiness. `tokenizer` is always "ok": it is loaded before the gateway listens.
 
-    degraded_is_ready: whether a gateway whose shared dependencies are away stays in its load balancer. Clients then
-    get 503 with Retry-After instead of refused connections, and the admin API and the dashboard stay reachable.
-    admin_port: the operators' own port, if there is one; `/readyz` then names engines' addresses on that port only.
+    degraded_is_ready: whether a gateway stays in its load balancer while its shared dependencies are unavailable.
+    Clients then get 503 with Retry-After instead of refused connections, and the admin API and the dashboard stay
+    reachable. admin_port: the operators' own port, if there is one; `/readyz` then gives engines' addresses on that
+    port only.
     """
 
     def __init__(
@@ -126,9 +127,9 @@ class Health:
             self._metrics.part_up(name, state.ok)
 
     def _faults(self, *, hide_addresses: bool) -> list[str]:
-        """Return the engines that get no requests, each with its address and the reason.
+        """Return the address of each engine that gets no requests, with the reason.
 
-        hide_addresses: return only the distinct reasons, for clients of the public port.
+        hide_addresses: return the distinct reasons without addresses, for clients of the public port.
         """
         faults = self._registry.faults
         return sorted(set(faults.values())) if hide_addresses else [f"{url} is {why}" for url, why in faults.items()]

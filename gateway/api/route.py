@@ -16,12 +16,12 @@ class Upload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A route.
+    """Entry of the table of routes.
 
-    handler: a method of the class under which the table lists the route. scope: the scope that the key needs; None if
-    the route needs no key or checks a secret of another kind itself. is_open: whether it needs no secret at all. query:
-    the allowed query parameters; None if they are not checked. request, response: structs of the bodies; `Upload` for a
-    form. streams: whether it accepts "stream": true.
+    handler: a method of the class under which the table lists the route. scope: the scope that the key must have; None
+    if the route needs no key or checks another kind of secret itself. is_open: whether it needs no secret at all.
+    query: the allowed query parameters; None to skip the check. request, response: structs of the bodies; `Upload` for
+    a form. streams: whether it accepts "stream": true.
     """
 
     method: str
@@ -37,5 +37,5 @@ class Route:
 
     @property
     def canonical(self) -> str:
-        """Return the path without the patterns of its parts, as aiohttp and OpenAPI name it."""
+        """Return the path without the regular expressions of its variables, as aiohttp and OpenAPI write it."""
         return re.sub(r":[^}]+}", "}", self.path)

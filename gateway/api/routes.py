@@ -1,4 +1,4 @@
-"""Table of all routes. The application, `/openapi.json`, the allowed query parameters and the scopes come from it."""
+"""Table of all routes: source of the application's routes, `/openapi.json`, and the checks of scopes and parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def _admin(method: str, path: str, handler: Any, summary: str, **more: Any) -> R
     return _route(method, path, handler, summary, **{"scope": "admin", "query": (), **more})
 
 
-# Routes by the class whose object answers them.
+# Routes by the class that has their handlers.
 TABLE: Mapping[type, tuple[Route, ...]] = {
     Completions: (
         _route(
@@ -186,7 +186,7 @@ PARAMETERS = {(route.method, route.canonical): route.query for route in ROUTES i
 
 
 def add_routes(app: web.Application, objects: Mapping[type, Any], auth: Authenticator) -> None:
-    """Add the routes of all classes that have an object."""
+    """Add the routes of every class in `objects`."""
     for kind, routes in TABLE.items():
         if kind in objects:
             for route in routes:
@@ -194,7 +194,7 @@ def add_routes(app: web.Application, objects: Mapping[type, Any], auth: Authenti
                 if route.scope is not None:
                     handler = guarded(handler, route.scope, auth)
                 if route.method == "GET":
-                    # Answers HEAD as well.
+                    # `add_get` also answers HEAD.
                     app.router.add_get(route.path, handler)
                 else:
                     app.router.add_route(route.method, route.path, handler)

@@ -47,7 +47,7 @@ class UsagePast:
         ]
         if not parts:
             return 0
-        # A single statement reads both tables in one snapshot: it sees a row that is being written in both or neither.
+        # A single statement reads both tables in one snapshot, so a row being written is seen in both or in neither.
         every = union_all(*parts).subquery()
         async with self._database.read() as connection:
             return int((await connection.execute(select(func.sum(every.c.cost)))).scalar() or 0)
@@ -57,7 +57,7 @@ class UsagePast:
     ) -> list[tuple[datetime, int]]:
         """Return (start of the hour, tokens of the token rates) of the requests in `[since, until)`, in order.
 
-        since: the start of an hour. tokens: False to return the number of requests instead.
+        since: the start of an hour. tokens: False to return numbers of requests instead of tokens.
         """
         hour = until.replace(minute=0, second=0, microsecond=0)
         parts = [

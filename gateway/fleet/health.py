@@ -9,10 +9,10 @@ from aiohttp import ClientConnectorDNSError, ClientConnectorError, ClientSSLErro
 class Health(StrEnum):
     """State of an engine as its probes show it. Only an engine that is UP gets new requests."""
 
-    # No probe has had an answer yet.
+    # No probe has been answered yet.
     UNKNOWN = "unknown"
     UP = "up"
-    # It answers nothing although its connections stay open, for example in a long step or when stopped.
+    # It does not answer although its connections stay open, for example in a long step or while it is stopped.
     SILENT = "silent"
     DOWN = "down"
     # It finishes its requests and takes no new ones.
@@ -22,7 +22,7 @@ class Health(StrEnum):
 
 
 def network_reason(error: BaseException) -> str:
-    """Return the reason for a failed connection or call, without the address, which the caller knows."""
+    """Return the reason for a failed connection or call, without the engine's address."""
     if isinstance(error, ClientConnectorDNSError):
         return "its host name cannot be resolved"
     if isinstance(error, ClientSSLError):

@@ -35,12 +35,12 @@ LEAST_LOAD_SECONDS = 0.02
 class EngineRecord:
     """An engine as this gateway process sees it.
 
-    resident: digests (no prefix) of the adapters it holds. serving: this process's requests by digest, the base model's
-    under None. tenants: the same by tenant. others: requests of other gateways. slots: requests that it runs at once.
-    load_seconds: time of an adapter's load. request_seconds: time of a request. reason: the cause of its health, with
-    the remedy if there is one, "" while it is up. health_since: the time (monotonic) of the last change of health.
-    misses: health checks in a row without an answer. mismatched: the instance that answered with another adapter than
-    the request's. unanswered: time-outs that end the wait of each request that it has not begun to answer.
+    resident: digests (no prefix) of the adapters it holds. serving: number of this process's requests by digest, None
+    for the base model. tenants: the same by tenant. others: number of other gateways' requests. slots: number of
+    requests that it runs at once. load_seconds: time to load an adapter. request_seconds: time of a request. reason:
+    the cause of its health and the remedy, if there is one; "" while it is up. health_since: time (monotonic) of the
+    last change of health. misses: unanswered health checks in a row. mismatched: the instance that answered with
+    another adapter than the request's. unanswered: a time-out for each request that it has not begun to answer.
     """
 
     address: Address
@@ -90,7 +90,7 @@ class EngineRecord:
 
     @property
     def fault(self) -> str | None:
-        """Return the reason why the engine gets no requests, None if it gets some."""
+        """Return the reason why the engine gets no requests, or None if it gets requests."""
         if not self.is_up:
             return f"{self.health}: {self.reason}"
         return None if self.breaker.allows_some else "up, but its requests fail: its circuit breaker is open"
@@ -143,12 +143,12 @@ class EngineRecord:
                 wait.reschedule(now)
 
     def mark_down(self, reason: str, health: Health = Health.DOWN) -> None:
-        """Send the engine no new requests. health: DOWN, SILENT or DRAINING."""
+        """Stop sending requests to the engine. health: DOWN, SILENT or DRAINING."""
         self._change(health, reason)
         self.others = 0
 
     def mark_misconfigured(self, reason: str) -> None:
-        """Send the engine no new requests until the operator has removed the reason."""
+        """Stop sending requests to the engine until the operator has corrected the reason."""
         self._change(Health.MISCONFIGURED, reason)
         self.misses = 0
 
@@ -177,7 +177,7 @@ class EngineRecord:
             self.mark_down(reason, Health.SILENT)
 
     def _change(self, health: Health, reason: str) -> None:
-        """Set the health, and log each change of it or of its reason."""
+        """Set the health, and log a change of the health or its reason."""
         if (health, reason) != (self.health, self.reason):
             if health is Health.UP:
                 log.info("engine %s is up", self.url)
@@ -240,7 +240,7 @@ class Registry:
 
     @property
     def faults(self) -> dict[str, str]:
-        """Return the reason why an engine gets no requests, by its address, for each such engine."""
+        """Return, by address, the reason why an engine gets no requests; engines that get requests are left out."""
         return {engine.url: fault for engine in self._engines.values() if (fault := engine.fault) is not None}
 
     @property

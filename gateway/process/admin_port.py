@@ -25,7 +25,7 @@ def keep_off_public_port(admin_port: int) -> Middleware:
 
 
 def is_public(request: web.Request, admin_port: int | None) -> bool:
-    """Return whether the request came to the public port of a gateway that has a port for operators."""
+    """Return whether the request arrived at the public port of a gateway that also has an admin port."""
     return admin_port is not None and _local_port(request) != admin_port
 
 

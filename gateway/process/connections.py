@@ -25,7 +25,7 @@ from gateway.sharing.rounds import Rounds
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
-# Owners of connections without a verified key, and of operators' connections.
+# Owner under which connections without a verified key are counted, and owner of operators' connections.
 KEYLESS, OPERATOR = "", "\0operator"
 
 

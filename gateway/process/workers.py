@@ -141,7 +141,7 @@ class Supervisor:
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """Return a socket that reserves a port (0: any free one) for sockets with SO_REUSEPORT and does not listen.
+    """Return a socket that does not listen but reserves a port (0: any free one) for sockets with SO_REUSEPORT.
 
     Raises NotUsableNow if the port is in use, with or without SO_REUSEPORT.
     """

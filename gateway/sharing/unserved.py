@@ -34,8 +34,8 @@ EXEMPT = (*PROBES, "/metrics")
 
 
 class UnservedRate:
-    """Token buckets of one process. rate: requests a second. is_proved: returns whether a secret is no
-    guess: an issued key, or a strong secret of the deployment.
+    """Token buckets of one process. rate: requests a second. is_proved: returns whether a secret is
+    certainly not a guess: an issued key, or a strong secret of the deployment.
     """
 
     def __init__(self, rate: float, is_proved: Callable[[str], bool], metrics: Metrics) -> None:

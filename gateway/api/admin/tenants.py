@@ -37,7 +37,7 @@ else:
 
 
 class LimitFields(_RequestLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits in a body. null: not limited. An absent field leaves its limit unchanged."""
+    """Limits in a body. null removes a limit; an absent field leaves its limit unchanged."""
 
     def given(self) -> dict[str, Any]:
         """Return the fields that the body contains."""

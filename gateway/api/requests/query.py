@@ -9,8 +9,8 @@ from gateway.errors import BadRequest, Handler
 
 
 def known_parameters(parameters: Mapping[tuple[str, str], tuple[str, ...]]) -> Middleware:
-    """Return the middleware. parameters: the allowed ones by method and path; other routes are not checked, except
-    that an unknown method of the admin API takes none.
+    """Return the middleware. parameters: the allowed ones by method and path. Other routes are not checked, except for
+    unknown methods of the admin API, which take no parameters.
     """
 
     @web.middleware

@@ -133,8 +133,8 @@ class Checker:
 
 
 class CheckServer:
-    """Client of the process that forks the checks (`adapters.check_server`). The first check starts it, and a check
-    after its death starts another.
+    """Client of the process that forks the checks (`adapters.check_server`). The first check starts the process, and
+    the next check restarts it if it has died.
     """
 
     def __init__(self) -> None:
@@ -142,9 +142,10 @@ class CheckServer:
         self._control: socket.socket | None = None
 
     async def run(self, job: bytes, seconds: float) -> tuple[int, bytes]:
-        """Run a check to its end. Returns its exit status, negative for a signal, and its output.
+        """Run a check. Returns its exit status, negative for a signal, and its output.
 
-        A check that takes longer, or whose caller is cancelled, is killed, and has ended when this returns.
+        A check that takes longer than `seconds` or whose caller is cancelled is killed. The check has ended when this
+        returns.
         """
         client, servers = socket.socketpair()
         client.setblocking(False)
@@ -160,7 +161,7 @@ class CheckServer:
             return -signal.SIGALRM, b""
         finally:
             if not reader.at_eof():
-                # Has the check killed. The end of the stream says that it has ended.
+                # The server kills the check when this side of the socket ends, and closes the socket after its end.
                 writer.write_eof()
                 await reader.read()
             writer.close()
@@ -168,7 +169,7 @@ class CheckServer:
         return (int(status), out) if status else (-signal.SIGKILL, b"")
 
     def close(self) -> None:
-        """End the server. Checks that still run are killed."""
+        """End the server and kill running checks."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -187,7 +188,7 @@ class CheckServer:
             except BlockingIOError:
                 await asyncio.sleep(0.01)
             except ConnectionError:
-                # It dies just now.
+                # The server died after the poll.
                 self.close()
             else:
                 return
