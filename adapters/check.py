@@ -1,4 +1,4 @@
-"""Unpacking and check of one upload, in a process of its own that `adapters.check_server` forks.
+"""Unpacking and check of one upload, in a process that `adapters.check_server` forks for it.
 
 A hostile upload can exhaust or crash only this process. Before reading the upload it limits its own memory, CPU time,
 wall-clock time, file size and open files. The kernel kills it when its parent dies. The module imports neither torch
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run(job: bytes, parent: int) -> tuple[int, bytes]:
-    """Check one upload in this process, which ends after it. Returns its exit status and its output.
+    """Check one upload in this process, which must end afterwards. Returns its exit status and its output.
 
     job: JSON. A failure's output is its kind and place, never quoted content.
     """

@@ -1,11 +1,11 @@
 """Server that forks a process for each check of an upload: `python -I -S -c BOOT ROOT PARENT_PID`.
 
-The imports are nine tenths of an ordinary check's CPU time (0.09 s of 0.1 s), so one process makes them once.
+Imports would take nine tenths of an ordinary check's CPU time (0.09 s of 0.1 s), so one process imports once and forks.
 
-Standard input is a Unix socket. Each of its bytes carries the descriptor of a check's socket, which already holds the
-job as JSON and on which the forked check writes its result. When the check has ended, the server adds a line with its
-exit status, negative for a signal, and closes the socket. A client that ends its direction of the socket has the check
-killed.
+Standard input is a Unix socket. Each byte received on it carries the descriptor of one check's socket, from which the
+server reads the job (JSON) and to which the forked check writes its result. When the check has ended, the server
+appends a line with its exit status, negative for a signal, and closes the socket. When the client shuts down its side
+of the socket, the server kills the check.
 """
 
 import os
@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from adapters.check import die_with, run
 
-# Run as `python -I -S -c BOOT ROOT PARENT_PID`. Without site-packages, sys.path needs the folder of this package, and
-# the start takes a tenth of a second. The niceness gives all checks a tenth of a core that other processes keep busy.
+# Code of the command line above. -S skips site-packages, so that the start takes only a tenth of a second; sys.path
+# then needs this package's folder. Niceness 10 leaves all checks a tenth of a core that other processes keep busy.
 BOOT = (
     "import os, sys; os.nice(10); sys.path.insert(0, sys.argv[1]); "
     "from adapters.check_server import serve; serve(int(sys.argv[2]))"
@@ -30,7 +30,7 @@ def serve(parent: int) -> None:
     """Serve jobs until the parent closes the control socket. The kernel kills every process when its parent dies."""
     die_with(parent)
     control = socket.socket(fileno=0)
-    # The selector cannot wait for processes: a signal that one has ended makes this pair of sockets readable.
+    # `select` cannot wait for processes, so SIGCHLD writes to this pair of sockets.
     ended, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
@@ -57,7 +57,7 @@ def serve(parent: int) -> None:
 
 
 def _report_ended(checks: dict[int, socket.socket]) -> None:
-    """Add the exit status to the result of each check that has ended."""
+    """Append the exit status to the result of each check that has ended."""
     while checks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -67,7 +67,7 @@ def _report_ended(checks: dict[int, socket.socket]) -> None:
 
 
 def _be_check(job: bytes, parent: int, client: socket.socket, inherited: list[socket.socket]) -> NoReturn:
-    """Run a check in the forked process, and end it."""
+    """Run a check in the forked process and end the process."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)

@@ -101,7 +101,7 @@ class AdapterNotFound(AdapterError):
 
 @dataclass(frozen=True)
 class BaseShape:
-    """The base model's sizes that adapters depend on. projections: name -> (out_features, in_features).
+    """Sizes of the base model on which adapters depend. projections: name -> (out_features, in_features).
 
     outside: the same for embed_tokens (vocabulary in, hidden out) and lm_head; empty if the vocabulary is unknown.
     groups: the projections of each group, in the order of their columns in the base model's fused output.
@@ -114,7 +114,7 @@ class BaseShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
-        """Read the sizes from a Hugging Face `config.json` of any served family, whose projections are all the same.
+        """Read the sizes from a Hugging Face `config.json`. All served families have the same projections.
 
         Raises ValueError naming the key.
         """

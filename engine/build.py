@@ -1,4 +1,4 @@
-"""The parts of an engine from its configuration: device, dtypes, memory, model, adapter pages, runner."""
+"""Construction of an engine's parts from its configuration: device, dtypes, memory, model, adapter pages, runner."""
 
 import logging
 from collections.abc import Callable
@@ -32,7 +32,7 @@ DTYPES_OF_8_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of an engine. adapters and runner share the device with the decoder's weights."""
+    """Parts of an engine. The adapters' pages, the KV caches and the decoder's weights are on the same device."""
 
     model: ModelConfig
     device: torch.device
@@ -92,9 +92,9 @@ def resolve_context(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def fit_context(config: EngineConfig, context: int, num_blocks: int, kv_cache_bytes: int) -> int:
-    """Return the limit of a request's tokens, lowered to what the KV cache holds unless `max_model_len` is given.
+    """Return the limit of a request's tokens, lowered to the size of the KV cache unless `max_model_len` is given.
 
-    Raises ConfigError if a request of `max_model_len` does not fit, or nothing does.
+    Raises ConfigError if a request of `max_model_len` does not fit into the cache, or if the cache has no block.
     """
     held = num_blocks * config.block_size
     if held >= context:
@@ -110,7 +110,7 @@ def fit_context(config: EngineConfig, context: int, num_blocks: int, kv_cache_by
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """Return the configured device. Raises ConfigError if this machine has none of its kind."""
+    """Return the configured device. Raises ConfigError if this machine has no such device."""
     if config.device == "auto":
         return default_device()
     device = torch.device(config.device)
@@ -124,8 +124,9 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
 
 
 def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the sizes of the decode steps to capture, none on a device that is the host. Raises ConfigError for sizes
-    given for it.
+    """Return the numbers of rows of the decode steps to capture; none on the CPU.
+
+    Raises ConfigError for `cuda_graph_sizes` on the CPU.
     """
     is_host = platform_of(device).is_host
     if is_host and config.cuda_graph_sizes:
@@ -136,8 +137,9 @@ def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int
 
 
 def check_memory(config: EngineConfig, device: torch.device) -> None:
-    """Check the configured sizes against the machine's memory. Raises ConfigError that names the field, which the
-    system's own error would not.
+    """Check the configured sizes against the device's memory, because the system's own error would not name the field.
+
+    Raises ConfigError.
     """
     platform = platform_of(device)
     total = platform.total_memory()
@@ -150,7 +152,7 @@ def check_memory(config: EngineConfig, device: torch.device) -> None:
 
 
 def split_memory(config: EngineConfig, free: int | None) -> tuple[int, int]:
-    """Return the bytes of the KV cache and of the adapters. free: a GPU's bytes left after the weights.
+    """Return the bytes of the KV cache and of the adapters. free: a GPU's bytes left after the weights, else None.
 
     By default, adapters get a quarter of the free memory, at most 8 GiB, and the KV cache gets the rest except a fifth
     of the free memory, which is for activations. Raises ConfigError if nothing is left for the KV cache.

@@ -20,7 +20,7 @@ class EngineConfig:
     """Configuration of an engine. Sizes are in tokens, memory in bytes. None: taken from the model or the machine.
     Raises ConfigError for a value out of range.
 
-    async_scheduling: plan and launch a step before the tokens of the one before are read.
+    async_scheduling: plan and launch a step before the tokens of the previous step are read.
     kv_cache_dtype: auto is the model's dtype; an 8-bit dtype has a scale for each token and head.
     host_adapter_memory: limit of the host tier of adapters, from which the device's pages are filled.
     lora_dtype: of adapters in device memory; auto is the model's; an 8-bit dtype has a scale for each row of rank.

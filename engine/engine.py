@@ -42,8 +42,9 @@ class StepInFlight:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """A reading of the counters, for /state and /metrics. `residency_version` changes with the set of resident
-    adapters."""
+    """Snapshot of the counters, for /state and /metrics. `residency_version` changes with the set of resident
+    adapters.
+    """
 
     residency_version: int
     num_running: int
@@ -101,7 +102,7 @@ class Engine:
         self._num_generated_tokens = 0
 
     def add_request(self, new: NewRequest) -> None:
-        """Queue a request. Raises RequestError that names the parameter, for a request that could never run."""
+        """Queue a request. Raises RequestError, naming the parameter, if the request could never run."""
         if new.request_id in self.scheduler.requests:
             raise RequestError("request_id", f"{new.request_id} is already in flight")
         new.check(self.max_model_len, self.model_config.vocab_size)

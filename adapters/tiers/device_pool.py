@@ -62,10 +62,10 @@ class _Amount:
 
 @dataclass(slots=True)
 class _Drain:
-    """Pages that are kept free for a waiting adapter as the victims' requests end.
+    """Reservation for a waiting adapter of the pages that the victims' requests free as they end.
 
-    size: the waiting adapter's needs. victims: adapters that accept no new request. victims_held: resources of the
-    victims that a request still uses.
+    size: the resources that the waiting adapter needs. victims: adapters that accept no new request. victims_held:
+    resources of the victims that a request still uses.
     """
 
     digest: str
@@ -108,7 +108,7 @@ class AdapterPool:
         # The digest of the weights last written to each slot, "" if there are none. The copy thread sets it from the
         # adapter that it wrote, so the receipt is evidence independent of `_residents`.
         self.slot_digests = [""] * self.num_slots
-        # Changes with the set of resident adapters.
+        # Incremented when the set of resident adapters changes.
         self.residency_version = 0
         self.num_loads = 0
         self.num_evictions = 0
@@ -210,10 +210,10 @@ class AdapterPool:
         return self._errors.pop(digest)
 
     def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:
-        """Reserve adapters' pages, in `furthest_ahead` order, for `digest`; these adapters accept no new request.
+        """Reserve the pages of other adapters for `digest`, in the order of `furthest_ahead`, until it fits.
 
-        The drain ends when `digest` has its pages. Until then an idle adapter accepts no new request either, if
-        `digest` would not fit beside it.
+        These adapters accept no new request until `digest` has its pages. An idle adapter beside which `digest` would
+        not fit accepts none either.
         """
         if self._drain is not None:
             return

@@ -1,4 +1,4 @@
-"""Rank pages of a base model on a device: the tensors, and the sizes that follow from the model. Knows no adapters.
+"""Rank pages of a base model on a device: tensors and sizes. Knows no adapters.
 
 A page holds `PAGE_RANK` rank rows of A and of B-transposed for every projection of every layer, so one page table
 serves all layers. Layout: `kernels.reference.LoraGroup`.
@@ -12,15 +12,15 @@ from kernels.platform import platform_of
 from kernels.reference import LARGEST, LoraGroup
 
 PAGE_RANK = 8
-# Limit of adapters that own pages at once.
+# Maximum number of adapters that own pages at once.
 MAX_SLOTS = 4096
 
 
 class RankPages:
-    """The pages that fit into `memory` bytes, and the table of each slot's pages.
+    """As many rank pages as fit into `memory` bytes, and the table of each slot's pages.
 
-    max_rank: the largest rank of an adapter, for which a slot has room in the table. dtype: the model's, or one of 8
-    bits, which has a scale for each row. Raises ValueError if not even one adapter of `max_rank` fits.
+    max_rank: the largest rank of an adapter; a slot's row in the table has room for it. dtype: the model's, or one of 8
+    bits, with a scale for each rank row. Raises ValueError if not even one adapter of `max_rank` fits.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RankPages:
         )
 
     def _zeros(self, *shape: int) -> Tensor:
-        # Allocate as bytes, which every backend can fill with zeros.
+        # Allocate bytes, because every backend can fill these with zeros.
         size = (*shape[:-1], shape[-1] * self._dtype.itemsize)
         return platform_of(self._device).zeros(size, torch.uint8).view(self._dtype)
 

@@ -33,7 +33,7 @@ from wire.responses import (
 from wire.text.detokenizer import Stream
 from wire.text.tokenizer import Tokenizer
 
-# Limit of the special tokens that a tokenizer puts before a text, such as <s>. Those are not part of an echoed text.
+# Maximum number of special tokens, such as <s>, that a tokenizer puts before a text. An echoed text omits them.
 MAX_LEADING_SPECIALS = 2
 
 T = TypeVar("T")

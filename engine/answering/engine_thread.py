@@ -65,7 +65,7 @@ class EngineLoop:
         self._stopping = False
         self._accepting = True
         self._calls: set[Future[Any]] = set()
-        # By sequence: the ticket of its HTTP request, and its index there.
+        # Sequence id -> ticket of its HTTP request, and its index in the ticket.
         self._tickets: dict[str, tuple[Ticket, int]] = {}
         # Reserved places: sequences whose request handler runs, from waiting for an adapter or a grammar to sending the
         # answer.
@@ -91,10 +91,9 @@ class EngineLoop:
 
     @contextmanager
     def place(self, count: int, tenant: str = "") -> Iterator[None]:
-        """Reserve places for a request's sequences, from before they enter the engine until the client has received the
-        answer.
+        """Reserve places for a request's sequences until the client has received the answer.
 
-        Raises QueueFull if no place is free, TenantQueueFull if the tenant has all of its places, EngineUnavailable
+        Raises QueueFull if no place is free, TenantQueueFull if the tenant uses all of its places, EngineUnavailable
         after a failure or while closing.
         """
         self._check_room(count, tenant)
@@ -107,7 +106,7 @@ class EngineLoop:
                 del self._placed[tenant]
 
     def submit(self, sequences: list[NewRequest]) -> Ticket:
-        """Queue the sequences of one HTTP request, whose places are reserved.
+        """Queue the sequences of one HTTP request. Their places must be reserved.
 
         Raises EngineUnavailable after a failure or while closing.
         """

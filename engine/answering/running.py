@@ -94,8 +94,7 @@ class Run:
         ]
 
     def keep_tally(self, tally: Tally, allowance: int | None) -> None:
-        """Update the request's counts as it runs, and record all generated tokens at its end, even after the client has
-        left.
+        """Update the request's counts while it runs. At its end, record all generated tokens, even if the client left.
 
         allowance: see `Ticket`.
         """

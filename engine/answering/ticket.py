@@ -24,11 +24,11 @@ class QueueFull(EngineUnavailable):
 
 
 class TenantQueueFull(QueueFull):
-    """Error of an engine that serves other tenants: this tenant uses all of its own share of the engine."""
+    """The tenant uses all of its own share of the engine, which still serves other tenants."""
 
 
 class Releases(Protocol):
-    """The part of `engine.answering.engine_thread.EngineLoop` that a ticket uses."""
+    """Methods of `engine.answering.engine_thread.EngineLoop` that a ticket calls."""
 
     def abort(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> None: ...

@@ -11,8 +11,9 @@ from kernels.ops import LoraTables, Ops
 
 
 def embed(embedding: Tensor, factor: float, batch: Batch, ops: Ops, lora: LoraTables | None) -> Tensor | None:
-    """Return `[T, hidden]` embeddings of the batch's tokens with their adapters' deltas, both multiplied by `factor`;
-    None if no adapter of the batch has any.
+    """Return `[T, hidden]` embeddings of the batch's tokens plus their adapters' deltas, times `factor`.
+
+    Returns None if no adapter of the batch has LoRA on the embedding.
     """
     slots = [slot for slot in batch.adapter_slots if slot in lora.embeddings] if lora is not None else []
     if lora is None or not slots:

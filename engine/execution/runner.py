@@ -59,10 +59,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """The sizes of a runner.
+    """Sizes of a runner.
 
-    num_blocks, block_size: the KV cache of every layer, in blocks of so many tokens. max_num_seqs: requests that run at
-    once. max_model_len: tokens of a request. graph_sizes: see `engine.execution.graphs`; empty: no graphs.
+    num_blocks: of the KV cache of each layer. block_size: tokens per block. max_num_seqs: maximum number of running
+    requests. max_model_len: maximum tokens of a request. graph_sizes: see `engine.execution.graphs`; empty: no graphs.
     """
 
     num_blocks: int
@@ -84,7 +84,7 @@ class Runner:
         device: torch.device,
         progress: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
-        """progress: called with the number of captured graphs, and of all graphs."""
+        """progress: called with the number of captured graphs and the number of all graphs."""
         c = decoder.config
         self.decoder, self.device = decoder, device
         max_num_seqs, block_size = limits.max_num_seqs, limits.block_size

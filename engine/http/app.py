@@ -65,7 +65,7 @@ class Server:
     def __init__(
         self, config: EngineConfig, server: ServerConfig | None = None, *, tracing: Tracing | None = None
     ) -> None:
-        """Make a server without loading the model. Raises ConfigError."""
+        """Create a server without loading the model. Raises ConfigError."""
         self._config = config
         self._server_config = server = server or ServerConfig()
         self._store = _open_store(server.adapter_store)
@@ -306,7 +306,7 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
 
 
 def _open_store(url: str | None) -> Store | None:
-    """Open the adapter store, if there is one. Raises ConfigError for a URL of an unknown scheme."""
+    """Open the adapter store; None without a URL. Raises ConfigError for a URL of an unknown scheme."""
     try:
         return None if url is None else open_store(url)
     except ValueError as error:

@@ -37,7 +37,7 @@ class StateFeed:
         self._instance = uuid.uuid4().hex
         self._generation = 0
         self._residency_version = 0
-        # The values of the last reading that got a new generation.
+        # Values at the last increment of `_generation`.
         self._numbered: tuple[object, ...] = ()
         self._last: EngineStateResponse | None = None
         self._line = b""

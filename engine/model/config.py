@@ -1,7 +1,7 @@
-"""A decoder's config, read from config.json of a Hugging Face folder or from a GGUF file's metadata.
+"""Config of a decoder, read from config.json of a Hugging Face folder or from a GGUF file's metadata.
 
-Knows the fields that all families have; `engine.model.families` selects the family, which reads its own. Raises
-ConfigError with the field and the reason.
+This module reads the fields that all families share. `engine.model.families` selects the family, whose module reads its
+own fields. Errors are ConfigErrors with the field and the reason.
 """
 
 import json
@@ -16,7 +16,7 @@ from wire.model_config import context_length, positive, positive_number
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The config of a decoder, as far as all families have it. A family adds its own fields in a subclass."""
+    """Fields of a decoder's config that all families share. A family adds its own fields in a subclass."""
 
     architecture: str
     vocab_size: int
@@ -76,14 +76,14 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def required(raw: dict[str, Any], name: str) -> int:
-    """Return a field that has no default. Raises ConfigError naming it."""
+    """Return a required field. Raises ConfigError, naming the field, if it is missing."""
     if raw.get(name) is None:
         raise ConfigError(name, "missing from config.json")
     return positive(name, raw[name])
 
 
 def shared_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """Return ModelConfig's fields, except rope and sliding_windows, which families read differently.
+    """Return the fields of ModelConfig except rope and sliding_windows, which the families read in different ways.
 
     Raises ConfigError naming the field.
     """
@@ -118,7 +118,7 @@ def shared_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def windows_by_type(raw: dict[str, Any], window: int) -> tuple[int, ...]:
-    """Return each layer's window by config.json's layer_types. Raises ConfigError unless it has one for each layer."""
+    """Return each layer's window by config.json's layer_types. Raises ConfigError unless every layer has a type."""
     types, num_layers = raw["layer_types"], required(raw, "num_hidden_layers")
     known = {"sliding_attention": window, "full_attention": 0}
     if not isinstance(types, list) or len(types) != num_layers or not all(kind in known for kind in types):

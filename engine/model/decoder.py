@@ -1,4 +1,4 @@
-"""The parts that the decoders of all families share: embedding, logits, LoRA outside of the layers, and loading.
+"""Base of the decoders of all families: embedding, logits, LoRA outside of the layers, and loading.
 
 A family's own module has its layers. Knows no scheduler, no sampling and no device: the ops come from `kernels.ops`.
 """
@@ -19,9 +19,10 @@ from kernels.reference import LoraGroup
 
 
 class Decoder(ABC):
-    """Weights and forward pass. `attach` sets the caches and rank pages that it uses.
+    """Weights and forward pass. `attach` sets the caches and rank pages of the forward pass.
 
-    can_fuse: whether `DecoderWeights` describes all of the family's layers, so that a backend may run them in one call.
+    can_fuse: whether `DecoderWeights` describes the family's layers completely, so that a backend may run them in one
+    call.
     """
 
     can_fuse: ClassVar[bool] = False
@@ -48,7 +49,7 @@ class Decoder(ABC):
         return self.finish_logits(logits)
 
     def forward_by_ops(self, batch: Batch) -> Tensor:
-        """Run the same step op by op: on a backend without a fused form, and as the slow twin of that form."""
+        """Run the same step op by op: on backends without a fused form, and as the fused form's slow twin in tests."""
         w, ops = self.weights, self.ops
         plan = ops.plan(batch, self._lora)
         inputs = self._embed_with_lora(batch)
@@ -63,10 +64,10 @@ class Decoder(ABC):
 
     @abstractmethod
     def run_layers(self, residual: Tensor, plan: Any) -> Tensor:
-        """Return lm_head's input of every row, `[T, hidden]`. residual: the embeddings, which it overwrites."""
+        """Return the input of lm_head for every row, `[T, hidden]`. residual: the embeddings; overwritten."""
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits as the family ends them, perhaps in place."""
+        """Return the logits after the family's last operation on them, perhaps in place."""
         return logits
 
     def groups(self, layer: int) -> Mapping[str, LoraGroup]:
@@ -74,7 +75,7 @@ class Decoder(ABC):
         return self._lora.groups[layer] if self._lora is not None else {}
 
     def norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        """Return qkv with each head of q and k normed."""
+        """Return qkv with every head of q and k normalised."""
         c = self.config
         q_end, k_end = c.num_heads * c.head_dim, (c.num_heads + c.num_kv_heads) * c.head_dim
         q, k, v = qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:]
@@ -96,7 +97,7 @@ class Projections(TypedDict):
 
 
 def load_embedding_and_head(source: Checkpoint, config: ModelConfig, ops: Ops) -> tuple[Tensor, PackedLinear]:
-    """Return the embedding and the packed head, which are the same weights in a tied model."""
+    """Return the embedding and the packed head. A tied model has the same weights for both."""
     embedding = source.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     tied = config.tie_word_embeddings or "lm_head.weight" not in source
     head = embedding if tied else source.get("lm_head.weight", config.vocab_size, config.hidden_size)

@@ -1,4 +1,4 @@
-"""The served model families by architecture, the name that config.json states. Each has a module of its own."""
+"""Table of the served model families by architecture, the name in config.json. Each family has its own module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from wire.errors import ConfigError
 class Family:
     """A model family.
 
-    parse: from config.json's content and the architecture to the config; raises ConfigError naming the field.
-    decoder: from that config, ops, weights and the largest number of positions to the decoder.
+    parse: returns the config from config.json's content and the architecture; raises ConfigError naming the field.
+    decoder: returns the decoder from that config, the ops, the weights and the maximum number of positions.
     """
 
     parse: Callable[[dict[str, Any], str], ModelConfig]
@@ -34,12 +34,12 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Return the config of a folder or file. Raises ConfigError naming the field if it cannot be served."""
+    """Return the config of a folder or file. Raises ConfigError, naming the field, if it cannot be served."""
     return parse_model_config(read_config(path))
 
 
 def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
-    """Return the config of config.json's content. Raises ConfigError naming the field if it cannot be served."""
+    """Parse config.json's content. Raises ConfigError, naming the field, if the model cannot be served."""
     architectures = raw.get("architectures") or ["none"]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(architecture, str) or architecture not in FAMILIES:
@@ -48,7 +48,7 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def make_decoder(config: ModelConfig, ops: Ops, source: Checkpoint, max_model_len: int) -> Decoder:
-    """Return the decoder of a config, with the weights of `source`."""
+    """Return the decoder for a config, with the weights of `source`."""
     return FAMILIES[config.architecture].decoder(config, ops, source, max_model_len)
 
 

@@ -22,7 +22,7 @@ ARCHITECTURES = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 
 @dataclass(frozen=True, slots=True)
 class GemmaConfig(ModelConfig):
-    """Soft caps of 0 mean none."""
+    """Config of a Gemma model. A soft cap of 0 means no cap."""
 
     local_rope: RopeConfig
     """Of the layers with a sliding window."""
@@ -34,7 +34,7 @@ class GemmaConfig(ModelConfig):
 
 
 def parse_config(raw: dict[str, Any], architecture: str) -> GemmaConfig:
-    """Return the config of config.json's content. Missing fields get transformers' defaults.
+    """Parse config.json's content. Missing fields get transformers' defaults.
 
     Raises ConfigError naming the field.
     """
@@ -68,10 +68,10 @@ def _softcap(raw: dict[str, Any], name: str, default: float | None) -> float:
 
 
 def _ropes(raw: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Return Gemma 3's rotary embeddings of full and of local layers.
+    """Return Gemma 3's rotary embeddings for full and for local layers.
 
-    transformers 5 writes rope_parameters by type of layer; older versions write rope_theta and rope_scaling for full
-    layers, and rope_local_base_freq.
+    transformers 5 writes rope_parameters by layer type. Older versions write rope_theta and rope_scaling for full
+    layers, and rope_local_base_freq for local ones.
     """
     given, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if not isinstance(given, dict) or not all(isinstance(fields or {}, dict) for fields in given.values()):
@@ -84,7 +84,7 @@ def _ropes(raw: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
 
 
 def _sliding_windows(raw: dict[str, Any], default_pattern: int) -> tuple[int, ...]:
-    """Return each layer's window. Without layer_types, each layer whose number the pattern divides is full."""
+    """Return each layer's window. Without layer_types, every `sliding_window_pattern`-th layer has full attention."""
     window = positive("sliding_window", raw.get("sliding_window") or 4096)
     if raw.get("layer_types"):
         return windows_by_type(raw, window)
@@ -169,5 +169,5 @@ def _load_layer(source: Checkpoint, c: GemmaConfig, ops: Ops, i: int, cos_sin: T
 
 
 def _norm(source: Checkpoint, name: str, size: int) -> Tensor:
-    """Return a norm's weight in fp32. The checkpoint has its difference from 1."""
+    """Return a norm's weight in fp32. The checkpoint stores the weight minus 1."""
     return source.get(f"{name}.weight", size).float() + 1

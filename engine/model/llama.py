@@ -1,4 +1,4 @@
-"""The Llama family: Llama, Mistral, Qwen2, Qwen3, SmolLM, selected by configuration."""
+"""The Llama family: Llama, Mistral, Qwen2, Qwen3 and SmolLM in one decoder, selected by configuration."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from engine.model.weights import Checkpoint
 from kernels.ops import DecoderWeights, LayerWeights, Ops
 from wire.errors import ConfigError
 
-# Served architectures, with the properties that each implies without a field in config.json.
+# Served architectures, each with the properties that it implies and config.json does not state.
 ARCHITECTURES: dict[str, dict[str, bool]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": True},
@@ -30,7 +30,7 @@ class LlamaConfig(ModelConfig):
 
 
 def parse_config(raw: dict[str, Any], architecture: str) -> LlamaConfig:
-    """Return the config of config.json's content. Raises ConfigError naming the field."""
+    """Parse config.json's content. Raises ConfigError naming the field."""
     implied = ARCHITECTURES[architecture]
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError("hidden_act", f"expected silu, got {raw['hidden_act']!r}")

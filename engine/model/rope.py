@@ -10,7 +10,7 @@ from torch import Tensor
 from wire.errors import ConfigError
 from wire.model_config import positive_number
 
-# Rope types, with the parameters that each requires.
+# Parameters that each rope type requires.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -58,7 +58,7 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
 
 
 def _check_optional_rope(kind: str, given: str, parameters: dict[str, Any]) -> None:
-    """Check optional rope fields, which would otherwise fail with a TypeError during start. Raises ConfigError."""
+    """Check the types of optional rope fields, which would fail later with a TypeError. Raises ConfigError."""
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale"):
         if parameters.get(name) is not None:
             positive_number(f"{given}.{name}", parameters[name])

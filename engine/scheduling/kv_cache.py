@@ -159,6 +159,6 @@ def _extend(keys: list[bytes], token_ids: Sequence[int], block_size: int, salt: 
 
 
 def _salt(adapter_digest: str | None, tenant: str, cache_salt: str) -> bytes:
-    # Includes the lengths, so that no two triples (adapter's digest, tenant, client's salt) give the same salt.
+    # The lengths are included, so that no two triples (adapter digest, tenant, client's salt) give the same salt.
     parts = [part.encode() for part in (adapter_digest or "", tenant, cache_salt)]
     return b"".join(b"%d:%b" % (len(part), part) for part in parts)

@@ -104,7 +104,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A sequence to generate, as it enters the engine.
+    """Sequence to generate, as it enters the engine.
 
     adapter_digest: digest of the adapter, None for the base model.
     weight: the tenant's share of the engine, relative to others.
@@ -159,8 +159,8 @@ class Request:
     num_pending: 1 while an in-flight step samples a token that the host has not read. It counts as a token already.
     seat: row of the request in the runner's tables while it runs, else -1.
     served_digest: the adapter whose pages this request's steps read, "sha256:<digest>", "base" or "mixed"; None before
-        the first step. The planner records it from the device pool's slots, never from
-        `adapter_digest`, so it is a receipt.
+        the first step. The planner records it from the device pool's slots, never from `adapter_digest`, so it is
+        a receipt.
     """
 
     __slots__ = (
