@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
-    """Return zeros in host memory. The system supplies pages at their first access; torch.zeros would touch them all.
+    """Return zeros in host memory. The system allocates pages at first access; torch.zeros would touch all of them.
 
-    huge_pages: for tables that are read sequentially; the first access then allocates 2 MiB at once.
+    huge_pages: allocate 2 MiB at a time, for tables that are read sequentially.
     """
     count = math.prod(shape)
     if huge_pages:

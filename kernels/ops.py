@@ -1,4 +1,4 @@
-"""Interface of the ops that a decoder is made of, and the types that they take. Knows no implementation."""
+"""Interface of the ops of a decoder, and the types of their arguments. Knows no implementation."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -44,11 +44,11 @@ class HeadLora:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of a decoder layer: attention, then a gated MLP, each with a norm in front.
+    """Weights of a decoder layer: attention, then a gated MLP, each with a norm in front.
 
-    Norms `[hidden]`; q_norm and k_norm `[head_dim]` if the family norms heads; attention_output_norm and
-    mlp_output_norm if it norms what a sublayer adds to the residual. cos_sin `[max_model_len, head_dim]` fp32
-    (cos | sin), shared by layers of one rotary embedding. sliding_window: 0 for full attention.
+    Norms `[hidden]`; q_norm and k_norm `[head_dim]` if the family normalises heads; attention_output_norm and
+    mlp_output_norm if it normalises a sublayer's output before adding it to the residual. cos_sin `[max_model_len,
+    head_dim]` fp32 (cos | sin), shared by layers with the same rotary embedding. sliding_window: 0 for full attention.
     """
 
     input_norm: Tensor
@@ -67,7 +67,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """The weights and constants of a decoder, everything that a backend needs to fuse its forward pass.
+    """Weights and constants of a decoder: everything that a backend needs to fuse the forward pass.
 
     embedding `[vocab, hidden]`, whose rows are multiplied by embedding_scale. Norms are all in the embedding's dtype or
     all in fp32 (see `kernels.reference.rms_norm`). activation: the gate's. attention_scale, attention_softcap: see

@@ -1,4 +1,7 @@
-"""Devices: every difference between a CPU and a GPU outside of the ops. A new device is a class and a line here."""
+"""Interface of a device: every difference between devices outside of the ops, and the choice of the platform.
+
+A new device is a `Platform` and a line in `platform_of`.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -13,7 +16,7 @@ Step = Callable[[], Tensor]
 
 
 class Fence(Protocol):
-    """A point in the order of a device's work."""
+    """Point in the order of a device's work."""
 
     def synchronize(self) -> None:
         """Block the calling thread until all work before the fence is done."""
@@ -21,9 +24,9 @@ class Fence(Protocol):
 
 
 class Lane(Protocol):
-    """A sequence of copies, separate from the steps' work.
+    """Sequence of copies that runs beside the steps' work.
 
-    in_place: the device's memory is the host's, so no copy is needed.
+    in_place: whether the device's memory is the host's, so that no copy is needed.
     """
 
     in_place: bool
@@ -37,19 +40,22 @@ class Lane(Protocol):
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> Fence:
-        """Start a copy from the host, of one dtype and shape. source must not change until the fence."""
+        """Start a copy from the host and return the fence behind it. Until then source must not change.
+
+        Both have one dtype and shape.
+        """
         ...
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device, ordered behind the last fence. Returns when it can be read."""
+        """Copy the tensor to the device, ordered behind the last fence. Returns when the result can be read."""
         ...
 
 
 class Platform(Protocol):
-    """A device.
+    """Interface of a device.
 
-    name: its kind, in messages. is_host: its memory is the host's, which numpy reads, and work is done when its call
-    returns; else work is launched, runs beside the host, and can be captured in a graph.
+    name: its kind, for messages. is_host: whether its memory is the host's, which numpy can read, and work is done when
+    its call returns. On other devices work is launched, runs beside the host, and can be captured in a graph.
     """
 
     name: str
@@ -63,7 +69,7 @@ class Platform(Protocol):
         kv_dtype: torch.dtype | None,
         lora_dtype: torch.dtype | None,
     ) -> Ops:
-        """Return the fastest ops that serve these sizes and dtypes, see `pick_ops`."""
+        """Return the fastest ops for these sizes and dtypes; see `pick_ops`."""
         ...
 
     def is_available(self) -> bool: ...
@@ -71,7 +77,7 @@ class Platform(Protocol):
     def total_memory(self) -> int: ...
 
     def free_memory(self) -> int | None:
-        """Return the free bytes; None where memory is allocated when it is first written."""
+        """Return the free bytes; None if the device allocates memory only when it is first written."""
         ...
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
@@ -79,7 +85,7 @@ class Platform(Protocol):
         ...
 
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised host memory whose copies to and from the device do not block."""
+        """Return uninitialised host memory. Copies between it and the device do not block."""
         ...
 
     def fence(self) -> Fence:
@@ -89,7 +95,7 @@ class Platform(Protocol):
     def lane(self) -> Lane: ...
 
     def capture(self, step: Step, pool: Any) -> tuple[Step, Any]:
-        """Capture a step as a graph. Return its replay and the memory pool, to be passed to the next capture.
+        """Capture a step as a graph. Return its replay, and the memory pool to pass to the next capture.
 
         pool: None for the first. A replay's result is valid until the next replay of the same pool.
         """
@@ -98,7 +104,7 @@ class Platform(Protocol):
 
 @cache
 def platform_of(device: torch.device) -> Platform:
-    """Return the platform of a device. Raises ValueError for a kind that has none."""
+    """Return the platform of a device. Raises ValueError for an unknown kind of device."""
     if device.type == "cuda":
         from kernels.gpu.platform import CudaPlatform
 

@@ -12,11 +12,11 @@ from wire.errors import ConfigError
 
 @dataclass(frozen=True)
 class Option:
-    """The flag of a field.
+    """Flag of a configuration's field.
 
-    flag: its name if it is not the field's. least, most: bounds of a number, both allowed. above: a lower bound that is
-    not allowed. is_size: bytes, which the command line also takes as `4GiB`. env: the environment variable that
-    replaces it.
+    flag: its name, if it is not the field's. least, most: inclusive bounds of a number. above: exclusive lower bound.
+    is_size: whether it is a number of bytes, which the command line also accepts as `4GiB`. env: the environment
+    variable that replaces the flag.
     """
 
     help: str
@@ -34,7 +34,7 @@ def option(default: Any = MISSING, *, help: str, **settings: Any) -> Any:
 
 
 def options(config: type) -> dict[str, Option]:
-    """Return the fields of a configuration that are flags, by name."""
+    """Return the flags of a configuration by field name."""
     return {f.name: f.metadata["option"] for f in fields(config) if "option" in f.metadata}
 
 

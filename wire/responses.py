@@ -57,8 +57,8 @@ class PromptLogprob(Struct):
     decoded_token: str
 
 
-# The list has an entry for each prompt token: log-probabilities by token id, of the token itself and of the likeliest
-# ones. The first entry is None, because nothing predicts the first token.
+# A list with an entry for each prompt token: log-probabilities by token id, of the token itself and of the likeliest
+# tokens. The first entry is None, because no token precedes the first one.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -230,8 +230,8 @@ class EngineStateResponse(Struct):
 # answer whose progress is sent while it runs.
 ALLOWANCE_HEADER = "x-loraplex-allowance"
 REPORT_TYPE = "application/x-loraplex-report"
-# Remaining tokens per choice below which the engine reports a whole answer at each step and the gateway reserves more:
-# half a second of a fast engine.
+# Remaining tokens per choice below which the engine reports a whole answer's counts at each step and the gateway
+# reserves more tokens. A fast engine uses them in half a second.
 ASK_TOKENS = 64
 
 

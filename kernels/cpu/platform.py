@@ -63,7 +63,7 @@ class _Done:
 
 
 class HostLane:
-    """The lane of a device that is the host: steps finish within their call, so there is nothing to wait for."""
+    """Lane of a device that is the host. Steps finish within their call, so no method waits."""
 
     in_place = True
 

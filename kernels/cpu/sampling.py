@@ -59,7 +59,7 @@ def _least_of_top_p(weights: np.ndarray, top_p: float) -> np.float32:
     near = weights[weights >= _FIRST_CUT]
     above = 0.0
     if near.sum(dtype=np.float64) < wanted:
-        # Narrow down a flat distribution's weights to sort by their upper 16 bits, which order like the floats.
+        # The distribution is flat: narrow down the weights to sort by their upper 16 bits, which order like the floats.
         halves = weights.view(np.uint32) >> 16
         sums = np.bincount(halves, weights)[::-1].cumsum()
         at = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)

@@ -156,9 +156,10 @@ def _walk(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add keys begin..end to the online softmax (acc, m, weight). Unmasked: complete tiles that every row sees.
+    """Add keys begin..end to the online softmax (acc, m, weight). Not MASKED: complete tiles that every row sees.
 
-    Scores are in powers of two. With a soft cap, 2^scores is e^2y before it: tanh(y) = 1 - 2 / (e^2y + 1).
+    Scores are exponents of 2. With a soft cap, 2^scores is e^2y before the cap is applied, y = score / softcap, because
+    tanh(y) = 1 - 2 / (e^2y + 1). SOFTCAP includes the factor log2(e).
     """
     d = tl.arange(0, HEAD_PADDED)
     for key0 in range(begin, end, BLOCK_N):

@@ -70,7 +70,7 @@ class CudaPlatform:
 
 
 class CudaLane:
-    """A lane on a CUDA stream of the lowest priority, which is also the default priority of streams."""
+    """Lane on a CUDA stream of the lowest priority, which is also the default."""
 
     in_place = False
 
@@ -89,7 +89,7 @@ class CudaLane:
     def copy(self, target: Tensor, source: Tensor) -> Any:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event(blocking=True)  # waiting threads sleep, because the step loop needs the cores
+        done = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, because the step loop needs the cores
         done.record(self._stream)
         return done
 

@@ -29,7 +29,7 @@ def one_line(*errors: type[Exception]) -> Iterator[None]:
 
 
 class WrongSettings(click.UsageError):
-    """Errors of the gateway's settings, one line each."""
+    """Usage error with one line for each wrong setting of the gateway."""
 
     def format_message(self) -> str:
         return "\nError: ".join(self.message.splitlines())
@@ -37,7 +37,7 @@ class WrongSettings(click.UsageError):
 
 @contextmanager
 def settings_errors() -> Iterator[None]:
-    """Report all wrong settings with exit code 2. Settings that cannot be used now (a port in use) have exit code 1."""
+    """Report all wrong settings with exit code 2, and settings that cannot be used now (a port in use) with 1."""
     from gateway.settings import NotUsableNow, SettingsError
 
     try:

@@ -17,7 +17,7 @@ UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 class Bytes(click.ParamType):
-    """A size: `2147483648`, `2048MiB`, `2G` (units are powers of 1024)."""
+    """Size in bytes: `2147483648`, `2048MiB`, `2G` (units are powers of 1024)."""
 
     name = "bytes"
 
@@ -83,7 +83,7 @@ def options_of(*configs: type) -> Callable[[C], C]:
 
 
 def take(config: type, flags: dict[str, Any]) -> dict[str, Any]:
-    """Remove a configuration's values from the command's flags, and return them."""
+    """Remove a configuration's values from the command's flags and return them."""
     return {name: flags.pop(name) for name in options(config)}
 
 

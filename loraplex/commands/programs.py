@@ -68,7 +68,7 @@ def engine(internal_token_file: Path | None, download_dir: Path, **flags: Any) -
 
 
 def _server_config(flags: dict[str, Any], internal_token_file: Path | None) -> ServerConfig:
-    """Return the checked configuration of the engine's server, with the secrets of files and environment."""
+    """Return the checked configuration of the engine's server, with the secrets from files and the environment."""
     server = ServerConfig(
         **flags,
         internal_token=_internal_token(internal_token_file),
@@ -139,7 +139,7 @@ def _needs_extra(extra: str) -> Iterator[None]:
 
 
 def _check_names(modules: tuple[tuple[str, Path], ...]) -> None:
-    """Refuse a name that is given to two folders."""
+    """Raise a usage error for a name that is given to two folders."""
     named = dict(modules)
     for name, path in modules:
         if named[name] != path:

@@ -132,7 +132,7 @@ class LimitCommand(click.Command):
 
 
 class TenantCommand(LimitCommand):
-    """Command with a flag for each limit of a tenant, those on its adapters too."""
+    """Command with a flag for each limit of a tenant, including the limits on its adapters."""
 
     @cached_property
     def limit_options(self) -> list[click.Option]:

@@ -14,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class UpConfig:
-    """The user's choices. None for a URL: the embedded service. Raises ConfigError for a value out of range."""
+    """Configuration of `loraplex up`. A URL of None: the embedded service. Raises ConfigError for a bad value."""
 
     demo: bool = option(False, help="Serve the demo model, with two tenants and their adapters.")
     model: str | None = option(
@@ -58,7 +58,7 @@ class UpConfig:
 
     @property
     def database_name(self) -> str:
-        """Return a name for the database, without a user name or password."""
+        """Return a name of the database for messages, without user name and password."""
         if self.database_url is None:
             return "local"
         url = urlsplit(self.database_url)

@@ -22,7 +22,7 @@ NAMES = (
 
 
 def upgrade() -> None:
-    # Gateways of the previous release write only the former columns; theirs stay NULL here.
+    # Rows that gateways of the previous release add keep NULL here, because these write only the former columns.
     for name in TABLES:
         op.add_column(name, sa.Column("limits", sa.Text(), nullable=True))
         table = sa.table(name, sa.column("id"), sa.column("limits"), *(sa.column(kind) for kind in NAMES))

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # Time limit for sending the last spans at shutdown.
 FLUSH_SECONDS = 3.0
 W3C = TraceContextTextMapPropagator()
-# Attribute with the trace id of a client whose trace the span does not join.
+# Attribute for the trace id of a client whose trace the span does not join.
 CLIENT_TRACE = "loraplex.client_trace_id"
 KINDS = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT}
 

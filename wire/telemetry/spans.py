@@ -56,8 +56,8 @@ class Tracing(Protocol):
     def serve(self, name: str, headers: Mapping[str, str], *, joins: bool) -> AbstractContextManager[Span]:
         """Open a server span.
 
-        joins: the span joins the trace named in the headers and follows its sampling flag. Otherwise it begins a trace
-        of its own, which this process samples, and only names the client's trace.
+        joins: whether the span joins the trace of the headers and follows its sampling flag. If not, it begins a new
+        trace, which this process samples, and records the client's trace id as an attribute.
         """
 
     def close(self) -> None:
@@ -69,8 +69,8 @@ def trace_requests(
 ) -> Middleware:
     """Return a middleware that opens a span for each request of a wanted route.
 
-    It must be outside of the middlewares that answer errors. trusts: whether the request's `traceparent` may decide
-    that its spans are recorded.
+    It must be outside of the middlewares that answer errors. trusts: returns whether the request's `traceparent` may
+    decide if its spans are recorded.
     """
 
     @web.middleware

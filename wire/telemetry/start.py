@@ -10,7 +10,7 @@ PROTOCOL = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 class TracingError(ValueError):
-    """Tracing settings in the environment that cannot be honoured. field: the variable."""
+    """A tracing setting in the environment is wrong or not supported. field: the variable."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")

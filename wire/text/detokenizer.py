@@ -9,7 +9,7 @@ CONTEXT = 8
 
 
 class Vocabulary(Protocol):
-    """The part of `wire.text.tokenizer.Tokenizer` that a stream uses."""
+    """Methods of `wire.text.tokenizer.Tokenizer` that a stream uses."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...

@@ -49,7 +49,7 @@ void rms_norm_row(const T* x, const W* w, T* out, int64_t n, float eps) {
     }
 }
 
-// The weight of a norm: in T, or in float if `is_float`.
+// Weight of a norm: T, or float if `is_float`.
 struct Norm {
     const void* weight;
     int64_t is_float;

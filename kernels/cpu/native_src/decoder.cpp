@@ -17,7 +17,7 @@ namespace {
 template <class T>
 struct Layer {
     Norm input_norm, q_norm, k_norm, mlp_norm;
-    Norm attention_output_norm, mlp_output_norm;  // of what a sublayer adds to the residual; a null weight: none
+    Norm attention_output_norm, mlp_output_norm;  // of a sublayer's output; null weight: no norm
     Packed<T> qkv, o, gate_up, down;
     const float* cos_sin;
     T *k_cache, *v_cache;
@@ -171,8 +171,8 @@ class Forward {
             for (int64_t i = 0; i < m_.hidden; i++) put(to + i, to_float(to[i]) * m_.embedding_scale);
     }
 
-    // Computes attention's output in `narrow` to the input of the next layer, `to`, normed by `next_norm`. `rows` is
-    // this thread's share.
+    // Computes the rest of a layer after attention: from attention's output in `narrow` to the next layer's input `to`,
+    // normalised by `next_norm`. `rows` is this thread's share.
     void finish_layer(const Product<T>& product, const Layer<T>& layer, const Norm& next_norm, T* to, Range rows,
                       Team& team) {
         linear(product, s_.narrow, layer.o, layer.lora[1], s_.normed, team);
@@ -212,7 +212,7 @@ class Forward {
         norm.row(s_.residual + t * m_.hidden, to + t * m_.hidden, m_.hidden, m_.eps);
     }
 
-    // Adds a sublayer's output, in `normed`, to the residual, and norms the sum.
+    // Adds a sublayer's output, in `normed`, to the residual, and normalises the sum.
     void add_and_norm(int64_t t, const Norm& output_norm, const Norm& norm, T* to) {
         T* output = s_.normed + t * m_.hidden;
         if (output_norm.weight != nullptr) output_norm.row(output, output, m_.hidden, m_.eps);
