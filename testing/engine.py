@@ -16,7 +16,7 @@ from wire.telemetry.spans import Tracing
 
 
 class RunningServer:
-    """Server that answers at `url` until `close`. Options: those of EngineConfig (as `config`), and of ServerConfig."""
+    """Server that answers at `url` until `close`. config: fields of EngineConfig. server: fields of ServerConfig."""
 
     def __init__(
         self,

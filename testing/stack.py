@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from testing.ports import free_port
 
 if TYPE_CHECKING:
-    import openai  # takes 2 s, in each process that collects
+    import openai  # takes 2 s, so it is not imported at collection
 
 ROOT = Path(__file__).resolve().parent.parent
 # The model is downloaded and converted once; CI may keep this folder between runs.

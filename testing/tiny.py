@@ -49,7 +49,7 @@ def save_byte_fallback_tokenizer(folder: Path, template: str | None = TEMPLATE) 
 
 
 def save_gemma_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
-    """Save a tokenizer like Gemma's: byte tokens, a marker for each space and none in front, a start token."""
+    """Save a tokenizer like Gemma's: byte tokens, a marker for each space but none at the start, a start token."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")

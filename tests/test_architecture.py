@@ -15,7 +15,7 @@ ALLOWED_UP = {("gateway", "migrations")}
 # The gateway runs without torch: beside its own floor it imports `wire` and the torch-free part of `adapters`.
 NOT_THE_GATEWAYS = ("engine", "kernels", "adapters.tiers")
 MAX_LINES = 400
-# A docstring or a comment does not open with these words.
+# Words with which no docstring or comment may open.
 RIDDLES = {"What", "Who", "Whose", "Of", "As", "One", "Until", "For", "Whoever", "Whatever", "Nobody", "Somebody"}
 RIDDLES |= {"Which", "Where", "When", "How"}
 SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
@@ -116,7 +116,7 @@ def test_our_kernels_package_does_not_pose_as_hugging_faces():
 
 
 def test_docstrings_open_with_their_subject_or_an_imperative():
-    """A docstring that opens with a relative clause must be read twice, in tests and benchmarks too."""
+    """No docstring opens with a relative clause, which must be read twice; tests and benchmarks are checked too."""
     found = []
     for path in PYTHON:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -155,7 +155,7 @@ def test_files_are_small():
     assert not long
 
 
-# Functions over the limits that are still to be mended, by file.
+# Functions that exceed the limits and are still to be shortened, by file.
 LONG_FUNCTIONS = {
     "gateway/fleet/dispatch.py",
     "benchmarks/sweep.py",
@@ -187,7 +187,7 @@ def test_no_circles_of_files():
     """No file imports itself through others, imports for type checking included."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}
     graph = {name: {m for m in imports(path) if m in modules and m != name} for name, path in modules.items()}
-    # A file that imports none of those left, or that none of those left imports, is in no circle.
+    # A file without imports among the remaining files, or that none of these imports, is in no circle.
     while True:
         imported = set().union(*graph.values())
         outside = {name for name, below in graph.items() if not below or name not in imported}

@@ -32,7 +32,7 @@ from benchmarks.hostile.catalogue import ATTACKS, SHOWN
 from benchmarks.hostile.place import Place, before_doubles, up
 from benchmarks.hostile.run import Limits, Result, run_attack
 
-# Attacks between two runs of the control.
+# Number of attacks between two runs of the control.
 CONTROL_EVERY = 10
 
 
@@ -68,7 +68,7 @@ async def run_all(flags: argparse.Namespace, folder: Path) -> list[Result]:
 
 
 def with_controls(attacks: list[Attack]) -> list[Attack]:
-    """Return the attacks with a control before every CONTROL_EVERY of them and at the end."""
+    """Return the attacks with a control before each group of CONTROL_EVERY and one at the end."""
     control, mixed = ATTACKS["nothing"], []
     for index, attack in enumerate(attacks):
         mixed += [control] * (index % CONTROL_EVERY == 0) + [attack]

@@ -14,7 +14,7 @@ import aiohttp
 from benchmarks.hostile.archives import good
 from benchmarks.hostile.attacker import BOUNDARY, form
 
-# Interval between chats: this many times the duration of a lone chat, and at least the least.
+# Interval between chats: a multiple of the duration of a single chat, and its minimum in seconds.
 CHAT_INTERVAL_FACTOR, LEAST_CHAT_INTERVAL = 3.0, 0.2
 LONE_CHATS = 8
 UPLOAD_SECONDS = 3.0
@@ -59,7 +59,7 @@ class Neighbour:
         self._one_upload = asyncio.Lock()
 
     async def calibrate(self) -> None:
-        """Warm the service up with lone chats, one after the other, and set the interval between chats by them."""
+        """Warm up the service with single chats, one after the other, and set the interval from their duration."""
         felt = Felt()
         for _ in range(2 * LONE_CHATS):
             await self._guarded(self._chat, felt)

@@ -54,7 +54,7 @@ def work(name: str, group_name: str, num_tokens: int, ranks: list[int]) -> Work:
     in_features, offsets = GROUPS[group_name]
     slices, out_features = len(offsets) - 1, offsets[-1]
     routing, num_pages = make_routing(num_tokens, ranks, max(ranks), device)
-    # A graph of a decode step is captured before its adapters are known, so the host passes no number for small steps.
+    # A decode step's graph is captured before its adapters are known, so small steps get no number of adapters.
     adapters = len(ranks) if num_tokens > 256 else None
     segments = build_segments(routing, PAGE_RANK, num_adapters=adapters)
     weights = 2 * sum(ranks) * (slices * in_features + out_features)

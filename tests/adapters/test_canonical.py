@@ -93,7 +93,7 @@ def tiny() -> Any:
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_computes_the_same_from_it(rslora: bool, tmp_path: Path):
-    import peft  # takes 5 s, in each process that collects
+    import peft  # takes 5 s, so it is not imported at collection
 
     """PEFT computes the same with rank and alpha patterns, on some layers, with the embedding and the head."""
     config = peft.LoraConfig(

@@ -32,7 +32,7 @@ ON = {
 
 
 def test_every_field_of_peft_is_decided():
-    from peft import LoraConfig  # takes 5 s, in each process that collects
+    from peft import LoraConfig  # takes 5 s, so it is not imported at collection
 
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
     assert fields - HONOURED - HARMLESS - set(REFUSED) == set()
@@ -255,7 +255,7 @@ _LORA_CONFIG = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def peft() -> ModuleType:
-    """Import peft outside of the examples, whose time is limited."""
+    """Import peft before the examples of Hypothesis, because each example has a time limit."""
     import peft
     import peft.tuners.tuners_utils
     import peft.utils.other

@@ -50,7 +50,7 @@ def model() -> Path:
 @pytest.fixture(scope="module")
 def peft_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Path]]:
     """Return the dense twin with every adapter loaded, and the adapters' folders."""
-    from peft import LoraConfig, get_peft_model  # takes 5 s, in each process that collects
+    from peft import LoraConfig, get_peft_model  # takes 5 s, so it is not imported at collection
 
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     torch.manual_seed(0)

@@ -109,7 +109,7 @@ class Twin:
 
 
 def make_twin(folder: Path, family: str) -> Twin:
-    from peft import LoraConfig, get_peft_model  # takes 5 s, in each process that collects
+    from peft import LoraConfig, get_peft_model  # takes 5 s, so it is not imported at collection
 
     options = {**SIZES, **FAMILIES[family]}
     torch.manual_seed(0)

@@ -112,7 +112,7 @@ async def test_trace_ids_of_clients_do_not_decide_a_ratio(
     collector: Collector, tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    """The ratio's sampler takes the lowest trace ids, which a client could choose."""
+    """The ratio sampler records the lowest trace ids, and a client could choose such an id."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.000001")
     async with running(settings(tmp_path, model_dir, [upstream.url], redis_url)) as gateway:

@@ -142,7 +142,7 @@ def test_what_cannot_be_done_is_one_line_and_1(arguments, env, says):
 
 
 def test_all_wrong_settings_are_reported_at_once_with_2():
-    """Unset, malformed and misspelt settings are reported together, so that a newcomer corrects them in one turn."""
+    """Unset, malformed and misspelt settings are reported together, so that an operator corrects them all at once."""
     env = {"DATABASE_URL": "mysql://me:secret@x", "QUEUE_LENGTH": "0", "REDIS_ULR": "redis://x", "WORKERS": "2"}
     done = run("gateway", env={f"LORAPLEX_{name}": value for name, value in env.items()})
     assert (done.exit_code, done.stdout) == (2, "")

@@ -231,7 +231,7 @@ def test_who_waits_longest_is_promised_pages_and_nobody_else_gets_them(make: Mak
     pool.pin(busy)
     wait_for(pool, big, Residency.NO_ROOM)
     pool.drain_for(big, [busy])
-    # A single page is free, but promised; and the busy adapter accepts no new request.
+    # The only free page is kept for `big`, and the busy adapter accepts no new request.
     for _ in range(20):
         assert pool.ensure(late) is Residency.LOADING
         assert pool.ensure(busy) is Residency.LOADING

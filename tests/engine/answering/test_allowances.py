@@ -67,7 +67,7 @@ class Reported:
 
 @pytest.fixture
 def _reads_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the event loop handle a step's outputs before the next step, however busy the machine is."""
+    """Make the event loop handle a step's outputs before the next step, even on a busy machine."""
 
     async def turns() -> None:
         for _ in range(10):
@@ -90,7 +90,7 @@ async def test_an_answer_ends_at_its_allowance(client: Client):
     assert reported.head["headers"]["x-loraplex-adapter-digest"] == "base"
     assert reported.answer["usage"]["completion_tokens"] == 100
     assert reported.answer["loraplex"]["ended_by_allowance"] is True
-    # No report before the answer comes near its allowance; then one per step, and the answer's own line.
+    # Reports begin near the allowance: one per step, then the line of the answer itself.
     assert reported.told == [*range(100 - ASK_TOKENS + 1, 101), 100]
     assert await finished(client, "bounded") == (100, "length")
 

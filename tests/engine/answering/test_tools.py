@@ -69,7 +69,7 @@ async def test_a_call_that_must_come_comes(client: Client, choice):
     fields = {"messages": HISTORY, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "seed": 1}
     answer = await client.chat(**fields, temperature=1)
     (said,) = answer["choices"]
-    # OpenAI's and vLLM's APIs end a call of a named function with "stop".
+    # In OpenAI's and vLLM's APIs, a call of a named function ends with "stop".
     ending = "stop" if choice == NAMED else "tool_calls"
     assert said["finish_reason"] == ending
     assert said["message"]["content"] is None

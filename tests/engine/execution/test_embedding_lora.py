@@ -38,7 +38,7 @@ BASES: dict[str, dict[str, Any]] = {
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama-untied": {"model_type": "llama", "tie_word_embeddings": False},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
-    # Embeddings are multiplied by a factor, also the adapters' part; logits are capped with the adapters' part in them.
+    # The embedding factor multiplies the adapters' part too, and the logits' cap applies after the adapters' part.
     "gemma2-tied": {
         "model_type": "gemma2",
         "head_dim": 32,
@@ -65,7 +65,7 @@ class Twin:
     """A base model, its adapters, and peft's answers."""
 
     def __init__(self, folder: Path, base: str) -> None:
-        from peft import LoraConfig, get_peft_model  # takes 5 s, in each process that collects
+        from peft import LoraConfig, get_peft_model  # takes 5 s, so it is not imported at collection
 
         options = {**SIZES, **BASES[base]}
         torch.manual_seed(0)

@@ -66,7 +66,7 @@ def save(folder: Path, family: str, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
-    """Return a saved model, and transformers' logits of PROMPT in fp32."""
+    """Return the path of a saved model, and transformers' logits for PROMPT in fp32."""
     folder = tmp_path_factory.mktemp(request.param)
     return folder, theirs(save(folder, request.param))
 
@@ -104,7 +104,7 @@ def attach(decoder: Decoder) -> None:
 
 
 def batch(first: int, last: int) -> Batch:
-    """Return a step of PROMPT's tokens from `first` to `last`, exclusive, on shuffled blocks."""
+    """Return a step with PROMPT's tokens from `first` to `last`, exclusive, on shuffled blocks."""
     blocks = torch.tensor([2, 0, 3, 1])
     at = torch.arange(first, last)
     return Batch(
@@ -139,7 +139,7 @@ def test_every_backend_equals_transformers(model: tuple[Path, Tensor], make: Cal
 
 
 def test_bf16_is_as_close_to_fp32_as_transformers_is(model: tuple[Path, Tensor]) -> None:
-    """The embedding's factor, the norms and the caps are rounded where transformers rounds them, or later."""
+    """The embedding factor, the norms and the caps are rounded where transformers rounds them, or later."""
     folder, expected = model
     in_bf16 = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     their_error = (theirs(in_bf16) - expected).abs().mean()
@@ -158,7 +158,7 @@ PARTS = [
 
 @pytest.mark.parametrize(("model", "part"), PARTS, indirect=["model"])
 def test_the_comparison_fails_if_a_part_is_wrong(model: tuple[Path, Tensor], part: str) -> None:
-    """The tests against transformers are sharp enough: without any one part, the logits are far off."""
+    """The comparison with transformers is sharp enough: if any single part is missing, the logits are far off."""
     folder, expected = model
     decoder = decoder_of(folder, TorchOps())
     w, c = decoder.weights, decoder.config
@@ -253,7 +253,7 @@ def test_a_config_that_would_be_computed_otherwise_is_refused(change: dict[str, 
     assert caught.value.field == field
 
 
-# The form of Gemma's chats: roles user and model, a system message in front of the first turn, turns that alternate.
+# Format of Gemma's chats: roles user and model, a system message at the start of the first turn, alternating turns.
 TEMPLATE = """{{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}
     {%- set prefix = messages[0]['content'] + '\n\n' -%}

@@ -99,7 +99,7 @@ async def test_a_strong_secret_is_served_from_a_throttled_address_and_guesses_ar
         assert (await gateway.nobody.post("/internal/engines", {"url": upstream.url}, headers=announced)).status == 204
         for wrong in ({"x-loraplex-announce-token": token[:-1]}, announced | {"Authorization": "Bearer guess"}):
             assert (await gateway.nobody.post("/internal/engines", {"url": "http://e"}, headers=wrong)).status == 429
-        # A right secret beside a guess does not make the guess free.
+        # A guess is throttled even if the request also carries a right secret.
         beside = {"x-loraplex-internal-token": "guess"}
         assert (await admin.get("/admin/api/tenants", headers=beside)).status == 429
 
@@ -110,7 +110,7 @@ async def test_the_admin_port_has_a_count_of_its_own_and_the_public_port_compare
     of = settings(tmp_path, model_dir, [upstream.url], redis_url, admin_port=unused_tcp_port)
     async with running(of) as public:
         admins = Gateway(f"http://127.0.0.1:{unused_tcp_port}", public.session)
-        # The public port gives no hint whether a guess is the admin key: guesses have one count, on the admin port.
+        # The public port does not reveal whether a guess is the admin key, so only the admin port can answer guesses.
         answers = [await public.client(key).get("/v1/models") for key in (ADMIN_KEY, ADMIN_KEY + "x")]
         assert [(answer.status, answer.error) for answer in answers] == [(401, answers[0].error)] * 2
         await throttled(public)

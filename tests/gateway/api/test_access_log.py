@@ -59,7 +59,7 @@ async def test_a_refused_request_has_the_code_of_its_error(gateway: Gateway, cap
 async def test_a_broken_stream_has_its_error_and_its_ending(
     gateway: Gateway, caplog: pytest.LogCaptureFixture, engine: dict[str, int], end: str
 ):
-    """The status of a stream is 200 however it ends, so the line has both."""
+    """A stream's status is 200 even if it breaks, so the log line has the error and the ending."""
     caplog.set_level(logging.INFO, "gateway.api.access_log")
     acme = await gateway.tenant("acme")
     assert (await acme.chat(stream=True, x_engine=engine)).status == 200

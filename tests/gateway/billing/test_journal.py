@@ -49,7 +49,7 @@ async def test_a_batch_that_could_not_be_written_down_comes_again(tmp_path: Path
     for _ in range(2):
         batches = journal.batches()
         assert await anext(batches) == [b"event"]
-        # The writer closes its generator like this after an error.
+        # After an error the writer closes its generator in the same way.
         await batches.aclose()
     assert await read(journal) == [b"event"]
     await journal.close()

@@ -61,7 +61,7 @@ async def test_residency_and_load_are_heard_as_they_change(session: ClientSessio
         await fleet.until(lambda: fleet.engine.others == 5)
         with fleet.engine.busy(None):
             upstream.running = 6
-            # Six run: ours and five of other gateways.
+            # Six requests run: one of this gateway and five of other gateways.
             await fleet.until(lambda: fleet.engine.state["running"] == 6)
             assert (fleet.engine.others, fleet.engine.load) == (5, 6)
         upstream.resident, upstream.running = [], 0

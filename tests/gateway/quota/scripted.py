@@ -23,7 +23,7 @@ MS, SECOND, DAY = 1000, 1_000_000, 86_400_000_000
 def demand(
     request_id: str, prompt: int, completion: int, step: int, price: Price, expected: int | None = None
 ) -> Demand:
-    """Return the demand with which the script's twin takes what `Script.acquire` takes."""
+    """Return the demand with which the script's twin reserves the same amounts as `Script.acquire`."""
     return Demand(
         tenant_id="",
         request_id=request_id,
@@ -36,7 +36,7 @@ def demand(
 
 
 class Script:
-    """The quota of a tenant; `now` is in microseconds."""
+    """Limits of one tenant on a real Redis, with a settable clock `now` in microseconds."""
 
     def __init__(self, client: redis.Redis) -> None:
         assert SOURCE.count(CLOCK) == 1

@@ -237,7 +237,7 @@ async def test_a_stream_without_room_to_grow_is_shortened(
 
 
 def calls_of_streams(monitor: redis.client.Monitor, client: redis.Redis) -> list[str]:
-    """Return the calls of the quota's script by requests, without the gateway's sweeps and extensions of leases."""
+    """Return the requests' calls of the quota script, without the gateway's sweeps and extensions of leases."""
     client.echo("the end")
     commands = iter(lambda: monitor.next_command()["command"], "ECHO the end")
     return [command for command in commands if re.search(r"^EVALSHA .* (acquire|grow|settle) ", command)]
@@ -330,13 +330,13 @@ async def test_a_max_tokens_above_the_whole_limit_is_no_reason_to_refuse(
     gateway: Gateway, upstream: Upstream, stream: bool
 ):
     tenant = await gateway.tenant("acme", tokens_per_minute=100, tokens_per_day=100)
-    # The first is charged with what it used, and leaves room for the second.
+    # The first request is charged only the tokens that it used, so there is room for the second.
     for tokens in (10, 60):
         got = await tenant.chat(stream=stream, max_tokens=240, x_engine={"tokens": tokens, "delay": 0.005})
         assert got.status == 200
         made = len(text_of(got.events)) if stream else got.json["usage"]["completion_tokens"]
         assert made == tokens
-    # It holds half of the limit at first.
+    # The second request held half of the limit at first.
     assert int(got.headers["x-ratelimit-remaining-tokens"]) == 100 - (10 + PROMPT_TOKENS) - 50
 
 

@@ -1,4 +1,4 @@
-"""A changed rate keeps the amount that was used, for the script on a real Valkey and for its twin in Python."""
+"""A changed rate keeps the used amount, in the script on a real Valkey and in its twin in Python."""
 
 import struct
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def limit_of(kind: str, value: int) -> Limit:
 
 
 def use(limits: Script | Twin, request_id: str, limit: Limit, tokens: int) -> bool:
-    """Take tokens and use them at once. Return whether they were granted."""
+    """Reserve tokens and use them at once. Return whether they were granted."""
     allowed, *_ = limits.acquire(request_id, [limit], 0, tokens, tokens, FREE)
     if allowed:
         limits.settle(request_id, tokens, 0, True)
@@ -41,7 +41,7 @@ def use(limits: Script | Twin, request_id: str, limit: Limit, tokens: int) -> bo
 
 
 def remaining(limits: Script | Twin, limit: Limit) -> int:
-    """Return the remaining amount, without taking any of it."""
+    """Return the remaining amount without reserving anything."""
     allowed, _, [(left, *_)] = limits.acquire("asks", [limit], 0, 0, 1, FREE)
     if allowed:
         limits.settle("asks", 0, 0, False)
@@ -147,7 +147,7 @@ changes = st.tuples(st.just("change"), st.integers(0, 90 * SECOND), st.floats(0,
 def test_requests_admitted_after_a_change_stay_within_the_new_limit(
     client: redis.Redis, first: int, steps: list[tuple[str, int, float, Any]]
 ):
-    """Requests that were admitted before it may use and grow their holds, which only leaves less to the new ones."""
+    """Requests admitted before the change may use and grow their holds, which leaves less room for later requests."""
     for limits in (Script(client), Twin()):
         limit = limit_of("t", first)
         bucket, since = Bucket(limit), START
@@ -181,10 +181,10 @@ def test_requests_admitted_after_a_change_stay_within_the_new_limit(
 
 
 def test_states_of_the_release_before_keep_working(client: redis.Redis):
-    """Their debt has the unit of the limit that is in force when they are read first."""
+    """A state of the previous release has no basis: its debt is in the unit of the limit in force when first read."""
     script = Script(client)
     state = script.keys[0]
-    # The server's run id is stored, so that it does not count as another server.
+    # Stores the server's run id, so that the script does not drop the states as another server's.
     remaining(script, limit_of("d", 100))
     client.hset(state, "tenant:t", struct.pack("dd", script.now, 30 * SECOND))
     client.hset(state, "tenant:d", struct.pack("ddddd", script.now, DAY // 4, script.now - 1, 0, script.now + DAY))

@@ -1,4 +1,4 @@
-"""Limits in the database: the upgrade of an existing one, and gateways of the previous release beside this one."""
+"""Limits in the database: migration of an existing database, and gateways of the previous release beside this one."""
 
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ async def test_a_value_out_of_range_is_refused(gateway: Any, value: Any):
 
 
 async def test_a_kind_is_enforced_shown_and_removed(gateway: Any):
-    """`requests_per_day` is an entry of KINDS, and nothing else."""
+    """`requests_per_day` has no code of its own: it is only an entry of KINDS."""
     tenant = await gateway.tenant("acme", requests_per_day=2)
     for left in (1, 0):
         got = await tenant.chat()

@@ -79,7 +79,7 @@ def test_an_fp32_weight_multiplies_before_rounding(ops: Ops) -> None:
     h = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
     once, twice = (h * weight).bfloat16(), (h.bfloat16().float() * weight).bfloat16()
     found = ops.rms_norm(x, weight.float(), 1e-5)
-    # The order of the sum of squares may move a few results by one step of bf16.
+    # The summation order of the squares may change a few results by one step of bf16.
     assert (found != once).float().mean() < 0.001
     assert (once != twice).float().mean() > 0.1
     assert (ops.rms_norm(x, weight, 1e-5) != twice).float().mean() < 0.001

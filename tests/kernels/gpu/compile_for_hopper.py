@@ -101,7 +101,7 @@ def attend(query_lens: list[int], context_len: int, cache_dtype: torch.dtype = t
 
 
 def attend_as_gemma(query_lens: list[int], context_len: int) -> None:
-    """Launch attention of a local layer with Gemma-2-2b's heads and soft cap."""
+    """Launch the attention of a sliding-window layer with Gemma-2-2b's heads and soft cap."""
     q, cache = torch.empty(sum(query_lens), 8, 256, dtype=torch.bfloat16), torch.zeros(8, 4, 16, 256).bfloat16()
     attend_over(q, cache, query_lens, context_len, sliding_window=512, softcap=50.0)
 

@@ -31,7 +31,7 @@ def variants() -> list[dict]:
     env = {
         **os.environ,
         "TRITON_INTERPRET": "0",
-        # Triton's key of a kernel covers its source, its options and the compiler, so only what changed is compiled.
+        # Triton's cache key of a kernel covers its source, options and compiler, so only changed kernels are compiled.
         "TRITON_CACHE_DIR": str(CACHE / "triton"),
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }

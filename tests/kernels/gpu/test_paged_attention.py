@@ -100,7 +100,7 @@ def test_sliding_window(batch, window, device, monkeypatch):
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.7), (24, 0.7), (24, 50.0)])
 @pytest.mark.parametrize("batch", ["decode", "mixed"])
 def test_soft_capped_scores(batch, window, softcap, dtype, device, monkeypatch):
-    """Gemma 2's cap, on full and on local layers; 0.7 is low enough to change the answer."""
+    """Gemma 2's soft cap matches the reference, with and without a window; 0.7 is low enough to change the result."""
     arguments = make((4, 2, 64), BATCHES[batch], dtype, device)
     expected = reference.paged_attention(*arguments, window, softcap=softcap)
     poison(monkeypatch)
@@ -112,7 +112,7 @@ def test_soft_capped_scores(batch, window, softcap, dtype, device, monkeypatch):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_soft_capped_scores_of_8_bit_keys(kv_dtype, device, monkeypatch):
-    """The cap applies to scores that are already multiplied by the keys' scales, also where keys are split."""
+    """The cap applies to scores after multiplication by the keys' scales, also if the keys are split among programs."""
     q, k, v, *rest = make((8, 2, 128), [(1, 1500), (1, 300)], torch.float16, device, 32)
     k, k_scales, v, v_scales = quantize(k, v, kv_dtype)
     options = {"k_scales": k_scales, "v_scales": v_scales, "softcap": 0.7}

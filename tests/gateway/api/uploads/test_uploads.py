@@ -31,7 +31,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def children() -> list[int]:
-    """Return the running checks: the children of the servers that this process started."""
+    """Return the running checks: the child processes of the check servers that this process started."""
     return [check.pid for server in check_servers() for check in server.children()]
 
 

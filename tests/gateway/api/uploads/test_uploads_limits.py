@@ -27,11 +27,11 @@ def many_tensors() -> dict[str, bytes]:
 
 
 def eight_gib_of_zeros() -> bytes:
-    """Return a tar.gz of 37 MB with one member of zeros, whose expansion takes any machine seconds."""
+    """Return a tar.gz of 37 MB with one member of zeros. Its expansion takes seconds on any machine."""
     size, piece = 8 << 30, 16 << 20
     deflate = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
     start = deflate.compress(tar_header(b"zeros", b"0", b"%011o\0" % (size - 1))) + deflate.flush(zlib.Z_FULL_FLUSH)
-    # After a full flush the compressor has no memory, so the same bytes expand to the same piece again.
+    # A full flush resets the compressor, so the same compressed bytes can be repeated.
     zeros = deflate.compress(bytes(piece)) + deflate.flush(zlib.Z_FULL_FLUSH)
     return b"\x1f\x8b\x08" + bytes(6) + b"\xff" + start + zeros * (size // piece)
 

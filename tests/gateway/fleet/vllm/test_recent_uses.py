@@ -1,4 +1,4 @@
-"""Uses of a vLLM server's adapters, shared by the gateway's processes: ordered by use, not by report."""
+"""Uses of a vLLM server's adapters by several gateway processes are ordered by the time of use, not of report."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ async def test_a_use_reported_late_keeps_its_place(redis: Redis):
     one, two = RecentUses(redis, 10.0), RecentUses(redis, 10.0)
     one.note("http://late", "first")
     assert await order(one, "http://late") == ["first"]
-    # Within a second of the report, so it waits for the next one.
+    # This use comes within a second of the last report, so it waits for the next one.
     one.note("http://late", "first")
     await asyncio.sleep(0.5)
     two.note("http://late", "second")
