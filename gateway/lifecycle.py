@@ -14,7 +14,7 @@ from gateway.settings import OFF, Settings, SettingsError
 
 log = logging.getLogger(__name__)
 
-# Time limit of the shutdown for writing the last usage rows, in addition to the running requests' own.
+# Time limit for writing the last usage rows at shutdown, after the time limit of the running requests.
 FLUSH_SECONDS = 20.0
 
 Context = Callable[[web.Application], AsyncIterator[None]]
@@ -29,7 +29,7 @@ class Lifecycle:
         self._settings = gateway.resources.settings
 
     def contexts(self) -> Sequence[Context]:
-        """Return the contexts in the order of their start: the accounts of requests end before their ledger."""
+        """Return the contexts in the order of their start. The accounts of requests end before the ledger."""
         parts = (self._tracing, self._connections, self._schema, self._access, self._prices, self._leases)
         gateway = self._gateway
         others = (gateway.intake.run, gateway.housekeeping.running, gateway.health.watching)

@@ -18,7 +18,7 @@ PRINCIPAL = web.RequestKey("principal", TenantPrincipal)
 
 
 def guarded(handler: Handler, scope: Scope, auth: Authenticator) -> Handler:
-    """Return the handler for keys with the scope. It raises InvalidKey, Forbidden or Unavailable for others."""
+    """Return a handler that calls `handler` for keys with the scope. Raises InvalidKey, Forbidden or Unavailable."""
 
     async def for_admin(request: web.Request) -> web.StreamResponse:
         request[ACTOR] = await auth.admin(request.headers.get("Authorization"))

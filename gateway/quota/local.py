@@ -82,7 +82,7 @@ class LocalLimits:
         self._leases: dict[str, _Lease] = {}
 
     def acquire(self, limits: Sequence[Limit], demand: Demand, now: int | None = None) -> Answer:
-        """Do the script's `acquire`."""
+        """Reserve a request as the script's `acquire` does."""
         now = _now() if now is None else now
         month, month_left_ms = _month(now)
         rooms = [self._room(demand.tenant_id, limit, now, month) for limit in limits]
@@ -113,7 +113,7 @@ class LocalLimits:
     def settle(
         self, scope: str, request_id: str, tokens: int, cost: int, *, counts: bool, now: int | None = None
     ) -> bool:
-        """Do the script's `settle`. Return False if the request holds nothing."""
+        """Settle a request as the script's `settle` does. Return False if the request holds nothing."""
         lease = self._leases.pop(scope + request_id, None)
         if lease is None:
             return False
@@ -138,7 +138,7 @@ class LocalLimits:
         return True
 
     def grow(self, scope: str, request_id: str, used: int, wanted: int, now: int | None = None) -> Grown | None:
-        """Do the script's `grow`. Return None if the request holds nothing."""
+        """Grow a hold as the script's `grow` does. Return None if the request holds nothing."""
         lease = self._leases.get(scope + request_id)
         if lease is None:
             return None
@@ -187,7 +187,7 @@ class LocalLimits:
         return _Room(limit, field, used, max(0, math.floor((window - used) / unit + 0.001)), held, early)
 
     def _under_limit(self, field: str, limit: Limit, now: int) -> tuple[float, float]:
-        """Do the script's `under_limit`. Return the debt and the time by which it is paid off earlier."""
+        """Do what the script's `under_limit` does. Return the debt, and the time by which it is paid off earlier."""
         state, window = self._states.get(field), WINDOW[limit.kind]
         basis, debt = _basis(state, limit), _debt(state, now)
         of_limit = debt * (basis / limit.value)
