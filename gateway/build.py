@@ -34,17 +34,18 @@ from gateway.billing.past import UsagePast
 from gateway.billing.recovery import Abandoned
 from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
-from gateway.fleet.addresses import ANNOUNCED
+from gateway.fleet.addresses import ANNOUNCED, own_fields
 from gateway.fleet.client import EngineClient
 from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
+from gateway.fleet.kinds.kind import Services
+from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.table import make_kinds
 from gateway.fleet.probe import Probe
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 from gateway.fleet.shared_deaths import SharedDeaths
-from gateway.fleet.vllm.adapters import VllmAdapters
-from gateway.fleet.vllm.recent_uses import RecentUses
 from gateway.metrics import Metrics
 from gateway.process.connections import Connections
 from gateway.process.drain import Drain
@@ -221,20 +222,27 @@ def _build_billing(resources: Resources) -> Billing:
 
 
 def _build_serving(resources: Resources) -> Serving:
-    settings, redis, session = resources.settings, resources.redis, resources.session
-    token, timeout = settings.internal_token, settings.engine_timeout
+    settings, redis, timeout = resources.settings, resources.redis, resources.settings.engine_timeout
     announcements = Announcements(redis, settings.redis_timeout) if ANNOUNCED in settings.engines else None
-    probe = Probe(session, token, settings.base_model, settings.engine_silence)
+    services = Services(
+        session=resources.session,
+        internal_token=settings.internal_token,
+        base_model=settings.base_model,
+        store=resources.store,
+        uses=RecentUses(redis, settings.redis_timeout),
+        silence_seconds=settings.engine_silence,
+    )
+    kinds = make_kinds(services)
+    probe = Probe(resources.session, kinds, settings.base_model)
     registry = Registry(Discovery(settings.engine_addresses, announcements), probe, timeout)
     gate = Gate(lambda: registry.capacity, settings.queue_length, settings.queue_seconds)
-    vllm = VllmAdapters(session, resources.store, RecentUses(redis, settings.redis_timeout))
     quarantine = Quarantine(
         settings.quarantine_seconds,
         settings.key_pepper.encode(),
         SharedDeaths(redis, settings.database_url),
         resources.metrics.quarantined,
     )
-    fleet = Fleet(registry, EngineClient(session, token, vllm), gate, timeout, quarantine)
+    fleet = Fleet(registry, EngineClient(kinds), gate, timeout, quarantine)
     return Serving(announcements, registry, gate, quarantine, fleet)
 
 
@@ -249,12 +257,12 @@ def _build_deliveries(settings: Settings, metrics: Metrics) -> Deliveries:
 
 
 def _build_recovery(resources: Resources, billing: Billing, serving: Serving) -> Abandoned:
-    def our_engines() -> list[str]:
-        return [engine.url for engine in serving.registry.engines if engine.address.kind == "loraplex"]
+    def with_usage_log() -> list[str]:
+        return [engine.url for engine in serving.registry.engines if engine.address.traits.has_usage_log]
 
     seconds = resources.settings.lease_seconds / 3
     return Abandoned(
-        billing.quota, billing.stream, billing.ledger, resources.metrics, billing.finished, our_engines, seconds
+        billing.quota, billing.stream, billing.ledger, resources.metrics, billing.finished, with_usage_log, seconds
     )
 
 
@@ -277,7 +285,7 @@ def _inference_handlers(
         settings.default_max_tokens,
         max_answer_bytes=settings.max_answer_bytes,
         max_event_bytes=settings.reader_buffer_bytes,
-        other_engines=any(address.kind == "vllm" for address in settings.engine_addresses),
+        own_fields=own_fields(settings.engine_addresses),
     )
     admission = Admission(
         catalog=records.catalog,

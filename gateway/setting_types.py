@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from gateway.access.credentials import MIN_BITS, guess_bits
-from gateway.fleet.addresses import ANNOUNCED, Address, parse_address
+from gateway.fleet.addresses import ANNOUNCED, parse_address
+from gateway.fleet.engine import Address
 from gateway.quota.fallback import parse_fallback
 from gateway.redis.sentinel import check_sentinel_url
 

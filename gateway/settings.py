@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from gateway import setting_types as types
-from gateway.fleet.addresses import Address
+from gateway.fleet.engine import Address
 from gateway.quota.fallback import Check
 from gateway.setting_types import OFF, PREFIX, Network, NotUsableNow, Problems, SettingsError, env_name
 

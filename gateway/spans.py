@@ -17,8 +17,8 @@ from wire.telemetry.spans import OPERATIONS, Span, Value
 
 if TYPE_CHECKING:
     from gateway.billing.account import Account
-    from gateway.fleet.client import Call
-    from gateway.fleet.registry import EngineRecord
+    from gateway.fleet.call import Call
+    from gateway.fleet.engine import EngineRecord
 
 # Whether a client's `traceparent` decides if spans are recorded.
 TRUST_TRACEPARENT = web.AppKey("trust_traceparent", bool)
@@ -66,7 +66,7 @@ def upstream(call: "Call", engine: "EngineRecord") -> AbstractContextManager[Spa
     operation, url = OPERATIONS[call.path], urlsplit(engine.url)
     attributes: dict[str, Value] = {
         "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": engine.address.kind,
+        "gen_ai.provider.name": engine.address.traits.name,
         "gen_ai.request.model": call.model.name,
         "server.address": url.hostname or "",
         "server.port": url.port or (443 if url.scheme == "https" else 80),

@@ -18,7 +18,7 @@ from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import Checked, Checker, Served
 from gateway.api.uploads.receiving import UploadRules, Workplace, receive, refuse_too_large
 from gateway.errors import REQUEST_ID, TooSlow, Unavailable
-from gateway.fleet.registry import EngineRecord
+from gateway.fleet.engine import EngineRecord
 from gateway.quota.quota import Quota
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.tenants import Tenant
@@ -211,13 +211,10 @@ def served(engines: Sequence[EngineRecord], max_rank: int | None) -> Served:
     max_rank: the operator's setting, which takes precedence over the engines' rank.
     """
 
-    def largest(field: str) -> int:
-        reported = [engine.state.get(field) for engine in engines]
-        return max((value for value in reported if isinstance(value, int)), default=0)
-
+    states = [engine.state for engine in engines]
     return Served(
-        max_rank=max_rank or largest("max_lora_rank") or DEFAULT_MAX_RANK,
-        max_adapter_bytes=largest("max_adapter_bytes"),
+        max_rank=max_rank or max((state.max_lora_rank for state in states), default=0) or DEFAULT_MAX_RANK,
+        max_adapter_bytes=max((state.max_adapter_bytes for state in states), default=0),
     )
 
 

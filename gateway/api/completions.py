@@ -29,9 +29,9 @@ from gateway.errors import (
 )
 from gateway.fleet import receipts
 from gateway.fleet.answers import Fields, public_error, read_answer, read_events
-from gateway.fleet.client import Call, EngineRefused
+from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
-from gateway.fleet.registry import EngineRecord
+from gateway.fleet.engine import EngineRecord
 from gateway.metrics import Metrics
 from gateway.spans import TRUST_TRACEPARENT, describe_request
 from wire.telemetry.spans import NO_SPAN, SPAN
@@ -104,7 +104,7 @@ class Completions:
             span=request.get(SPAN, NO_SPAN),
             trace=_trace(request),
             hold=account.hold,
-            heard=account.observe_report,
+            on_progress=account.observe_report,
         )
         delivery = self._deliveries.open(request, account.principal.tenant.id)
         try:
@@ -170,7 +170,8 @@ class Completions:
                         account.observe_event(event)
                         if "error" in event:
                             await self._accounting.close_and_wait(account, Ending.BROKEN)
-                            failed = public_error(event)
+                            traits = answering.engine.address.traits
+                            failed = public_error(event, traits.request_errors)
                             request[ERROR_CODE] = _code(failed)
                             await _send(delivery, response, msgspec.json.encode(failed))
                             return response

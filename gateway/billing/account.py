@@ -16,8 +16,8 @@ from gateway.billing.ledger import Ledger
 from gateway.billing.usage_row import UsageRow, encode
 from gateway.errors import EngineMismatch, Forbidden, InvalidKey, RateLimited, Unavailable
 from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field
+from gateway.fleet.engine import EngineRecord
 from gateway.fleet.receipts import matches, served_digest
-from gateway.fleet.registry import EngineRecord
 from gateway.metrics import Metrics
 from gateway.process.outage import Outage
 from gateway.quota.quota import Quota
@@ -110,7 +110,7 @@ class Account:
         """Record that the engine has the prompt. From then on the request costs tokens, even if its client leaves."""
         self._before = self.engine, self.engine_remembers
         self.engine, self.prompt_tokens, self.completion_tokens = engine.url, prompt_tokens, 0
-        self.engine_remembers = engine.address.kind == "loraplex"
+        self.engine_remembers = engine.address.traits.has_usage_log
 
     def unsent(self) -> None:
         """Undo the last `sent`: the request did not reach that engine."""

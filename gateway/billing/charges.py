@@ -15,7 +15,7 @@ from gateway.errors import (
     RateLimited,
     Unavailable,
 )
-from gateway.fleet.client import EngineRefused
+from gateway.fleet.call import EngineRefused
 from gateway.records.prices import Price
 from wire.requests import CompletionRequest, SamplingRequest
 

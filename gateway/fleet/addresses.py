@@ -1,15 +1,17 @@
-"""Items of `LORAPLEX_ENGINES`: an engine's address, kind and limits."""
+"""The form of an item of `LORAPLEX_ENGINES`: an engine's address, kind and limits."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-Kind = Literal["loraplex", "vllm"]
+from gateway.fleet.engine import Address, OwnFields
+from gateway.fleet.kinds.table import KINDS
+
 # An item in place of a URL: engines may announce themselves (`loraplex engine --gateway`).
 ANNOUNCED = "announced"
-VLLM = "vllm+"
+TRAITS = {kind.traits.prefix: kind.traits for kind in KINDS}
+PREFIXES = " or ".join(prefix for prefix in TRAITS if prefix)
 OPTIONS = "adapters=N, requests=N, key_env=NAME, key_file=PATH, any_version=true"
 
 _KEY = re.compile(r"[!-~]+")
@@ -17,50 +19,33 @@ _KEY = re.compile(r"[!-~]+")
 ReadKey = Callable[[str, str], str]
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """An item of the list.
-
-    url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each address of the name. The other
-    fields are for vLLM, which does not report them. adapters: most adapters kept loaded, best equal to --max-cpu-loras.
-    requests: most requests sent to it at once, best equal to --max-num-seqs. key: its --api-key. any_version: whether
-    releases that may serve another request's adapter are used too.
-    """
-
-    url: str
-    kind: Kind = "loraplex"
-    adapters: int = 64
-    requests: int = 64
-    key: str | None = field(default=None, repr=False)
-    any_version: bool = False
-
-    @property
-    def bearer(self) -> dict[str, str]:
-        """Return the header that authenticates at a vLLM server: its own key, never the token of our engines."""
-        return {"Authorization": f"Bearer {self.key}"} if self.key is not None else {}
-
-
 def parse_address(text: str, read_key: ReadKey | None = None) -> Address:
-    """Parse `http://host:port` or `dns://name:port`, either after `vllm+` with options after a `?`.
+    """Parse `http://host:port` or `dns://name:port`, either after a kind's prefix with options after a `?`.
 
     read_key: None for a text that is not the operator's, such as an announcement. Such a text must not name a file or
     variable, whose content would be sent to its author. Raises ValueError without quoting the URL, which may hold a
     secret.
     """
-    is_vllm = text.startswith(VLLM)
-    parts = urlsplit(text.removeprefix(VLLM))
+    prefix = next((prefix for prefix in TRAITS if prefix and text.startswith(prefix)), "")
+    traits, parts = TRAITS[prefix], urlsplit(text.removeprefix(prefix))
     if parts.scheme not in ("http", "https", "dns") or not parts.hostname:
-        raise ValueError(f"expected http://, https:// or dns://, after {VLLM} for vLLM, or the word {ANNOUNCED}")
+        raise ValueError(
+            f"expected http://, https:// or dns://, after {PREFIXES} for a foreign server, or the word {ANNOUNCED}"
+        )
     if "@" in parts.netloc:
-        raise ValueError("expected no user or password in the URL; a vLLM server's key is named by key_env or key_file")
+        raise ValueError("expected no user or password in the URL; a server's key is named by key_env or key_file")
     if parts.scheme == "dns" and parts.port is None:
         raise ValueError("expected a port in dns://name:port")
+    if parts.query and not traits.has_own_secret:
+        raise ValueError(f"only {PREFIXES} before http:// allows options after a ?")
     url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-    if not is_vllm:
-        if parts.query:
-            raise ValueError(f"only {VLLM}http:// takes options after a ?")
-        return Address(url)
-    return Address(url, "vllm", **_options(parts.query, read_key))
+    return Address(url, traits, **_options(parts.query, read_key))
+
+
+def own_fields(addresses: Sequence[Address]) -> list[type[OwnFields]] | None:
+    """Return the further fields that the listed foreign servers serve, None if no such server is listed."""
+    foreign = {address.traits.name: address.traits for address in addresses if address.traits.has_own_secret}
+    return [traits.own_fields for traits in foreign.values() if traits.own_fields is not None] if foreign else None
 
 
 def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Readers of engines' answers: within a size limit and one level deep, so that a large answer creates no objects."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -59,17 +59,18 @@ FAILURES = {
     "generation_failed": "The engine could not generate an answer to this request.",
 }
 FAILED = "The engine failed; send the request again."
-# Types of errors that the request itself causes: our engine's and vLLM's.
-CLIENTS_ERRORS = ("invalid_request_error", "BadRequestError")
 
 
-def public_error(event: Fields) -> Fields:
-    """Return a stream's error for the client: whole if its request is the cause, else the code with fixed words."""
+def public_error(event: Fields, request_errors: Container[Any]) -> Fields:
+    """Return a stream's error for the client: whole if its request is the cause, else the code with fixed words.
+
+    request_errors: types of the errors that the request itself causes, from the engine's `Traits`.
+    """
     try:
         detail = msgspec.json.decode(event["error"], type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
         detail = {}
-    if detail.get("type") in CLIENTS_ERRORS:
+    if detail.get("type") in request_errors:
         return {"error": event["error"]}
     code = detail.get("code")
     code = code if isinstance(code, str) and code in FAILURES else "engine_error"
@@ -77,8 +78,8 @@ def public_error(event: Fields) -> Fields:
     return {"error": msgspec.Raw(msgspec.json.encode(failure))}
 
 
-async def read_report(response: ClientResponse, heard: Callable[[int], None]) -> Reported:
-    """Read the report before a whole answer. heard: called with the completion tokens so far.
+async def read_report(response: ClientResponse, on_progress: Callable[[int], None]) -> Reported:
+    """Read the report before a whole answer. on_progress: called with the completion tokens so far.
 
     Raises EngineBroke.
     """
@@ -87,7 +88,7 @@ async def read_report(response: ClientResponse, heard: Callable[[int], None]) ->
             line = _line.decode(await response.content.readline())
         except (ClientError, OSError, TimeoutError, ValueError) as error:
             raise EngineBroke(_how_it_broke(error)) from error
-        heard(line.completion_tokens)
+        on_progress(line.completion_tokens)
         if line.answer is not None:
             return Reported(line.answer, response)
 

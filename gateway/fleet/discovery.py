@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 
-from gateway.fleet.addresses import Address, parse_address
+from gateway.fleet.addresses import parse_address
+from gateway.fleet.engine import Address
 from gateway.process.loop_lag import deadline
 from gateway.process.outage import Outage
 
@@ -87,7 +88,7 @@ class Discovery:
             self._last[ANNOUNCEMENTS] = _valid(await announcements.all())
             self._outages[ANNOUNCEMENTS].over()
         except (RedisError, OSError, TimeoutError) as error:
-            self._outages[ANNOUNCEMENTS].failed(type(error).__name__, "those that were last heard of stay")
+            self._outages[ANNOUNCEMENTS].failed(type(error).__name__, "the engines that were last listed stay")
         return self._last.get(ANNOUNCEMENTS, [])
 
     async def _resolve(self, address: Address) -> list[Address]:

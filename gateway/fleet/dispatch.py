@@ -10,12 +10,14 @@ import msgspec
 from aiohttp import ClientConnectionError
 from msgspec.structs import replace
 
-from gateway.errors import EngineDied, NoEngine, Overloaded, Unavailable, UpstreamFailed
+from gateway.errors import EngineDied, NoEngine, Overloaded, UpstreamFailed
 from gateway.fleet.answers import Incoming
-from gateway.fleet.client import Call, EngineClient, EngineGone, EngineRefused
+from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
+from gateway.fleet.client import EngineClient
+from gateway.fleet.engine import EngineRecord, InFlight
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.queue import Gate, Place
-from gateway.fleet.registry import Busy, EngineRecord, Registry
+from gateway.fleet.registry import Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.spans import upstream
 
@@ -26,7 +28,7 @@ ENGINES_DIED = (
     "against the token rates."
 )
 
-Begun = tuple[EngineRecord, Incoming, Busy]
+Begun = tuple[EngineRecord, Incoming, InFlight]
 
 
 class Bill(Protocol):
@@ -54,6 +56,20 @@ class Answering(msgspec.Struct, frozen=True):
     engine: EngineRecord
     response: Incoming
     release: Callable[[], None]
+
+
+class _Tries:
+    """Engines tried for one request. prefix: its conversation's key. engine: the last one. deaths: of engines with the
+    request, and failures. was_lost: whether an engine died with it. refusal: the last engine's.
+    """
+
+    def __init__(self, prefix: bytes) -> None:
+        self.prefix = prefix
+        self.engine: EngineRecord | None = None
+        self.tried: set[EngineRecord] = set()
+        self.deaths = 0
+        self.was_lost = False
+        self.refusal: EngineRefused | None = None
 
 
 class Fleet:
@@ -94,10 +110,10 @@ class Fleet:
                     await held.enter_async_context(self._gate.enter(place, lambda: bill.completion_tokens))
             except Overloaded as error:
                 raise EngineRefused(error) from error
-            engine, response, busy = await self._begin(call, bill, held)
+            engine, response, in_flight = await self._begin(call, bill, held)
 
             def release() -> None:
-                busy.free()
+                in_flight.free()
                 self._gate.free(place)
 
             yield Answering(engine, response, release)
@@ -106,64 +122,71 @@ class Fleet:
         """Try engines in turn until one begins to answer; `held` closes the response.
 
         A stream must begin within `first_byte_seconds`. The first byte of a whole answer arrives with its last, so it
-        may use all of the request's time while its engine lives.
+        may use all of the request's time while its engine lives. Raises EngineRefused.
         """
-        tenant_id, digest = call.tenant.id, call.model.digest
-        prefix = prefix_key(tenant_id, digest, call.body)
-        refusal: EngineRefused | None = None
-        tried: set[EngineRecord] = set()
-        deaths, was_lost = 0, False
-        engine: EngineRecord | None = None
+        tries = _Tries(prefix_key(call.tenant.id, call.model.digest, call.body))
         try:
             async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None):
                 while True:
-                    left = [
-                        candidate
-                        for candidate in self._registry.engines
-                        if candidate not in tried and candidate.breaker.allows(tenant_id)
-                    ]
-                    engine = choose(left, digest, prefix, self._conversations.engine(prefix, left))
-                    if engine is None:
-                        raise refusal or EngineRefused(EngineDied() if was_lost else NoEngine())
+                    engine = tries.engine = self._choose(call, tries)
                     self._check_again(call)
-                    tried.add(engine)
+                    tries.tried.add(engine)
                     if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
                         await call.hold.cover_all()
                     bill.sent(engine, call.prompt_tokens)
-                    try:
-                        async with _while_it_speaks(engine):
-                            response, busy = await held.enter_async_context(self._attempt(engine, call))
-                    except EngineGone as error:
-                        # The dead engine may have done work; its counts are requested when it is back.
-                        if error.had_it:
-                            was_lost = True
-                            bill.lost()
-                            self._quarantine.died(engine, tenant_id, digest, call.body)
-                            await self._quarantine.reported()
-                        else:
-                            bill.unsent()
-                        deaths += error.had_it
-                        if deaths == MAX_DEATHS:
-                            raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
-                    except EngineRefused as error:
-                        # Another engine may succeed: this one failed or, for example, lacks the adapter's files.
-                        deaths += isinstance(error.error, UpstreamFailed)
-                        if deaths == MAX_DEATHS or not isinstance(error.error, UpstreamFailed | Unavailable):
-                            raise
-                        if error.error.code == "engine_unavailable":
-                            # The engine counts as absent. Its message, such as "shutting down", is not for the client.
-                            bill.unsent()
-                            engine.mark_down("it refused a request: it takes none at present")
-                        else:
-                            refusal = error
-                    else:
-                        self._conversations.served(prefix, engine)
-                        return engine, response, busy
+                    begun = await self._try(engine, call, bill, tries, held)
+                    if begun is not None:
+                        self._conversations.served(tries.prefix, engine)
+                        return begun
         except TimeoutError:
-            if engine is not None:
-                engine.breaker.failed(tenant_id)
+            if tries.engine is not None:
+                tries.engine.breaker.failed(call.tenant.id)
             late = UpstreamFailed(f"No engine began to answer within {self._first_byte_seconds:g} s.")
             raise EngineRefused(late) from None
+
+    def _choose(self, call: Call, tries: "_Tries") -> EngineRecord:
+        """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
+        left = [
+            candidate
+            for candidate in self._registry.engines
+            if candidate not in tries.tried and candidate.breaker.allows(call.tenant.id)
+        ]
+        engine = choose(left, call.model.digest, tries.prefix, self._conversations.engine(tries.prefix, left))
+        if engine is None:
+            raise tries.refusal or EngineRefused(EngineDied() if tries.was_lost else NoEngine())
+        return engine
+
+    async def _try(
+        self, engine: EngineRecord, call: Call, bill: Bill, tries: "_Tries", held: AsyncExitStack
+    ) -> Begun | None:
+        """Send the request to the engine. Returns None if the next engine is to be tried. Raises EngineRefused."""
+        try:
+            async with _until_abandoned(engine):
+                response, in_flight = await held.enter_async_context(self._attempt(engine, call))
+        except EngineGone as error:
+            # The dead engine may have done work; its counts are requested when it is back.
+            if not error.had_it:
+                bill.unsent()
+                return None
+            bill.lost()
+            self._quarantine.died(engine, call.tenant.id, call.model.digest, call.body)
+            await self._quarantine.reported()
+            tries.was_lost = True
+            tries.deaths += 1
+            if tries.deaths == MAX_DEATHS:
+                raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
+        except EngineWithdrew:
+            # The engine counts as absent. Its message, such as "shutting down", is not for the client.
+            bill.unsent()
+            engine.mark_down("it refused a request: it takes none at present")
+        except EngineRefused as error:
+            tries.deaths += isinstance(error.error, UpstreamFailed)
+            if tries.deaths == MAX_DEATHS or not error.may_succeed_elsewhere:
+                raise
+            tries.refusal = error
+        else:
+            return engine, response, in_flight
+        return None
 
     def _check_again(self, call: Call) -> None:
         """Raise EngineRefused for a request that was quarantined after it was admitted."""
@@ -173,49 +196,49 @@ class Fleet:
             raise EngineRefused(error) from error
 
     @asynccontextmanager
-    async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[Incoming, Busy]]:
+    async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[Incoming, InFlight]]:
         """Send the request to an engine, and record the outcome in its breakers and the quarantine."""
         started = time.monotonic()
         tenant_id, digest, breaker = call.tenant.id, call.model.digest, engine.breaker
         breaker.sent(tenant_id)
-        learn = breaker.gave_up
+        record = breaker.gave_up
         try:
-            with upstream(call, engine) as span, engine.busy(digest, tenant_id) as busy:
-                told = span.headers()
-                sent = replace(call, trace=told) if told else call
+            with upstream(call, engine) as span, engine.serve(digest, tenant_id) as in_flight:
+                trace = span.headers()
+                sent = replace(call, trace=trace) if trace else call
                 async with self._client.open(engine, sent) as response:
                     breaker.began(tenant_id)
                     try:
-                        yield response, busy
+                        yield response, in_flight
                     finally:
                         # The client has already received the broken answer's error; here it only counts as a failure.
                         ended = response.content.exception()
                         if ended is not None and type(ended) is not ClientConnectionError:
                             # Exactly that type means that the gateway closed it, for example for a revoked key.
-                            learn = breaker.failed
+                            record = breaker.failed
                             if not isinstance(ended, TimeoutError):
                                 self._quarantine.died(engine, tenant_id, digest, call.body)
             if ended is None:
-                learn = breaker.succeeded
-                if busy.is_counted:
+                record = breaker.succeeded
+                if in_flight.is_counted:
                     # Otherwise the client took longer to read than the engine took to answer.
                     engine.observe_request(time.monotonic() - started)
         except EngineGone:
-            learn = breaker.failed
+            record = breaker.failed
             raise
         except EngineRefused as refusal:
             if refusal.broken or refusal.failed:
-                learn = breaker.failed
+                record = breaker.failed
             elif refusal.status is not None:
-                learn = breaker.succeeded
+                record = breaker.succeeded
             raise
         finally:
-            learn(tenant_id)
+            record(tenant_id)
 
 
 @asynccontextmanager
-async def _while_it_speaks(engine: EngineRecord) -> AsyncIterator[None]:
-    """Allow the registry to end the wait for a silent engine's first byte. Raises EngineGone then."""
+async def _until_abandoned(engine: EngineRecord) -> AsyncIterator[None]:
+    """Allow the registry to end the wait for a silent engine's first byte. Raises EngineGone when it does."""
     try:
         async with asyncio.timeout(None) as wait:
             engine.unanswered.add(wait)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from gateway.errors import GatewayError
-from gateway.fleet.registry import EngineRecord
+from gateway.fleet.engine import EngineRecord
 from gateway.fleet.shared_deaths import Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Quarantine:
         """Note that an engine died with this request, and report it to the other processes in the background."""
         suspects = self._suspects(tenant_id, digest, body)
         report = Report(engine.url, [*{*engine.tenants, tenant_id}], suspects)
-        if engine.others and (self._shared is None or self._shared.is_away):
+        if engine.foreign_load and (self._shared is None or self._shared.is_away):
             report.tenants.append(UNKNOWN_TENANTS)
         self._apply(report, self._clock())
         if self._shared is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.fleet.registry import EngineRecord
+from gateway.fleet.engine import EngineRecord
 
 # The share by which a full batch prolongs each of its requests: the price of joining the busier of two engines that
 # both have a free place.
@@ -47,7 +47,7 @@ def choose(
         seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
         if digest is not None and not engine.holds(digest):
             seconds += LOADS_PER_LOAD * load_seconds
-        return engine.load >= engine.limit, seconds, engine is not cached, rank(affinity, engine.url)
+        return engine.load >= engine.max_in_flight, seconds, engine is not cached, rank(affinity, engine.url)
 
     return min(candidates, key=order)
 

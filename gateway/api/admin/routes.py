@@ -10,7 +10,8 @@ from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import OPERATOR
 from gateway.api.usage import usage_answer
 from gateway.errors import RecordNotFound
-from gateway.fleet.registry import EngineRecord, Registry
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.registry import Registry
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import TENANT_NAME, Tenant, Tenants
 from gateway.records.usage_report import UsageReport
@@ -74,14 +75,14 @@ def describe_engine(engine: EngineRecord) -> dict[str, Any]:
     return {
         "object": "engine",
         "url": engine.url,
-        "kind": engine.address.kind,
+        "kind": engine.address.traits.name,
         "healthy": engine.is_up,
         "available": engine.available,
         "health": engine.health,
         "reason": engine.fault,
         "in_flight": engine.in_flight,
         "load": engine.load,
-        "limit": engine.limit,
+        "limit": engine.max_in_flight,
         "resident": sorted(engine.resident),
-        "state": engine.state,
+        "state": engine.state.reported,
     }

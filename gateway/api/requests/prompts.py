@@ -1,5 +1,6 @@
 """Checks of a request's body, and its token count by the engine's own tokenizer and chat template."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,8 @@ import msgspec
 from gateway.api.requests.memory import BodyShare
 from gateway.billing.charges import Weights, check_answer_size, weights_of
 from gateway.errors import BadRequest
-from gateway.fleet.vllm.fields import check_fields
+from gateway.fleet.engine import OwnFields
+from gateway.fleet.kinds.fields import check_fields
 from wire.decoding import decode, is_quick
 from wire.requests import ChatCompletionRequest, CompletionRequest, prompt_too_long
 from wire.text.tokenizer import TextTooLong, Tokenizer
@@ -68,7 +70,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 class PromptReader:
     """Parser and token counter of request bodies.
 
-    other_engines: whether vLLM servers are listed; they get further fields (gateway/fleet/vllm/fields.py).
+    own_fields: the further fields of the foreign servers that are listed (gateway/fleet/kinds/fields.py); None without
+    such servers.
 
     Raises the protocol's BadRequest naming the field, ChatTemplateError, or BadRequest for a prompt that is too long.
     """
@@ -81,17 +84,17 @@ class PromptReader:
         *,
         max_answer_bytes: int = 2**23,
         max_event_bytes: int = 2**20,
-        other_engines: bool = False,
+        own_fields: Sequence[type[OwnFields]] | None = None,
     ) -> None:
         self._max_answer_bytes = max_answer_bytes
         self._max_event_bytes = max_event_bytes
-        self._other_engines = other_engines
+        self._own_fields = own_fields
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._default_max_tokens = default_max_tokens
 
     async def parse(self, raw: bytes, endpoint: Endpoint, share: BodyShare) -> AnyRequest:
-        """Return the checked body. Unknown fields are refused if vLLM servers are listed; our engine ignores them."""
+        """Return the checked body. Unknown fields are refused if foreign servers are listed, else ignored."""
         if len(raw) <= INLINE_BYTES:
             return share.run_here(partial(self._parse, raw, endpoint))
         if (
@@ -107,7 +110,9 @@ class PromptReader:
         return await share.run(partial(self._parse, raw, endpoint))
 
     def _parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
-        return decode(endpoint.kind, check_fields(raw, endpoint.kind) if self._other_engines else raw)
+        if self._own_fields is not None:
+            raw = check_fields(raw, endpoint.kind, self._own_fields)
+        return decode(endpoint.kind, raw)
 
     async def measure(self, request: AnyRequest, raw: bytes, share: BodyShare) -> InferenceRequest:
         """Return a parsed body with its token counts, which are checked against the model's context."""
@@ -158,7 +163,7 @@ class PromptReader:
 
     def _fields(self, request: AnyRequest, raw: bytes) -> dict[str, Any]:
         """Return the body's fields. Fields that the protocol does not define stay encoded as they were sent."""
-        if self._other_engines:
+        if self._own_fields is not None:
             return dict(msgspec.json.decode(raw, type=dict[str, Any]))
         known = request.__struct_fields__
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])

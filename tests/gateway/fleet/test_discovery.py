@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from gateway.fleet.addresses import Address, parse_address
+from gateway.fleet.addresses import parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Breaker
 from gateway.fleet.discovery import ANNOUNCEMENTS, Announcements, Discovery
-from gateway.fleet.registry import EngineRecord, Registry
+from gateway.fleet.engine import Address, EngineRecord, EngineState
+from gateway.fleet.kinds.vllm import Vllm
+from gateway.fleet.registry import Registry
 from gateway.settings import SettingsError
 from testing.gateway.running import settings
 
@@ -20,9 +22,9 @@ from testing.gateway.running import settings
         ("http://one:8000/", Address("http://one:8000")),
         ("https://one", Address("https://one")),
         ("dns://engines.internal:8000", Address("dns://engines.internal:8000")),
-        ("vllm+http://v:8000", Address("http://v:8000", "vllm")),
-        ("vllm+http://v:8000?requests=256&adapters=8", Address("http://v:8000", "vllm", 8, 256)),
-        ("vllm+dns://v:8000?adapters=8", Address("dns://v:8000", "vllm", 8)),
+        ("vllm+http://v:8000", Address("http://v:8000", Vllm.traits)),
+        ("vllm+http://v:8000?requests=256&adapters=8", Address("http://v:8000", Vllm.traits, 8, 256)),
+        ("vllm+dns://v:8000?adapters=8", Address("dns://v:8000", Vllm.traits, 8)),
     ],
 )
 def test_addresses(text: str, address: Address):
@@ -82,7 +84,7 @@ async def test_announced_engines_are_seen_by_all_until_they_go_or_fall_silent(re
         assert set(found) == {
             Address("http://fixed:1"),
             Address("http://a:1"),
-            Address("http://b:1", "vllm", adapters=3),
+            Address("http://b:1", Vllm.traits, adapters=3),
         }
         await other.withdraw("http://a:1")
         assert await one.all() == ["vllm+http://b:1?adapters=3"]
@@ -114,7 +116,7 @@ async def test_with_redis_away_the_last_list_stays():
 
 async def test_a_name_is_looked_up_and_each_address_is_an_engine():
     found = await Discovery([parse_address("vllm+dns://localhost:8123?requests=7")], None)()
-    assert Address("http://127.0.0.1:8123", "vllm", requests=7) in found
+    assert Address("http://127.0.0.1:8123", Vllm.traits, requests=7) in found
     assert all(address.url.endswith(":8123") for address in found)
     assert await Discovery([parse_address("dns://no-such-name.invalid:1")], None)() == []
 
@@ -129,7 +131,7 @@ async def test_engines_come_and_go_without_a_restart():
         async def __call__(self, engine: EngineRecord) -> None:
             engine.mark_up()
 
-        async def follow(self, engine: EngineRecord, heard: Callable[[], None]) -> bool:
+        async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
             return False
 
     registry = Registry(discover, Watch())
@@ -143,8 +145,8 @@ async def test_engines_come_and_go_without_a_restart():
 
 
 def test_older_word_of_an_engine_does_not_overwrite_newer():
-    def said(instance: str, generation: int, *resident: str) -> dict[str, object]:
-        return {"instance": instance, "generation": generation, "adapters_resident": list(resident)}
+    def said(instance: str, generation: int, *resident: str) -> EngineState:
+        return EngineState(instance=instance, generation=generation, adapters_resident=list(resident))
 
     engine = EngineRecord(Address("http://a"))
     engine.observe_state(said("first", 7, "new"), 0)
@@ -160,10 +162,10 @@ def test_older_word_of_an_engine_does_not_overwrite_newer():
 def test_others_requests_are_all_but_ours():
     engine = EngineRecord(Address("http://a"))
     engine.in_flight = 3
-    engine.observe_state({"running": 4, "waiting": 2, "max_num_seqs": 8}, 3)
-    assert (engine.others, engine.load, engine.slots) == (3, 6, 8)
-    engine.observe_state({"running": 1, "waiting": 0}, 3)
-    assert engine.others == 0
+    engine.observe_state(EngineState(running=4, waiting=2, max_num_seqs=8), 3)
+    assert (engine.foreign_load, engine.load, engine.slots) == (3, 6, 8)
+    engine.observe_state(EngineState(running=1, waiting=0), 3)
+    assert engine.foreign_load == 0
 
 
 class Clock:

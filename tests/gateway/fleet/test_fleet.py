@@ -104,7 +104,8 @@ async def test_an_engine_that_is_not_there_is_named_with_the_reason(
 
 
 async def test_a_gateway_that_knows_no_engine_says_so(tmp_path: Path, model_dir: Path, redis_url: str):
-    async with running(settings(tmp_path, model_dir, ["announced"], redis_url, redis_timeout=30.0)) as gateway:
+    engines = ["dns://no-such-engine.invalid:1"]
+    async with running(settings(tmp_path, model_dir, engines, redis_url, redis_timeout=30.0)) as gateway:
         ready = (await gateway.nobody.get("/readyz")).json
         assert (ready["parts"]["engines"], ready["engine_problems"]) == (NO_ENGINE_KNOWN, [])
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import pytest
 from aiohttp import ClientSession
 
-from gateway.fleet.addresses import Address
+from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.health import Health
 from gateway.fleet.probe import Probe
-from gateway.fleet.registry import EngineRecord, Registry
+from gateway.fleet.registry import Registry
+from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL, until
 from testing.gateway.upstream import TOKEN, Upstream
 
@@ -19,14 +20,14 @@ class Fleet:
 
     def __init__(self, session: ClientSession, *urls: str) -> None:
         self.urls = list(urls)
-        self.registry = Registry(self._listed, Probe(session, TOKEN, BASE_MODEL))
-        self._heard = asyncio.Event()
+        self.registry = Registry(self._listed, Probe(session, kinds_of(session), BASE_MODEL))
+        self._changed = asyncio.Event()
 
     async def _listed(self) -> list[Address]:
         return [Address(url) for url in self.urls]
 
     async def __aenter__(self) -> "Fleet":
-        self._task = asyncio.create_task(self.registry.watch(self._heard.set))
+        self._task = asyncio.create_task(self.registry.watch(self._changed.set))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -41,8 +42,8 @@ class Fleet:
         """Wait for the condition, checked only when the registry reports a change."""
         async with asyncio.timeout(30.0):
             while not condition():
-                await self._heard.wait()
-                self._heard.clear()
+                await self._changed.wait()
+                self._changed.clear()
 
 
 @pytest.fixture
@@ -58,12 +59,12 @@ async def test_residency_and_load_are_heard_as_they_change(session: ClientSessio
         upstream.resident = ["sha256:" + "d" * 64]
         await fleet.until(lambda: fleet.engine.resident == {"d" * 64})
         upstream.running = 5
-        await fleet.until(lambda: fleet.engine.others == 5)
-        with fleet.engine.busy(None):
+        await fleet.until(lambda: fleet.engine.foreign_load == 5)
+        with fleet.engine.serve(None):
             upstream.running = 6
-            # Six requests run: one of this gateway and five of other gateways.
-            await fleet.until(lambda: fleet.engine.state["running"] == 6)
-            assert (fleet.engine.others, fleet.engine.load) == (5, 6)
+            # One of the six is ours.
+            await fleet.until(lambda: fleet.engine.state.running == 6)
+            assert (fleet.engine.foreign_load, fleet.engine.load) == (5, 6)
         upstream.resident, upstream.running = [], 0
         await fleet.until(lambda: not fleet.engine.resident and not fleet.engine.load)
 

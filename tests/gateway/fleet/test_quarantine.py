@@ -9,8 +9,8 @@ import pytest
 
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, Breakers
+from gateway.fleet.engine import EngineRecord
 from gateway.fleet.quarantine import DEATHS, ONE_DEATH_SECONDS, Quarantine, Quarantined
-from gateway.fleet.registry import EngineRecord
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import files, push
@@ -34,7 +34,7 @@ def clock() -> Clock:
 
 def engine(url: str = "http://one:1", others: int = 0, **tenants: int) -> EngineRecord:
     record = EngineRecord(parse_address(url))
-    record.others, record.tenants = others, Counter(tenants)
+    record.foreign_load, record.tenants = others, Counter(tenants)
     return record
 
 

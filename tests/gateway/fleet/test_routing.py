@@ -3,9 +3,8 @@
 import pytest
 
 from benchmarks.routing import POLICIES, measure
-from gateway.fleet.addresses import Address
+from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.health import Health
-from gateway.fleet.registry import EngineRecord
 from gateway.fleet.routing import MAX_PREFIXES, Conversations, choose, prefix_key, rank
 
 URLS = [f"http://{name}:1" for name in "abcd"]
@@ -57,7 +56,7 @@ def test_who_holds_the_adapter_serves_it_wherever_its_home_is():
 
 def test_an_adapter_on_its_way_is_held_already():
     engines = [engine(url) for url in URLS]
-    with engines[2].busy("d"):
+    with engines[2].serve("d"):
         assert chosen(engines, "d") == URLS[2]
     assert chosen(engines, "d") == home("d", URLS)
 
@@ -115,7 +114,7 @@ def test_an_engine_is_passed_over_that_is_down_or_broken():
 
 
 def test_others_requests_count():
-    busy, free = engine(URLS[0], others=2 * SLOTS), engine(URLS[1])
+    busy, free = engine(URLS[0], foreign_load=2 * SLOTS), engine(URLS[1])
     assert chosen([busy, free], None) == free.url
 
 

@@ -8,6 +8,7 @@ import transformers
 
 from gateway.api.requests.memory import BodyMemory, BodyShare
 from gateway.api.requests.prompts import CHAT, PromptReader
+from gateway.fleet.kinds.vllm import VllmFields
 from testing.tiny import save_byte_level_tokenizer
 from tests.engine.answering.tools import HISTORY, TEMPLATES, TOOLS
 from wire.errors import BadRequest
@@ -57,7 +58,7 @@ async def test_a_template_of_its_own_for_tools(tmp_path):
 @pytest.mark.parametrize("other_engines", [True, False])
 async def test_fields_that_only_other_engines_serve(tmp_path, other_engines):
     save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    reader = PromptReader(Tokenizer.from_dir(tmp_path), 4096, 16, other_engines=other_engines)
+    reader = PromptReader(Tokenizer.from_dir(tmp_path), 4096, 16, own_fields=[VllmFields] if other_engines else None)
     share = BodyShare(BodyMemory(2**26), "acme")
     asked = {"thinking_token_budget": 3}
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | asked).encode()

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.fleet.vllm.fields import CHAT_PATH, DROPPED, RENDERERS_OWN, cache_salt, check_fields, vllm_request
+from gateway.fleet.kinds.fields import CHAT_PATH, DROPPED, RENDERERS_OWN, cache_salt, check_fields
+from gateway.fleet.kinds.vllm import VllmFields, request_body
 from testing.gateway.running import HI, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.gateway.vllm_double import VllmDouble
-from tests.gateway.fleet.vllm.test_fleet_vllm import adapters, served
+from tests.gateway.fleet.kinds.test_fleet_vllm import adapters, served
 from wire.decoding import decode
 from wire.errors import BadRequest
 from wire.requests import ChatCompletionRequest, CompletionRequest
@@ -42,8 +43,8 @@ def sent(body: dict[str, Any], path: str = CHAT_PATH) -> dict[str, Any]:
     kind = ChatCompletionRequest if path == CHAT_PATH else CompletionRequest
     body = {"model": "m", **({"messages": HI} if kind is ChatCompletionRequest else {"prompt": "Hi"}), **body}
     raw = json.dumps(body).encode()
-    decode(kind, check_fields(raw, kind))
-    return vllm_request(msgspec.json.decode(raw), path, "acme", None)
+    decode(kind, check_fields(raw, kind, (VllmFields,)))
+    return request_body(msgspec.json.decode(raw), path, "acme", None)
 
 
 async def test_what_is_the_operators_own_is_refused_by_name_and_costs_nothing(
@@ -165,15 +166,15 @@ def test_what_has_no_declared_members_is_not_walked_through():
         deep = {"a": [deep]}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"x": deep}}}
     body = {"messages": HI, "model": "m", "chat_template_kwargs": {"x": deep}, "tools": [tool]}
-    sent = vllm_request(body, CHAT_PATH, "acme", None)
+    sent = request_body(body, CHAT_PATH, "acme", None)
     assert sent["chat_template_kwargs"] is body["chat_template_kwargs"]
     assert sent["tools"][0]["function"]["parameters"] is tool["function"]["parameters"]
     prompt = [[1, 2], [3]]
-    assert vllm_request({"prompt": prompt, "model": "m"}, "/v1/completions", "acme", None)["prompt"] is prompt
+    assert request_body({"prompt": prompt, "model": "m"}, "/v1/completions", "acme", None)["prompt"] is prompt
 
 
 async def test_a_long_conversation_is_sent_whole(vllm_gateway: tuple[Gateway, VllmDouble], monkeypatch):
-    monkeypatch.setattr("gateway.fleet.client.INLINE_TOKENS", 1)
+    monkeypatch.setattr("gateway.fleet.kinds.vllm.INLINE_TOKENS", 1)
     gateway, vllm = vllm_gateway
     acme = await gateway.tenant("long")
     messages = [{"role": "user", "content": str(number)} for number in range(20)]

@@ -1,39 +1,53 @@
-"""Adapters of vLLM servers: loaded by name and unloaded least recently used first.
+"""Adapters of servers with a runtime API: loaded by name and unloaded least recently used first.
 
-The runtime API needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A name is `sha256:<digest>`, so it stands for the same bytes
-whichever gateway loaded it. Another gateway may unload an adapter at any time: the request then fails with 404 before
-any work, and is sent again after a load. Gateways share their uses of adapters through Redis, so that no gateway
-unloads an adapter that another gateway is using.
+A name contains the digest, so it stands for the same bytes whichever gateway loaded it. Another gateway may unload an
+adapter at any time: the request then fails before any work, and is sent again after a load. Gateways share their uses
+of adapters through Redis, so that no gateway unloads an adapter that another gateway is using.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import msgspec
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientTimeout
 
-from adapters.store import Store
 from gateway.errors import UpstreamFailed
-from gateway.fleet.registry import EngineRecord
-from gateway.fleet.vllm.recent_uses import RecentUses
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.kinds.kind import Services, read_detail
 from wire.digests import digest_name
 
 log = logging.getLogger(__name__)
 
+
 LOAD_TIMEOUT = ClientTimeout(total=120.0)
 
 
-class VllmAdapters:
-    """The adapters of every vLLM server."""
+class AdapterApi(msgspec.Struct, frozen=True, kw_only=True):
+    """A server's routes for adapters.
 
-    def __init__(self, session: ClientSession, store: Store, uses: RecentUses) -> None:
-        self._session = session
-        self._store = store
-        self._uses = uses
+    load, unload: paths. is_loaded, is_unloaded: of an answer's status and body and the adapter's name, whether the
+    adapter is loaded, or gone, after the call. name: the server's name of a digest.
+    """
+
+    load: str
+    unload: str
+    is_loaded: Callable[[int, bytes, str], bool]
+    is_unloaded: Callable[[int, bytes, str], bool]
+    name: Callable[[str], str] = digest_name
+
+
+class RuntimeAdapters:
+    """The adapters of every server of a kind."""
+
+    def __init__(self, services: Services, api: AdapterApi) -> None:
+        self._session = services.session
+        self._store = services.store
+        self._uses = services.uses
+        self._api = api
         self._moving: WeakKeyDictionary[EngineRecord, _Moving] = WeakKeyDictionary()
 
     async def ensure(self, engine: EngineRecord, digest: str, *, again: bool = False) -> None:
@@ -44,9 +58,9 @@ class VllmAdapters:
         """
         moving = self._moving.setdefault(engine, _Moving())
         self._uses.note(engine.url, digest)
-        while (leaving := moving.unloads.get(digest)) is not None:
+        while (unload := moving.unloads.get(digest)) is not None:
             # The load must not overtake the unload that is under way.
-            await leaving.wait()
+            await unload.wait()
         if again:
             engine.resident -= {digest}
         if digest not in engine.resident:
@@ -63,9 +77,10 @@ class VllmAdapters:
         if path is None:
             raise UpstreamFailed("The adapter is not in the adapter store.")
         started = time.monotonic()
-        status, message = await self._post(engine, "load", {"lora_name": digest_name(digest), "lora_path": str(path)})
-        if status != 200 and not (status == 400 and "already been loaded" in message):
-            log.error("engine %s could not load adapter %s: %d %s", engine.url, digest, status, message)
+        body = {"lora_name": self._api.name(digest), "lora_path": str(path)}
+        status, answer = await self._post(engine, self._api.load, body)
+        if not self._api.is_loaded(status, answer, body["lora_name"]):
+            log.error("engine %s could not load adapter %s: %d %s", engine.url, digest, status, _message(answer))
             raise UpstreamFailed(f"The engine could not load the adapter (it answered {status}).")
         engine.load_seconds += 0.3 * (time.monotonic() - started - engine.load_seconds)
         engine.resident |= {digest}
@@ -79,28 +94,31 @@ class VllmAdapters:
             surplus = max(0, len(engine.resident) - engine.address.adapters)
             for digest in sorted(self._idle(engine, moving), key=lambda each: used_at.get(each, 0.0))[:surplus]:
                 engine.resident -= {digest}
-                with moving.leaving(digest):
+                with moving.unload(digest):
                     try:
-                        status, message = await self._post(engine, "unload", {"lora_name": digest_name(digest)})
+                        body = {"lora_name": self._api.name(digest)}
+                        status, answer = await self._post(engine, self._api.unload, body)
                     except (ClientError, OSError, TimeoutError) as error:
-                        status, message = 0, type(error).__name__
-                if status not in (200, 404):
-                    log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, message)
+                        status, answer = 0, type(error).__name__.encode()
+                if not self._api.is_unloaded(status, answer, body["lora_name"]):
+                    reason = _message(answer)
+                    log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, reason)
 
     def _idle(self, engine: EngineRecord, moving: "_Moving") -> list[str]:
         return [each for each in engine.resident if not engine.serving.get(each) and each not in moving.loads]
 
-    async def _post(self, engine: EngineRecord, verb: str, body: dict[str, str]) -> tuple[int, str]:
-        """Return the status and the engine's message, for the log."""
-        url = f"{engine.url}/v1/{verb}_lora_adapter"
+    async def _post(self, engine: EngineRecord, path: str, body: dict[str, str]) -> tuple[int, bytes]:
+        """Return the status and the body of the engine's answer."""
+        url, headers = engine.url + path, engine.address.bearer
         async with self._session.post(
-            url, json=body, headers=engine.address.bearer, timeout=LOAD_TIMEOUT, allow_redirects=False
+            url, json=body, headers=headers, timeout=LOAD_TIMEOUT, allow_redirects=False
         ) as response:
-            text = await response.text(errors="replace")
-        try:
-            return response.status, str(msgspec.json.decode(text)["error"]["message"])
-        except (msgspec.DecodeError, KeyError, TypeError):
-            return response.status, text[:500]
+            return response.status, await response.read()
+
+
+def _message(answer: bytes) -> str:
+    """Return the engine's message, for the log."""
+    return read_detail(answer).message or answer[:500].decode(errors="replace")
 
 
 class _Moving:
@@ -112,7 +130,7 @@ class _Moving:
         self.unloading = asyncio.Lock()
 
     @contextmanager
-    def leaving(self, digest: str) -> Iterator[None]:
+    def unload(self, digest: str) -> Iterator[None]:
         gone = self.unloads[digest] = asyncio.Event()
         try:
             yield

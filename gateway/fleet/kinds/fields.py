@@ -1,35 +1,26 @@
-"""The allow-list of request fields for vLLM servers, and the request bodies for them.
+"""The allow-list of request fields for foreign servers such as vLLM.
 
-vLLM accepts fields that only the operator may set: `kv_transfer_params` alone replaces the prompt that the gateway has
-counted, names hosts to fetch KV blocks from, and exists in every server. Each release adds more. So a body for vLLM is
-built from the fields that the gateway has checked, at every depth; any other field is refused by name.
+Such a server accepts fields that only its operator may set. vLLM's `kv_transfer_params` alone replaces the prompt that
+the gateway has counted, names hosts to fetch KV blocks from, and exists in every server. Each release adds more. So a
+body for a foreign server is built from the fields that the gateway has checked, at every depth; any other field is
+refused by name.
 """
 
 import hashlib
+from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Raw, Struct, inspect
+from msgspec import Raw, inspect
 
+from gateway.fleet.engine import OwnFields
 from wire.decoding import decode
 from wire.errors import BadRequest
 from wire.requests import ChatCompletionRequest, CompletionRequest, NotServed
 
-# vLLM's former names for the members of `structured_outputs`; current releases ignore them.
-OLD_FORMS = "guided_"
 CHAT_PATH = "/v1/chat/completions"
 RequestType = type[ChatCompletionRequest] | type[CompletionRequest]
-
-
-class VllmOnly(Struct, kw_only=True):
-    """Fields that vLLM serves and our engine does not. They change the answer within its `max_tokens` only."""
-
-    include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-
-    def check(self) -> None:
-        pass
 
 
 # Hints for OpenAI's own service that many clients send. They do not change the answer and are dropped. `priority` is
@@ -45,8 +36,8 @@ DROPPED = frozenset(
         "verbosity",
     }
 )
-# Arguments of transformers' `apply_chat_template`, which vLLM takes from `chat_template_kwargs` together with the
-# template's variables.
+# Arguments of transformers' `apply_chat_template`, which such servers take from `chat_template_kwargs` together with
+# the template's variables.
 RENDERERS_OWN = frozenset(
     {
         "conversation",
@@ -60,11 +51,10 @@ RENDERERS_OWN = frozenset(
         "truncation",
     }
 )
-_VLLM_ONLY = frozenset(VllmOnly.__struct_fields__)
 
 
-def check_fields(raw: bytes, kind: RequestType) -> bytes:
-    """Return the body without the fields that only vLLM serves, as `kind` decodes it.
+def check_fields(raw: bytes, kind: RequestType, own: Sequence[type[OwnFields]]) -> bytes:
+    """Return the body without the kinds' own fields, as `kind` decodes it.
 
     Raises the protocol's BadRequest for a field that is sent to no engine. A body that is not a JSON object is returned
     unchanged: `decode` reports it.
@@ -75,27 +65,31 @@ def check_fields(raw: bytes, kind: RequestType) -> bytes:
         return raw
     if not isinstance(fields, dict):
         return raw
-    _refuse_unknown(fields, kind)
-    only = {name: fields.pop(name) for name in _VLLM_ONLY & fields.keys()}
-    if not only:
+    _refuse_unknown(fields, kind, own)
+    names = _names(own) & fields.keys()
+    if not names:
         return raw
-    decode(VllmOnly, msgspec.json.encode(only))
-    return msgspec.json.encode(fields)
+    for struct in own:
+        decode(struct, msgspec.json.encode({name: fields[name] for name in names & set(struct.__struct_fields__)}))
+    return msgspec.json.encode({name: value for name, value in fields.items() if name not in names})
 
 
-def vllm_request(body: dict[str, Any], path: str, tenant_id: str, digest: str | None) -> dict[str, Any]:
-    """Return the body for a vLLM server, made from a checked body; the caller sets its `model`.
+def allowed(body: dict[str, Any], kind: RequestType, own: Sequence[type[OwnFields]] = ()) -> dict[str, Any]:
+    """Return the declared fields of a checked body, at every depth, that have a value and that engines use.
 
-    Raises the protocol's BadRequest as `check_fields` does, which has not run if all vLLM servers announced themselves.
+    Raises the protocol's BadRequest as `check_fields` does, which has not run if all foreign servers announced
+    themselves.
     """
     body = {name: msgspec.json.decode(value) if isinstance(value, Raw) else value for name, value in body.items()}
-    sent = _allowed(body, ChatCompletionRequest if path == CHAT_PATH else CompletionRequest)
-    sent["cache_salt"] = cache_salt(tenant_id, digest, body.get("cache_salt"))
-    if sent.get("stream"):
-        # Each event then carries the tokens so far, by which a client that leaves is billed. Off for several sequences:
-        # vLLM counts each of them alone, which would be taken for the total.
-        sent["stream_options"] = {**sent["stream_options"], "continuous_usage_stats": _is_one_sequence(sent)}
-    return sent
+    _refuse_unknown(body, kind, own)
+    served = {name: body[name] for name in _served(kind) & body.keys() if body[name] is not None}
+    sent: dict[str, Any] = _declared(served, _type_info(kind))
+    return sent | {name: body[name] for name in _names(own) & body.keys() if body[name] is not None}
+
+
+def request_type(path: str) -> RequestType:
+    """Return the type of the requests to a route."""
+    return ChatCompletionRequest if path == CHAT_PATH else CompletionRequest
 
 
 def cache_salt(tenant_id: str, digest: str | None, own: str | None) -> str:
@@ -109,26 +103,20 @@ def cache_salt(tenant_id: str, digest: str | None, own: str | None) -> str:
     return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _allowed(body: dict[str, Any], kind: RequestType) -> dict[str, Any]:
-    """Return the declared fields of a body, at every depth, that have a value and an effect in vLLM."""
-    _refuse_unknown(body, kind)
-    served = {name: body[name] for name in _served(kind) & body.keys() if body[name] is not None}
-    sent: dict[str, Any] = _declared(served, _type_info(kind))
-    for name in [each for each in sent if each.startswith(OLD_FORMS)]:
-        sent["structured_outputs"] = {name.removeprefix(OLD_FORMS): sent.pop(name)}
-    return sent | {name: body[name] for name in _VLLM_ONLY & body.keys() if body[name] is not None}
-
-
-def _refuse_unknown(fields: dict[str, Any], kind: RequestType) -> None:
+def _refuse_unknown(fields: dict[str, Any], kind: RequestType, own: Sequence[type[OwnFields]]) -> None:
     # A field without a value has no effect.
-    known = kind.__struct_fields__
+    known = {*kind.__struct_fields__, *_names(own), *DROPPED}
     for name, value in fields.items():
-        if value is not None and name not in known and name not in _VLLM_ONLY and name not in DROPPED:
+        if value is not None and name not in known:
             raise BadRequest(name[:64], f"{name[:64]} is not served by this gateway", "unsupported_parameter")
     variables = fields.get("chat_template_kwargs")
     if isinstance(variables, dict) and (taken := RENDERERS_OWN & variables.keys()):
         message = f"chat_template_kwargs: {min(taken)} cannot be given here"
         raise BadRequest("chat_template_kwargs", message, "unsupported_parameter")
+
+
+def _names(own: Sequence[type[OwnFields]]) -> frozenset[str]:
+    return frozenset(name for struct in own for name in struct.__struct_fields__)
 
 
 @cache
@@ -162,7 +150,7 @@ def _holds_structs(declared: inspect.Type) -> bool:
     return any(isinstance(option, inspect.StructType) for option in options)
 
 
-def _is_one_sequence(body: dict[str, Any]) -> bool:
+def is_one_sequence(body: dict[str, Any]) -> bool:
     """Return whether a single prompt gets a single choice."""
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)

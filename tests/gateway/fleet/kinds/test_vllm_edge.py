@@ -11,20 +11,19 @@ import pytest
 from aiohttp import ClientSession, web
 from redis.asyncio import Redis
 
-from adapters.store import open_store
 from engine.http.announcing import _tell
 from gateway.billing.engine_counts import FinishedClient
-from gateway.fleet.addresses import Address, parse_address
+from gateway.fleet.addresses import parse_address
+from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.kinds.kind import Misconfigured
+from gateway.fleet.kinds.vllm import API, Vllm, check_version
 from gateway.fleet.probe import Probe
-from gateway.fleet.registry import EngineRecord
-from gateway.fleet.vllm.adapters import VllmAdapters
-from gateway.fleet.vllm.recent_uses import RecentUses
-from gateway.fleet.vllm.version import UnsafeVersion, check_version
+from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.gateway.vllm_double import API_KEY, VllmDouble
 from testing.serving import serving
-from tests.gateway.fleet.vllm.test_fleet_vllm import key_file, served
+from tests.gateway.fleet.kinds.test_fleet_vllm import key_file, served
 
 
 async def problems(gateway: Gateway) -> list[str]:
@@ -40,13 +39,13 @@ def test_versions_that_serve_each_request_its_own_adapter(version: str):
     "version", ["0.25.1", "0.24.0+cu129", "0.22.1rc1.dev38+gfd9e91d7e", "0.26.0rc2", "0.26.0.dev1", "0.9", "dev", ""]
 )
 def test_versions_that_may_not(version: str):
-    with pytest.raises(UnsafeVersion, match="47724"):
+    with pytest.raises(Misconfigured, match="47724"):
         check_version(b'{"version": "%s"}' % version.encode())
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"version": 26}', b"<html>"])
 def test_a_server_that_names_no_version_is_refused(body: bytes):
-    with pytest.raises(UnsafeVersion, match="does not say its version"):
+    with pytest.raises(Misconfigured, match="does not say its version"):
         check_version(body)
 
 
@@ -56,7 +55,7 @@ async def test_an_unsafe_vllm_gets_no_request_and_says_why_once(
     async with served(tmp_path, model_dir, redis_url, migrated) as (gateway, vllm):
         acme = await gateway.tenant("acme")
         assert (await acme.complete(max_tokens=1)).status == 200
-        caplog.set_level(logging.ERROR, "gateway.fleet.registry")
+        caplog.set_level(logging.ERROR, "gateway.fleet.engine")
         vllm.version = "0.25.1"
 
         async def is_refused() -> bool:
@@ -158,16 +157,18 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
     async with Elsewhere().serving() as elsewhere, ClientSession() as session:
         address = parse_address(kind + elsewhere.url)
         engine = EngineRecord(address)
-        probe = Probe(session, TOKEN, BASE_MODEL)
+        kinds = kinds_of(session, tmp_path)
+        probe = Probe(session, kinds, BASE_MODEL)
         await probe(engine)
         assert not engine.is_up
         # Only its other routes redirect.
         assert not await probe.follow(engine, lambda: None)
         with pytest.raises(Exception, match="307"):
-            await probe._get(engine, "/state")
+            await kinds[address.traits.name].get(engine, "/state")
         assert await FinishedClient(session, TOKEN).ask(elsewhere.url, ["req_1"]) is None
-        adapters = VllmAdapters(session, open_store(str(tmp_path)), RecentUses(None, 1.0))
-        assert (await adapters._post(engine, "load", {}))[0] == 307
+        vllm = kinds["vllm"]
+        assert isinstance(vllm, Vllm)
+        assert (await vllm.adapters._post(engine, API.load, {}))[0] == 307
         assert await _tell(session, "POST", elsewhere.url, "http://engine") == "status 307, expected 204"
         assert elsewhere.seen == []
 
@@ -192,9 +193,12 @@ class Worker:
     """A process's view: its own records of the same server, with uses shared through Redis."""
 
     def __init__(self, session: ClientSession, url: str, room: int, redis: Redis, store: Path) -> None:
-        self.engine = EngineRecord(Address(url, "vllm", adapters=room, key=API_KEY))
-        self.probe = Probe(session, TOKEN, BASE_MODEL)
-        self.adapters = VllmAdapters(session, open_store(str(store)), RecentUses(redis, 10.0))
+        self.engine = EngineRecord(Address(url, Vllm.traits, adapters=room, key=API_KEY))
+        kinds = kinds_of(session, store, redis)
+        self.probe = Probe(session, kinds, BASE_MODEL)
+        vllm = kinds["vllm"]
+        assert isinstance(vllm, Vllm)
+        self.adapters = vllm.adapters
 
     async def ask(self, digest: str, vllm: VllmDouble) -> None:
         """Use an adapter like a request: load it again if the server lacks it."""

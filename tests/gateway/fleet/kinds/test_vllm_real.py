@@ -1,6 +1,6 @@
 """The gateway in front of a real vLLM server, on a CPU. Not in CI: needs your own installation of vLLM.
 
-    LORAPLEX_VLLM=VENV/bin/vllm python -m pytest -m slow tests/gateway/fleet/vllm/test_vllm_real.py
+    LORAPLEX_VLLM=VENV/bin/vllm python -m pytest -m slow tests/gateway/fleet/kinds/test_vllm_real.py
 
 The demo's adapters change the answers in clearly different ways; the test uses three of them on a server that keeps
 two.

@@ -1,4 +1,4 @@
-"""The last use of each adapter of a vLLM server, by any gateway process: a sorted set in Redis for each server.
+"""The last use of each adapter of a foreign server, by any gateway process: a sorted set in Redis for each server.
 
 The order decides which adapter is unloaded when a server is full. Without Redis a process orders by its own uses only.
 """
@@ -17,7 +17,7 @@ from gateway.process.outage import Outage
 log = logging.getLogger(__name__)
 
 # Period at which an adapter in constant use is reported; the order of two uses within it does not matter.
-TELL_SECONDS = 1.0
+REPORT_SECONDS = 1.0
 # Uses older than this are forgotten.
 KEEP_SECONDS = 3600
 # KEYS: the set. ARGV: seconds to keep, then of each use: digest, seconds since the use. Scores are Redis' own clock.
@@ -37,21 +37,21 @@ class RecentUses:
     def __init__(self, redis: Any, timeout: float) -> None:
         self._script = redis.register_script(SCRIPT) if redis is not None else None
         self._timeout = timeout
-        self._outage = Outage(log, "sharing the use of vLLM's adapters")
+        self._outage = Outage(log, "sharing the use of servers' adapters")
         # By engine and digest: the last use here, on this host's clock, and the last use reported to Redis.
         self._own: dict[str, dict[str, float]] = {}
-        self._told: dict[str, dict[str, float]] = {}
-        self._telling: dict[str, asyncio.Task[None]] = {}
+        self._reported: dict[str, dict[str, float]] = {}
+        self._reporting: dict[str, asyncio.Task[None]] = {}
 
     def note(self, engine_url: str, digest: str) -> None:
         """Record a use that begins now; Redis is updated in the background."""
         now = time.time()
-        own, told = self._own.setdefault(engine_url, {}), self._told.setdefault(engine_url, {})
+        own, reported = self._own.setdefault(engine_url, {}), self._reported.setdefault(engine_url, {})
         own[digest] = now
-        if self._script is None or now - told.get(digest, 0.0) < TELL_SECONDS or engine_url in self._telling:
+        if self._script is None or now - reported.get(digest, 0.0) < REPORT_SECONDS or engine_url in self._reporting:
             return
-        task = self._telling[engine_url] = asyncio.create_task(self._tell(engine_url))
-        task.add_done_callback(lambda _: self._telling.pop(engine_url, None))
+        task = self._reporting[engine_url] = asyncio.create_task(self._report(engine_url))
+        task.add_done_callback(lambda _: self._reporting.pop(engine_url, None))
 
     async def all(self, engine_url: str) -> Mapping[str, float]:
         """Return the time of each digest's last use, by all processes if Redis answers."""
@@ -59,22 +59,22 @@ class RecentUses:
         # Redis has received all uses of this process, and its clock is the same for all processes.
         return shared or self._own.get(engine_url, {})
 
-    async def _tell(self, engine_url: str) -> None:
-        """Report all new uses, because another process evicts adapters without a known use first."""
-        own, told = self._own[engine_url], self._told[engine_url]
+    async def _report(self, engine_url: str) -> None:
+        """Report until nothing new is left: another process evicts an adapter first if it knows no use of it."""
+        own, reported = self._own[engine_url], self._reported[engine_url]
         while await self._call(engine_url):
-            if not any(at - told.get(digest, 0.0) >= TELL_SECONDS for digest, at in own.items()):
+            if not any(at - reported.get(digest, 0.0) >= REPORT_SECONDS for digest, at in own.items()):
                 return
 
     async def _call(self, engine_url: str) -> dict[str, float]:
         """Report unreported uses to Redis. Returns all uses, or nothing while Redis is away."""
         now = time.time()
-        own, told = self._own.get(engine_url, {}), self._told.get(engine_url, {})
+        own, reported = self._own.get(engine_url, {}), self._reported.get(engine_url, {})
         for digest in [each for each, at in own.items() if now - at > KEEP_SECONDS]:
             own.pop(digest)
-            told.pop(digest, None)
-        # A use is sent as an age, because it may be reported long after it began.
-        news = {digest: now - at for digest, at in own.items() if at > told.get(digest, 0.0)}
+            reported.pop(digest, None)
+        # With its age, because a use may be reported long after it began.
+        news = {digest: now - at for digest, at in own.items() if at > reported.get(digest, 0.0)}
         if self._script is None:
             return {}
         key = f"loraplex:vllm:{hashlib.sha256(engine_url.encode()).hexdigest()[:16]}"
@@ -87,6 +87,6 @@ class RecentUses:
             self._outage.failed(type(error).__name__, "each process goes by its own uses")
             return {}
         self._outage.over()
-        told.update(dict.fromkeys(news, now))
+        reported.update(dict.fromkeys(news, now))
         pairs = [item.decode() if isinstance(item, bytes) else item for item in found]
         return {digest: float(at) for digest, at in zip(pairs[::2], pairs[1::2], strict=True)}

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from gateway.fleet.vllm.recent_uses import RecentUses
+from gateway.fleet.kinds.recent_uses import RecentUses
 from testing.gateway.running import until
 
 

@@ -1,0 +1,84 @@
+"""A request for any engine, and the errors of its tries."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
+from wire.telemetry.spans import NO_SPAN, Span
+
+if TYPE_CHECKING:
+    # Settings know the kinds of engines by their addresses; these modules import the settings.
+    from gateway.quota.growth import Hold
+    from gateway.records.catalog import Model
+    from gateway.records.tenants import Tenant
+
+
+class EngineGone(Exception):
+    """The engine could not be reached, or closed the connection before it answered. Another engine may be tried.
+
+    had_it: whether the engine may have read the request, so that the request may be the cause.
+    """
+
+    def __init__(self, had_it: bool) -> None:
+        super().__init__(had_it)
+        self.had_it = had_it
+
+
+class EngineRefused(Exception):
+    """No engine began to answer.
+
+    error: for the client. status: the last engine's response status, None without a response. broken: whether the
+    engine failed independently of the request.
+    """
+
+    def __init__(self, error: GatewayError, status: int | None = None, *, broken: bool = False) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.status = status
+        self.broken = broken
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the response is the engine's own fault: a redirect, or a 5xx not about load or an adapter."""
+        if self.status is None or isinstance(self.error, Unavailable | BadRequest):
+            return False
+        return self.status >= 500 or 300 <= self.status < 400
+
+    @property
+    def may_succeed_elsewhere(self) -> bool:
+        """Return whether another engine may serve the request: this one failed or, for example, lacks the adapter."""
+        return isinstance(self.error, UpstreamFailed | Unavailable)
+
+
+class EngineWithdrew(EngineRefused):
+    """The engine takes no requests at present, for example because it drains. It counts as absent."""
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for any engine. body: in OpenAI's form; its model is replaced when it is sent.
+
+    prompt_tokens: of all prompts. span: the parent of the engine's spans. trace: W3C's headers that carry the span.
+    hold: the tokens that may be generated for now. on_progress: called with the completion tokens so far of a whole
+    answer.
+    """
+
+    request_id: str
+    path: str
+    body: dict[str, Any]
+    model: "Model"
+    tenant: "Tenant"
+    prompt_tokens: int
+    span: Span = NO_SPAN
+    trace: dict[str, str] = {}
+    hold: "Hold | None" = None
+    on_progress: Callable[[int], None] = _ignore
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.body.get("stream"))

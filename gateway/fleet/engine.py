@@ -1,0 +1,292 @@
+"""An engine as a gateway process sees it: address, kind, reported state, health and load."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.fleet.breaker import Breakers
+from gateway.fleet.health import Health
+from wire.digests import bare_digest
+
+log = logging.getLogger(__name__)
+
+# An engine in a long step may miss a probe or two. A refused connection means down at once.
+MISSES_UNTIL_DOWN = 3
+# Assumed until an engine reports its own number.
+DEFAULT_SLOTS = 32
+MISMATCH = "engine answered with another adapter than was asked for; restart it and report its log"
+DEFAULT_LOAD_SECONDS = 0.05
+# Minimum, because an engine measures its loads only into host memory, without the copy to the device.
+LEAST_LOAD_SECONDS = 0.02
+# Types of the errors in a stream that the request itself causes.
+OPENAI_REQUEST_ERRORS = frozenset({"invalid_request_error"})
+
+
+class OwnFields(msgspec.Struct, kw_only=True):
+    """Base of a kind's further fields of a request. They change the answer within its `max_tokens` only."""
+
+    def check(self) -> None:
+        """Raise BadRequest for a rule that the annotations cannot express."""
+
+
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of an engine kind by which the rest of the gateway treats its engines.
+
+    name: in logs, spans and the admin API. prefix: before the engine's URL in LORAPLEX_ENGINES. title: in messages for
+    operators. batches_in_flight: most requests that it gets at once, in batches; more than 1 only for engines that
+    order tenants fairly themselves. has_usage_log: whether it reports the counts of ended requests (`GET /finished`),
+    by which a broken answer is billed; without it, the counts that arrived are billed. has_own_secret: whether it is a
+    foreign server, with options and a key of its own instead of the internal token. own_fields: fields of a request
+    that only this kind serves. request_errors: types of the errors in a stream that the request itself causes.
+    """
+
+    name: str
+    prefix: str
+    title: str
+    batches_in_flight: int = 1
+    has_usage_log: bool = False
+    has_own_secret: bool = True
+    own_fields: type[OwnFields] | None = None
+    request_errors: frozenset[str] = OPENAI_REQUEST_ERRORS
+
+
+# Our own engine. Besides its batch it gets as many requests again, to fill places as they become free. Further requests
+# wait in the gateway, where they can still be ordered and sent to another engine.
+LORAPLEX = Traits(
+    name="loraplex",
+    prefix="",
+    title="the engine",
+    batches_in_flight=2,
+    has_usage_log=True,
+    has_own_secret=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An item of `LORAPLEX_ENGINES`.
+
+    url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each address of the name. The other
+    fields are for foreign servers, which do not report them. adapters: most adapters kept loaded. requests: most
+    requests sent to it at once. key: its API key. any_version: whether releases that are known to mix up tenants or
+    adapters are used too.
+    """
+
+    url: str
+    traits: Traits = LORAPLEX
+    adapters: int = 64
+    requests: int = 64
+    key: str | None = field(default=None, repr=False)
+    any_version: bool = False
+
+    @property
+    def bearer(self) -> dict[str, str]:
+        """Return the header that authenticates at a foreign server: its own key, never the token of our engines."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key is not None else {}
+
+
+class EngineState(msgspec.Struct, kw_only=True):
+    """State that an engine reports, in the form of `GET /state` (`EngineStateResponse`). Missing fields are unknown.
+
+    reported: the whole report, for operators.
+    """
+
+    instance: str | None = None
+    generation: int = 0
+    model: str | None = None
+    adapters_resident: list[str] = []
+    running: int = 0
+    waiting: int = 0
+    max_num_seqs: int = 0
+    max_lora_rank: int = 0
+    max_adapter_bytes: int = 0
+    adapter_load_seconds: float = 0.0
+    draining: bool = False
+    keeps_allowances: bool = False
+    reported: dict[str, Any] = {}
+
+
+def parse_state(line: bytes) -> EngineState:
+    """Decode an engine's report. Raises MsgspecError."""
+    reported = msgspec.json.decode(line, type=dict[str, Any])
+    state = msgspec.convert({**reported, "reported": {}}, EngineState)
+    state.reported = reported
+    return state
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class EngineRecord:
+    """An engine as this gateway process sees it.
+
+    resident: digests (no prefix) of the adapters it holds. serving: this process's requests by digest, the base model's
+    under None. tenants: the same by tenant. in_flight: this process's requests that it has not finished. foreign_load:
+    requests of other gateways. slots: requests that it runs at once.
+    load_seconds: time of an adapter's load. request_seconds: time of a request. reason: the cause of its health, with
+    the remedy if there is one, "" while it is up. health_since: the time (monotonic) of the last change of health.
+    misses: health checks in a row without an answer. mismatched: the instance that answered with another adapter than
+    the request's. unanswered: time-outs that end the wait of each request that it has not begun to answer.
+    """
+
+    address: Address
+    health: Health = Health.UNKNOWN
+    reason: str = "it has not been probed yet"
+    health_since: float = field(default_factory=time.monotonic)
+    resident: frozenset[str] = frozenset()
+    serving: Counter[str | None] = field(default_factory=Counter)
+    tenants: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0
+    foreign_load: int = 0
+    slots: int = DEFAULT_SLOTS
+    load_seconds: float = DEFAULT_LOAD_SECONDS
+    request_seconds: float = 1.0
+    state: EngineState = field(default_factory=EngineState)
+    misses: int = 0
+    mismatched: str | None = None
+    unanswered: set[asyncio.Timeout] = field(default_factory=set)
+    breaker: Breakers = field(default_factory=Breakers)
+
+    @property
+    def url(self) -> str:
+        return self.address.url
+
+    @property
+    def load(self) -> int:
+        """Return the number of requests on this engine, those of other gateways included as far as known."""
+        return self.in_flight + self.foreign_load
+
+    @property
+    def max_in_flight(self) -> int:
+        """Return the most requests that the engine gets."""
+        return self.address.traits.batches_in_flight * self.slots
+
+    @property
+    def keeps_allowances(self) -> bool:
+        """Return whether the engine stays within a request's allowance and reports whole answers that need more."""
+        return self.state.keeps_allowances
+
+    @property
+    def is_up(self) -> bool:
+        return self.health is Health.UP
+
+    @property
+    def available(self) -> bool:
+        return self.is_up and self.breaker.allows_some
+
+    @property
+    def fault(self) -> str | None:
+        """Return the reason why the engine gets no requests, None if it gets some."""
+        if not self.is_up:
+            return f"{self.health}: {self.reason}"
+        return None if self.breaker.allows_some else "up, but its requests fail: its circuit breaker is open"
+
+    def holds(self, digest: str) -> bool:
+        """Return whether the engine has the adapter, or loads it for a request of this process."""
+        return digest in self.resident or self.serving[digest] > 0
+
+    @contextmanager
+    def serve(self, digest: str | None, tenant_id: str = "") -> Iterator["InFlight"]:
+        """Count a request while it is with this engine."""
+        self.in_flight += 1
+        self.serving[digest] += 1
+        self.tenants[tenant_id] += 1
+        request = InFlight(self)
+        try:
+            yield request
+        finally:
+            request.free()
+            self.serving[digest] -= 1
+            if not self.serving[digest]:
+                del self.serving[digest]
+            self.tenants[tenant_id] -= 1
+            if not self.tenants[tenant_id]:
+                del self.tenants[tenant_id]
+
+    def observe_request(self, seconds: float) -> None:
+        """Update the mean time of a request, in which the last few count most."""
+        self.request_seconds += 0.1 * (seconds - self.request_seconds)
+
+    def observe_state(self, state: EngineState, in_flight: int) -> None:
+        """Apply the engine's state, unless a newer one is known. in_flight: this process's requests at the query."""
+        if state.instance == self.state.instance and state.generation < self.state.generation:
+            return
+        self.state = state
+        self.resident = frozenset(bare_digest(digest) for digest in state.adapters_resident)
+        self.foreign_load = max(0, state.running + state.waiting - in_flight)
+        self.slots = state.max_num_seqs or self.slots
+        if state.adapter_load_seconds > 0:
+            self.load_seconds = max(state.adapter_load_seconds, LEAST_LOAD_SECONDS)
+
+    def abandon_unanswered(self) -> None:
+        """End the wait of all requests that the engine has not begun to answer; they go to other engines."""
+        now = asyncio.get_running_loop().time()
+        for wait in self.unanswered:
+            if not wait.expired():
+                wait.reschedule(now)
+
+    def mark_down(self, reason: str, health: Health = Health.DOWN) -> None:
+        """Send the engine no new requests. health: DOWN, SILENT or DRAINING."""
+        self._change(health, reason)
+        self.foreign_load = 0
+
+    def mark_misconfigured(self, reason: str) -> None:
+        """Send the engine no new requests until the operator has removed the reason."""
+        self._change(Health.MISCONFIGURED, reason)
+        self.misses = 0
+
+    def mark_mismatched(self) -> None:
+        """Send this engine no requests until it reports another instance."""
+        self.mismatched = str(self.state.instance)
+        self.mark_misconfigured(MISMATCH)
+
+    def mark_up(self) -> None:
+        if self.mismatched is not None and self.mismatched == str(self.state.instance):
+            self.mark_misconfigured(MISMATCH)
+            return
+        self.mismatched = None
+        if not self.is_up:
+            # Earlier failures do not count against an engine that comes back.
+            self.breaker = Breakers()
+        self._change(Health.UP, "")
+        self.misses = 0
+
+    def note_missed_probe(self, reason: str) -> None:
+        """Note an unanswered health check."""
+        self.misses += 1
+        if self.health is Health.UNKNOWN:
+            self.reason = reason
+        if self.misses >= MISSES_UNTIL_DOWN:
+            self.mark_down(reason, Health.SILENT)
+
+    def _change(self, health: Health, reason: str) -> None:
+        """Set the health, and log each change of it or of its reason."""
+        if (health, reason) != (self.health, self.reason):
+            if health is Health.UP:
+                log.info("engine %s is up", self.url)
+            else:
+                level = logging.ERROR if health is Health.MISCONFIGURED else logging.WARNING
+                log.log(level, "engine %s is %s: %s", self.url, health, reason)
+        if health is not self.health:
+            self.health_since = time.monotonic()
+        self.health, self.reason = health, reason
+        if health is not Health.UP:
+            self.resident = frozenset()
+
+
+class InFlight:
+    """A request that counts in its engine's `in_flight`."""
+
+    def __init__(self, engine: EngineRecord) -> None:
+        self._engine = engine
+        self.is_counted = True
+
+    def free(self) -> None:
+        """Stop counting the request, because the engine has finished its part. Its adapter stays in `serving`."""
+        self._engine.in_flight -= self.is_counted
+        self.is_counted = False

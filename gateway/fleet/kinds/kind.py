@@ -1,0 +1,155 @@
+"""The interface of engine kinds, and the HTTP that they share.
+
+A kind knows how to read an engine's state and how to send it a request. Its `Traits` say how the rest of the gateway
+treats its engines. `table.py` lists the kinds.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+from aiohttp import ClientPayloadError, ClientResponse, ClientSession, ClientTimeout
+
+from adapters.store import Store
+from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
+from gateway.fleet.answers import Incoming
+from gateway.fleet.call import Call, EngineRefused
+from gateway.fleet.engine import EngineRecord, EngineState, Traits
+from gateway.fleet.kinds.recent_uses import RecentUses
+from wire.digests import digest_name
+
+if TYPE_CHECKING:
+    from gateway.records.catalog import Model
+
+PROBE_TIMEOUT = ClientTimeout(total=3.0)
+CONNECT_SECONDS = 5.0
+WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+REFUSED = "The engine refused the request."
+OVERLOADED = "The engine is overloaded; try again shortly."
+
+
+class Misconfigured(Exception):
+    """The engine lives and must get no requests. The message gives the operator the reason and the remedy."""
+
+
+class Services(msgspec.Struct, frozen=True, kw_only=True):
+    """Objects of this process that kinds use. silence_seconds: an engine that pushes its state sends a line every
+    second and is down after this silence.
+    """
+
+    session: ClientSession
+    internal_token: str
+    base_model: str
+    store: Store
+    uses: RecentUses
+    silence_seconds: float = 5.0
+
+
+class EngineKind(ABC):
+    """An engine kind. traits: its properties. health_path: a cheap route that answers 200 from a live engine."""
+
+    traits: ClassVar[Traits]
+    health_path: ClassVar[str] = "/health"
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._session = services.session
+
+    @abstractmethod
+    async def read_state(self, engine: EngineRecord) -> EngineState:
+        """Return the engine's state. Raises Misconfigured, ClientError, OSError, TimeoutError, MsgspecError."""
+
+    async def follow(self, engine: EngineRecord) -> AsyncIterator[EngineState]:
+        """Yield the engine's states as it pushes them, until its stream ends. Nothing for an engine that is polled.
+
+        Raises ClientError, OSError, TimeoutError, ValueError, MsgspecError.
+        """
+        return
+        yield
+
+    @abstractmethod
+    async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
+        """Send a request, with the adapter loaded if the kind needs that. Returns the response, its body unread.
+
+        Raises the protocol's BadRequest for a field that the kind does not serve, UpstreamFailed, ClientError, OSError,
+        TimeoutError.
+        """
+
+    def headers(self, engine: EngineRecord) -> dict[str, str]:
+        """Return the headers that authenticate the gateway. Each foreign server has a key of its own."""
+        return engine.address.bearer
+
+    def refusal(self, answer: Incoming, body: bytes, model: "Model") -> EngineRefused:
+        """Return an answer whose status is not 200 as an exception with the error for the client."""
+        return EngineRefused(self.error(answer, read_detail(body), model), answer.status)
+
+    def error(self, answer: Incoming, detail: "ErrorDetail", model: "Model") -> GatewayError:
+        """Return the error for the client.
+
+        An error of the client's own request keeps the client's names. An engine's failure has a fixed message, because
+        the engine's may quote another request.
+        """
+        if answer.status in (400, 413, 422):
+            message = with_clients_names(detail.message, model)
+            return BadRequest(message or REFUSED, param=detail.param, code=detail.code)
+        if answer.status in (429, 503):
+            return Unavailable(OVERLOADED, retry_after=retry_after(answer))
+        # 401 and 404 concern the gateway and the engine only; their messages would confuse a client.
+        return UpstreamFailed(f"The engine could not serve '{model.name}' (it answered {answer.status}).")
+
+    async def get(self, engine: EngineRecord, path: str) -> bytes:
+        """Return the body of one of the engine's own routes. Raises ClientError, OSError, TimeoutError."""
+        async with self._session.get(
+            engine.url + path, headers=self.headers(engine), timeout=PROBE_TIMEOUT, allow_redirects=False
+        ) as response:
+            response.raise_for_status()
+            if response.status != 200:
+                # Redirects are refused too: a server's secret is never sent to another server.
+                raise ClientPayloadError(f"{path} answered {response.status}, expected 200")
+            return await response.read()
+
+    async def post(
+        self, engine: EngineRecord, call: Call, body: dict[str, Any], model: str, headers: dict[str, str]
+    ) -> ClientResponse:
+        """Post a request's body under the engine's name of its model. Raises ClientError, OSError, TimeoutError."""
+        headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
+        data = msgspec.json.encode({**body, "model": model})
+        # The first byte of a whole answer arrives with its last, so no read time-out applies: the request's time limit
+        # and the engine's health (`Registry`) bound the wait.
+        timeout = self._session.timeout if call.is_stream else WHOLE_TIMEOUT
+        url = f"{engine.url}{call.path}"
+        # A redirect would carry the prompt and the secret to another host.
+        return await self._session.post(url, data=data, headers=headers, allow_redirects=False, timeout=timeout)
+
+
+class ErrorDetail(msgspec.Struct):
+    """The fields of OpenAI's error object; a code that is no text, such as a repeated status, is None."""
+
+    message: str = ""
+    param: Any = None
+    code: str | None = None
+
+
+def read_detail(body: bytes) -> ErrorDetail:
+    """Return the error in a body in OpenAI's form, with or without the outer `error`; empty for another form."""
+    try:
+        whole = msgspec.json.decode(body, type=dict[str, Any])
+        detail = whole.get("error", whole)
+        code = detail.get("code")
+        return ErrorDetail(str(detail.get("message", "")), detail.get("param"), code if isinstance(code, str) else None)
+    except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError):
+        return ErrorDetail()
+
+
+def with_clients_names(message: str, model: "Model") -> str:
+    """Return the message with the client's name of its adapter in place of the digest."""
+    if model.digest:
+        message = message.replace(digest_name(model.digest), model.name).replace(model.digest, model.name)
+    return message
+
+
+def retry_after(answer: Incoming) -> int:
+    """Return the seconds of an answer's Retry-After, 1 if it has none."""
+    seconds = answer.headers.get("Retry-After", "1")
+    return int(seconds) if seconds.isdecimal() else 1

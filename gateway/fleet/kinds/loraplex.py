@@ -1,0 +1,122 @@
+"""Our own engine: it pushes its state, orders tenants fairly, keeps allowances and loads adapters by itself."""
+
+import logging
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import ClientError, ClientResponse, ClientTimeout
+
+from gateway.errors import BadRequest, EngineShareUsed, GatewayError, Unavailable
+from gateway.fleet.answers import FAILURES, Incoming
+from gateway.fleet.call import Call, EngineRefused, EngineWithdrew
+from gateway.fleet.engine import LORAPLEX, EngineRecord, EngineState, parse_state
+from gateway.fleet.kinds.kind import (
+    CONNECT_SECONDS,
+    PROBE_TIMEOUT,
+    REFUSED,
+    EngineKind,
+    ErrorDetail,
+    Services,
+    read_detail,
+    retry_after,
+    with_clients_names,
+)
+from wire.digests import digest_name
+from wire.requests import AllowanceRequest
+from wire.responses import ALLOWANCE_HEADER
+
+if TYPE_CHECKING:
+    from gateway.records.catalog import Model
+
+log = logging.getLogger(__name__)
+
+STATE_STREAM = "application/x-ndjson"
+# Longest line of a state stream, at 70 bytes for each adapter.
+MAX_LINE_BYTES = 8 * 2**20
+RAISE_TIMEOUT = ClientTimeout(total=CONNECT_SECONDS)
+# The engine's error codes for a refusal of all requests, and for faults of an adapter.
+WITHDRAWN = "engine_unavailable"
+ADAPTER_FAULT = "adapter_"
+
+
+class Loraplex(EngineKind):
+    traits = LORAPLEX
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        self._token = {"x-loraplex-internal-token": services.internal_token}
+        self._stream_timeout = ClientTimeout(
+            total=None, sock_connect=PROBE_TIMEOUT.total, sock_read=services.silence_seconds
+        )
+
+    def headers(self, engine: EngineRecord) -> dict[str, str]:
+        return self._token
+
+    async def read_state(self, engine: EngineRecord) -> EngineState:
+        return parse_state(await self.get(engine, "/state"))
+
+    async def follow(self, engine: EngineRecord) -> AsyncIterator[EngineState]:
+        async with self._session.get(
+            f"{engine.url}/state",
+            params={"watch": "true"},
+            headers=self._token,
+            timeout=self._stream_timeout,
+            allow_redirects=False,
+            read_bufsize=MAX_LINE_BYTES,
+        ) as response:
+            # A proxy that buffers streams may answer with another type; the engine is polled then.
+            if response.status == 200 and response.content_type == STATE_STREAM:
+                async for line in response.content:
+                    yield parse_state(line)
+
+    async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
+        headers = {
+            **self._token,
+            "x-loraplex-tenant": call.tenant.id,
+            "x-loraplex-weight": repr(call.tenant.weight),
+            "x-loraplex-priority": str(call.tenant.priority),
+        }
+        if call.hold is not None and engine.keeps_allowances:
+            call.hold.raise_allowance = partial(self._raise_allowance, engine, call.request_id)
+            if call.hold.allowance is not None:
+                headers[ALLOWANCE_HEADER] = str(call.hold.allowance)
+        digest = call.model.digest
+        model = digest_name(digest) if digest else call.model.name
+        return await self.post(engine, call, call.body, model, headers)
+
+    def refusal(self, answer: Incoming, body: bytes, model: "Model") -> EngineRefused:
+        detail = read_detail(body)
+        error = self.error(answer, detail, model)
+        withdrew = isinstance(error, Unavailable) and detail.code == WITHDRAWN
+        return (EngineWithdrew if withdrew else EngineRefused)(error, answer.status)
+
+    def error(self, answer: Incoming, detail: ErrorDetail, model: "Model") -> GatewayError:
+        # An adapter's error is not the engine's failure, except for 404: the files may be missing on this engine only.
+        if detail.code is not None and detail.code.startswith(ADAPTER_FAULT) and answer.status != 404:
+            if answer.status >= 500:
+                return BadRequest("The engine could not load the adapter.", param="model", code=detail.code)
+            message = with_clients_names(detail.message, model)
+            return BadRequest(message or REFUSED, param=detail.param, code=detail.code)
+        if answer.status in (429, 503) and detail.code == EngineShareUsed.code:
+            return EngineShareUsed(
+                f"Your share of the engine is used up: {detail.message}.", retry_after=retry_after(answer)
+            )
+        if answer.status in (429, 503) and detail.code in FAILURES:
+            return Unavailable(FAILURES[detail.code], code=detail.code, retry_after=retry_after(answer))
+        return super().error(answer, detail, model)
+
+    async def _raise_allowance(self, engine: EngineRecord, request_id: str, tokens: int) -> None:
+        """Raise a request's allowance on its engine. If that fails, the answer ends at the previous allowance."""
+        body = msgspec.json.encode(AllowanceRequest(request_id, tokens))
+        headers = {"Content-Type": "application/json", **self._token}
+        try:
+            async with self._session.post(
+                f"{engine.url}/allowances", data=body, headers=headers, timeout=RAISE_TIMEOUT, allow_redirects=False
+            ) as response:
+                response.raise_for_status()
+        except (ClientError, OSError, TimeoutError) as error:
+            log.warning(
+                "request %s: its allowance at %s was not raised: %s", request_id, engine.url, type(error).__name__
+            )

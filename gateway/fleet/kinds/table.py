@@ -1,0 +1,14 @@
+"""The engine kinds. A further kind is a module beside this one and a line here."""
+
+from gateway.fleet.kinds.kind import EngineKind, Services
+from gateway.fleet.kinds.loraplex import Loraplex
+from gateway.fleet.kinds.vllm import Vllm
+
+KINDS: tuple[type[EngineKind], ...] = (Loraplex, Vllm)
+
+Kinds = dict[str, EngineKind]
+"""The kinds of a process by name."""
+
+
+def make_kinds(services: Services) -> Kinds:
+    return {kind.traits.name: kind(services) for kind in KINDS}

@@ -1,0 +1,26 @@
+"""The engine kinds as a gateway makes them, for tests of single parts."""
+
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession
+
+from adapters.store import open_store
+from gateway.fleet.kinds.kind import Services
+from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.table import Kinds, make_kinds
+from testing.gateway.running import BASE_MODEL
+from testing.gateway.upstream import TOKEN
+
+
+def kinds_of(session: ClientSession, store: Path | None = None, redis: Any = None) -> Kinds:
+    """Return the kinds. store: the adapter store, needed for loads only. redis: None for an unshared process."""
+    return make_kinds(
+        Services(
+            session=session,
+            internal_token=TOKEN,
+            base_model=BASE_MODEL,
+            store=open_store(str(store)) if store is not None else None,  # type: ignore[arg-type]
+            uses=RecentUses(redis, 10.0),
+        )
+    )
