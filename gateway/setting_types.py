@@ -1,8 +1,7 @@
-"""Types of the gateway's settings. Each states its range or choices and the text of its error."""
+"""Types of the gateway's settings: each states its unit, its range or choices, and the words for an error."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import UnionType
@@ -17,6 +16,7 @@ from gateway.fleet.addresses import ANNOUNCED, parse_address
 from gateway.fleet.engine import Address
 from gateway.quota.fallback import parse_fallback
 from gateway.redis.sentinel import check_sentinel_url
+from gateway.setting_errors import SettingsError
 
 Network = IPv4Network | IPv6Network
 
@@ -24,54 +24,10 @@ PREFIX = "LORAPLEX_"
 MIN_SECRET_CHARS = 16
 # Value of LORAPLEX_ADMIN_KEY that disables the bootstrap admin key.
 OFF = "off"
-# Accepted texts of a setting that is true or false.
+# Texts of a setting that is true or false.
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 # Words after "expected" for types without metadata.
 PLAIN = {bool: "true or false", Path: "a folder"}
-
-
-class SettingsError(ValueError):
-    """A setting is missing, unknown or wrong. `field` is the name of the variable or override.
-
-    others: errors of other settings that were found with it. The text has one line for each error.
-    """
-
-    def __init__(self, field: str, message: str, others: "Sequence[SettingsError]" = ()) -> None:
-        super().__init__(field, message, others)
-        self.field = field
-        self.message = message
-        self.others = tuple(others)
-
-    def __str__(self) -> str:
-        return "\n".join([f"{self.field}: {self.message}", *map(str, self.others)])
-
-
-class NotUsableNow(SettingsError):
-    """A setting is well-formed but cannot be used now: a port is in use, a database is unreachable."""
-
-
-class Problems:
-    """Collector of SettingsErrors, so that all of them are reported together."""
-
-    def __init__(self) -> None:
-        self._found: list[SettingsError] = []
-
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Keep the block's SettingsError for `report`."""
-        try:
-            yield
-        except SettingsError as error:
-            self._found.append(error)
-
-    def add(self, field: str, message: str) -> None:
-        self._found.append(SettingsError(field, message))
-
-    def report(self) -> None:
-        """Raise one SettingsError with all kept errors. Does nothing without errors."""
-        if self._found:
-            first, *others = self._found
-            raise SettingsError(first.field, first.message, (*first.others, *others))
 
 
 def _check_secret(secret: str) -> None:
@@ -131,8 +87,8 @@ def _check_model_folder(folder: Path) -> None:
 
 
 def _expects(title: str, check: Callable[[Any], object] | None = None, **bounds: Any) -> Meta:
-    """Return a field's metadata. title: the words after "expected" in an error. check: raises ValueError for a wrong
-    value; its text, if it has one, replaces the error's.
+    """Return a field's metadata. title: the words after "expected" in an error. check: raises ValueError, whose text,
+    if it has one, is the error.
     """
     return Meta(title=title, extra={"check": check}, **bounds)
 
@@ -191,7 +147,7 @@ def convert(name: str, hint: Any, given: Any, *, quotes: bool) -> Any:
 
 
 def _parse(kind: Any, given: Any) -> Any:
-    """Parse a text as a value of a field's type. Raises KeyError, TypeError or ValueError."""
+    """Return a text as a value of a field's type. Raises KeyError, TypeError or ValueError."""
     if kind is bool and isinstance(given, str):
         return FLAGS[given.lower()]
     if kind is tuple:
@@ -212,7 +168,7 @@ def _kind(hint: Any) -> Any:
 
 
 def expectation(hint: Any) -> Meta:
-    """Return the metadata of a field. For a field without metadata, make it from the field's choices or type."""
+    """Return the metadata of a field; a field without any expects one of its choices."""
     if get_origin(hint) in (UnionType, Union):
         return expectation(get_args(hint)[0])
     if get_origin(hint) is Annotated:

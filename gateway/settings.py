@@ -14,7 +14,8 @@ from typing import Any, Literal, get_type_hints
 from gateway import setting_types as types
 from gateway.fleet.engine import Address
 from gateway.quota.fallback import Check
-from gateway.setting_types import OFF, PREFIX, Network, NotUsableNow, Problems, SettingsError, env_name
+from gateway.setting_errors import NotUsableNow, Problems, SettingsError
+from gateway.setting_types import OFF, PREFIX, Network, env_name
 
 __all__ = ["OFF", "Network", "NotUsableNow", "Problems", "Settings", "SettingsError", "env_name"]
 

@@ -9,8 +9,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gateway.settings import Network
-
 
 @dataclass(slots=True)
 class Caller:
@@ -33,7 +31,9 @@ def note_key(key_id: str, tenant: str | None) -> None:
         caller.key_id, caller.tenant = key_id, tenant
 
 
-def find_address(peer: str | None, forwarded: Sequence[str], trusted: Sequence[Network]) -> str:
+def find_address(
+    peer: str | None, forwarded: Sequence[str], trusted: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network]
+) -> str:
     """Return the client's address: the connection's peer or, behind trusted proxies only, the last address in
     X-Forwarded-For that is not a trusted proxy. Addresses that the client itself wrote stand further left and are never
     read.

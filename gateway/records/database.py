@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 import migrations
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
-from gateway.settings import NotUsableNow, SettingsError
+from gateway.setting_errors import NotUsableNow, SettingsError
 
 log = logging.getLogger(__name__)
 # Alembic logs its context at every look at a schema's version. Changes are logged below.

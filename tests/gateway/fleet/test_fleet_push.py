@@ -62,7 +62,7 @@ async def test_residency_and_load_are_heard_as_they_change(session: ClientSessio
         await fleet.until(lambda: fleet.engine.foreign_load == 5)
         with fleet.engine.serve(None):
             upstream.running = 6
-            # One of the six is ours.
+            # Our own request is among the six.
             await fleet.until(lambda: fleet.engine.state.running == 6)
             assert (fleet.engine.foreign_load, fleet.engine.load) == (5, 6)
         upstream.resident, upstream.running = [], 0

@@ -1,0 +1,48 @@
+"""Errors of settings. Any part of the gateway may raise them, so this module imports nothing of it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+class SettingsError(ValueError):
+    """A setting is missing, unknown or wrong. `field` is the name of the variable or override.
+
+    others: errors of other settings that were found with it. The text has one line for each error.
+    """
+
+    def __init__(self, field: str, message: str, others: "Sequence[SettingsError]" = ()) -> None:
+        super().__init__(field, message, others)
+        self.field = field
+        self.message = message
+        self.others = tuple(others)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.field}: {self.message}", *map(str, self.others)])
+
+
+class NotUsableNow(SettingsError):
+    """A setting is well-formed and names something that cannot be used now: a port in use, a database that is away."""
+
+
+class Problems:
+    """Collector of SettingsErrors, so that all of them are reported together."""
+
+    def __init__(self) -> None:
+        self._found: list[SettingsError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the block's SettingsError for `report`."""
+        try:
+            yield
+        except SettingsError as error:
+            self._found.append(error)
+
+    def add(self, field: str, message: str) -> None:
+        self._found.append(SettingsError(field, message))
+
+    def report(self) -> None:
+        """Raise SettingsError with all errors, if there is any."""
+        if self._found:
+            first, *others = self._found
+            raise SettingsError(first.field, first.message, (*first.others, *others))
