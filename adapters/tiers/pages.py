@@ -17,7 +17,7 @@ MAX_SLOTS = 4096
 
 
 class RankPages:
-    """As many rank pages as fit into `memory` bytes, and the table of each slot's pages.
+    """Rank pages: as many as fit into `memory` bytes, and the table of each slot's pages.
 
     max_rank: the largest rank of an adapter; a slot's row in the table has room for it. dtype: the model's, or one of 8
     bits, with a scale for each rank row. Raises ValueError if not even one adapter of `max_rank` fits.
