@@ -51,7 +51,7 @@ def likeliest(logits: Tensor) -> Tensor:
     """Return the index of each row's largest logit, the first among equals, `[n]` int64."""
     if not platform_of(logits.device).is_host:
         return logits.argmax(-1)
-    # For 16 rows of 49k, torch takes 0.4 ms, or more if its threads sleep; numpy takes 0.1 ms (docs/lab-notes.md).
+    # Torch takes 0.4 ms for 16 rows of 49k, or more if its threads sleep; numpy takes 0.1 ms (docs/lab-notes.md).
     return torch.tensor([int(row.argmax()) for row in logits.numpy()])
 
 
