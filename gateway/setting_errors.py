@@ -21,7 +21,7 @@ class SettingsError(ValueError):
 
 
 class NotUsableNow(SettingsError):
-    """A setting is well-formed and names something that cannot be used now: a port in use, a database that is away."""
+    """A setting is well-formed but cannot be used now: a port is in use, a database is unreachable."""
 
 
 class Problems:
@@ -42,7 +42,7 @@ class Problems:
         self._found.append(SettingsError(field, message))
 
     def report(self) -> None:
-        """Raise SettingsError with all errors, if there is any."""
+        """Raise one SettingsError with all kept errors. Does nothing without errors."""
         if self._found:
             first, *others = self._found
             raise SettingsError(first.field, first.message, (*first.others, *others))

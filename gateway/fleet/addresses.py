@@ -1,4 +1,4 @@
-"""The form of an item of `LORAPLEX_ENGINES`: an engine's address, kind and limits."""
+"""Parser of the items of `LORAPLEX_ENGINES`: an engine's address, kind and limits."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ ReadKey = Callable[[str, str], str]
 
 
 def parse_address(text: str, read_key: ReadKey | None = None) -> Address:
-    """Parse `http://host:port` or `dns://name:port`, either after a kind's prefix with options after a `?`.
+    """Parse `http://host:port` or `dns://name:port`, each with an optional prefix (the kind) and `?` with options.
 
     read_key: None for a text that is not the operator's, such as an announcement. Such a text must not name a file or
     variable, whose content would be sent to its author. Raises ValueError without quoting the URL, which may hold a
@@ -43,7 +43,7 @@ def parse_address(text: str, read_key: ReadKey | None = None) -> Address:
 
 
 def own_fields(addresses: Sequence[Address]) -> list[type[OwnFields]] | None:
-    """Return the further fields that the listed foreign servers serve, None if no such server is listed."""
+    """Return the additional request fields of the listed foreign servers; None if no such server is listed."""
     foreign = {address.traits.name: address.traits for address in addresses if address.traits.has_own_secret}
     return [traits.own_fields for traits in foreign.values() if traits.own_fields is not None] if foreign else None
 

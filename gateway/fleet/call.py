@@ -1,4 +1,4 @@
-"""A request for any engine, and the errors of its tries."""
+"""Request to an engine of any kind, and the errors of its attempts."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
 from wire.telemetry.spans import NO_SPAN, Span
 
 if TYPE_CHECKING:
-    # Settings know the kinds of engines by their addresses; these modules import the settings.
+    # Imported for type checking only: settings import the engine kinds, and these modules import settings.
     from gateway.quota.growth import Hold
     from gateway.records.catalog import Model
     from gateway.records.tenants import Tenant
@@ -61,9 +61,9 @@ def _ignore(_: int) -> None:
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for any engine. body: in OpenAI's form; its model is replaced when it is sent.
+    """Request to an engine of any kind. body: in OpenAI's form; the kind replaces its model.
 
-    prompt_tokens: of all prompts. span: the parent of the engine's spans. trace: W3C's headers that carry the span.
+    prompt_tokens: of all prompts. span: the parent of the engine's spans. trace: the W3C headers that carry the span.
     hold: the tokens that may be generated for now. on_progress: called with the completion tokens so far of a whole
     answer.
     """

@@ -71,7 +71,7 @@ class EngineClient:
             failure = UpstreamFailed("The engine did not answer.")
             raise EngineRefused(failure, broken=broken) from error
         except ProtocolError as error:
-            # The request has a field that the kind's allow-list does not contain.
+            # The kind does not serve a field of the request.
             raise EngineRefused(BadRequest(error.message, param=error.param, code=error.code), 400) from error
         except UpstreamFailed as error:
             raise EngineRefused(error) from error

@@ -59,8 +59,8 @@ class Answering(msgspec.Struct, frozen=True):
 
 
 class _Tries:
-    """Engines tried for one request. prefix: its conversation's key. engine: the last one. deaths: of engines with the
-    request, and failures. was_lost: whether an engine died with it. refusal: the last engine's.
+    """Engines tried for one request. prefix: key of its conversation. engine: the last one tried. deaths: number of
+    engines that died with the request or failed. was_lost: whether an engine died with it. refusal: the last engine's.
     """
 
     def __init__(self, prefix: bytes) -> None:

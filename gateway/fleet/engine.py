@@ -1,4 +1,4 @@
-"""An engine as a gateway process sees it: address, kind, reported state, health and load."""
+"""Record of an engine in a gateway process: address, kind, reported state, health and load."""
 
 import asyncio
 import logging
@@ -30,21 +30,21 @@ OPENAI_REQUEST_ERRORS = frozenset({"invalid_request_error"})
 
 
 class OwnFields(msgspec.Struct, kw_only=True):
-    """Base of a kind's further fields of a request. They change the answer within its `max_tokens` only."""
+    """Base of a kind's additional request fields. They must not change the number of tokens beyond `max_tokens`."""
 
     def check(self) -> None:
-        """Raise BadRequest for a rule that the annotations cannot express."""
+        """Check rules that the annotations cannot express. Raises BadRequest."""
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of an engine kind by which the rest of the gateway treats its engines.
 
     name: in logs, spans and the admin API. prefix: before the engine's URL in LORAPLEX_ENGINES. title: in messages for
-    operators. batches_in_flight: most requests that it gets at once, in batches; more than 1 only for engines that
-    order tenants fairly themselves. has_usage_log: whether it reports the counts of ended requests (`GET /finished`),
-    by which a broken answer is billed; without it, the counts that arrived are billed. has_own_secret: whether it is a
-    foreign server, with options and a key of its own instead of the internal token. own_fields: fields of a request
-    that only this kind serves. request_errors: types of the errors in a stream that the request itself causes.
+    operators. batches_in_flight: maximum requests in flight, in batches; above 1 only for engines that order tenants
+    fairly themselves. has_usage_log: whether it reports the counts of ended requests (`GET /finished`), by which a
+    broken answer is billed; without it, the received counts are billed. has_own_secret: whether it is a foreign server,
+    with options and a key of its own instead of the internal token. own_fields: request fields that only this kind
+    serves. request_errors: types of the errors in a stream that the request itself causes.
     """
 
     name: str
@@ -71,11 +71,11 @@ LORAPLEX = Traits(
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An item of `LORAPLEX_ENGINES`.
+    """Address of one item of `LORAPLEX_ENGINES`.
 
     url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each address of the name. The other
-    fields are for foreign servers, which do not report them. adapters: most adapters kept loaded. requests: most
-    requests sent to it at once. key: its API key. any_version: whether releases that are known to mix up tenants or
+    fields are for foreign servers, which do not report them. adapters: maximum adapters kept loaded. requests:
+    maximum requests in flight. key: its API key. any_version: whether releases that are known to mix up tenants or
     adapters are used too.
     """
 
@@ -88,7 +88,7 @@ class Address:
 
     @property
     def bearer(self) -> dict[str, str]:
-        """Return the header that authenticates at a foreign server: its own key, never the token of our engines."""
+        """Return the header with a foreign server's own key, never with the internal token."""
         return {"Authorization": f"Bearer {self.key}"} if self.key is not None else {}
 
 
@@ -125,13 +125,13 @@ def parse_state(line: bytes) -> EngineState:
 class EngineRecord:
     """An engine as this gateway process sees it.
 
-    resident: digests (no prefix) of the adapters it holds. serving: this process's requests by digest, the base model's
-    under None. tenants: the same by tenant. in_flight: this process's requests that it has not finished. foreign_load:
-    requests of other gateways. slots: requests that it runs at once.
-    load_seconds: time of an adapter's load. request_seconds: time of a request. reason: the cause of its health, with
-    the remedy if there is one, "" while it is up. health_since: the time (monotonic) of the last change of health.
-    misses: health checks in a row without an answer. mismatched: the instance that answered with another adapter than
-    the request's. unanswered: time-outs that end the wait of each request that it has not begun to answer.
+    resident: digests (no prefix) of the adapters it holds. serving: number of this process's requests by digest, None
+    for the base model. tenants: the same by tenant. in_flight: number of this process's requests that it has not
+    finished. foreign_load: number of other gateways' requests. slots: number of requests that it runs at once.
+    load_seconds: time to load an adapter. request_seconds: time of a request. reason: the cause of its health and the
+    remedy, if there is one; "" while it is up. health_since: time (monotonic) of the last change of health. misses:
+    unanswered health checks in a row. mismatched: the instance that answered with another adapter than the request's.
+    unanswered: a time-out for each request that it has not begun to answer.
     """
 
     address: Address
@@ -158,12 +158,12 @@ class EngineRecord:
 
     @property
     def load(self) -> int:
-        """Return the number of requests on this engine, those of other gateways included as far as known."""
+        """Return the number of requests on this engine, including the known ones of other gateways."""
         return self.in_flight + self.foreign_load
 
     @property
     def max_in_flight(self) -> int:
-        """Return the most requests that the engine gets."""
+        """Return the maximum number of requests in flight on the engine."""
         return self.address.traits.batches_in_flight * self.slots
 
     @property
@@ -181,7 +181,7 @@ class EngineRecord:
 
     @property
     def fault(self) -> str | None:
-        """Return the reason why the engine gets no requests, None if it gets some."""
+        """Return the reason why the engine gets no requests, or None if it gets requests."""
         if not self.is_up:
             return f"{self.health}: {self.reason}"
         return None if self.breaker.allows_some else "up, but its requests fail: its circuit breaker is open"
@@ -209,7 +209,7 @@ class EngineRecord:
                 del self.tenants[tenant_id]
 
     def observe_request(self, seconds: float) -> None:
-        """Update the mean time of a request, in which the last few count most."""
+        """Update the mean time of a request, weighted towards the most recent ones."""
         self.request_seconds += 0.1 * (seconds - self.request_seconds)
 
     def observe_state(self, state: EngineState, in_flight: int) -> None:
@@ -231,17 +231,17 @@ class EngineRecord:
                 wait.reschedule(now)
 
     def mark_down(self, reason: str, health: Health = Health.DOWN) -> None:
-        """Send the engine no new requests. health: DOWN, SILENT or DRAINING."""
+        """Stop sending requests to the engine. health: DOWN, SILENT or DRAINING."""
         self._change(health, reason)
         self.foreign_load = 0
 
     def mark_misconfigured(self, reason: str) -> None:
-        """Send the engine no new requests until the operator has removed the reason."""
+        """Stop sending requests to the engine until the operator has corrected the reason."""
         self._change(Health.MISCONFIGURED, reason)
         self.misses = 0
 
     def mark_mismatched(self) -> None:
-        """Send this engine no requests until it reports another instance."""
+        """Stop sending requests to the engine until it reports another instance."""
         self.mismatched = str(self.state.instance)
         self.mark_misconfigured(MISMATCH)
 
@@ -257,7 +257,7 @@ class EngineRecord:
         self.misses = 0
 
     def note_missed_probe(self, reason: str) -> None:
-        """Note an unanswered health check."""
+        """Count an unanswered health check."""
         self.misses += 1
         if self.health is Health.UNKNOWN:
             self.reason = reason
@@ -265,7 +265,7 @@ class EngineRecord:
             self.mark_down(reason, Health.SILENT)
 
     def _change(self, health: Health, reason: str) -> None:
-        """Set the health, and log each change of it or of its reason."""
+        """Set the health, and log a change of the health or its reason."""
         if (health, reason) != (self.health, self.reason):
             if health is Health.UP:
                 log.info("engine %s is up", self.url)

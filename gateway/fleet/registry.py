@@ -1,4 +1,4 @@
-"""Registry of engines: discovery, and one task an engine that probes it and follows its state."""
+"""Registry of engines: discovery, and one task per engine that probes it and follows its state."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ class Registry:
 
     @property
     def faults(self) -> dict[str, str]:
-        """Return the reason why an engine gets no requests, by its address, for each such engine."""
+        """Return, by address, the reason why an engine gets no requests; engines that get requests are left out."""
         return {engine.url: fault for engine in self._engines.values() if (fault := engine.fault) is not None}
 
     @property

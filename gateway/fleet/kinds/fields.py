@@ -1,4 +1,4 @@
-"""The allow-list of request fields for foreign servers such as vLLM.
+"""Allow-list of request fields for foreign servers such as vLLM.
 
 Such a server accepts fields that only its operator may set. vLLM's `kv_transfer_params` alone replaces the prompt that
 the gateway has counted, names hosts to fetch KV blocks from, and exists in every server. Each release adds more. So a

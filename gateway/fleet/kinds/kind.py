@@ -1,7 +1,7 @@
-"""The interface of engine kinds, and the HTTP that they share.
+"""Interface of engine kinds, and their common HTTP code.
 
-A kind knows how to read an engine's state and how to send it a request. Its `Traits` say how the rest of the gateway
-treats its engines. `table.py` lists the kinds.
+A kind reads an engine's state and sends it requests. Its `Traits` tell the rest of the gateway how to treat its
+engines. `table.py` lists the kinds.
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +30,7 @@ OVERLOADED = "The engine is overloaded; try again shortly."
 
 
 class Misconfigured(Exception):
-    """The engine lives and must get no requests. The message gives the operator the reason and the remedy."""
+    """The engine runs but must get no requests. The message gives the operator the reason and the remedy."""
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineKind(ABC):
-    """An engine kind. traits: its properties. health_path: a cheap route that answers 200 from a live engine."""
+    """Base of the engine kinds. traits: its properties. health_path: a cheap route; 200 means that the engine runs."""
 
     traits: ClassVar[Traits]
     health_path: ClassVar[str] = "/health"
@@ -61,7 +61,7 @@ class EngineKind(ABC):
         """Return the engine's state. Raises Misconfigured, ClientError, OSError, TimeoutError, MsgspecError."""
 
     async def follow(self, engine: EngineRecord) -> AsyncIterator[EngineState]:
-        """Yield the engine's states as it pushes them, until its stream ends. Nothing for an engine that is polled.
+        """Yield the states that the engine pushes, until its stream ends; nothing for an engine that is polled.
 
         Raises ClientError, OSError, TimeoutError, ValueError, MsgspecError.
         """
@@ -81,7 +81,7 @@ class EngineKind(ABC):
         return engine.address.bearer
 
     def refusal(self, answer: Incoming, body: bytes, model: "Model") -> EngineRefused:
-        """Return an answer whose status is not 200 as an exception with the error for the client."""
+        """Return the exception for an answer with a status other than 200. It contains the error for the client."""
         return EngineRefused(self.error(answer, read_detail(body), model), answer.status)
 
     def error(self, answer: Incoming, detail: "ErrorDetail", model: "Model") -> GatewayError:
@@ -95,7 +95,7 @@ class EngineKind(ABC):
             return BadRequest(message or REFUSED, param=detail.param, code=detail.code)
         if answer.status in (429, 503):
             return Unavailable(OVERLOADED, retry_after=retry_after(answer))
-        # 401 and 404 concern the gateway and the engine only; their messages would confuse a client.
+        # 401 and 404 concern only the gateway and the engine, so their messages would mislead a client.
         return UpstreamFailed(f"The engine could not serve '{model.name}' (it answered {answer.status}).")
 
     async def get(self, engine: EngineRecord, path: str) -> bytes:
@@ -124,7 +124,7 @@ class EngineKind(ABC):
 
 
 class ErrorDetail(msgspec.Struct):
-    """The fields of OpenAI's error object; a code that is no text, such as a repeated status, is None."""
+    """Fields of OpenAI's error object. A code that is not a text, such as a repeated status, is None."""
 
     message: str = ""
     param: Any = None

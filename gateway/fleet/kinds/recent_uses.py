@@ -60,7 +60,7 @@ class RecentUses:
         return shared or self._own.get(engine_url, {})
 
     async def _report(self, engine_url: str) -> None:
-        """Report until nothing new is left: another process evicts an adapter first if it knows no use of it."""
+        """Report all new uses, because another process evicts adapters without a known use first."""
         own, reported = self._own[engine_url], self._reported[engine_url]
         while await self._call(engine_url):
             if not any(at - reported.get(digest, 0.0) >= REPORT_SECONDS for digest, at in own.items()):
@@ -73,7 +73,7 @@ class RecentUses:
         for digest in [each for each, at in own.items() if now - at > KEEP_SECONDS]:
             own.pop(digest)
             reported.pop(digest, None)
-        # With its age, because a use may be reported long after it began.
+        # A use is sent as an age, because it may be reported long after it began.
         news = {digest: now - at for digest, at in own.items() if at > reported.get(digest, 0.0)}
         if self._script is None:
             return {}

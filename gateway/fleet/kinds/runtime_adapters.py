@@ -1,4 +1,4 @@
-"""Adapters of servers with a runtime API: loaded by name and unloaded least recently used first.
+"""Adapters of servers with a runtime API: loaded by name, and unloaded when least recently used.
 
 A name contains the digest, so it stands for the same bytes whichever gateway loaded it. Another gateway may unload an
 adapter at any time: the request then fails before any work, and is sent again after a load. Gateways share their uses

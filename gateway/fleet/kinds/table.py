@@ -1,4 +1,4 @@
-"""The engine kinds. A further kind is a module beside this one and a line here."""
+"""Table of the engine kinds. A new kind is a module in this folder and a line here."""
 
 from gateway.fleet.kinds.kind import EngineKind, Services
 from gateway.fleet.kinds.loraplex import Loraplex
