@@ -1,4 +1,4 @@
-"""Types of the gateway's settings: each states its unit, its range or choices, and the words for an error."""
+"""Types of the gateway's settings. Each states its range or choices and the text of its error."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ PREFIX = "LORAPLEX_"
 MIN_SECRET_CHARS = 16
 # Value of LORAPLEX_ADMIN_KEY that disables the bootstrap admin key.
 OFF = "off"
-# Texts of a setting that is true or false.
+# Accepted texts of a setting that is true or false.
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 # Words after "expected" for types without metadata.
 PLAIN = {bool: "true or false", Path: "a folder"}
@@ -87,8 +87,8 @@ def _check_model_folder(folder: Path) -> None:
 
 
 def _expects(title: str, check: Callable[[Any], object] | None = None, **bounds: Any) -> Meta:
-    """Return a field's metadata. title: the words after "expected" in an error. check: raises ValueError, whose text,
-    if it has one, is the error.
+    """Return a field's metadata. title: the words after "expected" in an error. check: raises ValueError for a wrong
+    value; its text, if it has one, replaces the error's.
     """
     return Meta(title=title, extra={"check": check}, **bounds)
 
@@ -147,7 +147,7 @@ def convert(name: str, hint: Any, given: Any, *, quotes: bool) -> Any:
 
 
 def _parse(kind: Any, given: Any) -> Any:
-    """Return a text as a value of a field's type. Raises KeyError, TypeError or ValueError."""
+    """Parse a text as a value of a field's type. Raises KeyError, TypeError or ValueError."""
     if kind is bool and isinstance(given, str):
         return FLAGS[given.lower()]
     if kind is tuple:
@@ -168,7 +168,7 @@ def _kind(hint: Any) -> Any:
 
 
 def expectation(hint: Any) -> Meta:
-    """Return the metadata of a field; a field without any expects one of its choices."""
+    """Return the metadata of a field. For a field without metadata, make it from the field's choices or type."""
     if get_origin(hint) in (UnionType, Union):
         return expectation(get_args(hint)[0])
     if get_origin(hint) is Annotated:

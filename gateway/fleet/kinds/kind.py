@@ -150,6 +150,6 @@ def with_clients_names(message: str, model: "Model") -> str:
 
 
 def retry_after(answer: Incoming) -> int:
-    """Return the seconds of an answer's Retry-After, 1 if it has none."""
+    """Return the seconds of an answer's Retry-After; 1 if it has none."""
     seconds = answer.headers.get("Retry-After", "1")
     return int(seconds) if seconds.isdecimal() else 1

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATE_STREAM = "application/x-ndjson"
-# Longest line of a state stream, at 70 bytes for each adapter.
+# Maximum length of a line in a state stream; an adapter takes 70 bytes.
 MAX_LINE_BYTES = 8 * 2**20
 RAISE_TIMEOUT = ClientTimeout(total=CONNECT_SECONDS)
-# The engine's error codes for a refusal of all requests, and for faults of an adapter.
+# Error code of an engine that refuses all requests, and prefix of its codes for faults of an adapter.
 WITHDRAWN = "engine_unavailable"
 ADAPTER_FAULT = "adapter_"
 
@@ -66,7 +66,7 @@ class Loraplex(EngineKind):
             allow_redirects=False,
             read_bufsize=MAX_LINE_BYTES,
         ) as response:
-            # A proxy that buffers streams may answer with another type; the engine is polled then.
+            # A proxy that buffers streams may answer with another type. The engine is then polled.
             if response.status == 200 and response.content_type == STATE_STREAM:
                 async for line in response.content:
                     yield parse_state(line)

@@ -1,4 +1,4 @@
-"""The last use of each adapter of a foreign server, by any gateway process: a sorted set in Redis for each server.
+"""Times of the last use of a foreign server's adapters by any gateway process: a sorted set in Redis for each server.
 
 The order decides which adapter is unloaded when a server is full. Without Redis a process orders by its own uses only.
 """

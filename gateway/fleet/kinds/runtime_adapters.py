@@ -27,10 +27,10 @@ LOAD_TIMEOUT = ClientTimeout(total=120.0)
 
 
 class AdapterApi(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's routes for adapters.
+    """Routes of a server's runtime API for adapters.
 
-    load, unload: paths. is_loaded, is_unloaded: of an answer's status and body and the adapter's name, whether the
-    adapter is loaded, or gone, after the call. name: the server's name of a digest.
+    load, unload: paths. is_loaded, is_unloaded: return from an answer's status and body and the adapter's name whether
+    the adapter is loaded, or is not loaded, after the call. name: returns the server's name for a digest.
     """
 
     load: str
@@ -41,7 +41,7 @@ class AdapterApi(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuntimeAdapters:
-    """The adapters of every server of a kind."""
+    """Adapters of all servers of a kind."""
 
     def __init__(self, services: Services, api: AdapterApi) -> None:
         self._session = services.session

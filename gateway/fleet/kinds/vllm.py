@@ -110,8 +110,8 @@ def request_body(body: dict[str, Any], path: str, tenant_id: str, digest: str | 
         sent["structured_outputs"] = {name.removeprefix(OLD_FORMS): sent.pop(name)}
     sent["cache_salt"] = cache_salt(tenant_id, digest, sent.get("cache_salt"))
     if sent.get("stream"):
-        # Each event then carries the tokens so far, by which a client that leaves is billed. Off for several sequences:
-        # vLLM counts each of them alone, which would be taken for the total.
+        # Each event then carries the tokens so far, by which a client that leaves is billed. It is off for several
+        # sequences: vLLM counts each alone, and the gateway would take one count for the total.
         sent["stream_options"] = {**sent["stream_options"], "continuous_usage_stats": is_one_sequence(sent)}
     return sent
 
