@@ -275,7 +275,11 @@ async def test_a_neighbours_grammar_is_ready_within_2_s_beside_48_of_the_dearest
         await asyncio.sleep(0.1)
     assert max(waits) < 2, waits
     outcomes = await asyncio.gather(*greedy, return_exceptions=True)
-    assert {type(outcome) for outcome in outcomes} == {Grammar, TenantQueueFull}
+    compiled = [outcome for outcome in outcomes if isinstance(outcome, Grammar)]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
+    assert compiled
+    assert refused
+    assert len(compiled) + len(refused) == len(specs), outcomes
     cache.close()
 
 
