@@ -45,15 +45,25 @@ def serve(parent: int) -> None:
             byte, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not byte:
                 return
-            client = socket.socket(fileno=descriptors[0])
-            job, own_pid = client.recv(MAX_JOB_BYTES), os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                _be_check(job, own_pid, client, [control, ended, wake, *checks.values()])
-            checks[pid] = client
+            if descriptors:  # else this process has no free one, and the client finds its socket closed
+                _fork_check(socket.socket(fileno=descriptors[0]), checks, [control, ended, wake])
         for pid, client in checks.items():
             if client in readable:
                 os.kill(pid, signal.SIGKILL)
+
+
+def _fork_check(client: socket.socket, checks: dict[int, socket.socket], own: list[socket.socket]) -> None:
+    """Start the check of a client and add it to `checks`. own: the server's sockets, which the check closes."""
+    job, parent = client.recv(MAX_JOB_BYTES), os.getpid()
+    try:
+        pid = os.fork()
+    except OSError:
+        # No further process is possible now. Other checks continue, and the client finds its socket closed.
+        client.close()
+        return
+    if pid == 0:
+        _be_check(job, parent, client, [*own, *checks.values()])
+    checks[pid] = client
 
 
 def _report_ended(checks: dict[int, socket.socket]) -> None:

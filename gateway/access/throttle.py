@@ -29,7 +29,7 @@ from gateway.access.caller import CALLER, parse_address
 from gateway.access.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN, basic_password
 from gateway.errors import Handler, TooManyFailures, WrongKey
 from gateway.metrics import Metrics
-from gateway.process.admin_port import is_public
+from gateway.process.admin_port import is_admin_port
 from gateway.process.outage import Outage
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class FailedLogins:
             caller = CALLER.get()
             assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
             address = client_network(caller.address)
-            if self._admin_port is not None and not is_public(request, self._admin_port):
+            if is_admin_port(request, self._admin_port):
                 address = f"admin/{address}"
             wait = self._wait(address)
             if wait > 0 and self._may_be_guess(request):

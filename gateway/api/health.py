@@ -1,6 +1,7 @@
 """`/healthz` and `/readyz`, which need no key, and `/metrics`."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
@@ -12,7 +13,7 @@ from gateway.billing.ledger import Ledger
 from gateway.errors import GatewayError
 from gateway.fleet.registry import Registry
 from gateway.metrics import CONTENT_TYPE, Metrics
-from gateway.process.admin_port import is_public
+from gateway.process.admin_port import is_admin_port
 from gateway.process.background import running
 from gateway.process.drain import Drain
 from gateway.quota.quota import Quota
@@ -25,7 +26,7 @@ PROBE_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 # Parts whose fault always means not ready: the process drains, or `LORAPLEX_REDIS_CHECK` is `refuse`.
 ALWAYS_NEEDED = {"process", "redis_settings"}
-NO_ENGINE = "none is up: engine_problems has the reason for each"
+NO_ENGINE = "none is up: the log, the dashboard and GET /admin/api/engines have the reason for each"
 NO_ENGINE_KNOWN = "none is known: LORAPLEX_ENGINES lists none that resolves, and no engine has announced itself"
 
 
@@ -45,8 +46,8 @@ class Health:
 
     degraded_is_ready: whether a gateway stays in its load balancer while its shared dependencies are unavailable.
     Clients then get 503 with Retry-After instead of refused connections, and the admin API and the dashboard stay
-    reachable. admin_port: the operators' own port, if there is one; `/readyz` then gives engines' addresses on that
-    port only.
+    reachable. admin_port: the operators' own port, if there is one; only there `/readyz` has engines' addresses and the
+    reasons of their faults.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Health:
             "parts": {name: state.text for name, state in self._states.items()},
             "since": {name: state.since for name, state in self._states.items() if not state.ok},
             "engines_up": len(self._registry.up),
-            "engine_problems": self._faults(hide_addresses=is_public(request, self._admin_port)),
+            "engine_problems": self._faults(is_operators=is_admin_port(request, self._admin_port)),
         }
         return json_response(body, status=200 if ready else 503)
 
@@ -126,13 +127,15 @@ class Health:
             self._states[name] = state
             self._metrics.part_up(name, state.ok)
 
-    def _faults(self, *, hide_addresses: bool) -> list[str]:
-        """Return the address of each engine that gets no requests, with the reason.
+    def _faults(self, *, is_operators: bool) -> list[str]:
+        """Return the state of each engine that gets no requests.
 
-        hide_addresses: return the distinct reasons without addresses, for clients of the public port.
+        is_operators: add its address and the reason, which help an attacker. Clients need no key for this route.
         """
         faults = self._registry.faults
-        return sorted(set(faults.values())) if hide_addresses else [f"{url} is {why}" for url, why in faults.items()]
+        if is_operators:
+            return [f"{url} is {why}" for url, why in faults.items()]
+        return sorted(re.split("[:,]", why)[0] for why in faults.values())
 
     def _quota_state(self, redis: str) -> str:
         if redis == "ok":

@@ -17,16 +17,16 @@ def keep_off_public_port(admin_port: int) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if _is_admins(request) and is_public(request, admin_port):
+        if _is_admins(request) and not is_admin_port(request, admin_port):
             raise web.HTTPNotFound
         return await handler(request)
 
     return middleware
 
 
-def is_public(request: web.Request, admin_port: int | None) -> bool:
-    """Return whether the request arrived at the public port of a gateway that also has an admin port."""
-    return admin_port is not None and _local_port(request) != admin_port
+def is_admin_port(request: web.Request, admin_port: int | None) -> bool:
+    """Return whether the request arrived at the admin port. admin_port: None if the gateway has none."""
+    return admin_port is not None and _local_port(request) == admin_port
 
 
 def _is_admins(request: web.Request) -> bool:

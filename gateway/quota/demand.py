@@ -7,9 +7,13 @@ import msgspec
 from gateway.quota.kinds import STAGED
 from gateway.quota.limits import Limit
 from gateway.records.prices import FREE, Price
+from wire.responses import ASK_TOKENS
 
 # A new request leaves 1 / HEADROOM of a token rate's limit to the growth of running ones.
 HEADROOM = 4
+# Completion tokens of each choice that a first hold has at least, within half of the room above its prompt. An engine
+# that may generate none ends the answer before the hold can grow.
+LEAST_HELD = 2 * ASK_TOKENS
 
 
 class Need(msgspec.Struct, frozen=True, gc=False):
@@ -67,7 +71,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     def within(self, limits: Sequence[Limit]) -> "Demand":
         """Return the demand with a first hold that each token rate can grant.
 
-        A reservation above a rate holds at most half of the rate at first, so that other requests are still admitted.
+        A reservation above a rate holds at most half of the rate at first, so that other requests are still admitted,
+        but enough for the answer to begin.
         """
         if self.expected is None:
             return self
@@ -75,5 +80,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         above = [limit.value for limit in limits if limit.kind in STAGED and tokens > limit.value]
         if not above:
             return self
-        most = max(0, min(above) // 2 - self.prompt_tokens)
+        room = min(above) - self.prompt_tokens
+        most = max(0, min(above) // 2 - self.prompt_tokens, min(room // 2, LEAST_HELD * self.step))
         return msgspec.structs.replace(self, expected=min(self.expected, most))

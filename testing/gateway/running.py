@@ -113,6 +113,11 @@ class Gateway:
     def client(self, key: str) -> Client:
         return Client(self.session, self.url, key)
 
+    async def engine_faults(self) -> list[str]:
+        """Return the address and the fault of each engine that gets no requests, as an operator reads them."""
+        engines = (await self.admin.get("/admin/api/engines")).json["data"]
+        return [f"{engine['url']} is {engine['reason']}" for engine in engines if engine["reason"] is not None]
+
     async def tenant(self, name: str, **limits: Any) -> Client:
         """Create a tenant and return its client, with a key of all scopes."""
         assert (await self.admin.post("/admin/api/tenants", {"name": name} | limits)).status == 201

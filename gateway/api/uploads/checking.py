@@ -37,8 +37,10 @@ CPU_SECONDS, CPU_BYTES_PER_SECOND = 10, 20_000_000
 CLOCK_FACTOR = 6
 # A tenant is busy if its checks used more CPU time than this recently, with this half-life. The checks of all busy
 # tenants run one at a time, so that the engine's steps and other tenants' uploads hardly wait for them. An ordinary
-# check takes 0.1 s, so busy tenants send more than 30 uploads a minute, or expensive ones.
+# check takes 0.01 s, so busy tenants send expensive uploads.
 BUSY_SECONDS, HALF_LIFE_S = 0.7, 10.0
+# Time limit for the end of a killed check.
+KILL_SECONDS = 5.0
 OPERATOR = "operator"
 
 
@@ -149,23 +151,24 @@ class CheckServer:
         """
         client, servers = socket.socketpair()
         client.setblocking(False)
+        if client.send(job) < len(job):
+            raise ValueError(f"a job of {len(job)} bytes does not fit into a socket's buffer")
         with servers:
-            if client.send(job) < len(job):
-                raise ValueError(f"a job of {len(job)} bytes does not fit into a socket's buffer")
-            await self._send(servers)
-        reader, writer = await asyncio.open_connection(sock=client)
-        try:
-            async with asyncio.timeout(seconds):
-                out, _, status = (await reader.read()).rpartition(b"\n")
-        except TimeoutError:
-            return -signal.SIGALRM, b""
-        finally:
-            if not reader.at_eof():
-                # The server kills the check when this side of the socket ends, and closes the socket after its end.
-                writer.write_eof()
-                await reader.read()
-            writer.close()
-        # The status is missing if the server itself died.
+            reader, writer = await asyncio.open_connection(sock=client)
+            try:
+                await self._send(servers)
+                servers.close()
+                async with asyncio.timeout(seconds):
+                    out, _, status = (await reader.read()).rpartition(b"\n")
+            except TimeoutError:
+                return -signal.SIGALRM, b""
+            except ConnectionError:
+                # The server died before it read the job.
+                return -signal.SIGKILL, b""
+            finally:
+                servers.close()
+                await self._end(reader, writer)
+        # The status is missing if the server died during the check.
         return (int(status), out) if status else (-signal.SIGKILL, b"")
 
     def close(self) -> None:
@@ -176,6 +179,22 @@ class CheckServer:
             self._process.kill()
             self._process.wait()
         self._control = self._process = None
+
+    async def _end(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Kill the check if it still runs, and wait for its end. Kill the server if it does not react."""
+        try:
+            if not reader.at_eof():
+                # The server kills the check when this side of the socket ends, and closes the socket after its end.
+                writer.write_eof()
+                async with asyncio.timeout(KILL_SECONDS):
+                    await reader.read()
+        except TimeoutError:
+            log.warning("the process that forks the checks of uploads did not react and was killed")
+            self.close()
+        except OSError:
+            log.warning("the process that forks the checks of uploads died")
+        finally:
+            writer.close()
 
     async def _send(self, sock: socket.socket) -> None:
         while True:

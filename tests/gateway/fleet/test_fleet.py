@@ -65,18 +65,21 @@ async def test_an_engine_of_another_model_gets_no_requests(
             assert wrong.requests == []
             ready = await gateway.nobody.get("/readyz")
             assert (ready.status, ready.json["engines_up"]) == (200, 1)
-            assert ready.json["engine_problems"] == [f"{wrong.url} is misconfigured: {problem}"]
+            assert ready.json["engine_problems"] == ["misconfigured"]
+            assert await gateway.engine_faults() == [f"{wrong.url} is misconfigured: {problem}"]
             right.healthy = False
             await until(lambda: up(gateway, 0))
             ready = await gateway.nobody.get("/readyz")
             assert (ready.status, ready.json["status"], ready.json["parts"]["engines"]) == (200, "degraded", NO_ENGINE)
-            assert f"{wrong.url} is misconfigured: {problem}" in ready.json["engine_problems"]
+            assert ready.json["engine_problems"] == ["down", "misconfigured"]
+            assert f"{wrong.url} is misconfigured: {problem}" in await gateway.engine_faults()
             assert (await acme.complete()).status == 503
             wrong.model = BASE_MODEL
             await until(lambda: up(gateway, 1))
             ready = await gateway.nobody.get("/readyz")
             down = f"{right.url} is down: GET /health answered 503"
-            assert (ready.status, ready.json["engine_problems"]) == (200, [down])
+            assert (ready.status, ready.json["engine_problems"]) == (200, ["down"])
+            assert await gateway.engine_faults() == [down]
     assert caplog.text.count(problem) == 1
 
 
@@ -91,14 +94,16 @@ async def test_an_engine_that_is_not_there_is_named_with_the_reason(
                 f"{refusing} is down: GET /health failed: connection refused; no process listens at this address",
                 f"{unknown} is down: GET /health failed: its host name cannot be resolved",
             ]
-            assert (await gateway.nobody.get("/readyz")).json["engine_problems"] == expected
+            assert await gateway.engine_faults() == expected
+            # A client without a key learns neither addresses nor reasons.
+            assert (await gateway.nobody.get("/readyz")).json["engine_problems"] == ["down", "down"]
             for line in expected:
                 assert caplog.text.count(f"engine {line}") == 1
             well.healthy = False
             await until(lambda: up(gateway, 0))
             ready = (await gateway.nobody.get("/readyz")).json
             assert ready["parts"]["engines"] == NO_ENGINE
-            assert ready["engine_problems"] == [*expected, f"{well.url} is down: GET /health answered 503"]
+            assert await gateway.engine_faults() == [*expected, f"{well.url} is down: GET /health answered 503"]
             page = await gateway.nobody.get("/admin/", headers=BROWSER)
             assert "connection refused" in page.body.decode()
 
@@ -144,7 +149,7 @@ async def test_without_an_engine(gateway: Gateway, upstream: Upstream):
         assert got.headers["Retry-After"] == "1"
     ready = await gateway.nobody.get("/readyz")
     assert (ready.status, ready.json["status"], ready.json["parts"]["engines"]) == (200, "degraded", NO_ENGINE)
-    assert ready.json["engine_problems"] == [f"{upstream.url} is down: GET /health answered 503"]
+    assert await gateway.engine_faults() == [f"{upstream.url} is down: GET /health answered 503"]
     # The operator still gets in.
     assert (await gateway.admin.get("/admin/api/tenants")).status == 200
     upstream.healthy = True

@@ -336,8 +336,21 @@ async def test_a_max_tokens_above_the_whole_limit_is_no_reason_to_refuse(
         assert got.status == 200
         made = len(text_of(got.events)) if stream else got.json["usage"]["completion_tokens"]
         assert made == tokens
-    # The second request held half of the limit at first.
-    assert int(got.headers["x-ratelimit-remaining-tokens"]) == 100 - (10 + PROMPT_TOKENS) - 50
+    # The second request held its prompt, and half of the room above it, at first.
+    held = HI_TOKENS + (100 - HI_TOKENS) // 2
+    assert int(got.headers["x-ratelimit-remaining-tokens"]) == 100 - (10 + PROMPT_TOKENS) - held
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_prompt_above_half_of_the_limit_leaves_the_rest_for_the_answer(
+    gateway: Gateway, upstream: Upstream, stream: bool
+):
+    tenant = await gateway.tenant("acme", tokens_per_minute=200)
+    engine = {"tokens": 60, "delay": 0.01}
+    got = await tenant.complete(prompt=[5] * 120, stream=stream, max_tokens=130, x_engine=engine)
+    assert got.status == 200, got.body
+    [made] = upstream.finished.values()
+    assert made["completion_tokens"] == 60
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])

@@ -245,6 +245,21 @@ async def test_a_killed_check_server_is_replaced(gateway: Gateway, tmp_path: Pat
     assert (children(), leftovers(tmp_path)) == ([], [])
 
 
+async def test_a_check_server_that_does_not_react_is_replaced(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    acme = await gateway.tenant("acme")
+    assert (await push(acme, "first", files())).status == 201
+    (server,) = check_servers()
+    server.suspend()
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.api.uploads.checking.CLOCK_FACTOR", 0.01)
+        patch.setattr("gateway.api.uploads.checking.KILL_SECONDS", 0.1)
+        got = await push(acme, "second", files())
+    assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
+    assert "too much time" in got.error["message"]
+    assert (await push(acme, "third", files())).status == 201
+    assert check_servers() != [server]
+
+
 async def test_a_rank_that_no_engine_serves_is_refused(start: Start, upstream: Upstream):
     config = files()[CONFIG].replace(b'"r": 4', b'"r": 65')
     large = {CONFIG: config, WEIGHTS: pack(header_of(wide := tensors(rank=65)), b"".join(t[2] for t in wide.values()))}

@@ -27,7 +27,7 @@ from tests.gateway.fleet.kinds.test_fleet_vllm import key_file, served
 
 
 async def problems(gateway: Gateway) -> list[str]:
-    return (await gateway.nobody.get("/readyz")).json["engine_problems"]
+    return await gateway.engine_faults()
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.1rc1", "0.32.0+cpu", "0.33.0.dev12+g0123abc", "1.0", "v0.27.1"])
