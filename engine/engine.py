@@ -24,7 +24,7 @@ from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import NewRequest, Request, RequestOutput
 from engine.scheduling.scheduler import Scheduler
 from kernels.platform import platform_of
-from wire.errors import RequestError
+from wire.errors import BadRequest
 
 # Limit of a step's logits for prompt_logprobs; larger prompts take more steps.
 PROMPT_LOGITS_BYTES = 128 << 20
@@ -102,9 +102,9 @@ class Engine:
         self._num_generated_tokens = 0
 
     def add_request(self, new: NewRequest) -> None:
-        """Queue a request. Raises RequestError, naming the parameter, if the request could never run."""
+        """Queue a request. Raises BadRequest that names the parameter, for a request that could never run."""
         if new.request_id in self.scheduler.requests:
-            raise RequestError("request_id", f"{new.request_id} is already in flight")
+            raise BadRequest("request_id", f"{new.request_id} is already in flight")
         new.check(self.max_model_len, self.model_config.vocab_size)
         params = new.params
         seed = params.seed

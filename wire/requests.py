@@ -21,7 +21,7 @@ from wire.chat import (
 )
 from wire.decoding import decode as decode
 from wire.decoding import refuse
-from wire.errors import BadRequest, RequestError
+from wire.errors import BadRequest
 from wire.structured import KINDS, GrammarSpec, read_spec
 
 MAX_CHOICES = 16
@@ -165,10 +165,7 @@ class SamplingRequest(Struct, kw_only=True):
     def grammar_spec(self) -> GrammarSpec | None:
         """Return the grammar that the answer must follow, or None. Raises BadRequest."""
         guided = {kind: getattr(self, f"guided_{kind}") for kind in KINDS}
-        try:
-            return read_spec(self.response_format, self.structured_outputs, guided)
-        except RequestError as exc:
-            raise BadRequest(exc.field, str(exc)) from None
+        return read_spec(self.response_format, self.structured_outputs, guided)
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull, Ticket
 from engine.scheduling.request import NewRequest, RequestOutput
-from wire.errors import RequestError
+from wire.errors import BadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class EngineLoop:
         def add() -> None:
             try:
                 self._engine.add_request(new)
-            except RequestError as exc:
+            except BadRequest as exc:
                 self._to_event_loop(self._refuse, new.request_id, exc)
             except BaseException as exc:
                 logger.exception("a request could not be added")

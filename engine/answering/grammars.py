@@ -15,7 +15,7 @@ from functools import partial
 from adapters.fair_threads import FairThreads, TooManyPending
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.structured.compiler import Grammar, GrammarCompiler
-from wire.errors import RequestError
+from wire.errors import BadRequest
 from wire.structured import GrammarSpec
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Grammars:
     async def get(self, spec: GrammarSpec, tenant: str = "") -> Grammar:
         """Return the tenant's compiled grammar.
 
-        Raises RequestError for a grammar that does not compile, or not within `COMPILE_SECONDS`; TenantQueueFull if too
+        Raises BadRequest for a grammar that does not compile, or not within `COMPILE_SECONDS`; TenantQueueFull if too
         many of the tenant's grammars wait, or its compilations have used up their CPU time; QueueFull if its turn does
         not come within `QUEUE_SECONDS`, or too many grammars of all tenants wait.
         """
@@ -131,7 +131,7 @@ class Grammars:
             elif pending.started is None or pending.is_slow:
                 raise QueueFull("other grammars are still being compiled", retry_after=1)
             else:
-                raise RequestError(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")
+                raise BadRequest.of(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")
 
     def _leave(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
         """Stop waiting for a grammar. The last request to leave takes it out of the queue."""
@@ -145,13 +145,13 @@ class Grammars:
         error = pending.compiled.exception()
         if error is None:
             return pending.compiled.result()
-        if isinstance(error, RequestError):
-            raise RequestError(spec.param, error.message) from None
+        if isinstance(error, BadRequest):
+            raise BadRequest.of(spec.param, error.reason) from None
         if isinstance(error, TooManyPending):
             raise _full(error) from None
         # A panic in the library is not an Exception, and must not end the server.
         logger.error("the compiler failed on a grammar of kind %s: %s", spec.kind, type(error).__name__)
-        raise RequestError(spec.param, "it cannot be compiled: the compiler failed") from None
+        raise BadRequest.of(spec.param, "it cannot be compiled: the compiler failed") from None
 
     def _keep(self, pending: _Pending, tenant: str, spec: GrammarSpec, done: "asyncio.Future[Grammar]") -> None:
         self._forget(pending, tenant, spec)

@@ -66,7 +66,7 @@ class Ticket:
     async def news(self) -> list[tuple[int, RequestOutput]]:
         """Wait for outputs. Return all since the last call, at least one: (index of the sequence, output).
 
-        Raises RequestError if the engine refuses a sequence, EngineUnavailable if the engine failed.
+        Raises BadRequest if the engine refuses a sequence, EngineUnavailable if the engine failed.
         """
         while not self._news:
             if self._error is not None:

@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
-from wire.errors import BadRequest, RequestError
+from wire.errors import BadRequest
 from wire.http_requests import BadHead, check_head
 from wire.responses import ErrorDetail, ErrorResponse
 from wire.text.tokenizer import ChatTemplateError
@@ -49,8 +49,6 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
             return ApiError(exc.status, exc.message)
         case BadRequest():
             return ApiError(400, exc.message, param=exc.param, code=exc.code)
-        case RequestError():
-            return ApiError(400, f"{exc.field}: {exc.message}", param=exc.field)
         case ChatTemplateError():
             return ApiError(400, str(exc), param=exc.param)
         case EngineUnavailable():

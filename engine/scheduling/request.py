@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
-from wire.errors import RequestError
+from wire.errors import BadRequest
 
 if TYPE_CHECKING:
     from engine.execution.logit_edits import LogitEdits
@@ -124,23 +124,23 @@ class NewRequest:
     prefix_keys: Sequence[bytes] = ()
 
     def check(self, max_model_len: int, vocab_size: int) -> None:
-        """Raise RequestError, naming the parameter, if the request could never run."""
+        """Raise BadRequest, naming the parameter, if the request could never run."""
         prompt, params = self.prompt_token_ids, self.params
         if not prompt:
-            raise RequestError("prompt", "expected at least one token, got an empty prompt")
+            raise BadRequest("prompt", "expected at least one token, got an empty prompt")
         if len(prompt) >= max_model_len:
             message = f"{len(prompt)} tokens leave no room to answer in this model's context of {max_model_len} tokens"
-            raise RequestError("prompt", message)
+            raise BadRequest("prompt", message)
         if params.max_tokens < 1:
-            raise RequestError("max_tokens", f"expected at least 1, got {params.max_tokens}")
+            raise BadRequest("max_tokens", f"expected at least 1, got {params.max_tokens}")
         if len(prompt) + params.max_tokens > max_model_len:
-            raise RequestError(
+            raise BadRequest.of(
                 "max_tokens",
                 f"{len(prompt)} prompt tokens and max_tokens {params.max_tokens} are together over this model's "
                 f"context of {max_model_len} tokens",
             )
         if self.weight <= 0:
-            raise RequestError("weight", f"expected a number above 0, got {self.weight}")
+            raise BadRequest("weight", f"expected a number above 0, got {self.weight}")
         for field_name, ids in (
             ("prompt", (min(prompt), max(prompt))),
             ("stop_token_ids", params.stop_token_ids),
@@ -149,7 +149,7 @@ class NewRequest:
             ("bad_words", () if params.bad_words is None else (params.bad_words.largest,)),
         ):
             if any(not 0 <= i < vocab_size for i in ids):
-                raise RequestError(field_name, f"expected token ids from 0 to {vocab_size - 1}")
+                raise BadRequest.of(field_name, f"expected token ids from 0 to {vocab_size - 1}")
 
 
 class Request:

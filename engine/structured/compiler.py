@@ -19,7 +19,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.structured.cost import check_lark, check_regex, check_schemas
-from wire.errors import RequestError
+from wire.errors import BadRequest
 from wire.structured import GrammarSpec
 
 logger = logging.getLogger(__name__)
@@ -152,14 +152,14 @@ class GrammarCompiler:
         self._vocabulary: llguidance.LLTokenizer | None = None
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile a grammar. Raises RequestError naming `spec.param` if it does not compile, or if no text fits it."""
+        """Compile a grammar. Raises BadRequest naming `spec.param` if it does not compile, or if no text fits it."""
         vocabulary = self._read_vocabulary(spec.param)
         try:
             text = _to_llguidance(spec)
-        except RequestError:
+        except BadRequest:
             raise
         except (ValueError, RecursionError) as exc:
-            raise RequestError(spec.param, f"the {_name(spec)} cannot be read: {_first_line(str(exc))}") from None
+            raise BadRequest.of(spec.param, f"the {_name(spec)} cannot be read: {_first_line(str(exc))}") from None
         limits = llguidance.LLParserLimits(**LIMITS)
         start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if not start.is_error():
@@ -167,25 +167,25 @@ class GrammarCompiler:
             start.compute_bitmask()
         error = _first_line(start.get_error())
         if error in ("NoExtension", "NoExtensionBias") or (start.is_stopped() and not error):
-            raise RequestError(spec.param, f"no text fits the {_name(spec)}")
+            raise BadRequest.of(spec.param, f"no text fits the {_name(spec)}")
         if error and spec.param == "tools":
-            raise RequestError(spec.param, f"a function's parameters cannot be enforced: {_PLACE.sub('', error)}")
+            raise BadRequest.of(spec.param, f"a function's parameters cannot be enforced: {_PLACE.sub('', error)}")
         if error:
             error = error if spec.kind == "grammar" else _PLACE.sub("", error)
-            raise RequestError(spec.param, f"the {_name(spec)} cannot be compiled: {error}")
+            raise BadRequest.of(spec.param, f"the {_name(spec)} cannot be compiled: {error}")
         return Grammar(start, self._end_ids, spec.param)
 
     def _read_vocabulary(self, param: str) -> llguidance.LLTokenizer:
         with self._lock:
             if self._vocabulary is None:
                 if not self._end_ids:
-                    raise RequestError(param, "this model has no end token, so its text cannot be held to a grammar")
+                    raise BadRequest.of(param, "this model has no end token, so its text cannot be held to a grammar")
                 try:
                     self._vocabulary = llguidance.LLTokenizer(
                         self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=sorted(self._end_ids)
                     )
                 except ValueError as exc:
-                    raise RequestError(
+                    raise BadRequest.of(
                         param, f"this model's tokenizer cannot be held to a grammar: {_first_line(str(exc))}"
                     ) from None
             return self._vocabulary

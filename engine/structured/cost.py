@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Any
 from urllib.parse import unquote
 
-from wire.errors import RequestError
+from wire.errors import BadRequest
 from wire.structured import MAX_REGEX_BYTES
 
 # At each limit, the most expensive compilation found takes 0.1 to 0.3 s; docs/lab-notes.md has the figures.
@@ -69,10 +69,10 @@ def regex_size(text: str) -> int:
 
 
 def check_regex(text: str, param: str) -> None:
-    """Raise RequestError for a regular expression that is too long or has too many repetitions."""
+    """Raise BadRequest for a regular expression that is too long or has too many repetitions."""
     size = regex_size(text)
     if size > MAX_REGEX_BYTES:
-        raise RequestError(
+        raise BadRequest.of(
             param,
             f"the regular expression counts {size} characters, each repetition as {REPETITION}, "
             f"the limit is {MAX_REGEX_BYTES}",
@@ -116,7 +116,7 @@ class _SchemaCosts:
 
 
 def check_schemas(schemas: Iterable[Any], param: str) -> None:
-    """Raise RequestError for JSON schemas that are expensive to compile: by their alternatives, `multipleOf`, patterns
+    """Raise BadRequest for JSON schemas that are expensive to compile: by their alternatives, `multipleOf`, patterns
     or ranges.
 
     A `multipleOf` becomes an automaton with as many states as its value has units; several of them together need their
@@ -135,7 +135,7 @@ def check_schemas(schemas: Iterable[Any], param: str) -> None:
         costs.add(node)
     size = sum(map(regex_size, costs.patterns))
     if size > MAX_REGEX_BYTES:
-        raise RequestError(
+        raise BadRequest.of(
             param,
             f"pattern: all together count {size} characters, each repetition as {REPETITION}, "
             f"the limit is {MAX_REGEX_BYTES}",
@@ -184,7 +184,7 @@ class _Combinations:
         self._targets: dict[str, _Shape] = {}
 
     def most(self) -> int:
-        """Return the largest number of combinations. Raises RequestError if counting them takes too many steps."""
+        """Return the largest number of combinations. Raises BadRequest if counting them takes too many steps."""
         self._walk(self._root)
         return self._most
 
@@ -260,7 +260,7 @@ class _Combinations:
 
 def _at_most(most: int, found: int, name: str, param: str) -> None:
     if found > most:
-        raise RequestError(param, f"{name}: expected at most {most}, got {found}")
+        raise BadRequest.of(param, f"{name}: expected at most {most}, got {found}")
 
 
 @dataclass(slots=True)
@@ -277,7 +277,7 @@ class _Definition:
 
 
 def check_lark(text: str, param: str) -> None:
-    """Raise RequestError for a Lark grammar whose expanded terminals or `%json` schemas cost too much.
+    """Raise BadRequest for a Lark grammar whose expanded terminals or `%json` schemas cost too much.
 
     Raises ValueError or RecursionError for a grammar that cannot be read.
     """
@@ -299,7 +299,7 @@ def check_lark(text: str, param: str) -> None:
     _at_most(MAX_INTERSECTIONS, definitions[""].num_intersections, "intersections and complements (& ~)", param)
     total = sum(map(size, definitions))
     if total > MAX_REGEX_BYTES:
-        raise RequestError(
+        raise BadRequest.of(
             param,
             f"its regular expressions and terminals, each with what it names, count {min(total, 10**9)} characters "
             f"together, each repetition as {REPETITION}, the limit is {MAX_REGEX_BYTES}",

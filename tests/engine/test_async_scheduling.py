@@ -15,7 +15,7 @@ from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from engine.structured.compiler import GrammarCompiler
 from testing.tiny import save_adapter, save_model
-from wire.errors import RequestError
+from wire.errors import BadRequest
 from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer
 
@@ -173,7 +173,7 @@ def test_an_id_may_be_used_again_while_its_last_token_is_in_flight(make_engine: 
     add(engine, digests, 0)
     while not engine.step():
         pass
-    with pytest.raises(RequestError, match="already in flight"):
+    with pytest.raises(BadRequest, match="already in flight"):
         add(engine, digests, 0)
     engine.abort("0")
     add(engine, digests, 0)

@@ -15,7 +15,7 @@ from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cpu.platform import CpuPlatform
 from testing.tiny import save_model
-from wire.errors import ConfigError, RequestError
+from wire.errors import BadRequest, ConfigError
 
 GIB = 1 << 30
 
@@ -106,9 +106,9 @@ def test_ids_beyond_the_vocabulary_are_refused_before_anything_is_allocated(
             made["allowed"] = AllowedTokens(made["allowed"])
         if "bad_words" in made:
             made["bad_words"] = BannedWords(made["bad_words"])
-        with pytest.raises(RequestError) as found:
+        with pytest.raises(BadRequest) as found:
             engine.add_request(NewRequest("x", prompt, SamplingParams(**made)))
-        assert found.value.field == field
+        assert found.value.param == field
         assert tracemalloc.get_traced_memory()[1] < 1 << 17
     finally:
         tracemalloc.stop()

@@ -21,7 +21,7 @@ from engine.structured.compiler import Grammar, GrammarCompiler, Matcher
 from testing.engine import Client
 from testing.tiny import save_byte_level_tokenizer
 from tests.engine.structured.schemas import fits
-from wire.errors import RequestError
+from wire.errors import BadRequest
 from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer
 
@@ -172,7 +172,7 @@ class CountingCompiler:
         if spec.text == "panic":
             raise Panic
         if spec.text == "bad":
-            raise RequestError(spec.param, "it is bad")
+            raise BadRequest.of(spec.param, "it is bad")
         return Grammar(None, frozenset(), spec.param)  # type: ignore[arg-type]
 
 
@@ -218,9 +218,9 @@ async def test_who_leaves_takes_no_ones_grammar_away(cache: Grammars, compiler: 
 async def test_a_refusal_names_each_ones_own_field_and_is_not_kept(cache: Grammars, compiler: CountingCompiler) -> None:
     compiler.go.set()
     for param in ("p", "q"):
-        with pytest.raises(RequestError) as refused:
+        with pytest.raises(BadRequest) as refused:
             await cache.get(regex("bad", param))
-        assert refused.value.field == param
+        assert refused.value.param == param
     assert compiler.compiled == ["bad", "bad"]
 
 
@@ -234,7 +234,7 @@ async def test_slow_grammars_are_refused_and_too_many_turned_away(
     got = await asyncio.gather(*(cache.get(regex(text)) for text in "abcd"), return_exceptions=True)
     kinds = [type(outcome) for outcome in got]
     # A tenant has one thread: a was being compiled, b waited for its turn, c and d found the queue full.
-    assert kinds == [RequestError, QueueFull, TenantQueueFull, TenantQueueFull]
+    assert kinds == [BadRequest, QueueFull, TenantQueueFull, TenantQueueFull]
     # The code `engine_unavailable` would make the gateway remove the engine for every tenant.
     answers = [as_api_error(error, make_mocked_request("POST", "/")) for error in got[1:]]
     own = (429, "engine_share_used")
@@ -349,6 +349,6 @@ async def test_a_tenants_grammars_push_out_its_own_only(cache: Grammars, compile
 
 async def test_a_panic_of_the_compiler_is_the_requests_own(cache: Grammars, compiler: CountingCompiler) -> None:
     compiler.go.set()
-    with pytest.raises(RequestError, match="the compiler failed"):
+    with pytest.raises(BadRequest, match="the compiler failed"):
         await cache.get(regex("panic"))
     assert (await cache.get(regex("fine"))).param == "p"

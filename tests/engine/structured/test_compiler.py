@@ -9,7 +9,7 @@ import pytest
 
 from engine.structured.compiler import GrammarCompiler
 from testing.tiny import save_byte_level_tokenizer
-from wire.errors import RequestError
+from wire.errors import BadRequest
 from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer
 
@@ -97,9 +97,9 @@ def test_what_fits_is_accepted_and_nothing_else(
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name_and_soon(compiler: GrammarCompiler, given: GrammarSpec) -> None:
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(BadRequest) as refused:
         compiler.compile(given)
-    assert refused.value.field == "guided_x"
+    assert refused.value.param == "guided_x"
     assert refused.value.message
     assert len(refused.value.message) < 400
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_compiled_is_refused_by_name_and_soon(compiler: GrammarCo
 def test_a_refusal_quotes_no_grammar_but_the_clients(
     compiler: GrammarCompiler, given: GrammarSpec, expected: str
 ) -> None:
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(BadRequest) as refused:
         compiler.compile(given)
     assert expected in str(refused.value)
     assert " | " not in str(refused.value)
@@ -124,7 +124,7 @@ def test_a_refusal_quotes_no_grammar_but_the_clients(
 
 
 def test_strict_refuses_naming_the_keyword(compiler: GrammarCompiler) -> None:
-    with pytest.raises(RequestError, match="uniqueItems"):
+    with pytest.raises(BadRequest, match="uniqueItems"):
         compiler.compile(spec("json", {"type": "array", "uniqueItems": True}))
 
 
@@ -132,20 +132,20 @@ def test_strict_refuses_naming_the_keyword(compiler: GrammarCompiler) -> None:
     "given", [spec("json", {"$ref": "#"}), spec("regex", "[a&&b]"), spec("json", {"enum": [[]]} | {"minItems": 1})]
 )
 def test_what_no_text_fits_is_refused(compiler: GrammarCompiler, given: GrammarSpec) -> None:
-    with pytest.raises(RequestError, match=r"no text fits|Unsatisfiable"):
+    with pytest.raises(BadRequest, match=r"no text fits|Unsatisfiable"):
         compiler.compile(given)
 
 
 def test_a_schema_cannot_turn_the_checks_off(compiler: GrammarCompiler) -> None:
-    with pytest.raises(RequestError, match="uniqueItems"):
+    with pytest.raises(BadRequest, match="uniqueItems"):
         compiler.compile(spec("json", {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}))
 
 
 def test_a_model_without_an_end_token_is_said_so(tokenizer: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="end token"):
+    with pytest.raises(BadRequest, match="end token"):
         GrammarCompiler(tokenizer.to_json, tokenizer.vocab_size, ()).compile(spec("regex", "a"))
 
 
 def test_a_tokenizer_that_the_library_cannot_read_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="tokenizer"):
+    with pytest.raises(BadRequest, match="tokenizer"):
         GrammarCompiler(lambda: "{}", 100, {2}).compile(spec("regex", "a"))

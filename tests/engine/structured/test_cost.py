@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.structured.cost import check_lark, check_regex, check_schemas
-from wire.errors import RequestError
+from wire.errors import BadRequest
 
 MULTIPLE = {"type": "integer", "multipleOf": 1_000_003}
 
@@ -38,9 +38,9 @@ def doubled(levels: int, least: str = "/.?/") -> str:
 )
 def test_what_costs_too_much_is_refused(text: str) -> None:
     assert len(text) < 16_384
-    with pytest.raises(RequestError, match=r"together, each repetition|multipleOf|pattern: all together") as refused:
+    with pytest.raises(BadRequest, match=r"together, each repetition|multipleOf|pattern: all together") as refused:
         check_lark(text, "guided_grammar")
-    assert refused.value.field == "guided_grammar"
+    assert refused.value.param == "guided_grammar"
     assert len(refused.value.message) < 200
 
 
@@ -73,11 +73,11 @@ def test_schemas_are_summed_up() -> None:
     primes: list[Any] = [{"multipleOf": 307}, {"multipleOf": 311}]
     check_schemas(primes, "tools")
     check_schemas([*primes, {"items": [{"multipleOf": 313}]}], "tools")
-    with pytest.raises(RequestError, match="least common multiple"):
+    with pytest.raises(BadRequest, match="least common multiple"):
         check_schemas([{"allOf": primes}], "tools")
-    with pytest.raises(RequestError, match="multipleOf: the sum of all: expected at most 10000, got 10614"):
+    with pytest.raises(BadRequest, match="multipleOf: the sum of all: expected at most 10000, got 10614"):
         check_schemas([*primes, {"items": [{"multipleOf": 9996}]}], "tools")
-    with pytest.raises(RequestError, match="pattern: all together count 6000 characters"):
+    with pytest.raises(BadRequest, match="pattern: all together count 6000 characters"):
         check_schemas([{"pattern": "a" * 3000}, {"patternProperties": {"b" * 3000: {}}}], "tools")
 
 
@@ -101,7 +101,7 @@ def patterns(count: int, form: str = "a{}.*b") -> list[dict[str, str]]:
     ],
 )
 def test_schemas_that_would_take_seconds_or_never_end(schema: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(BadRequest, match=message):
         check_schemas([schema], "guided_json")
 
 
@@ -130,7 +130,7 @@ OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     ],
 )
 def test_combinations_are_counted_behind_references_and_in_properties(schema: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="combinations of alternatives: expected at most 128"):
+    with pytest.raises(BadRequest, match="combinations of alternatives: expected at most 128"):
         check_schemas([schema], "guided_json")
 
 
@@ -159,7 +159,7 @@ def test_counting_combinations_ends_in_time() -> None:
     twice = {f"d{i}": {"properties": {name: {"$ref": f"#/$defs/d{i + 1}"} for name in "abcd"}} for i in range(100)}
     check_schemas([{"$defs": twice, "allOf": [{"$ref": "#/$defs/d0"}, {"$ref": "#/$defs/d0"}]}], "guided_json")
     many = {f"d{i}": {"properties": {f"p{j}": THREE for j in range(i, i + 60)}} for i in range(1200)}
-    with pytest.raises(RequestError, match="steps to count their combinations: expected at most 500000"):
+    with pytest.raises(BadRequest, match="steps to count their combinations: expected at most 500000"):
         check_schemas([{"$defs": many, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in many]}], "guided_json")
 
 
@@ -172,12 +172,12 @@ def test_many_patterns_of_different_values_are_served() -> None:
 def test_repetitions_count_for_more_than_characters() -> None:
     check_regex("a" * 4096, "guided_regex")
     check_regex(r"\*\+\?\{(?:a)" * 300, "guided_regex")
-    with pytest.raises(RequestError, match="counts 8000 characters, each repetition as 6"):
+    with pytest.raises(BadRequest, match="counts 8000 characters, each repetition as 6"):
         check_regex(r"\w*" * 1000, "guided_regex")
 
 
 def test_intersections_of_terminals_are_few() -> None:
     terms = [f"/(.|\\n)*a.{{{i}}}b.*/" for i in range(12)]
     check_lark("start: T\nT: " + " & ".join(terms[:4]), "guided_grammar")
-    with pytest.raises(RequestError, match="intersections and complements"):
+    with pytest.raises(BadRequest, match="intersections and complements"):
         check_lark("start: T\nT: " + " & ".join(terms), "guided_grammar")
