@@ -31,7 +31,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 20
 
 
-class Store(Protocol):
+class AdapterStore(Protocol):
     root: Path
 
     def put(self, folder: str | Path, base: BaseShape) -> Checkpoint: ...
@@ -187,7 +187,7 @@ class DirectoryStore:
         return "same" if same else "different"
 
 
-def open_store(url_or_path: str | Path) -> Store:
+def open_store(url_or_path: str | Path) -> AdapterStore:
     """Open a store by path or `file://` URL. Raises ValueError for other schemes."""
     text = str(url_or_path)
     if not text:

@@ -21,7 +21,7 @@ from torch import Tensor
 from adapters.checkpoint import Checkpoint, TensorSpan, open_checkpoint
 from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
-from adapters.store import Store
+from adapters.store import AdapterStore
 
 # The base model's `[vocab, hidden]` embed_tokens or lm_head, in the dtype that is served, on the CPU.
 BaseTensor = Callable[[str], Tensor]
@@ -87,7 +87,7 @@ class HostCache:
 
     def __init__(
         self,
-        store: Store | None,
+        store: AdapterStore | None,
         base: BaseShape,
         max_bytes: int,
         dtype: torch.dtype,

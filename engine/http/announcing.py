@@ -39,21 +39,21 @@ async def announcing(
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
-            await asyncio.gather(*(_tell(session, "DELETE", gateway, url) for gateway in gateways))
+            await asyncio.gather(*(_send(session, "DELETE", gateway, url) for gateway in gateways))
 
 
 async def _keep_announcing(session: ClientSession, gateway: str, url: str) -> None:
-    heard = None
+    last_problem = None
     while True:
-        problem = await _tell(session, "POST", gateway, url)
-        if problem != heard:
+        problem = await _send(session, "POST", gateway, url)
+        if problem != last_problem:
             level = logging.WARNING if problem else logging.INFO
-            logger.log(level, "announced to %s: %s", gateway, problem or "heard")
-            heard = problem
+            logger.log(level, "announced to %s: %s", gateway, problem or "accepted")
+            last_problem = problem
         await asyncio.sleep(PERIOD_S)
 
 
-async def _tell(session: ClientSession, method: str, gateway: str, url: str) -> str:
+async def _send(session: ClientSession, method: str, gateway: str, url: str) -> str:
     """Send an announcement or a withdrawal. Return the problem, "" if there is none."""
     target = f"{gateway.rstrip('/')}/internal/engines"
     try:

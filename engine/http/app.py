@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from adapters.manifest import BaseShape
-from adapters.store import Store, open_store
+from adapters.store import AdapterStore, open_store
 from adapters.tiers.host_cache import HostCache
 from engine.answering.completions import GenerationRoutes
 from engine.answering.engine_thread import EngineLoop
@@ -305,8 +305,8 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
         await runner.cleanup()
 
 
-def _open_store(url: str | None) -> Store | None:
-    """Open the adapter store; None without a URL. Raises ConfigError for a URL of an unknown scheme."""
+def _open_store(url: str | None) -> AdapterStore | None:
+    """Open the adapter store, if there is one. Raises ConfigError for a URL of an unknown scheme."""
     try:
         return None if url is None else open_store(url)
     except ValueError as error:

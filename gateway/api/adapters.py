@@ -10,7 +10,7 @@ from aiohttp import web
 
 from adapters.manifest import BaseShape
 from adapters.spool import Spool
-from adapters.store import Store
+from adapters.store import AdapterStore
 from gateway.access.auth import Authenticator
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.idempotency import Idempotency
@@ -42,7 +42,7 @@ class AdapterIntake:
         self,
         *,
         catalog: Catalog,
-        store: Store,
+        store: AdapterStore,
         base: BaseShape,
         rules: UploadRules,
         idempotency: Idempotency,
