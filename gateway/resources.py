@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from adapters.manifest import BaseShape
-from adapters.store import Store, open_store
+from adapters.store import AdapterStore, open_store
 from gateway.fleet.client import new_session
 from gateway.metrics import Metrics
 from gateway.process.loop_lag import LoopLag
@@ -36,7 +36,7 @@ class Resources:
 
     settings: Settings
     model: Model
-    store: Store
+    store: AdapterStore
     tracing: Tracing | None
     metrics: Metrics
     lag: LoopLag
@@ -83,7 +83,7 @@ def _read_model(settings: Settings) -> Model:
     return Model(tokenizer, base, settings.max_model_len or context_length(config))
 
 
-def _open_store(settings: Settings) -> Store:
+def _open_store(settings: Settings) -> AdapterStore:
     try:
         return open_store(settings.adapter_store)
     except (ValueError, OSError) as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 from aiohttp import ClientPayloadError, ClientResponse, ClientSession, ClientTimeout
 
-from adapters.store import Store
+from adapters.store import AdapterStore
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
 from gateway.fleet.answers import Incoming
 from gateway.fleet.call import Call, EngineRefused
@@ -41,7 +41,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     session: ClientSession
     internal_token: str
     base_model: str
-    store: Store
+    store: AdapterStore
     uses: RecentUses
     silence_seconds: float = 5.0
 

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import msgspec
 from aiohttp import ClientError, ClientTimeout
 
-from adapters.store import AdapterStore
 from gateway.errors import UpstreamFailed
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.kinds.kind import Services, read_detail
@@ -30,10 +29,25 @@ LOAD_TIMEOUT = ClientTimeout(total=120.0)
 class AdapterApi(msgspec.Struct, frozen=True, kw_only=True):
     """Routes of a server's runtime API for adapters.
 
-    def __init__(self, session: ClientSession, store: AdapterStore, uses: RecentUses) -> None:
-        self._session = session
-        self._store = store
-        self._uses = uses
+    load, unload: paths. is_loaded, is_unloaded: return from an answer's status and body and the adapter's name whether
+    the adapter is loaded, or is not loaded, after the call. name: returns the server's name for a digest.
+    """
+
+    load: str
+    unload: str
+    is_loaded: Callable[[int, bytes, str], bool]
+    is_unloaded: Callable[[int, bytes, str], bool]
+    name: Callable[[str], str] = digest_name
+
+
+class RuntimeAdapters:
+    """Adapters of all servers of a kind."""
+
+    def __init__(self, services: Services, api: AdapterApi) -> None:
+        self._session = services.session
+        self._store = services.store
+        self._uses = services.uses
+        self._api = api
         self._moving: WeakKeyDictionary[EngineRecord, _Moving] = WeakKeyDictionary()
 
     async def ensure(self, engine: EngineRecord, digest: str, *, again: bool = False) -> None:
