@@ -25,7 +25,7 @@ class GemmaConfig(ModelConfig):
     """Config of a Gemma model. A soft cap of 0 means no cap."""
 
     local_rope: RopeConfig
-    """Of the layers with a sliding window."""
+    """Rotary embedding of the layers with a sliding window."""
     attention_scale: float
     attention_softcap: float
     logits_softcap: float

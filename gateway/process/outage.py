@@ -16,7 +16,7 @@ class Outage:
         self._what = what
         self._clock = clock
         self._since: float | None = None
-        self._told_at = 0.0
+        self._logged_at = 0.0
         self._failures = 0
 
     def failed(self, reason: str, meanwhile: str = "") -> None:
@@ -25,10 +25,10 @@ class Outage:
         self._failures += 1
         because = f"{reason}; {meanwhile}" if meanwhile else reason
         if self._since is None:
-            self._since = self._told_at = now
+            self._since = self._logged_at = now
             self._log.warning("%s fails: %s", self._what, because)
-        elif now - self._told_at >= SUMMARY_SECONDS:
-            self._told_at = now
+        elif now - self._logged_at >= SUMMARY_SECONDS:
+            self._logged_at = now
             seconds = now - self._since
             self._log.warning("%s has failed %d times in %.0f s: %s", self._what, self._failures, seconds, because)
 
