@@ -89,11 +89,11 @@ def test_the_tenants_bound_and_the_whole_queues():
     try:
         for _ in range(4):  # one runs, three wait
             pool.submit("a", gate.work("a"))
-        with pytest.raises(TooManyPending, match="3 of this tenant's"):
+        with pytest.raises(TooManyPending, match="3 requests of this tenant wait"):
             pool.submit("a", gate.work("a"))
         for _ in range(3):  # one runs, two wait
             pool.submit("b", gate.work("b"))
-        with pytest.raises(TooManyPending, match="5 wait already"):
+        with pytest.raises(TooManyPending, match="5 requests wait already"):
             pool.submit("c", gate.work("c"))
         unbounded = pool.submit("c", gate.work("c"), bounded=False)
         gate.open.set()

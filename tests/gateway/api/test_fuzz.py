@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, strategies
 from hypothesis import settings as hypothesis_settings
 
-from gateway.api.description import ROUTES
+from gateway.api.routes import ROUTES
 from testing.gateway.running import BASE_MODEL, HI, Answer, Client, Gateway
 
 REQUESTS = int(os.environ.get("LORAPLEX_FUZZ_REQUESTS", "300"))
@@ -56,8 +56,10 @@ LATIN = strategies.text(string.printable.strip() + "éÿ", max_size=30)
 def requests(draw: Any) -> dict[str, Any]:
     route = draw(strategies.sampled_from(ROUTES))
     method = draw(strategies.sampled_from([route.method] * 8 + ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]))
-    parts = [quote(draw(NAMES), safe="") or "x" if part.startswith("{") else part for part in route.path.split("/")]
-    body = VALID.get(route.path, {}) | draw(strategies.dictionaries(FIELDS, values, max_size=3))
+    parts = [
+        quote(draw(NAMES), safe="") or "x" if part.startswith("{") else part for part in route.canonical.split("/")
+    ]
+    body = VALID.get(route.canonical, {}) | draw(strategies.dictionaries(FIELDS, values, max_size=3))
     raw = draw(
         strategies.one_of(
             strategies.just(json.dumps(body).encode()),
