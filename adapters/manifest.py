@@ -283,7 +283,9 @@ def _names(config: Mapping[str, Any], name: str, default: tuple[str, ...]) -> tu
 
 
 def _patterns(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name) or {}
+    value = config.get(name)
+    if value is None:
+        return {}
     if not isinstance(value, dict):
         raise AdapterError(name, "expected an object of module patterns")
     if len(value) > MAX_PATTERNS:

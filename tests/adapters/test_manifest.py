@@ -88,6 +88,8 @@ def test_what_would_change_the_output_is_refused_by_name(name):
         ("lora_alpha", 10**400),
         ("use_rslora", 1),
         ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", []),
+        ("alpha_pattern", ""),
         ("alpha_pattern", "q_proj"),
         ("rank_pattern", {"(": 4}),
         ("alpha_pattern", {"q_proj[": 4}),
