@@ -19,6 +19,12 @@ from testing.gateway.upstream import Upstream
 from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, engine, is_quarantined
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a busy machine from dropping a report by its time-out."""
+    monkeypatch.setattr("gateway.fleet.shared_deaths.CALL_SECONDS", 20.0)
+
+
 class Processes:
     """The quarantines of a deployment's processes, on one clock."""
 
