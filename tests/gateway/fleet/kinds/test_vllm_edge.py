@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientSession, web
 from redis.asyncio import Redis
 
-from engine.http.announcing import _tell
+from engine.http.announcing import _send
 from gateway.billing.engine_counts import FinishedClient
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord
@@ -169,7 +169,7 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
         vllm = kinds["vllm"]
         assert isinstance(vllm, Vllm)
         assert (await vllm.adapters._post(engine, API.load, {}))[0] == 307
-        assert await _tell(session, "POST", elsewhere.url, "http://engine") == "status 307, expected 204"
+        assert await _send(session, "POST", elsewhere.url, "http://engine") == "status 307, expected 204"
         assert elsewhere.seen == []
 
 
