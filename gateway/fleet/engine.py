@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 MISSES_UNTIL_DOWN = 3
 # Assumed until an engine reports its own number.
 DEFAULT_SLOTS = 32
-MISMATCH = "engine answered with another adapter than was asked for; restart it and report its log"
+MISMATCH = "engine answered with another adapter than the request's; restart it and report its log"
 DEFAULT_LOAD_SECONDS = 0.05
 # Minimum, because an engine measures its loads only into host memory, without the copy to the device.
 LEAST_LOAD_SECONDS = 0.02

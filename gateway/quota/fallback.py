@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Literal, cast, get_args
 
+from gateway.quota.kinds import KINDS
+
 Mode = Literal["closed", "open", "local"]
 
 MODES = get_args(Mode)
 # Modes of the check of Redis' own settings: `LORAPLEX_REDIS_CHECK`.
 Check = Literal["warn", "refuse", "off"]
-# Classes of limits; gateway.quota.limits.CLASSES maps each kind to one.
-LIMIT_CLASSES = ("requests", "tokens", "concurrency", "budget")
+LIMIT_CLASSES = tuple(dict.fromkeys(kind.limit_class for kind in KINDS))
 
 
 def parse_fallback(items: Iterable[str]) -> Mapping[str, Mode]:

@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.past import ALL, Part
-from gateway.quota.kinds import BUDGET, COUNTED, REQUEST_KINDS, SINGLE
+from gateway.quota.kinds import BUDGET, COUNTED, KINDS, REQUEST_KINDS, SINGLE
 from gateway.records.catalog import Model
 from gateway.records.limits import Limits
 from gateway.records.tenants import ANY_ADAPTER
@@ -65,8 +65,9 @@ def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ..
 
 def adapter_limits(per_minute: int | None, at_once: int | None) -> tuple[Limit, ...]:
     """Return a tenant's limits on uploads and deletes of adapters. None means unlimited."""
-    values = {"m": per_minute, "u": at_once}
-    return tuple(Limit(f"tenant:{kind}", "tenant", kind, value) for kind, value in values.items() if value is not None)
+    values = {"adapter_changes_per_minute": per_minute, "max_concurrent_uploads": at_once}
+    letters = {kind.letter: values[kind.name] for kind in KINDS if kind.name in values}
+    return tuple(Limit(f"tenant:{kind}", "tenant", kind, value) for kind, value in letters.items() if value is not None)
 
 
 def _set(limits: Limits, owner: str, prefix: str, part: Part = ALL) -> Iterator[Limit]:

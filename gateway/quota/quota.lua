@@ -239,7 +239,7 @@ local function change(field, by)
 end
 
 -- Add `sign` times the slots of a record (requests, uploads and tokens at once) to the counts.
-local function hold(record, sign)
+local function count_slots(record, sign)
   for i = 1, #record.limits, 2 do
     local kind = kind_of(record.limits[i])
     if GAUGE[kind] then
@@ -264,7 +264,7 @@ local function row_of(record)
 end
 
 -- Add `more` to the tokens that are held of a record's rates.
-local function reserve(record, more)
+local function change_held(record, more)
   for i = 1, #record.limits, 2 do
     if more ~= 0 and STAGED[kind_of(record.limits[i])] then
       change(record.limits[i] .. HOLD, more)
@@ -322,7 +322,7 @@ local function sweep()
     if not record then
       complete = false
     else
-      hold(record, -1)
+      count_slots(record, -1)
       if record.note == '' then
         redis.call('HDEL', HELD, id, id .. PROGRESS)
         redis.call('ZREM', LEASES, id)
@@ -517,8 +517,8 @@ end
 
 -- Store a lease with its record.
 local function store_lease(id, lease_ms, record)
-  hold(record, 1)
-  reserve(record, record.held)
+  count_slots(record, 1)
+  change_held(record, record.held)
   redis.call('HSET', HELD, id, cmsgpack.pack(record))
   redis.call('ZADD', LEASES, now_ms + lease_ms, id)
   for i = 1, 3 do
@@ -666,9 +666,9 @@ local function settle(id, tokens, cost, requests, event)
   redis.call('HDEL', HELD, id, id .. PROGRESS)
   redis.call('ZREM', LEASES, id)
   if lease and tonumber(lease) > 0 then
-    hold(record, -1)
+    count_slots(record, -1)
   end
-  reserve(record, -held_of(record))
+  change_held(record, -held_of(record))
   for i = 1, #record.limits, 2 do
     settle_limit(record, record.limits[i], record.limits[i + 1], tokens, cost, requests)
   end
@@ -727,7 +727,7 @@ local function grow(id, used, wanted)
   end
   local granted, wait, blocking = move(record, held, more, wanted)
   if more > 0 or granted ~= held then
-    reserve(record, granted - held)
+    change_held(record, granted - held)
     record.charged, record.held = charged + more, granted
     redis.call('HSET', HELD, id, cmsgpack.pack(record))
     redis.call('PEXPIRE', STATE, KEEP_MS)
@@ -743,7 +743,7 @@ local function extend(lease_ms)
     if lease and record then
       if tonumber(lease) < 0 then
         -- The lease ended although its gateway runs, because the gateway could not reach this server.
-        hold(record, 1)
+        count_slots(record, 1)
       end
       redis.call('ZADD', LEASES, now_ms + lease_ms, id)
       if progress ~= '' then

@@ -258,7 +258,7 @@ class Quota:
         try:
             await self.settle(reservation, tokens=0, cost=0, event=b"", counts=False)
         except Unavailable:
-            log.debug("request %s is given back when redis answers", reservation.request_id)
+            log.debug("the reservation of request %s is released when redis answers", reservation.request_id)
 
     async def hand_over(self, reservation: Reservation) -> bool:
         """Send a request's progress to Redis and hand its settlement over to the sweep for dead gateways.

@@ -31,15 +31,17 @@ MODEL_CONFIG = {
     "num_key_value_heads": 2,
     "intermediate_size": 24,
     "num_hidden_layers": 3,
-    "max_position_embeddings": CONTEXT,
 }
 HI = [{"role": "user", "content": "Hi"}]
 # "<Hi>:" in bytes.
 HI_TOKENS = 5
 
 
-def save_model(folder: Path) -> Path:
-    """Save a model folder as the gateway reads it: a byte tokenizer, a chat template and a config, but no weights."""
+def save_model(folder: Path, context: int = CONTEXT) -> Path:
+    """Save a model folder as the gateway reads it: a byte tokenizer, a chat template and a config, but no weights.
+
+    context: the model's context length in tokens.
+    """
     vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +49,7 @@ def save_model(folder: Path) -> Path:
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | {"max_position_embeddings": context}))
     return folder
 
 
