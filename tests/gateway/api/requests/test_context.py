@@ -10,7 +10,8 @@ from testing.gateway.upstream import Upstream
 async def test_yarn_extends_it(tmp_path: Path, upstream: Upstream, redis_url: str):
     folder = save_model(tmp_path / "yarn")
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": CONTEXT}
-    (folder / "config.json").write_text(json.dumps({**MODEL_CONFIG, "rope_scaling": scaling}))
+    config = MODEL_CONFIG | {"max_position_embeddings": CONTEXT, "rope_scaling": scaling}
+    (folder / "config.json").write_text(json.dumps(config))
     async with running(settings(tmp_path, folder, [upstream.url], redis_url)) as gateway:
         acme = await gateway.tenant("acme")
         assert (await acme.complete(prompt="a" * CONTEXT, max_tokens=CONTEXT)).status == 200
