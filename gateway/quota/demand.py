@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.quota.kinds import STAGED
+from gateway.quota.kinds import TOKEN_RATE
 from gateway.quota.limits import Limit
 from gateway.records.prices import FREE, Price
 from wire.responses import ASK_TOKENS
@@ -51,7 +51,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_tokens * self.choices
 
     @property
-    def held(self) -> int:
+    def first_completion(self) -> int:
         """Return the completion tokens that the token rates hold at first."""
         return self.completion if self.expected is None else min(self.expected, self.completion)
 
@@ -63,8 +63,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     def needed(self, limit: Limit, completion: int) -> int:
         """Return the room that a limit must have to grant `completion` tokens."""
         tokens = self.prompt_tokens + completion
-        if limit.kind in STAGED:
-            at_first = self.prompt_tokens + min(self.held, completion)
+        if limit.kind in TOKEN_RATE:
+            at_first = self.prompt_tokens + min(self.first_completion, completion)
             return min(tokens, at_first + limit.value // HEADROOM, limit.value)
         return limit.amount(tokens, self.price.highest_cost(self.prompt_tokens, completion))
 
@@ -77,7 +77,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         if self.expected is None:
             return self
         tokens = self.prompt_tokens + self.completion
-        above = [limit.value for limit in limits if limit.kind in STAGED and tokens > limit.value]
+        above = [limit.value for limit in limits if limit.kind in TOKEN_RATE and tokens > limit.value]
         if not above:
             return self
         room = min(above) - self.prompt_tokens

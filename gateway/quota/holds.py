@@ -9,7 +9,7 @@ import msgspec
 from gateway.errors import RateLimited
 from gateway.quota.demand import Demand
 from gateway.quota.growth import Expectations, Hold, Pace
-from gateway.quota.kinds import STAGED
+from gateway.quota.kinds import TOKEN_RATE
 from gateway.quota.limits import Limit
 from gateway.quota.local import GAUGE_WAIT_MS, Grown
 from gateway.quota.refusals import cut_off
@@ -37,7 +37,7 @@ class Holds:
         self, reservation: Reservation, demand: Demand, model: Model | str, limits: Sequence[Limit]
     ) -> Reservation:
         """Return the reservation with a hold, or unchanged if no token rate applies to it or its hold does not grow."""
-        rates = {limit.field: limit for limit in limits if limit.kind in STAGED}
+        rates = {limit.field: limit for limit in limits if limit.kind in TOKEN_RATE}
         if demand.expected is None or not rates:
             return reservation
         tenant_id, request_id = demand.tenant_id, demand.request_id
@@ -60,7 +60,7 @@ class Holds:
             if completion > 0:
                 self._expectations.learn(tenant_id, _key(model), completion, time.monotonic() - hold.started)
 
-        pace = Pace(demand.prompt_tokens, demand.held, reservation.tokens, demand.choices)
+        pace = Pace(demand.prompt_tokens, demand.first_completion, reservation.tokens, demand.choices)
         hold = Hold(pace, grow, refusal, ended)
         return msgspec.structs.replace(reservation, hold=hold)
 

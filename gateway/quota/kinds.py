@@ -45,7 +45,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return self.period is None
 
     @property
-    def is_staged(self) -> bool:
+    def is_token_rate(self) -> bool:
         """Return whether the kind is a token rate: running requests hold tokens, and used tokens become debt."""
         return self.takes == "tokens" and self.window is not None
 
@@ -172,12 +172,12 @@ KINDS = (
 REQUEST_KINDS = tuple(kind for kind in KINDS if kind.charged == "request")
 ADAPTER_KINDS = tuple(kind for kind in KINDS if kind.charged != "request")
 # Kinds that the script counts, by their letters.
-COUNTED = {kind.letter: kind for kind in KINDS if kind.letter}
+BY_LETTER = {kind.letter: kind for kind in KINDS if kind.letter}
 
 # Letters of the counted kinds by property, for the script and its twin. WINDOW maps letters to microseconds.
-WINDOW = {letter: kind.window for letter, kind in COUNTED.items() if kind.window is not None}
-SINGLE = frozenset(letter for letter, kind in COUNTED.items() if kind.takes == "one")
-GAUGE = frozenset(letter for letter, kind in COUNTED.items() if kind.is_gauge)
-STAGED = frozenset(letter for letter, kind in COUNTED.items() if kind.is_staged)
-BUDGET = frozenset(letter for letter, kind in COUNTED.items() if kind.takes == "cost")
-RECALLED = frozenset(letter for letter, kind in COUNTED.items() if kind.is_recalled)
+WINDOW = {letter: kind.window for letter, kind in BY_LETTER.items() if kind.window is not None}
+TAKES_ONE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.takes == "one")
+GAUGE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_gauge)
+TOKEN_RATE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_token_rate)
+BUDGET = frozenset(letter for letter, kind in BY_LETTER.items() if kind.takes == "cost")
+RECALLED = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_recalled)

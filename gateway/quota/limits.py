@@ -6,12 +6,12 @@ import msgspec
 
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.past import ALL, Part
-from gateway.quota.kinds import BUDGET, COUNTED, KINDS, REQUEST_KINDS, SINGLE
+from gateway.quota.kinds import BUDGET, BY_LETTER, KINDS, REQUEST_KINDS, TAKES_ONE
 from gateway.records.catalog import Model
 from gateway.records.limits import Limits
 from gateway.records.tenants import ANY_ADAPTER
 
-CLASSES = {letter: kind.limit_class for letter, kind in COUNTED.items()}
+CLASSES = {letter: kind.limit_class for letter, kind in BY_LETTER.items()}
 
 
 class Limit(msgspec.Struct, frozen=True, gc=False):
@@ -28,11 +28,11 @@ class Limit(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def name(self) -> str:
-        return COUNTED[self.kind].name
+        return BY_LETTER[self.kind].name
 
     def amount(self, tokens: int, cost: int) -> int:
         """Return the amount that a request with these tokens and this cost takes of the limit."""
-        if self.kind in SINGLE:
+        if self.kind in TAKES_ONE:
             return 1
         return cost if self.kind in BUDGET else tokens
 

@@ -12,11 +12,13 @@ from datetime import UTC, datetime
 import msgspec
 
 from gateway.quota.demand import HEADROOM, Demand
-from gateway.quota.kinds import BUDGET, SINGLE, STAGED, WINDOW
+from gateway.quota.kinds import BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW
 from gateway.quota.limits import Limit
 
+# Wait for a limit on running requests, whose end is unknown: a retry is reasonable after a second.
 GAUGE_WAIT_MS = 1000
-# If the clock is set back by more than this (microseconds), debts decay again at once.
+# Maximum step of a clock that is set back, in microseconds. A rate's debt does not decay until the clock has caught up,
+# unless the step is larger than this.
 MAX_STEP = 3_600_000_000
 State = tuple[float, float, float]
 # Number of states beyond which those that are paid off are dropped.
@@ -58,16 +60,17 @@ class _Lease(msgspec.Struct):
 class _Room(msgspec.Struct):
     """Room of one limit for a request.
 
-    used: requests, tokens or money; of a rate, microseconds of debt and of held tokens. left: requests, tokens or
-    money. held: microseconds of held tokens. early: microseconds by which a rate's debt is paid off earlier than at the
-    limit's own rate.
+    left: requests, tokens or money. used: of a gauge or budget, in the same unit. The others are of a rate, in
+    microseconds. occupied: debt and held time. held_time: of its held tokens. early: the time by which the debt is paid
+    off earlier than at the limit's own rate.
     """
 
     limit: Limit
     field: str
-    used: float
     left: int
-    held: float = 0.0
+    used: float = 0.0
+    occupied: float = 0.0
+    held_time: float = 0.0
     early: float = 0.0
 
 
@@ -90,14 +93,15 @@ class LocalLimits:
         granted = _granted(demand, rooms) if again is None else again.completion
         prompt, price = demand.prompt_tokens, demand.price
         tokens, cost = prompt + granted, price.highest_cost(prompt, granted)
-        at_first = prompt + min(demand.held, granted)
+        at_first = prompt + min(demand.first_completion, granted)
         waits = [0] * len(rooms)
         if again is None:
             waits = [self._wait(room, demand.needed(room.limit, granted), now, month_left_ms) for room in rooms]
         allowed = not any(waits)
         if allowed and again is None:
             for room in rooms:
-                self._take(room, at_first if room.limit.kind in STAGED else room.limit.amount(tokens, cost), now, month)
+                is_held = room.limit.kind in TOKEN_RATE
+                self._take(room, at_first if is_held else room.limit.amount(tokens, cost), now, month)
             lease = _Lease(tokens, granted, cost, month, now, limits, at_first)
             self._leases[demand.tenant_id + demand.request_id] = lease
             if len(self._states) > MAX_STATES:
@@ -106,7 +110,7 @@ class LocalLimits:
         for room, wait in zip(rooms, waits, strict=True):
             reset = month_left_ms if room.limit.kind in BUDGET else 0
             if room.limit.kind in WINDOW:
-                reset = math.ceil((room.used - room.early) / 1000)
+                reset = math.ceil((room.occupied - room.early) / 1000)
             states.append((room.left, wait, reset))
         return Answer(allowed, granted, states)
 
@@ -122,9 +126,9 @@ class LocalLimits:
             field, kind = scope + limit.field, limit.kind
             state = self._states.get(field)
             if kind in WINDOW:
-                if kind in STAGED:
+                if kind in TOKEN_RATE:
                     self._hold(field, -lease.held)
-                more = tokens - lease.charged if kind in STAGED else int(counts) - 1
+                more = tokens - lease.charged if kind in TOKEN_RATE else int(counts) - 1
                 self._settle_rate(limit, field, more, lease.at, now)
             elif kind in BUDGET:
                 if state is not None and state[0] == lease.month:
@@ -148,7 +152,7 @@ class LocalLimits:
         wait, blocking = 0, ""
         for limit in lease.limits:
             field, kind = scope + limit.field, limit.kind
-            if kind not in STAGED:
+            if kind not in TOKEN_RATE:
                 continue
             state = self._states.get(field)
             basis = _basis(state, limit)
@@ -167,7 +171,7 @@ class LocalLimits:
                     wait, blocking = this, limit.field
         granted = max(granted, lease.held - more, 0)
         for limit in lease.limits:
-            if limit.kind in STAGED:
+            if limit.kind in TOKEN_RATE:
                 self._hold(scope + limit.field, granted - lease.held)
         lease.charged += more
         lease.held = granted
@@ -179,12 +183,12 @@ class LocalLimits:
         if kind not in WINDOW:
             state = self._states.get(field)
             used = _spent(state, month) if kind in BUDGET else state[0] if state else 0
-            return _Room(limit, field, used, max(0, limit.value - int(used)))
+            return _Room(limit, field, max(0, limit.value - int(used)), used=used)
         window, unit = WINDOW[kind], WINDOW[kind] / limit.value
         debt, early = self._under_limit(field, limit, now)
         held = self._held.get(field, 0) * unit
-        used = debt + held
-        return _Room(limit, field, used, max(0, math.floor((window - used) / unit + 0.001)), held, early)
+        left = max(0, math.floor((window - debt - held) / unit + 0.001))
+        return _Room(limit, field, left, occupied=debt + held, held_time=held, early=early)
 
     def _under_limit(self, field: str, limit: Limit, now: int) -> tuple[float, float]:
         """Do what the script's `under_limit` does. Return the debt, and the time by which it is paid off earlier."""
@@ -206,10 +210,10 @@ class LocalLimits:
             return month_left_ms if limit.kind in BUDGET else GAUGE_WAIT_MS
         window = WINDOW[limit.kind]
         needed = (amount - 0.001) * (window / limit.value)
-        if room.held + needed > window:
+        if room.held_time + needed > window:
             return GAUGE_WAIT_MS
         paused = _decays_from(self._states.get(room.field), now) - now
-        return max(1, math.ceil((room.used + needed - window + paused - room.early) / 1000))
+        return max(1, math.ceil((room.occupied + needed - window + paused - room.early) / 1000))
 
     def _take(self, room: _Room, amount: int, now: int, month: int) -> None:
         """Take `amount` from a limit and update its room."""
@@ -219,11 +223,11 @@ class LocalLimits:
             total = room.used + amount
             self._states[field] = (month, total, 0) if limit.kind in BUDGET else (total, 0, 0)
             return
-        room.used += amount * (WINDOW[limit.kind] / limit.value)
-        if limit.kind in STAGED:
+        room.occupied += amount * (WINDOW[limit.kind] / limit.value)
+        if limit.kind in TOKEN_RATE:
             self._hold(field, amount)
         else:
-            self._states[field] = (_decays_from(self._states.get(field), now), room.used, limit.value)
+            self._states[field] = (_decays_from(self._states.get(field), now), room.occupied, limit.value)
 
     def _settle_rate(self, limit: Limit, field: str, more: int, admitted_at: int, now: int) -> None:
         """Add `more` requests or tokens to a rate's debt. If negative, refund the part that is not paid off yet."""
@@ -264,8 +268,8 @@ def _granted(demand: Demand, rooms: Sequence[_Room]) -> int:
             if demand.price.output > 0:
                 money = min(room.left, 8_000_000_000) * 1_000_000 - prompt * demand.price.highest_input
                 granted = min(granted, money // demand.price.output)
-        elif kind not in SINGLE and not (
-            kind in STAGED and prompt + demand.held + room.limit.value // HEADROOM <= room.left
+        elif kind not in TAKES_ONE and not (
+            kind in TOKEN_RATE and prompt + demand.first_completion + room.limit.value // HEADROOM <= room.left
         ):
             granted = min(granted, room.left - prompt)
     return granted if granted == demand.completion else max(demand.least, granted // demand.step * demand.step)

@@ -33,8 +33,8 @@
 --     -> {1 if allowed or 0, completion tokens granted, moment of the ledger's row, of each limit: remaining, wait,
 --         reset (the last two in ms), of each limit whose recall is to be repeated: its number from 0 on, since}
 --     -> {2, of each limit to be recalled: its number, since}; nothing is reserved
---   recall, field, limit, since, owed, known
---     known: the total usage before `since`. owed: the part of it that still counts at `since`. The first call creates
+--   recall, field, limit, since, counted, known
+--     known: the total usage before `since`. counted: the part of it that still counts at `since`. The first call creates
 --     the state; later ones for the same `since` add the difference in `known`, in any order and however often.
 --   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none
 --     -> the event's id in the stream, the request's id if there is no event; nil, without any change, if the id holds
@@ -52,39 +52,33 @@
 --
 -- A field ends with the letter of its limit's kind. The tables of the kinds' properties precede this text
 -- (gateway/quota/script.py makes them of kinds.py):
---   WINDOW    window of a rate, in microseconds
---   SINGLE    a request takes one, whatever its size
---   GAUGE     a request takes its amount only while it runs
---   STAGED    a token rate, with both stages
---   BUDGET    micro-units of money in a calendar month (UTC)
---   RECALLED  the ledger has its usage
+--   WINDOW      window of a rate, in microseconds
+--   TAKES_ONE   a request takes one, whatever its size
+--   GAUGE       a request takes its amount only while it runs
+--   TOKEN_RATE  a token rate, with both stages
+--   BUDGET      micro-units of money in a calendar month (UTC)
+--   RECALLED    the ledger has its usage
+-- So do the constants of the arithmetic that gateway/quota/local.py repeats: HEADROOM, GAUGE_WAIT_MS, MAX_STEP.
 -- Prices are micro-units per million tokens; up to prices of 10^9 and 4 * 10^6 tokens all products are exact.
 
-local STATE, LEASES, HELD, USAGE = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local STATE, LEASES, RECORDS, USAGE = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local PROGRESS = ':progress'
 -- Suffixes of a limit's field: the moment `since` of a pending recall, and the tokens that running requests hold.
-local NOTED, HOLD = '?', '#'
+local PENDING, HOLD = '?', '#'
 -- Fields of no limit: the server's run id with the moment (ms) when it was last compared, and the moment (ms) when the
 -- counts of running requests were last compared with their records.
-local SERVER, COUNTED = '@', '!'
+local SERVER, RECOUNTED = '@', '!'
 -- Version of a record. The previous release had no stages: its records have no version, and their reservations are in
 -- the debt. A record of version 2 without `held` holds its whole reservation. Gateways that do not support `held` treat
 -- every record like that, and so count too much rather than too little.
 local VERSION = 2
--- A new request leaves 1 / HEADROOM of a token rate's limit to the growth of running ones.
-local HEADROOM = 4
 -- Expiry of an unused key. The longest period of any limit is a month.
 local KEEP_MS = 35 * 86400000
--- Wait for a limit on running requests, whose end is unknown: a retry is reasonable after a second.
-local GAUGE_WAIT_MS = 1000
 -- Age at which a recall is repeated first: the ledger lags by about as much. It is repeated each time that the age has
 -- doubled, and at least every 30 s in the first hour (the longest time that a request may run).
 local FIRST_CHECK, MAX_CHECK, OFTEN = 250000, 30000000, 3600000000
 -- Intervals at which the server's run id and the counts of running requests are compared.
 local SERVER_MS, COUNT_MS = 5000, 15000
--- Maximum step of a clock that is set back. A rate's debt does not decay until the clock has caught up, unless the step
--- is larger than this.
-local MAX_STEP = 3600000000
 -- Maximum number of leases that one call ends, and of fields that it checks for paid-off states.
 local SWEEP, SAMPLE = 100, 10
 
@@ -225,7 +219,7 @@ end
 
 -- Return the amount that a request takes of a limit.
 local function amount_of(kind, tokens, cost)
-  if SINGLE[kind] then
+  if TAKES_ONE[kind] then
     return 1
   end
   return BUDGET[kind] and cost or tokens
@@ -266,14 +260,14 @@ end
 -- Add `more` to the tokens that are held of a record's rates.
 local function change_held(record, more)
   for i = 1, #record.limits, 2 do
-    if more ~= 0 and STAGED[kind_of(record.limits[i])] then
+    if more ~= 0 and TOKEN_RATE[kind_of(record.limits[i])] then
       change(record.limits[i] .. HOLD, more)
     end
   end
 end
 
 local function record_of(id)
-  local packed = redis.call('HGET', HELD, id)
+  local packed = redis.call('HGET', RECORDS, id)
   return packed and cmsgpack.unpack(packed)
 end
 
@@ -292,7 +286,7 @@ local function recount()
         local field, kind = record.limits[j], kind_of(record.limits[j])
         if GAUGE[kind] and tonumber(leases[i + 1]) > 0 then
           sums[field] = (sums[field] or 0) + amount_of(kind, record.tokens, 0)
-        elseif STAGED[kind] and record.v == VERSION then
+        elseif TOKEN_RATE[kind] and record.v == VERSION then
           sums[field .. HOLD] = (sums[field .. HOLD] or 0) + held_of(record)
         end
       end
@@ -324,7 +318,7 @@ local function sweep()
     else
       count_slots(record, -1)
       if record.note == '' then
-        redis.call('HDEL', HELD, id, id .. PROGRESS)
+        redis.call('HDEL', RECORDS, id, id .. PROGRESS)
         redis.call('ZREM', LEASES, id)
       else
         redis.call('ZADD', LEASES, -ended[i + 1], id)
@@ -353,7 +347,7 @@ local function notice_another_server()
     local fields = redis.call('HKEYS', STATE)
     for i = 1, #fields do
       local kind = kind_of(fields[i])
-      if RECALLED[kind] or kind == NOTED then
+      if RECALLED[kind] or kind == PENDING then
         redis.call('HDEL', STATE, fields[i])
       end
     end
@@ -364,25 +358,26 @@ end
 
 -- Return the `since` of a limit without state, which admits nothing until its recall. Store the current moment if it
 -- has no `since` yet.
-local function noted(field, kind)
-  local since = tonumber(redis.call('HGET', STATE, field .. NOTED))
+local function pending_since(field, kind)
+  local since = tonumber(redis.call('HGET', STATE, field .. PENDING))
   if not since or BUDGET[kind] and since < month_start then
     since = now
-    redis.call('HSET', STATE, field .. NOTED, string.format('%d', since))
+    redis.call('HSET', STATE, field .. PENDING, string.format('%d', since))
     redis.call('PEXPIRE', STATE, KEEP_MS)
   end
   return since
 end
 
 -- Limits of an `acquire`, as parallel arrays, which are faster than a table for each limit:
---   states   the state of each limit; from count + 1 on, the tokens that running requests hold of it
---   used     the used part: requests, tokens or money; of a rate, its debt and `owed`, in microseconds
---   owed     a token rate's held tokens, in microseconds
---   early    microseconds by which a rate's debt is paid off earlier than at the limit's own rate
---   room     requests, tokens or money left
---   waits    ms until the request has room
+--   states     the state of each limit; from count + 1 on, the tokens that running requests hold of it
+--   used       of a gauge or budget: the used requests, tokens or money
+--   held_time  of a rate: the time of its held tokens, in microseconds
+--   occupied   of a rate: its debt and `held_time`, in microseconds
+--   early      of a rate: microseconds by which its debt is paid off earlier than at the limit's own rate
+--   room       requests, tokens or money left
+--   waits      ms until the request has room
 local count, fields, kinds, limits, states
-local used, owed, early, room, waits = {}, {}, {}, {}, {}
+local used, held_time, occupied, early, room, waits = {}, {}, {}, {}, {}, {}
 
 local function read_limits()
   local names, recalled = {}, false
@@ -420,25 +415,25 @@ local function unrecalled()
       if since then
         row = max(row, since)
       else
-        unknown[#unknown + 1], unknown[#unknown + 2] = i - 1, noted(fields[i], kinds[i])
+        unknown[#unknown + 1], unknown[#unknown + 2] = i - 1, pending_since(fields[i], kinds[i])
       end
     end
   end
   return row, unknown
 end
 
--- Compute `used`, `owed`, `early` and `room` of the limits.
+-- Compute `used`, `held_time`, `occupied`, `early` and `room` of the limits.
 local function measure()
   for i = 1, count do
     local kind, limit, state = kinds[i], limits[i], states[i]
     local window = WINDOW[kind]
     if window then
-      local unit, held, debt = window / limit, states[count + i], 0
-      states[i], debt, early[i] = under_limit(fields[i], kind, state, limit, held)
-      owed[i] = STAGED[kind] and (held or 0) * unit or 0
-      used[i] = debt + owed[i]
+      local unit, held_tokens, debt = window / limit, states[count + i], 0
+      states[i], debt, early[i] = under_limit(fields[i], kind, state, limit, held_tokens)
+      held_time[i] = TOKEN_RATE[kind] and (held_tokens or 0) * unit or 0
+      occupied[i] = debt + held_time[i]
       -- The rounding error of a sum of T is below a thousandth of a unit.
-      room[i] = max(0, floor((window - used[i]) / unit + 0.001))
+      room[i] = max(0, floor((window - occupied[i]) / unit + 0.001))
     else
       used[i] = BUDGET[kind] and spent_of(state) or tonumber(state or 0)
       room[i] = max(0, limit - used[i])
@@ -457,8 +452,8 @@ local function granted_of(ask)
         local money = min(left, 8000000000) * 1000000 - ask.prompt * ask.price_in
         granted = min(granted, floor(money / ask.price_out))
       end
-    elseif not SINGLE[kind] then
-      local is_enough = STAGED[kind] and ask.prompt + ask.expected + floor(limits[i] / HEADROOM) <= left
+    elseif not TAKES_ONE[kind] then
+      local is_enough = TOKEN_RATE[kind] and ask.prompt + ask.expected + floor(limits[i] / HEADROOM) <= left
       granted = is_enough and granted or min(granted, left - ask.prompt)
     end
   end
@@ -478,11 +473,11 @@ local function wait_for(i, amount)
     return BUDGET[kind] and month_end_ms - now_ms or GAUGE_WAIT_MS
   end
   local needed = (amount - 0.001) * (window / limits[i])
-  if owed[i] + needed > window then
+  if held_time[i] + needed > window then
     return GAUGE_WAIT_MS
   end
   local paused = decays_from(states[i]) - now
-  return max(1, ceil((used[i] + needed - window + paused - early[i]) / 1000))
+  return max(1, ceil((occupied[i] + needed - window + paused - early[i]) / 1000))
 end
 
 -- Take `amount` of the limit i. Return the `since` of a recall that is to be repeated, or nil.
@@ -491,9 +486,9 @@ local function take(i, amount)
   local state, due = before, nil
   room[i] = room[i] - amount
   if WINDOW[kind] then
-    used[i] = used[i] + amount * (WINDOW[kind] / limits[i])
-    if not STAGED[kind] then
-      state = packed_rate(kind, decays_from(before), used[i], limits[i], before)
+    occupied[i] = occupied[i] + amount * (WINDOW[kind] / limits[i])
+    if not TOKEN_RATE[kind] then
+      state = packed_rate(kind, decays_from(before), occupied[i], limits[i], before)
     end
   elseif BUDGET[kind] then
     -- A new month begins with nothing spent, without a recall.
@@ -519,7 +514,7 @@ end
 local function store_lease(id, lease_ms, record)
   count_slots(record, 1)
   change_held(record, record.held)
-  redis.call('HSET', HELD, id, cmsgpack.pack(record))
+  redis.call('HSET', RECORDS, id, cmsgpack.pack(record))
   redis.call('ZADD', LEASES, now_ms + lease_ms, id)
   for i = 1, 3 do
     redis.call('PEXPIRE', KEYS[i], KEEP_MS)
@@ -532,7 +527,7 @@ local function reply_of(allowed, granted, row, due)
   for i = 1, count do
     local reset = 0
     if WINDOW[kinds[i]] then
-      reset = ceil((used[i] - early[i]) / 1000)
+      reset = ceil((occupied[i] - early[i]) / 1000)
     elseif BUDGET[kinds[i]] then
       reset = month_end_ms - now_ms
     end
@@ -562,7 +557,7 @@ local function acquire(ask)
   for i = 1, count do
     local kind, limit = kinds[i], limits[i]
     local amount = amount_of(kind, tokens, cost)
-    if STAGED[kind] then
+    if TOKEN_RATE[kind] then
       amount = min(tokens, at_first + floor(limit / HEADROOM), limit)
     end
     waits[i] = again and 0 or wait_for(i, amount)
@@ -576,7 +571,7 @@ local function acquire(ask)
     }
     for i = 1, count do
       local kind = kinds[i]
-      local since = take(i, STAGED[kind] and at_first or amount_of(kind, tokens, cost))
+      local since = take(i, TOKEN_RATE[kind] and at_first or amount_of(kind, tokens, cost))
       if since then
         due[#due + 1], due[#due + 2] = i - 1, since
       end
@@ -590,7 +585,7 @@ local function acquire(ask)
   return reply_of(allowed, granted, again and row_of(again) or row, due)
 end
 
-local function recall(field, limit, since, owed, known)
+local function recall(field, limit, since, counted, known)
   local kind, state = kind_of(field), redis.call('HGET', STATE, field)
   local window = WINDOW[kind]
   if state then
@@ -608,17 +603,17 @@ local function recall(field, limit, since, owed, known)
     state = with_recall(state, since, known, check)
   else
     this_month()
-    if redis.call('HGET', STATE, field .. NOTED) ~= string.format('%d', since) or BUDGET[kind] and since < month_start then
+    if redis.call('HGET', STATE, field .. PENDING) ~= string.format('%d', since) or BUDGET[kind] and since < month_start then
       return 0
     end
-    redis.call('HDEL', STATE, field .. NOTED)
+    redis.call('HDEL', STATE, field .. PENDING)
     local check = since + FIRST_CHECK
     if window then
-      -- More than the limit is owed if it was lowered. With this basis all of it is paid off within a window.
-      local basis = max(limit, owed)
-      state = struct.pack('dddddd', now, max(0, owed * window / basis - (now - since)), since, known, check, basis)
+      -- More than the limit counts if it was lowered. With this basis all of it is paid off within a window.
+      local basis = max(limit, counted)
+      state = struct.pack('dddddd', now, max(0, counted * window / basis - (now - since)), since, known, check, basis)
     else
-      state = struct.pack('ddddd', month, owed, since, known, check)
+      state = struct.pack('ddddd', month, counted, since, known, check)
     end
   end
   redis.call('HSET', STATE, field, state)
@@ -640,7 +635,7 @@ local function settle_limit(record, field, limit, tokens, cost, requests)
   end
   if WINDOW[kind] then
     local basis = basis_of(kind, state, limit)
-    local more = (SINGLE[kind] and requests - 1 or tokens - charged_of(record)) * (WINDOW[kind] / basis)
+    local more = (TAKES_ONE[kind] and requests - 1 or tokens - charged_of(record)) * (WINDOW[kind] / basis)
     if more < 0 then
       more = -refundable(-more, record.at, state, max(1, limit / basis))
     end
@@ -663,7 +658,7 @@ local function settle(id, tokens, cost, requests, event)
     return false
   end
   local lease = redis.call('ZSCORE', LEASES, id)
-  redis.call('HDEL', HELD, id, id .. PROGRESS)
+  redis.call('HDEL', RECORDS, id, id .. PROGRESS)
   redis.call('ZREM', LEASES, id)
   if lease and tonumber(lease) > 0 then
     count_slots(record, -1)
@@ -682,7 +677,7 @@ local function move(record, held, more, wanted)
   local granted, wait, blocking = wanted, 0, ''
   for i = 1, #record.limits, 2 do
     local field, kind = record.limits[i], kind_of(record.limits[i])
-    if STAGED[kind] then
+    if TOKEN_RATE[kind] then
       local state = redis.call('HGET', STATE, field)
       local basis = basis_of(kind, state, record.limits[i + 1])
       local window, unit = WINDOW[kind], WINDOW[kind] / basis
@@ -720,7 +715,7 @@ local function grow(id, used, wanted)
   wanted = max(0, min(wanted, record.tokens - charged - more))
   for i = 1, #record.limits, 2 do
     local field, kind = record.limits[i], kind_of(record.limits[i])
-    if more > 0 and STAGED[kind] and is_the_ledgers(record, kind, redis.call('HGET', STATE, field)) then
+    if more > 0 and TOKEN_RATE[kind] and is_the_ledgers(record, kind, redis.call('HGET', STATE, field)) then
       -- The ledger counts the usage when the request has ended. Until then the used tokens stay held.
       wanted, more = wanted + more, 0
     end
@@ -729,7 +724,7 @@ local function grow(id, used, wanted)
   if more > 0 or granted ~= held then
     change_held(record, granted - held)
     record.charged, record.held = charged + more, granted
-    redis.call('HSET', HELD, id, cmsgpack.pack(record))
+    redis.call('HSET', RECORDS, id, cmsgpack.pack(record))
     redis.call('PEXPIRE', STATE, KEEP_MS)
   end
   return {charged + more + granted, wait, blocking}
@@ -747,7 +742,7 @@ local function extend(lease_ms)
       end
       redis.call('ZADD', LEASES, now_ms + lease_ms, id)
       if progress ~= '' then
-        redis.call('HSET', HELD, id .. PROGRESS, progress)
+        redis.call('HSET', RECORDS, id .. PROGRESS, progress)
       end
       if used then
         grow(id, used, 0)
@@ -756,10 +751,10 @@ local function extend(lease_ms)
       lost[#lost + 1] = id
     end
   end
-  local counted = tonumber(redis.call('HGET', STATE, COUNTED) or 0)
+  local counted = tonumber(redis.call('HGET', STATE, RECOUNTED) or 0)
   if #lost > 0 or math.abs(now_ms - counted) >= COUNT_MS then
     recount()
-    redis.call('HSET', STATE, COUNTED, string.format('%d', now_ms))
+    redis.call('HSET', STATE, RECOUNTED, string.format('%d', now_ms))
     redis.call('PEXPIRE', STATE, KEEP_MS)
   end
   return lost
@@ -794,7 +789,7 @@ local function forget_some()
     elseif RECALLED[kind] then
       -- The ledger must have no usage that still counts either.
       gone = debt_of(state) == 0 and struct.unpack('d', state) < now - 2 * WINDOW[kind]
-    elseif kind == NOTED then
+    elseif kind == PENDING then
       gone = tonumber(state) < now - 86400000000
     else
       gone = WINDOW[kind] and debt_of(state) == 0
@@ -814,7 +809,7 @@ local function expired(at_most)
   for i = 1, #ended, 2 do
     local id = ended[i]
     local record = record_of(id)
-    local progress = redis.call('HGET', HELD, id .. PROGRESS) or ''
+    local progress = redis.call('HGET', RECORDS, id .. PROGRESS) or ''
     if record then
       found[#found + 1] = {id, record.tokens, record.note, progress, row_of(record), -ended[i + 1]}
     else

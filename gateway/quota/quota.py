@@ -175,8 +175,8 @@ class Quota:
 
     async def _take(self, limits: Sequence[Limit], demand: Demand, note: bytes, model: Model | str = "") -> Reservation:
         tenant_id, request_id, price = demand.tenant_id, demand.request_id, demand.price
-        prompt, completion, held = demand.prompt_tokens, demand.completion, demand.held
-        request = (prompt, completion, held, demand.step, price.highest_input, price.output)
+        tokens = (demand.prompt_tokens, demand.completion, demand.first_completion, demand.step)
+        request = (*tokens, price.highest_input, price.output)
         arguments = [item for limit in limits for item in (limit.field, limit.value)]
         sent = not self._store.away
         try:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from gateway.billing.past import ALL, Part
 from gateway.errors import Unavailable
-from gateway.quota.kinds import BUDGET, SINGLE
+from gateway.quota.kinds import BUDGET, TAKES_ONE
 from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH
 
@@ -74,23 +74,23 @@ class Recall:
             log.log(level, "usage of limit %s could not be recalled: %s", key[1], error)
 
     async def _load(self, tenant_id: str, limit: Limit, since: int) -> None:
-        owed, known = (0.0, 0) if self._past is None else await self._used(self._past, tenant_id, limit, since)
-        await self._script(tenant_id, "recall", limit.field, limit.value, since, repr(owed), known)
+        counted, known = (0.0, 0) if self._past is None else await self._used(self._past, tenant_id, limit, since)
+        await self._script(tenant_id, "recall", limit.field, limit.value, since, repr(counted), known)
 
     async def _used(self, past: Past, tenant_id: str, limit: Limit, since: int) -> tuple[float, int]:
-        """Return (usage still owed against the limit, total usage)."""
+        """Return (usage still counted against the limit, total usage)."""
         until = EPOCH + timedelta(microseconds=since)
         if limit.kind in BUDGET:
             month = until.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
             cost = await past.cost(tenant_id, month, until, limit.part)
             return cost, cost
         first = (until - DAY).replace(minute=0, second=0, microsecond=0)
-        hours = await past.by_hour(tenant_id, first, until, limit.part, tokens=limit.kind not in SINGLE)
-        return owed(hours, limit.value, until), sum(amount for _, amount in hours)
+        hours = await past.by_hour(tenant_id, first, until, limit.part, tokens=limit.kind not in TAKES_ONE)
+        return still_counted(hours, limit.value, until), sum(amount for _, amount in hours)
 
 
-def owed(hours: Sequence[tuple[datetime, int]], limit: int, until: datetime) -> float:
-    """Return the requests or tokens of these hours that are still owed at `until` if `limit` a day are paid off.
+def still_counted(hours: Sequence[tuple[datetime, int]], limit: int, until: datetime) -> float:
+    """Return the requests or tokens of these hours that are still counted at `until` if `limit` a day are paid off.
 
     The usage of an hour counts as if taken at the hour's end, or at `until` if that is earlier, so the result is never
     too low, and too high by at most an hour's pay-off. It can exceed a lowered limit; the script pays that off within a

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 from gateway.errors import BadRequest, RateLimited
 from gateway.quota.demand import Demand
-from gateway.quota.kinds import BUDGET, COUNTED, REQUEST_KINDS, SINGLE, STAGED, WINDOW
+from gateway.quota.kinds import BUDGET, BY_LETTER, REQUEST_KINDS, TAKES_ONE, TOKEN_RATE, WINDOW
 from gateway.quota.limits import CLASSES, Limit
 from gateway.records.prices import format_money
 
@@ -14,7 +14,7 @@ from gateway.records.prices import format_money
 States = Sequence[tuple[int, int, int]]
 
 # Suffix of the headers -> the kinds of limits that they report.
-HEADERS = {"requests": SINGLE & WINDOW.keys() & {kind.letter for kind in REQUEST_KINDS}, "tokens": STAGED}
+HEADERS = {"requests": TAKES_ONE & WINDOW.keys() & {kind.letter for kind in REQUEST_KINDS}, "tokens": TOKEN_RATE}
 WHOLE_ANSWER = (
     " Behind an engine that knows no allowances, such as vLLM, an answer that is not streamed holds all of max_tokens: "
     "stream it, and its hold grows with it."
@@ -30,10 +30,10 @@ def check_possible(limits: Sequence[Limit], demand: Demand) -> None:
     prompt, least, grows = demand.prompt_tokens, demand.least, demand.expected is not None
     cost = demand.price.highest_cost(prompt, least)
     for limit in limits:
-        is_rate = limit.kind in STAGED
+        is_rate = limit.kind in TOKEN_RATE
         completion = min(demand.choices, least) if is_rate and grows else least
         tokens = prompt + completion
-        if limit.kind in SINGLE or limit.amount(tokens, cost) <= limit.value:
+        if limit.kind in TAKES_ONE or limit.amount(tokens, cost) <= limit.value:
             continue
         needs = f"{tokens} tokens ({prompt} of the prompt and {completion} of the answer)"
         if limit.kind in BUDGET:
@@ -128,7 +128,7 @@ def describe_wait(seconds: int) -> str:
 def _value(limit: Limit) -> str:
     """Return a limit's value with its unit."""
     value = format_money(limit.value) if limit.kind in BUDGET else str(limit.value)
-    return f"{value} {COUNTED[limit.kind].unit.format(s='' if limit.value == 1 else 's')}"
+    return f"{value} {BY_LETTER[limit.kind].unit.format(s='' if limit.value == 1 else 's')}"
 
 
 def _next_month(seconds: int) -> str:

@@ -1,11 +1,14 @@
-"""Text of the quota script: tables of the kinds of limits, then quota.lua."""
+"""Text of the quota script: tables of the kinds of limits, constants of its Python twin, then quota.lua."""
 
 from collections.abc import Iterable
 from importlib import resources
 
-from gateway.quota.kinds import BUDGET, GAUGE, RECALLED, SINGLE, STAGED, WINDOW
+from gateway.quota.demand import HEADROOM
+from gateway.quota.kinds import BUDGET, GAUGE, RECALLED, TAKES_ONE, TOKEN_RATE, WINDOW
+from gateway.quota.local import GAUGE_WAIT_MS, MAX_STEP
 
-SETS = {"SINGLE": SINGLE, "GAUGE": GAUGE, "STAGED": STAGED, "BUDGET": BUDGET, "RECALLED": RECALLED}
+SETS = {"TAKES_ONE": TAKES_ONE, "GAUGE": GAUGE, "TOKEN_RATE": TOKEN_RATE, "BUDGET": BUDGET, "RECALLED": RECALLED}
+CONSTANTS = {"HEADROOM": HEADROOM, "GAUGE_WAIT_MS": GAUGE_WAIT_MS, "MAX_STEP": MAX_STEP}
 
 
 def source() -> str:
@@ -13,6 +16,7 @@ def source() -> str:
     tables = {name: _flags(kinds) for name, kinds in SETS.items()}
     tables["WINDOW"] = ", ".join(f"{letter} = {window}" for letter, window in WINDOW.items())
     lines = "".join(f"local {name} = {{{content}}}\n" for name, content in tables.items())
+    lines += "".join(f"local {name} = {number}\n" for name, number in CONSTANTS.items())
     return lines + resources.files("gateway.quota").joinpath("quota.lua").read_text("utf-8")
 
 

@@ -10,7 +10,7 @@ import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gateway.quota.kinds import COUNTED, WINDOW
+from gateway.quota.kinds import BY_LETTER, WINDOW
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.quota import UNKNOWN
@@ -29,7 +29,7 @@ limit_sets = st.lists(
     st.builds(
         lambda owner, kind, value: Limit(f"{owner}:{kind}", owner, kind, value),
         st.sampled_from(["tenant", "key", "model"]),
-        st.sampled_from(sorted(COUNTED)),
+        st.sampled_from(sorted(BY_LETTER)),
         values,
     ),
     min_size=1,

@@ -27,7 +27,7 @@ from gateway.errors import RateLimited, Unavailable
 from gateway.quota.demand import Need
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
-from gateway.quota.recall import DAY, HOUR, owed
+from gateway.quota.recall import DAY, HOUR, still_counted
 from gateway.records.database import Database
 from gateway.records.prices import Price
 from gateway.records.usage_report import UsageReport
@@ -134,7 +134,7 @@ def test_tokens_by_the_hour_owe_what_they_do_one_by_one_or_up_to_an_hours_worth_
         hours[hour] = hours.get(hour, 0) + tokens
     end = NOON + timedelta(hours=24, seconds=1)
     exact = max(0.0, exact - (end - at) / DAY * limit)
-    by_hours = owed(sorted(hours.items()), limit, end)
+    by_hours = still_counted(sorted(hours.items()), limit, end)
     assert exact - 1e-6 <= by_hours <= exact + limit * (HOUR / DAY) + 1e-6
 
 
