@@ -13,7 +13,7 @@ from typing import Any
 import asyncpg
 from redis.asyncio import Redis
 
-from engine.answering.usage_log import KILLED, FinishedRequests
+from engine.answering.usage_log import KILLED, UsageLog
 from wire.responses import FinishedRequest
 
 COMPARED = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -87,7 +87,7 @@ async def check(
 async def until_there(connection: Any, books_file: Path, seconds: float) -> dict[str, FinishedRequest]:
     """Wait until each request in the engine's books has a row; return the books."""
     # A copy, because the engine continues to write its own.
-    books = FinishedRequests(Path(await asyncio.to_thread(shutil.copy, books_file, f"{books_file}-copy")))
+    books = UsageLog(Path(await asyncio.to_thread(shutil.copy, books_file, f"{books_file}-copy")))
     engines = {id_: found for id_ in books.ids() if (found := books.get(id_)) is not None}
     books.close()
 

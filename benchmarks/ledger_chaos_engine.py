@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from engine.answering.usage_log import FinishedRequests, Tally
+from engine.answering.usage_log import Tally, UsageLog
 from testing.gateway.upstream import TOKEN, usage
 
 PROMPT_TOKENS = 11
@@ -19,7 +19,7 @@ CACHED_TOKENS = 3
 
 class Double:
     def __init__(self, file: Path, event_seconds: float) -> None:
-        self.finished = FinishedRequests(file)
+        self.finished = UsageLog(file)
         self.event_seconds = event_seconds
 
     def app(self) -> web.Application:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from engine.answering.answers import ChatAnswer, CompletionAnswer
-from engine.answering.engine_thread import EngineLoop
+from engine.answering.engine_thread import EngineThread
 from engine.answering.grammars import Grammars
 from engine.answering.model_names import ModelRegistry
 from engine.answering.report import Report
@@ -20,7 +20,7 @@ from engine.answering.sampling import sampling_params
 from engine.answering.ticket import Ticket
 from engine.answering.token_rules import token_rules
 from engine.answering.tool_calls import ToolCallParser, ToolFormat
-from engine.answering.usage_log import FinishedRequests
+from engine.answering.usage_log import UsageLog
 from engine.http.metrics import Metrics
 from engine.http.trusted_headers import Caller
 from engine.sampling_defaults import SamplingDefaults
@@ -48,14 +48,14 @@ class GenerationRoutes:
     """
 
     tokenizer: Tokenizer
-    loop: EngineLoop
+    engine_thread: EngineThread
     models: ModelRegistry
     grammars: Grammars
     metrics: Metrics
     max_model_len: int
     eos_token_ids: frozenset[int]
     tool_format: ToolFormat | None
-    finished: FinishedRequests
+    finished: UsageLog
     defaults: SamplingDefaults
     prefix_keys: Callable[..., list[bytes]]
 
@@ -127,14 +127,14 @@ class GenerationRoutes:
         limits = [self._max_tokens(body, len(prompt), asked.default_max_tokens, prompt_field) for prompt in prompts]
         sequences = (body.n or 1) * len(prompts)
         self._check_logprobs(body, prompts)
-        most = self.loop.max_requests(caller.tenant)
+        most = self.engine_thread.max_requests(caller.tenant)
         if sequences > most:
             flags = f"{'half of ' if caller.tenant else ''}--max-num-seqs and --max-waiting together"
             raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {most} sequences, {flags}")
         # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
-        with self.loop.place(sequences, caller.tenant):
+        with self.engine_thread.place(sequences, caller.tenant):
             async with self.models.using(body.model, caller.tenant) as adapter_digest:
-                ticket = self.loop.submit(await self._sequences(caller, asked, limits, adapter_digest))
+                ticket = self.engine_thread.submit(await self._sequences(caller, asked, limits, adapter_digest))
                 return await self._run(request, caller, asked, ticket)
 
     async def _sequences(

@@ -41,7 +41,7 @@ class StepEngine(Protocol):
     def step(self) -> list[RequestOutput]: ...
 
 
-class EngineLoop:
+class EngineThread:
     """The engine's thread and its command queue. Call every method on the event loop, except those marked as the
     thread's.
     """

@@ -14,7 +14,7 @@ from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.tiers.host_cache import HostAdapter, HostCache
 from adapters.tiers.pages import PAGE_RANK
-from engine.answering.engine_thread import EngineLoop
+from engine.answering.engine_thread import EngineThread
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.engine import Engine
 from engine.http.errors import ApiError, ModelNotFound
@@ -31,13 +31,18 @@ class ModelRegistry:
     """Adapter names of this engine. Loads adapters into host memory before their requests are queued."""
 
     def __init__(
-        self, base_name: str, engine: Engine, loop: EngineLoop, host_cache: HostCache, refused: Callable[[], object]
+        self,
+        base_name: str,
+        engine: Engine,
+        engine_thread: EngineThread,
+        host_cache: HostCache,
+        refused: Callable[[], object],
     ) -> None:
         """refused: called for each load that fails outside the host cache, which counts its own failures."""
         self._refused = refused
         self.base_name = base_name
         self._engine = engine
-        self._loop = loop
+        self._engine_thread = engine_thread
         self._host_cache = host_cache
         self._names: dict[str, str] = {}
         # Time in seconds since 1970 at which each name was loaded.
@@ -80,7 +85,7 @@ class ModelRegistry:
     async def _bring(self, digest: str, model: str, tenant: str) -> None:
         if self._host_cache.get(digest) is not None:
             return
-        if await self._loop.call(lambda: self._engine.adapter_ready(digest)):
+        if await self._engine_thread.call(lambda: self._engine.adapter_ready(digest)):
             return
         started = time.monotonic()
         try:
@@ -191,7 +196,7 @@ class ModelRegistry:
             self._host_cache.drop(digest)
         # A failed engine has nothing to free.
         with suppress(EngineUnavailable):
-            await self._loop.call(lambda: self._engine.unload_adapter(digest))
+            await self._engine_thread.call(lambda: self._engine.unload_adapter(digest))
 
     def list(self, max_model_len: int) -> list[Model]:
         base = Model(self.base_name, self._created, max_model_len, root=self.base_name)

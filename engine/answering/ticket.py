@@ -28,7 +28,7 @@ class TenantQueueFull(QueueFull):
 
 
 class Releases(Protocol):
-    """Methods of `engine.answering.engine_thread.EngineLoop` that a ticket calls."""
+    """Methods of `engine.answering.engine_thread.EngineThread` that a ticket calls."""
 
     def abort(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> None: ...
@@ -47,8 +47,8 @@ class Ticket:
     ended_by_allowance: indices of the sequences that the allowance ended.
     """
 
-    def __init__(self, loop: Releases, ids: list[str]) -> None:
-        self._loop = loop
+    def __init__(self, owner: Releases, ids: list[str]) -> None:
+        self._owner = owner
         self._ids = ids
         self._live = dict.fromkeys(ids)
         self._in_engine = set(ids)
@@ -100,14 +100,14 @@ class Ticket:
         request_id = self._ids[index]
         if request_id in self._live:
             del self._live[request_id]
-            self._loop.abort(request_id)
+            self._owner.abort(request_id)
 
     def __enter__(self) -> "Ticket":
         return self
 
     def __exit__(self, *_: object) -> None:
         for request_id in self._live:
-            self._loop.abort(request_id)
+            self._owner.abort(request_id)
         self._live.clear()
         self._left = True
         if not self._in_engine:
@@ -122,7 +122,7 @@ class Ticket:
             self._last[index] = output
             self._wake()
         if output.finish_reason is not None:
-            self._loop.release(output.request_id)
+            self._owner.release(output.request_id)
         if self._live and (left := self.left) is not None and left <= 0:
             self._end_by_allowance()
 
@@ -134,7 +134,7 @@ class Ticket:
             last = self._last[index] or RequestOutput(request_id, [], None, 0, 0, 0)
             end = replace(last, token_ids=[], finish_reason="length", logprobs=None, prompt_logprobs=None)
             self._news.append((index, end))
-            self._loop.abort(request_id)
+            self._owner.abort(request_id)
         self._live.clear()
         self._wake()
 

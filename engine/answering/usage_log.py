@@ -41,7 +41,7 @@ class Tally:
 
     __slots__ = ("_at", "_ring", "allow", "cached_tokens", "completion_tokens", "ended", "prompt_tokens", "request_id")
 
-    def __init__(self, ring: "FinishedRequests", at: int, request_id: str) -> None:
+    def __init__(self, ring: "UsageLog", at: int, request_id: str) -> None:
         self._ring = ring
         self._at = at
         self.request_id = request_id
@@ -60,7 +60,7 @@ class Tally:
         self.ended.set()
 
 
-class FinishedRequests:
+class UsageLog:
     """Ring of slots, for use on the event loop only. Raises OSError or ValueError for a file that cannot be used.
 
     path: file that keeps the slots; None keeps them in memory.

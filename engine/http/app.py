@@ -19,13 +19,13 @@ from adapters.manifest import BaseShape
 from adapters.store import AdapterStore, open_store
 from adapters.tiers.host_cache import HostCache
 from engine.answering.completions import GenerationRoutes
-from engine.answering.engine_thread import EngineLoop
+from engine.answering.engine_thread import EngineThread
 from engine.answering.grammars import Grammars
 from engine.answering.model_names import ModelRegistry
+from engine.answering.throughput_log import log_throughput
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.tool_calls import FORMATS, format_of
-from engine.answering.usage_log import FinishedRequests
-from engine.answering.work_log import log_work
+from engine.answering.usage_log import UsageLog
 from engine.build import resolve_dtype
 from engine.config import EngineConfig, ServerConfig
 from engine.engine import Engine
@@ -72,14 +72,14 @@ class Server:
         self.access = Access(server.internal_token, server.api_keys)
         self._drain_seconds = server.drain_seconds
         self._metrics = Metrics()
-        self._work_log: asyncio.Task[None] | None = None
+        self._throughput_log: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._host_cache: HostCache | None = None
-        self._loop: EngineLoop | None = None
+        self._engine_thread: EngineThread | None = None
         self._grammars: Grammars | None = None
         self._routes: EngineRoutes | None = None
         self._generation: GenerationRoutes | None = None
-        self._finished: FinishedRequests | None = None
+        self._finished: UsageLog | None = None
         self._states: StateFeed | None = None
         self._tracing = tracing
         self._draining = False
@@ -122,20 +122,22 @@ class Server:
     async def start(self, progress: Progress | None = None) -> None:
         """Load tokenizer, model and named adapters. Raises ConfigError, TokenizerError or OSError."""
         try:
-            self._finished = FinishedRequests(self._server_config.finished_file)
+            self._finished = UsageLog(self._server_config.finished_file)
         except (ValueError, OSError) as error:
             raise ConfigError("finished_file", str(error)) from error
         from_model = self._config.generation_config == "auto"
         defaults = read_sampling_defaults(Path(self._config.model)) if from_model else OPENAIS
         tokenizer, engine = await asyncio.to_thread(self._load, progress)
-        self._loop = EngineLoop(
+        self._engine_thread = EngineThread(
             engine,
             max_requests=self._config.max_num_seqs + self._server_config.max_waiting,
             on_step=self._stepped,
         )
         assert self._host_cache is not None
         name = self._config.served_model_name or Path(self._config.model).name.removesuffix(".gguf")
-        models = ModelRegistry(name, engine, self._loop, self._host_cache, self._metrics.adapter_load_failures.inc)
+        models = ModelRegistry(
+            name, engine, self._engine_thread, self._host_cache, self._metrics.adapter_load_failures.inc
+        )
         for lora_name, path in self._server_config.lora_modules:
             try:
                 await models.load(lora_name, str(path))
@@ -146,7 +148,7 @@ class Server:
         parser = self._server_config.tool_call_parser
         self._generation = GenerationRoutes(
             tokenizer,
-            self._loop,
+            self._engine_thread,
             models,
             self._grammars,
             self._metrics,
@@ -157,20 +159,22 @@ class Server:
             defaults,
             engine.prefix_keys,
         )
-        self._states = StateFeed(engine, self._loop, models, self._finished)
-        self._work_log = asyncio.create_task(log_work(engine, self._loop))
-        self._routes = EngineRoutes(tokenizer, engine, self._loop, models, self._metrics, self._finished, self._states)
+        self._states = StateFeed(engine, self._engine_thread, models, self._finished)
+        self._throughput_log = asyncio.create_task(log_throughput(engine, self._engine_thread))
+        self._routes = EngineRoutes(
+            tokenizer, engine, self._engine_thread, models, self._metrics, self._finished, self._states
+        )
 
     async def stop(self) -> None:
         """Refuse new requests, wait for those in flight, then free everything."""
         self._draining = True
         if self._states is not None:
             self._states.drain()
-        if self._loop is not None:
-            await self._loop.close(self._drain_seconds)
-        if self._work_log is not None:
-            self._work_log.cancel()
-            await asyncio.wait([self._work_log])
+        if self._engine_thread is not None:
+            await self._engine_thread.close(self._drain_seconds)
+        if self._throughput_log is not None:
+            self._throughput_log.cancel()
+            await asyncio.wait([self._throughput_log])
         if self._states is not None:
             await self._states.close()
         if self._grammars is not None:
@@ -183,14 +187,14 @@ class Server:
             self._finished.close()
 
     def say_draining(self) -> None:
-        num_requests = 0 if self._loop is None else self._loop.num_in_flight
+        num_requests = 0 if self._engine_thread is None else self._engine_thread.num_in_flight
         logger.info("draining %d requests, up to %g s", num_requests, self._drain_seconds)
 
     def stop_waiting(self) -> None:
         """Make `stop`, begun or to come, abort the requests in flight at once."""
         self._drain_seconds = 0.0
-        if self._draining and self._loop is not None:
-            self._loop.stop_waiting()
+        if self._draining and self._engine_thread is not None:
+            self._engine_thread.stop_waiting()
 
     def _load(self, progress: Progress | None) -> tuple[Tokenizer, Engine]:
         path = Path(self._config.model)
@@ -248,8 +252,8 @@ class Server:
         return handle
 
     async def _health(self, _: web.Request) -> web.Response:
-        if self._loop is not None and self._loop.failure is not None:
-            return json_response(Health("unhealthy", self._loop.failure), 503)
+        if self._engine_thread is not None and self._engine_thread.failure is not None:
+            return json_response(Health("unhealthy", self._engine_thread.failure), 503)
         if self._draining:
             return json_response(Health("draining"), 503, {"Retry-After": "1"})
         if self._routes is None:
@@ -258,14 +262,14 @@ class Server:
 
     async def _live(self, _: web.Request) -> web.Response:
         """Answer whether a restart would help: 503 once the engine has failed."""
-        if self._loop is not None and self._loop.failure is not None:
-            return json_response(Health("unhealthy", self._loop.failure), 503)
+        if self._engine_thread is not None and self._engine_thread.failure is not None:
+            return json_response(Health("unhealthy", self._engine_thread.failure), 503)
         return json_response(Health("ok"))
 
     async def failed(self) -> None:
         """Return once the engine has failed; `start` must have ended."""
-        assert self._loop is not None
-        await self._loop.failed.wait()
+        assert self._engine_thread is not None
+        await self._engine_thread.failed.wait()
 
     async def _version(self, _: web.Request) -> web.Response:
         return json_response(Version(version("loraplex")))

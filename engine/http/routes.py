@@ -11,10 +11,10 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.answering.completions import offload
-from engine.answering.engine_thread import EngineLoop
+from engine.answering.engine_thread import EngineThread
 from engine.answering.model_names import ModelRegistry
 from engine.answering.ticket import EngineUnavailable
-from engine.answering.usage_log import FinishedRequests
+from engine.answering.usage_log import UsageLog
 from engine.engine import Engine, EngineState
 from engine.http.metrics import Metrics
 from engine.http.state_feed import StateFeed
@@ -51,10 +51,10 @@ class EngineRoutes:
 
     tokenizer: Tokenizer
     engine: Engine
-    loop: EngineLoop
+    engine_thread: EngineThread
     models: ModelRegistry
     metrics: Metrics
-    finished: FinishedRequests
+    finished: UsageLog
     states: StateFeed
 
     async def list_models(self, _: web.Request) -> web.Response:
@@ -142,7 +142,7 @@ class EngineRoutes:
     async def update_gauges(self) -> None:
         try:
             async with asyncio.timeout(SCRAPE_WAIT_S):
-                state: EngineState = await self.loop.call(self.engine.state)
+                state: EngineState = await self.engine_thread.call(self.engine.state)
         except (TimeoutError, EngineUnavailable):
             return
         self.metrics.running.set(state.num_running)

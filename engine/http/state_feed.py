@@ -12,10 +12,10 @@ from contextlib import suppress
 
 import msgspec
 
-from engine.answering.engine_thread import EngineLoop
+from engine.answering.engine_thread import EngineThread
 from engine.answering.model_names import ModelRegistry
 from engine.answering.ticket import EngineUnavailable
-from engine.answering.usage_log import FinishedRequests
+from engine.answering.usage_log import UsageLog
 from engine.engine import Engine, EngineState
 from wire.responses import EngineStateResponse
 
@@ -28,9 +28,9 @@ HEARTBEAT_S = 1.0
 class StateFeed:
     """Readings of one engine's state. Call every method but `stepped` on the event loop."""
 
-    def __init__(self, engine: Engine, loop: EngineLoop, models: ModelRegistry, finished: FinishedRequests) -> None:
+    def __init__(self, engine: Engine, engine_thread: EngineThread, models: ModelRegistry, finished: UsageLog) -> None:
         self._engine = engine
-        self._loop = loop
+        self._engine_thread = engine_thread
         self._models = models
         self._finished = finished
         self._event_loop = asyncio.get_running_loop()
@@ -51,7 +51,7 @@ class StateFeed:
 
     async def read(self) -> EngineStateResponse:
         """Return the state between two steps. Raises EngineUnavailable."""
-        state = await self._loop.call(self._engine.state)
+        state = await self._engine_thread.call(self._engine.state)
         return self._take(self._response(state))
 
     async def follow(self) -> AsyncGenerator[bytes, None]:

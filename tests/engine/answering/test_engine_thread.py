@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 
-from engine.answering.engine_thread import EngineLoop
+from engine.answering.engine_thread import EngineThread
 from engine.scheduling.request import NewRequest, SamplingParams
 from testing.engine import Client, RunningServer
 
@@ -59,13 +59,13 @@ class SlowToAdd:
 
 async def test_many_requests_at_once_are_added_between_several_steps():
     engine = SlowToAdd()
-    loop = EngineLoop(engine, max_requests=100)
+    thread = EngineThread(engine, max_requests=100)
     try:
         params = SamplingParams()
-        loop.submit([NewRequest(f"a-{i}", [1], params) for i in range(100)])
-        await loop.call(lambda: None)  # behind the others
+        thread.submit([NewRequest(f"a-{i}", [1], params) for i in range(100)])
+        await thread.call(lambda: None)  # behind the others
         assert engine.added == [f"a-{i}" for i in range(100)]
         counts = [0, *engine.between_steps, 100]
         assert max(b - a for a, b in itertools.pairwise(counts)) < 20
     finally:
-        await loop.close(0)
+        await thread.close(0)

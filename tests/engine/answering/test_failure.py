@@ -14,7 +14,7 @@ import pytest
 
 from engine.answering.engine_thread import FAILED as FAILED_TEXT
 from engine.answering.ticket import EngineUnavailable
-from engine.answering.usage_log import FinishedRequests
+from engine.answering.usage_log import UsageLog
 from engine.execution.token_rules import BannedWords
 from engine.program import FAILED
 from engine.scheduling.request import NewRequest
@@ -89,7 +89,7 @@ async def test_a_failed_engine_ends_its_requests_and_exits(
     assert time.monotonic() - started < 30
     assert "the engine failed" in stderr
     assert "Panic: of Rust" in stderr
-    books = FinishedRequests(tmp_path / "finished")
+    books = UsageLog(tmp_path / "finished")
     assert {id_: entry.finish_reason for id_ in books.ids() if (entry := books.get(id_))} == {
         "stream": "error",
         "killer": "error",
@@ -123,9 +123,9 @@ async def test_nothing_is_accepted_once_the_engine_has_failed(
             assert health["reason"] == FAILED_TEXT
         assert (await client.post("/v1/completions", LONG))[0] == 503
         # Not even between the thread's last step and its notification of the event loop.
-        assert server.server._loop is not None
+        assert server.server._engine_thread is not None
         with pytest.raises(EngineUnavailable):
-            server.server._loop.submit([])
+            server.server._engine_thread.submit([])
     finally:
         server.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.answering.usage_log import KILLED, FinishedRequests
+from engine.answering.usage_log import KILLED, UsageLog
 from testing.engine import Client, RunningServer
 
 TOKEN = "internal"
@@ -121,7 +121,7 @@ async def test_a_request_id_that_is_none(client):
 
 
 async def test_the_ring_forgets_the_oldest(tmp_path: Path):
-    ring = FinishedRequests(tmp_path / "f", num_slots=3)
+    ring = UsageLog(tmp_path / "f", num_slots=3)
     running = ring.open("r0", 7)
     for i in range(1, 4):
         tally = ring.open(f"r{i}", i)
@@ -134,7 +134,7 @@ async def test_the_ring_forgets_the_oldest(tmp_path: Path):
     assert [ring.get(f"r{i}").completion_tokens for i in (1, 2, 3)] == [10, 20, 30]
     assert (ring.num_ended, ring.prompt_tokens, ring.completion_tokens) == (4, 13, 160)
     ring.close()
-    again = FinishedRequests(tmp_path / "f", num_slots=3)
+    again = UsageLog(tmp_path / "f", num_slots=3)
     assert [again.get(f"r{i}") for i in range(4)] == [ring.get(f"r{i}") for i in range(4)]
     assert (again.num_ended, again.completion_tokens) == (4, 160)
 
@@ -142,9 +142,9 @@ async def test_the_ring_forgets_the_oldest(tmp_path: Path):
 DYING = """
 import sys
 from pathlib import Path
-from engine.answering.usage_log import FinishedRequests
+from engine.answering.usage_log import UsageLog
 
-ring = FinishedRequests(Path(sys.argv[1]))
+ring = UsageLog(Path(sys.argv[1]))
 ring.open("ended", 3).end("stop")
 tally = ring.open("running", 5)
 for tokens in range(1, 10**9):
@@ -161,7 +161,7 @@ def test_a_killed_engines_requests_are_known_to_the_next(tmp_path: Path):
     said = [1, *map(int, process.stdout.read().split())][-1]
     process.stdout.close()
     process.wait()
-    ring = FinishedRequests(tmp_path / "f")
+    ring = UsageLog(tmp_path / "f")
     ended, running = ring.get("ended"), ring.get("running")
     assert (ended.finish_reason, ended.prompt_tokens) == ("stop", 3)
     assert (running.finish_reason, running.prompt_tokens, running.cached_tokens) == (KILLED, 5, 1)
@@ -171,16 +171,16 @@ def test_a_killed_engines_requests_are_known_to_the_next(tmp_path: Path):
 
 
 def test_one_file_is_one_engines(tmp_path: Path):
-    ring = FinishedRequests(tmp_path / "f")
+    ring = UsageLog(tmp_path / "f")
     with pytest.raises(ValueError, match="another engine's"):
-        FinishedRequests(tmp_path / "f")
+        UsageLog(tmp_path / "f")
     ring.close()
-    FinishedRequests(tmp_path / "f").close()
+    UsageLog(tmp_path / "f").close()
 
 
 @pytest.mark.parametrize("content", [b"something else", b"something else".ljust(312_080)], ids=len)
 def test_another_file_is_not_overwritten(tmp_path: Path, content: bytes):
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(ValueError, match="expected a file of"):
-        FinishedRequests(tmp_path / "f", num_slots=3000)
+        UsageLog(tmp_path / "f", num_slots=3000)
     assert (tmp_path / "f").read_bytes() == content

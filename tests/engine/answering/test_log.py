@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.answering import work_log
-from engine.answering.work_log import work_line
+from engine.answering import throughput_log
+from engine.answering.throughput_log import throughput_line
 from engine.engine import EngineState
 from testing.engine import Client, RunningServer
 
@@ -43,20 +43,20 @@ def test_the_line_has_rates_of_its_own_time_only():
         prefix_hit_tokens=60,
         prefix_query_tokens=200,
     )
-    assert work_line(IDLE, busy, 10.0) == (
+    assert throughput_line(IDLE, busy, 10.0) == (
         "running 3, waiting 2, prompts 10.0 tokens/s, generated 2.0 tokens/s, KV cache 25.0% used, prefix hits 50.0%, "
         "adapters resident 0"
     )
 
 
 def test_an_idle_engine_has_no_line():
-    assert work_line(IDLE, IDLE, 10.0) is None
+    assert throughput_line(IDLE, IDLE, 10.0) is None
 
 
 async def test_work_and_adapters_are_in_the_log(
     session, model: Path, adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
 ):
-    monkeypatch.setattr(work_log, "EVERY_S", 0.02)
+    monkeypatch.setattr(throughput_log, "EVERY_S", 0.02)
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO", "engine")
     running = RunningServer(model)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 
-from engine.answering.engine_thread import EngineLoop
+from engine.answering.engine_thread import EngineThread
 from engine.answering.ticket import EngineUnavailable
 from engine.engine import Engine, EngineState
 
@@ -13,21 +13,21 @@ logger = logging.getLogger(__name__)
 EVERY_S = 10.0
 
 
-async def log_work(engine: Engine, loop: EngineLoop) -> None:
+async def log_throughput(engine: Engine, engine_thread: EngineThread) -> None:
     """Log a line every `EVERY_S` seconds, until the engine has failed or is shut down."""
     try:
-        before, read_at = await loop.call(engine.state), time.monotonic()
+        before, read_at = await engine_thread.call(engine.state), time.monotonic()
         while True:
             await asyncio.sleep(EVERY_S)
-            state, now = await loop.call(engine.state), time.monotonic()
-            if (line := work_line(before, state, now - read_at)) is not None:
+            state, now = await engine_thread.call(engine.state), time.monotonic()
+            if (line := throughput_line(before, state, now - read_at)) is not None:
                 logger.info("%s", line)
             before, read_at = state, now
     except EngineUnavailable:
         return
 
 
-def work_line(before: EngineState, now: EngineState, seconds: float) -> str | None:
+def throughput_line(before: EngineState, now: EngineState, seconds: float) -> str | None:
     """Return the log line for the `seconds` between two readings; None if the engine was idle."""
     prompt = now.num_prompt_tokens - before.num_prompt_tokens
     generated = now.num_generated_tokens - before.num_generated_tokens
