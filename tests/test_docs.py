@@ -309,3 +309,33 @@ def test_every_served_architecture():
     named = re.search(r"Served architectures: (.*?) \|", REFERENCE)
     assert named is not None
     assert set(re.findall(r"`(\w+)`", named[1])) == {*FAMILIES, *ARCHITECTURES}
+
+
+def test_the_architecture_is_read_in_minutes():
+    text = (ROOT / "docs/architecture.md").read_text()
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 900
+    assert text.count("```") == 2, "expected one figure"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/design").glob("*.md")), ids=lambda path: path.stem)
+def test_every_design_page_has_a_figure_and_the_effects_of_failures(path):
+    assert re.search(r"^```\n.*?[─▶].*?\n```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    assert re.search(r"^\| what (dies|happens) \| effect \|$", path.read_text(), re.MULTILINE)
+
+
+def test_the_readme_says_what_this_is_and_shows_output_before_code():
+    text = (ROOT / "README.md").read_text()
+    assert text.splitlines()[2].startswith("Loraplex serves one base model with many")
+    output = text.split("```python")[0].split("```")[-2].strip().splitlines()
+    assert len(output) >= 5
+
+
+def test_contributing_adds_each_kind_of_part_in_five_lines():
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## How to add\n")[1]
+    recipes = [part.splitlines() for part in section.strip().split("\n\n")]
+    assert {re.match(r"\*\*An? (.*?)\.\*\*", lines[0])[1] for lines in recipes} == {
+        *("limit", "route", "engine kind", "model family", "kernel backend")
+    }
+    assert all(len(lines) <= 5 for lines in recipes)
+    for name in re.findall(r"`([\w/]+/[\w.]+)`", section):
+        assert (ROOT / name).exists(), name

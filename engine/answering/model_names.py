@@ -79,10 +79,10 @@ class ModelRegistry:
             yield None
             return
         async with self._kept(digest):
-            await self._bring(digest, model, tenant)
+            await self._load_to_host(digest, model, tenant)
             yield digest
 
-    async def _bring(self, digest: str, model: str, tenant: str) -> None:
+    async def _load_to_host(self, digest: str, model: str, tenant: str) -> None:
         if self._host_cache.get(digest) is not None:
             return
         if await self._engine_thread.call(lambda: self._engine.adapter_ready(digest)):
