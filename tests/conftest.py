@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from testing.interpreter import speed_up
 from testing.ports import free_port
 
 # Triton reads this on its first import. Without an NVIDIA device, kernels run in the interpreter.
@@ -51,6 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _skip_without_cuda(items)
     if "PYTEST_XDIST_WORKER" in os.environ:
         _longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    if os.environ["TRITON_INTERPRET"] == "1" and "triton" in sys.modules:
+        speed_up()
 
 
 def _leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from testing.interpreter import speed_up
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -52,6 +54,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+        speed_up()
     else:
         import torch
 
