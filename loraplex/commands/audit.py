@@ -49,7 +49,7 @@ def audit(as_csv: bool, as_json: bool, gateway: Gateway, **query: Any) -> None:
         rows = [_shown(row) for row in answer["data"]]
         print_table(rows, ("changed_at", "action", "target", "actor", "address", "request", "detail"))
     if answer["has_more"]:
-        click.echo(f"there are older ones: --after {answer['data'][-1]['id']}", err=True)
+        click.echo(f"older entries: --after {answer['data'][-1]['id']}", err=True)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def is_gateway_of(stored: dict[str, Any], url: str) -> bool:
 
 def whose(stored: dict[str, Any], url: str) -> str:
     """Return the end of an error sentence that explains why a file's keys are not used for `url`."""
-    return f"is of {stored['gateway']}, not of {url}" if stored else "does not exist"
+    return f"belongs to {stored['gateway']}, not to {url}" if stored else "does not exist"
 
 
 def _where_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,7 +161,7 @@ def tenant_options(*, or_all: bool = False) -> Callable[[Callable[..., None]], C
             **given: Any,
         ) -> None:
             if tenant is None and api_key is None and not or_all:
-                raise click.UsageError("say whose: --tenant NAME (as an operator) or --api-key KEY (as the tenant)")
+                raise click.UsageError("expected --tenant NAME (as an operator) or --api-key KEY (as the tenant)")
             if tenant is None and api_key is not None:
                 where = replace(find_gateway(gateway, api_key, data_dir, "--api-key"), tenants_own=True)
             else:

@@ -29,7 +29,7 @@ def _read_id(_: click.Context, __: click.Parameter, given: str) -> str:
 
 def _check_owner(tenant: str | None, admin: bool) -> None:
     if (tenant is None) != admin:
-        raise click.UsageError("say whose key: TENANT, or --admin for an operator's")
+        raise click.UsageError("expected either TENANT, or --admin for an operator's key")
 
 
 @key.command(
@@ -109,5 +109,5 @@ def _state(row: dict[str, Any]) -> str:
 
 def _print_once(made: dict[str, Any]) -> None:
     ends = f", valid until {moment(made['expires_at'])}" if made["expires_at"] else ""
-    click.echo(f"id {made['id']}{ends}; keep the key, it is shown only now:", err=True)
+    click.echo(f"id {made['id']}{ends}; save the key, it is not shown again:", err=True)
     click.echo(made["key"])

@@ -119,7 +119,7 @@ def update(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
     """Change the tenant NAME. Only the given values change."""
     changes = given(fields)
     if not changes:
-        raise click.UsageError("say what to change: see --help")
+        raise click.UsageError("expected a value to change; --help lists them")
     gateway.run(lambda client: client.update_tenant(name, force=force, **changes))
     click.echo(f"updated tenant {name}: {', '.join(changes)}")
 
@@ -130,7 +130,7 @@ def update(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
 def suspend(name: str, gateway: Gateway) -> None:
     """Refuse the tenant NAME's keys and end its running streams, until resumed."""
     gateway.run(lambda client: client.update_tenant(name, suspended=True))
-    click.echo(f"suspended tenant {name}; back with: loraplex tenant resume {name}")
+    click.echo(f"suspended tenant {name}; to resume it: loraplex tenant resume {name}")
 
 
 @tenant.command("resume", epilog=examples("loraplex tenant resume acme"))
@@ -150,7 +150,7 @@ def delete(name: str, yes: bool, gateway: Gateway) -> None:
     """Delete the tenant NAME with its keys and adapter names. Its usage stays on record."""
     if not yes:
         if not sys.stdin.isatty():
-            raise click.UsageError("nothing was deleted: there is no terminal to ask on; say --yes")
+            raise click.UsageError("nothing was deleted: without a terminal, --yes is required")
         if not click.confirm(f"Delete tenant {name} with its keys and adapters?", err=True):
             raise click.ClickException("nothing was deleted")
     gateway.run(lambda client: client.delete_tenant(name))

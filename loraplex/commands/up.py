@@ -21,7 +21,7 @@ from wire.errors import ConfigError
 )
 @options_of(UpConfig)
 def up(**flags: Any) -> None:
-    """Start Valkey, the database, engines and the gateway on this machine; Ctrl-C stops them.
+    """Start Valkey, engines and the gateway on this machine, with a database; Ctrl-C stops them.
 
     Secrets are generated once into the data directory. To use a DATABASE_URL with a password, prefer `loraplex gateway`
     with LORAPLEX_DATABASE_URL, which does not show it in the process list.

@@ -65,7 +65,7 @@ def usage(
         _print_csv(rows, ("tenant", "deleted", *told_apart, *SUMMED))
     else:
         ends = (moment(since) if since else "the beginning", moment(until) if until else "now")
-        click.echo(f"used from {ends[0]} to {ends[1]}", err=True)
+        click.echo(f"usage from {ends[0]} to {ends[1]}", err=True)
         for row in rows:
             row["tenant"] += " (deleted)" if row["deleted"] else ""
         total = {"tenant": "TOTAL"} | _shown(answer["total"])

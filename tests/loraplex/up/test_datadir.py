@@ -51,5 +51,5 @@ def test_reading(tmp_path):
     with pytest.raises(DataDirError, match=r"bad\.json"):
         read_json(tmp_path / "bad.json")
     (tmp_path / "secrets.json").write_text('{"internal_token": "x"}')
-    with pytest.raises(DataDirError, match=r"secrets\.json has not the fields"):
+    with pytest.raises(DataDirError, match=r"secrets\.json does not have the expected fields"):
         DataDir.open(tmp_path).secrets()
