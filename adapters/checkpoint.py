@@ -114,7 +114,8 @@ class Checkpoint:
             vocabulary = base.outside.get(LM_HEAD)
             if span.shape != vocabulary:
                 raise AdapterError(
-                    span.name, f"its shape is {span.shape}, the base model's {name} {vocabulary}; resized is not served"
+                    span.name,
+                    f"its shape is {span.shape}, the base model's {name} {vocabulary}; another size is not served",
                 )
 
     def check_served(self, max_rank: int, max_bytes: int) -> None:
@@ -219,7 +220,7 @@ def _read_header(file: BinaryIO) -> list[TensorSpan]:
     position = begin
     for span in spans:
         if span.start != position:
-            raise AdapterError(span.name, "its data overlaps another tensor's or leaves a hole")
+            raise AdapterError(span.name, "its data overlaps another tensor's or leaves a gap")
         position = span.end
     if position != size:
         raise AdapterError(WEIGHTS_NAME, f"its tensors end at byte {position}, the file at {size}; is it cut off?")
@@ -268,10 +269,10 @@ def _pair(spans: list[TensorSpan], manifest: AdapterManifest) -> dict[tuple[int,
         key = (layer, module.rpartition(".")[2])
         names[key] = module
         if match["side"] in sides.setdefault(key, {}):
-            raise AdapterError(span.name, "this tensor is in the file twice")
+            raise AdapterError(span.name, "this tensor appears twice")
         sides[key][match["side"]] = span
     if not sides:
-        raise AdapterError(WEIGHTS_NAME, "has no tensors of LoRA")
+        raise AdapterError(WEIGHTS_NAME, "has no LoRA tensors")
     if manifest.ensure_weight_tying and any(layer == OUTSIDE for layer, _ in sides):
         raise AdapterError("ensure_weight_tying", "one LoRA for both embed_tokens and lm_head is not served")
     return {key: _module(names[key], sides[key], manifest) for key in sorted(sides)}

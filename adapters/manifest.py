@@ -243,7 +243,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
         raise AdapterError("init_lora_weights", f"{quoted(init)} is not known")
     for name, value in config.items():
         if name not in HONOURED and name not in HARMLESS and name not in REFUSED and value:
-            raise AdapterError(name, "this field is not known, so its effect can't be served; remove it if it has none")
+            raise AdapterError(name, "this field is unknown, so its effect cannot be applied; remove it if it has none")
 
 
 def _is_int(value: object) -> bool:
@@ -289,7 +289,7 @@ def _patterns(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise AdapterError(name, "expected an object of module patterns")
     if len(value) > MAX_PATTERNS:
-        raise AdapterError(name, f"has {len(value)} patterns, at most {MAX_PATTERNS} are taken")
+        raise AdapterError(name, f"has {len(value)} patterns; the limit is {MAX_PATTERNS}")
     return value
 
 

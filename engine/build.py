@@ -102,7 +102,7 @@ def fit_context(config: EngineConfig, context: int, num_blocks: int, kv_cache_by
     if config.max_model_len is not None or num_blocks < 1:
         raise ConfigError(
             "kv_cache_memory",
-            f"{kv_cache_bytes} bytes hold {held} tokens, one request of max_model_len needs {context}; give it more, "
+            f"{kv_cache_bytes} bytes hold {held} tokens, one request of max_model_len needs {context}; raise it, "
             "or lower adapter_memory or max_model_len",
         )
     log.warning("the KV cache holds %d tokens: max_model_len is lowered to that", held)
@@ -165,7 +165,8 @@ def split_memory(config: EngineConfig, free: int | None) -> tuple[int, int]:
         raise ConfigError(
             "adapter_memory" if config.kv_cache_memory is None else "kv_cache_memory",
             f"expected less: the weights leave {free >> 20} MiB, of which the KV cache would take "
-            f"{max(kv_cache, 0) >> 20} MiB beside {adapters >> 20} MiB for adapters; lower one or take a smaller model",
+            f"{max(kv_cache, 0) >> 20} MiB beside {adapters >> 20} MiB for adapters; "
+            "lower one of them, or use a smaller model",
         )
     return kv_cache, adapters
 

@@ -109,7 +109,7 @@ def run(
     host = server_config.host
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if server.access.is_open and not is_loopback(host):
-        logger.warning("anyone who reaches %s may use this engine: set --api-key or LORAPLEX_INTERNAL_TOKEN", host)
+        logger.warning("any client that reaches %s can use this engine: set --api-key or LORAPLEX_INTERNAL_TOKEN", host)
 
     def announce(bound_port: int) -> AbstractAsyncContextManager[None]:
         url = server_config.advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"

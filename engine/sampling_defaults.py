@@ -38,4 +38,4 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         given = json.loads(file.read_text("utf-8"))
         return msgspec.convert({k: v for k, v in given.items() if v is not None}, SamplingDefaults)
     except (ValueError, AttributeError) as exc:
-        raise ConfigError("generation_config", f"{file}: {exc}; `none` leaves the file out") from None
+        raise ConfigError("generation_config", f"{file}: {exc}; `none` ignores the file") from None

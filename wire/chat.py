@@ -147,7 +147,7 @@ def check_template_kwargs(kwargs: dict[str, Any]) -> None:
     field = "chat_template_kwargs"
     for key in kwargs:
         if key in TEMPLATE_OWN or key.startswith("_") or key.endswith(TEMPLATE_TOKENS):
-            raise BadRequest(field, f"{field}: {key[:64]} cannot be given here")
+            raise BadRequest(field, f"{field}: {key[:64]} is not allowed here")
     check_size(kwargs, field, MAX_KWARGS_BYTES)
     check_depth(kwargs, field)
 
@@ -167,7 +167,7 @@ def check_depth(value: Any, at: str) -> None:
         level = [each for values in inner for each in values if isinstance(each, dict | list)]
         if not level:
             return
-    raise BadRequest(at, f"{at} must have at most {MAX_DEPTH} lists and objects within each other")
+    raise BadRequest(at, f"{at} must be nested at most {MAX_DEPTH} lists and objects deep")
 
 
 def conversation_of(request: TemplateFields, tools: list[Tool] | None) -> Conversation:

@@ -56,7 +56,7 @@ def guard_requests(runner: web.BaseRunner) -> None:
 def check_head(request: web.BaseRequest) -> None:
     """Raise BadHead for an invalid host or an unknown `Expect`."""
     if request.get(_HAS_BAD_URL, False):
-        raise BadHead(400, "The host in the request's URL is no host name.")
+        raise BadHead(400, "The host in the request's URL is not a valid host name.")
     if request.get(_HAS_UNKNOWN_EXPECT, False):
         raise BadHead(417, "The request's Expect is unknown; expected 100-continue.")
 

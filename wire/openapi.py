@@ -60,7 +60,7 @@ def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
         "summary": route.summary,
         "responses": {
             "200": {"description": "The answer.", "content": content},
-            "default": {"description": "What is wrong.", "content": {JSON: {"schema": schema_of[ErrorResponse]}}},
+            "default": {"description": "The error.", "content": {JSON: {"schema": schema_of[ErrorResponse]}}},
         },
     }
     if names := re.findall(r"\{(\w+)\}", route.path):

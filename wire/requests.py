@@ -145,7 +145,9 @@ class SamplingRequest(Struct, kw_only=True):
         refuse(self, "ec_transfer_params", "kv_transfer_params")
         if (self.grammar_spec() is not None or self.must_call) and self.allowed_token_ids is not None:
             # Both constraints together may leave no allowed token.
-            raise BadRequest("allowed_token_ids", "allowed_token_ids is not served beside a grammar or a required call")
+            raise BadRequest(
+                "allowed_token_ids", "allowed_token_ids cannot be combined with a grammar or a required call"
+            )
         chars = sum(map(len, self.bad_words or ()))
         if chars > MAX_BAD_WORD_CHARS:
             raise BadRequest("bad_words", f"bad_words must have at most {MAX_BAD_WORD_CHARS} characters, got {chars}")
@@ -302,7 +304,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise BadRequest("prompt", "exactly one of prompt and messages is expected")
+            raise BadRequest("prompt", "expected exactly one of prompt and messages")
         refuse(self, "chat_template")
         if self.messages is not None:
             check_messages(self.messages)

@@ -78,7 +78,7 @@ class Gunzip:
         if self._inflate.eof:
             if not raw.startswith(GZIP_MAGIC[:1]):  # padding
                 if raw.strip(b"\0"):
-                    raise ArchiveError("There are bytes behind the gzip stream that belong to no archive.")
+                    raise ArchiveError("There are bytes after the gzip stream that belong to no archive.")
                 self._raw = b""
                 return b""
             self._inflate = zlib.decompressobj(31)
@@ -103,7 +103,7 @@ def read_tar(source: _Source, members: Members) -> None:
         block = source.read(_BLOCK)
         if not block.strip(b"\0"):
             if not headers:
-                raise ArchiveError("Expected a .zip, .tar or .tar.gz archive; this one is empty or something else.")
+                raise ArchiveError("Expected a .zip, .tar or .tar.gz archive; this file is empty or of another format.")
             return
         headers += 1
         if headers > 4 * MAX_MEMBERS:
@@ -138,10 +138,10 @@ def read_tar(source: _Source, members: Members) -> None:
 
 def _check_sum(block: bytes) -> None:
     if len(block) < _BLOCK:
-        raise ArchiveError("The archive is cut off, or is no .zip, .tar or .tar.gz.")
+        raise ArchiveError("The archive is cut off, or is not a .zip, .tar or .tar.gz.")
     said = _tar_number(block[148:156])
     if said != sum(block[:148]) + sum(block[156:]) + 8 * 0x20:
-        raise ArchiveError("Expected a .zip, .tar or .tar.gz archive; a header's check sum is wrong.")
+        raise ArchiveError("Expected a .zip, .tar or .tar.gz archive; a header's checksum is wrong.")
 
 
 def _tar_number(raw: bytes) -> int:
@@ -153,7 +153,7 @@ def _tar_number(raw: bytes) -> int:
         return number
     digits = raw.strip(b"\0 ").split(b"\0")[0].strip()
     if not all(0x30 <= digit <= 0x37 for digit in digits):
-        raise ArchiveError("Expected a .zip, .tar or .tar.gz archive; a tar header holds something that is no number.")
+        raise ArchiveError("Expected a .zip, .tar or .tar.gz archive; a number in a tar header cannot be parsed.")
     return int(digits or b"0", 8)
 
 
@@ -184,7 +184,7 @@ def _pax_records(payload: bytes) -> Iterator[tuple[bytes, bytes]]:
         end = position + (int(length) if space and length.isdigit() else 0)
         key, equals, value = payload[position + len(length) + 1 : end].partition(b"=")
         if not equals or end > len(payload) or not value.endswith(b"\n"):
-            raise ArchiveError("A pax header of the archive holds a record whose length is wrong.")
+            raise ArchiveError("A pax header of the archive has a record with a wrong length.")
         yield key, value[:-1]
         position = end
 
@@ -203,5 +203,5 @@ def _pax_size(extended: dict[str, bytes], size: int, name: str) -> int:
     if given is None:
         return size
     if not given.isdigit() or len(given) > 18:
-        raise ArchiveError(f"The pax header of {quoted_name(name)} holds a size that is no number.")
+        raise ArchiveError(f"The pax header of {quoted_name(name)} has a size that is not a number.")
     return int(given)

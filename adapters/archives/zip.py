@@ -31,10 +31,10 @@ def read_zip(file: BinaryIO, members: Members) -> None:
     while position < len(directory):
         found += 1
         if found > entries:
-            raise ArchiveError(f"The zip's directory has more entries than the {entries} that it says.")
+            raise ArchiveError(f"The zip's directory has more entries than the {entries} that it states.")
         position = _zip_entry(file, directory, position, begin, members)
     if found < entries:
-        raise ArchiveError(f"The zip's directory has {found} entries and says {entries}.")
+        raise ArchiveError(f"The zip's directory has {found} entries but states {entries}.")
 
 
 def _zip_directory(file: BinaryIO, total: int) -> tuple[int, int, int]:
@@ -44,11 +44,11 @@ def _zip_directory(file: BinaryIO, total: int) -> tuple[int, int, int]:
     tail = file.read(tail_size)
     at = tail.rfind(_END)
     if at < 0 or len(tail) - at < _END_BYTES:
-        raise ArchiveError("The zip is cut off: its directory's end is not there.")
+        raise ArchiveError("The zip is cut off: its end record is missing.")
     disk, first_disk, here, entries, size, begin, comment = struct.unpack("<4H2IH", tail[at + 4 : at + _END_BYTES])
     end = total - tail_size + at
     if len(tail) - at != _END_BYTES + comment:
-        raise ArchiveError("The zip's end has not the length that it says.")
+        raise ArchiveError("The zip's end record does not have the length that it states.")
     if disk or first_disk or here != entries:
         raise ArchiveError("The zip is spread over several files; expected one.")
     if 0xFFFFFFFF in (size, begin):
@@ -58,7 +58,7 @@ def _zip_directory(file: BinaryIO, total: int) -> tuple[int, int, int]:
     if size > MAX_DIRECTORY_BYTES:
         raise ArchiveError(f"The zip's directory has {size} bytes; at most {MAX_DIRECTORY_BYTES} are read.")
     if begin + size != end:
-        raise ArchiveError("The zip's directory is not where its end says.")
+        raise ArchiveError("The zip's directory is not where its end record states.")
     return entries, begin, size
 
 
@@ -67,14 +67,14 @@ def _zip64_directory(file: BinaryIO, end: int) -> tuple[int, int, int, int]:
     file.seek(max(0, locator_at))
     locator = file.read(20)
     if locator_at < 0 or locator[:4] != b"PK\x06\x07":
-        raise ArchiveError("The zip's directory is not where its end says.")
+        raise ArchiveError("The zip's directory is not where its end record states.")
     (record_at,) = struct.unpack("<Q", locator[8:16])
     if record_at + 56 > locator_at:
-        raise ArchiveError("The zip's directory is not where its end says.")
+        raise ArchiveError("The zip's directory is not where its end record states.")
     file.seek(record_at)
     record = file.read(56)
     if record[:4] != b"PK\x06\x06":
-        raise ArchiveError("The zip's directory is not where its end says.")
+        raise ArchiveError("The zip's directory is not where its end record states.")
     _, entries, size, begin = struct.unpack("<4Q", record[24:56])
     return entries, size, begin, record_at
 
@@ -83,7 +83,7 @@ def _zip_entry(file: BinaryIO, directory: bytes, at: int, limit: int, members: M
     """Check an entry of the directory, write its member if it is wanted, and return the next entry's offset."""
     fixed = directory[at : at + 46]
     if len(fixed) < 46 or fixed[:4] != _ENTRY:
-        raise ArchiveError("The zip's directory holds something that is no entry.")
+        raise ArchiveError("The zip's directory contains data that is not an entry.")
     flags, method = struct.unpack("<2H", fixed[8:12])
     crc, packed, size, name_bytes, extra_bytes, comment_bytes = struct.unpack("<3I3H", fixed[16:34])
     attributes, offset = struct.unpack("<2I", fixed[38:46])
@@ -105,11 +105,11 @@ def _zip_entry(file: BinaryIO, directory: bytes, at: int, limit: int, members: M
         if method not in (_STORED, _DEFLATED):
             known = _METHODS.get(method, f"method {method}")
             raise ArchiveError(
-                f"The archive's member {quoted_name(name)} is packed by {known}; expected deflate or none."
+                f"The archive's member {quoted_name(name)} is compressed by {known}; expected deflate or none."
             )
         start = _zip_local(file, offset, limit, name)
         if start + packed > limit:
-            raise ArchiveError(f"The archive's member {quoted_name(name)} reaches beyond the archive's members.")
+            raise ArchiveError(f"The archive's member {quoted_name(name)} extends beyond the archive's members.")
         file.seek(start)
         _zip_member(file, target, method == _DEFLATED, packed, size, crc, name)
     return following
@@ -137,10 +137,10 @@ def _zip_local(file: BinaryIO, offset: int, limit: int, name: str) -> int:
     file.seek(min(offset, limit))
     local = file.read(30)
     if offset + 30 > limit or local[:4] != _LOCAL:
-        raise ArchiveError(f"The archive's member {quoted_name(name)} is not where the directory says.")
+        raise ArchiveError(f"The archive's member {quoted_name(name)} is not where the directory states.")
     name_bytes, extra_bytes = struct.unpack("<2H", local[26:30])
     if text(file.read(name_bytes)) != name:
-        raise ArchiveError(f"The archive's member {quoted_name(name)} has another name at its data.")
+        raise ArchiveError(f"The archive's member {quoted_name(name)} has another name in its own header.")
     return offset + 30 + int(name_bytes) + int(extra_bytes)
 
 
@@ -157,15 +157,15 @@ def _zip_member(file: BinaryIO, target: Path, deflated: bool, packed: int, size:
             plain, raw = _inflated(inflate, raw, name)
             written += len(plain)
             if written > size:
-                raise ArchiveError(f"The archive's member {quoted_name(name)} is longer than the {size} bytes it says.")
+                raise ArchiveError(f"The archive's member {quoted_name(name)} is longer than its stated {size} bytes.")
             seen = binascii.crc32(plain, seen)
             out.write(plain)
             if (inflate is not None and inflate.eof) or not (plain or raw or left):
                 break
     if written != size or left or raw or (inflate is not None and not inflate.eof):
-        raise ArchiveError(f"The archive's member {quoted_name(name)} has not the {size} bytes it says.")
+        raise ArchiveError(f"The archive's member {quoted_name(name)} does not have its stated {size} bytes.")
     if seen != crc:
-        raise ArchiveError(f"The archive's member {quoted_name(name)} has a wrong check sum.")
+        raise ArchiveError(f"The archive's member {quoted_name(name)} has a wrong checksum.")
 
 
 def _inflated(inflate: "zlib._Decompress | None", raw: bytes, name: str) -> tuple[bytes, bytes]:

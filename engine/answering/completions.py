@@ -130,7 +130,7 @@ class GenerationRoutes:
         most = self.engine_thread.max_requests(caller.tenant)
         if sequences > most:
             flags = f"{'half of ' if caller.tenant else ''}--max-num-seqs and --max-waiting together"
-            raise BadRequest(prompt_field, f"{prompt_field} and n ask for more than {most} sequences, {flags}")
+            raise BadRequest(prompt_field, f"{prompt_field} and n: expected at most {most} sequences, {flags}")
         # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
         with self.engine_thread.place(sequences, caller.tenant):
             async with self.models.using(body.model, caller.tenant) as adapter_digest:

@@ -79,7 +79,7 @@ async def write(request: web.Request, response: web.StreamResponse, payload: byt
             async with asyncio.timeout(WRITE_SECONDS):
                 await response.write(payload[start : start + PIECE_BYTES])
         except TimeoutError:
-            logger.info("disconnected a client that read too little of its answer within %g s", WRITE_SECONDS)
+            logger.info("cut off a client that read too little of its answer within %g s", WRITE_SECONDS)
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionAbortedError("the client reads too slowly") from None

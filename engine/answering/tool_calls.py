@@ -51,9 +51,7 @@ class ToolFormat:
             rules.append(f"arguments_{i}: %json {_schema(tool)}")
         text = "\n".join(rules) + "\n"
         if len(text) > MAX_SPEC_BYTES:
-            raise BadRequest(
-                "tools", f"tools: the schemas are over {MAX_SPEC_BYTES} bytes together, the most to enforce"
-            )
+            raise BadRequest("tools", f"tools: expected schemas of at most {MAX_SPEC_BYTES} bytes together")
         return GrammarSpec("grammar", text, param="tools")
 
 

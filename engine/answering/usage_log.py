@@ -195,7 +195,7 @@ def _map(path: Path | None, size: int) -> tuple[mmap.mmap, int | None]:
         return mmap.mmap(descriptor, size), descriptor
     except BlockingIOError as error:
         os.close(descriptor)
-        raise ValueError(f"{path}: is another engine's") from error
+        raise ValueError(f"{path}: another engine uses this file") from error
     except (OSError, ValueError):
         os.close(descriptor)
         raise

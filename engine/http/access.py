@@ -49,7 +49,7 @@ class Access:
         if self.is_open and request.path == LOAD_ROUTE and not is_loopback(request.remote):
             raise ApiError(
                 403,
-                "adapters are loaded by path from this machine only, unless the engine has a token or --api-key",
+                "adapters can be loaded by path only from this machine, unless the engine has a token or --api-key",
                 kind="permission_error",
                 code="insufficient_permissions",
             )

@@ -81,7 +81,7 @@ class EngineRoutes:
             return self.tokenizer.encode_chat(*body.template_input(), limit=limit)
         except TextTooLong:
             field = "prompt" if body.messages is None else "messages"
-            message = f"{field}: expected some {limit} tokens at most"
+            message = f"{field}: expected at most about {limit} tokens"
             raise BadRequest(field, message, "context_length_exceeded") from None
 
     async def detokenize(self, request: web.Request) -> web.Response:

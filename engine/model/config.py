@@ -88,7 +88,7 @@ def shared_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
     Raises ConfigError naming the field.
     """
     if raw.get("quantization_config"):
-        raise ConfigError("quantization_config", "quantised weights are not served; give the dense checkpoint")
+        raise ConfigError("quantization_config", "quantised weights are not served; use the unquantised checkpoint")
     num_heads = required(raw, "num_attention_heads")
     num_kv_heads = positive("num_key_value_heads", raw.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:

@@ -43,7 +43,9 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     architectures = raw.get("architectures") or ["none"]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise ConfigError("architectures", f"{architecture} is not served; these are: {', '.join(sorted(FAMILIES))}")
+        raise ConfigError(
+            "architectures", f"{architecture} is not served; expected one of {', '.join(sorted(FAMILIES))}"
+        )
     return FAMILIES[architecture].parse(raw, architecture)
 
 

@@ -46,7 +46,7 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ConfigError(given, f"rope type {kind!r} is not served; these are: default, linear, llama3, yarn")
+        raise ConfigError(given, f"rope type {kind!r} is not served; expected one of default, linear, llama3, yarn")
     for name in ROPE_TYPES[kind]:
         positive_number(f"{given}.{name}", parameters.get(name))
     _check_optional_rope(kind, given, parameters)

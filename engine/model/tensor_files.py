@@ -55,7 +55,7 @@ def check_ends(path: Path, size: int, entries: Mapping[str, Entry]) -> None:
     ends = {name: entry.start + entry.num_bytes for name, entry in entries.items()}
     for name, end in ends.items():
         if end > size:
-            raise damaged(path, f"tensor {name} ends behind the end of the file: {size} bytes of {max(ends.values())}")
+            raise damaged(path, f"tensor {name} ends beyond the end of the file: {size} bytes of {max(ends.values())}")
 
 
 class MappedFile:
@@ -70,7 +70,7 @@ class MappedFile:
                 # Copy-on-write, because torch requires writable memory. Nothing writes to it.
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
-            raise ConfigError("model", f"{path} can't be read: {error.strerror}") from None
+            raise ConfigError("model", f"{path} cannot be read: {error.strerror}") from None
         if self.data[:20] == b"version https://git-":
             raise ConfigError("model", f"{path} is a Git LFS pointer and not the file itself: run git lfs pull")
 
@@ -126,9 +126,9 @@ class SafetensorsFile:
         length = int.from_bytes(data[:8], "little")
         # The header is a JSON object. A file that begins otherwise has another format, or has lost its beginning.
         if len(data) >= 9 and (length > _MAX_HEADER_BYTES or data[8:9] != b"{"):
-            raise damaged(path, "it does not begin as a safetensors file does")
+            raise damaged(path, "it does not begin like a safetensors file")
         if len(data) < 9 or length > len(data) - 8:
-            raise damaged(path, f"it ends inside of its header, after {len(data)} bytes")
+            raise damaged(path, f"it ends inside its header, after {len(data)} bytes")
         try:
             header: Any = json.loads(data[8 : 8 + length])
             header.pop("__metadata__", None)

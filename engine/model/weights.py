@@ -114,10 +114,10 @@ def _files_of(folder: Path) -> list[Path]:
         gguf = list(folder.glob("*.gguf"))
         if len(gguf) != 1:
             raise ConfigError(
-                "model", f"{folder} holds no .safetensors weights, and {len(gguf)} .gguf files instead of one"
+                "model", f"{folder}: expected .safetensors weights or one .gguf file, got {len(gguf)} .gguf files"
             )
         return gguf
     for name in names:
         if not (folder / name).is_file():
-            raise ConfigError("model", f"{folder / name} is named by the index but missing")
+            raise ConfigError("model", f"{folder / name} is in the index but missing")
     return [folder / name for name in names]

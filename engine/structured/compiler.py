@@ -167,7 +167,7 @@ class GrammarCompiler:
             start.compute_bitmask()
         error = _first_line(start.get_error())
         if error in ("NoExtension", "NoExtensionBias") or (start.is_stopped() and not error):
-            raise BadRequest.of(spec.param, f"no text fits the {_name(spec)}")
+            raise BadRequest.of(spec.param, f"no text matches the {_name(spec)}")
         if error and spec.param == "tools":
             raise BadRequest.of(spec.param, f"a function's parameters cannot be enforced: {_PLACE.sub('', error)}")
         if error:
@@ -179,14 +179,14 @@ class GrammarCompiler:
         with self._lock:
             if self._vocabulary is None:
                 if not self._end_ids:
-                    raise BadRequest.of(param, "this model has no end token, so its text cannot be held to a grammar")
+                    raise BadRequest.of(param, "this model has no end token, so no grammar can be enforced on its text")
                 try:
                     self._vocabulary = llguidance.LLTokenizer(
                         self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=sorted(self._end_ids)
                     )
                 except ValueError as exc:
                     raise BadRequest.of(
-                        param, f"this model's tokenizer cannot be held to a grammar: {_first_line(str(exc))}"
+                        param, f"no grammar can be enforced with this model's tokenizer: {_first_line(str(exc))}"
                     ) from None
             return self._vocabulary
 

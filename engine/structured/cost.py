@@ -74,7 +74,7 @@ def check_regex(text: str, param: str) -> None:
     if size > MAX_REGEX_BYTES:
         raise BadRequest.of(
             param,
-            f"the regular expression counts {size} characters, each repetition as {REPETITION}, "
+            f"the regular expression has {size} characters, counting each repetition as {REPETITION}; "
             f"the limit is {MAX_REGEX_BYTES}",
         )
 
@@ -137,7 +137,7 @@ def check_schemas(schemas: Iterable[Any], param: str) -> None:
     if size > MAX_REGEX_BYTES:
         raise BadRequest.of(
             param,
-            f"pattern: all together count {size} characters, each repetition as {REPETITION}, "
+            f"pattern: all patterns together have {size} characters, counting each repetition as {REPETITION}; "
             f"the limit is {MAX_REGEX_BYTES}",
         )
     _at_most(MAX_MULTIPLES, sum(costs.multiples), "multipleOf: the sum of all", param)
@@ -301,8 +301,8 @@ def check_lark(text: str, param: str) -> None:
     if total > MAX_REGEX_BYTES:
         raise BadRequest.of(
             param,
-            f"its regular expressions and terminals, each with what it names, count {min(total, 10**9)} characters "
-            f"together, each repetition as {REPETITION}, the limit is {MAX_REGEX_BYTES}",
+            f"its regular expressions and terminals, each with those that it uses, have {min(total, 10**9)} characters "
+            f"together, counting each repetition as {REPETITION}; the limit is {MAX_REGEX_BYTES}",
         )
 
 

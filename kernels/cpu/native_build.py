@@ -33,7 +33,7 @@ def load() -> ctypes.CDLL | None:
     """
     compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "")
     if not compiler:
-        log.warning("no C++ compiler: the slower plain-torch ops serve (install g++ for the fast path)")
+        log.warning("no C++ compiler: using the slower plain-torch ops (install g++ for the native ones)")
         return None
     try:
         path = _cache_path(compiler)
@@ -41,10 +41,10 @@ def load() -> ctypes.CDLL | None:
             try:
                 return ctypes.CDLL(str(path))
             except OSError as error:  # built for another processor, which only opening it shows
-                log.warning("the native ops' library cannot be opened and is built once more: %s", error)
+                log.warning("the native ops' library cannot be opened; rebuilding it: %s", error)
         return ctypes.CDLL(str(path)) if _build(compiler, path) else None
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        log.warning("the native ops cannot be built or opened, the slower plain-torch ops serve: %s", error)
+        log.warning("the native ops cannot be built or opened; using the slower plain-torch ops: %s", error)
         return None
 
 
@@ -68,7 +68,7 @@ def _build(compiler: list[str], path: Path) -> bool:
         command = [*compiler, *FLAGS, "-o", str(built), str(SOURCES / "decoder.cpp")]
         run = subprocess.run(command, check=False, capture_output=True, text=True)
         if run.returncode:
-            log.warning("the native ops did not compile, the slower plain-torch ops serve: %s", run.stderr[-2000:])
+            log.warning("the native ops did not compile; using the slower plain-torch ops: %s", run.stderr[-2000:])
             return False
         digest = hashlib.sha256(built.read_bytes()).digest()
         with built.open("ab") as file:
@@ -91,7 +91,7 @@ def _is_whole(path: Path) -> bool:
         return False
     if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]:
         return True
-    log.warning("the native ops' library is damaged and is built once more: %s", path)
+    log.warning("the native ops' library is damaged; rebuilding it: %s", path)
     return False
 
 

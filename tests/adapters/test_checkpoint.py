@@ -110,7 +110,7 @@ def changed(name: str, **fields) -> dict:
         (pack(b"\xff\xfe", b""), "adapter_model.safetensors", "not valid JSON"),
         (pack(b"[" * 200_000, b""), "adapter_model.safetensors", "not valid JSON"),
         (pack([], b""), "adapter_model.safetensors", "not an object"),
-        (pack({}, b""), "adapter_model.safetensors", "no tensors"),
+        (pack({}, b""), "adapter_model.safetensors", "no LoRA tensors"),
         (pack(b'{"a": {}, "a": {}}', b""), "adapter_model.safetensors", "twice"),
         (pack({FIRST: 3}, b""), FIRST, "expected an object"),
         (pack(HEADER, DATA[:-1]), "adapter_model.safetensors", "cut off"),
@@ -125,7 +125,7 @@ def changed(name: str, **fields) -> dict:
         (pack(changed(FIRST, data_offsets=[-256, 0]), DATA), FIRST, "do not fit"),
         (pack(changed(FIRST, data_offsets=None), DATA), FIRST, "do not fit"),
         (pack(changed(SECOND, data_offsets=HEADER[FIRST]["data_offsets"]), DATA), SECOND, "overlaps"),
-        (pack(changed(SECOND, data_offsets=[4096, 4352]), DATA), list(HEADER)[2], "leaves a hole"),
+        (pack(changed(SECOND, data_offsets=[4096, 4352]), DATA), list(HEADER)[2], "leaves a gap"),
     ],
 )
 def test_broken_weights_are_refused(tmp_path, raw, field, message):

@@ -46,7 +46,7 @@ def test_adapters_and_keys_share_what_the_weights_leave(
     ],
 )
 def test_more_than_there_is_names_the_setting_to_lower(free: int, options: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match="lower one or take a smaller model") as found:
+    with pytest.raises(ConfigError, match="lower one of them, or use a smaller model") as found:
         split_memory(EngineConfig(model="x", **options), free)
     assert found.value.field == field
 

@@ -346,7 +346,7 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template, tool_template = named.get("default"), named.get("tool_use")
     if not isinstance(template, str | None) or not isinstance(tool_template, str | None):
-        raise _damaged(folder / "tokenizer_config.json", "chat_template", "a template or some by name", template)
+        raise _damaged(folder / "tokenizer_config.json", "chat_template", "a template or named templates", template)
     return template, tool_template
 
 

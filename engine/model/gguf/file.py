@@ -109,7 +109,7 @@ class _Reader:
         tensors = {}
         for name, shape, kind, offset, size in infos:
             if name in tensors:
-                raise ValueError(f"tensor {name} is there twice")
+                raise ValueError(f"tensor {name} appears twice")
             tensors[name] = Entry(shape, kind, begin + offset, size)
         check_ends(self._path, len(self._data), tensors)
         return metadata, tensors
@@ -155,7 +155,7 @@ class _Reader:
     def _take(self, size: int) -> bytes:
         end = self._at + size
         if end > len(self._data):
-            raise ValueError(f"a value of its header, at byte {self._at}, ends behind the end of the file")
+            raise ValueError(f"a value of its header, at byte {self._at}, ends beyond the end of the file")
         data = self._data[self._at : end]
         self._at = end
         return data

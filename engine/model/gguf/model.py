@@ -56,7 +56,7 @@ def _config(gguf: GgufFile, path: Path) -> dict[str, Any]:
     kind = gguf.get("general.architecture", str)
     if kind not in ARCHITECTURES:
         raise ConfigError(
-            "model", f"{path}: architecture {kind!r} is not served; these are: {', '.join(ARCHITECTURES)}"
+            "model", f"{path}: architecture {kind!r} is not served; expected one of {', '.join(ARCHITECTURES)}"
         )
     if (parts := gguf.get("split.count", int) or 1) > 1:
         raise ConfigError("model", f"{path} is one of {parts} parts: join them with llama-gguf-split")
@@ -143,7 +143,7 @@ def _rope(gguf: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
             if (factor := number("scaling.attn_factor")) is not None:
                 rope["attention_factor"] = factor
     elif kind != "none":
-        raise ConfigError("model", f"rope.scaling.type {kind!r} is not served; these are: none, linear, yarn")
+        raise ConfigError("model", f"rope.scaling.type {kind!r} is not served; expected one of none, linear, yarn")
     return rope
 
 
@@ -161,7 +161,7 @@ class GgufWeights:
     def read(self, name: str, out: Tensor) -> None:
         heads = self._permuted_heads.get(name.split(".")[-2])
         if heads is not None and (heads < 1 or out.shape[0] % (2 * heads)):
-            raise ConfigError("model", f"tensor {name} has {out.shape[0]} rows, no pairs of which are {heads} heads'")
+            raise ConfigError("model", f"tensor {name} has {out.shape[0]} rows, which cannot be {heads} heads of pairs")
         order = None if heads is None else _rotary_order(out.shape[0], heads)
         _copy(self._gguf, self._names[name], self.entries[name], out, order)
 
@@ -175,7 +175,7 @@ def _hf_name(name: str, path: Path) -> str:
         return f"{_TOP[match['module']]}.{match['kind']}"
     if match is not None and match["layer"] is not None and match["module"] in _IN_LAYER:
         return f"model.layers.{match['layer']}.{_IN_LAYER[match['module']]}.{match['kind']}"
-    raise ConfigError("model", f"{path}: tensor {name} is not one of a decoder that we serve")
+    raise ConfigError("model", f"{path}: tensor {name} belongs to no decoder that is served")
 
 
 def _rotary_order(rows: int, heads: int) -> Tensor:
@@ -188,7 +188,7 @@ def _rotary_order(rows: int, heads: int) -> Tensor:
 
 def _copy(gguf: GgufFile, name: str, entry: Entry, out: Tensor, order: Tensor | None) -> None:
     if len(entry.shape) == 1 and entry.dtype not in _PLAIN:
-        raise ConfigError("model", f"tensor {name} is a vector quantised as {entry.dtype}, which can't be read")
+        raise ConfigError("model", f"tensor {name} is a vector quantised as {entry.dtype}, which is not supported")
     out = out.view(entry.shape[0], -1)
     for first, last, data in gguf.file.rows(entry):
         values = data.view(_PLAIN[entry.dtype]) if entry.dtype in _PLAIN else _dequantized(name, entry.dtype, data)
@@ -205,5 +205,5 @@ def _dequantized(name: str, kind: str, data: Tensor) -> Tensor:
     try:
         values = dequantize(data.numpy(), GGMLQuantizationType[kind])
     except NotImplementedError:
-        raise ConfigError("model", f"tensor {name} is quantised as {kind}, which can't be read") from None
+        raise ConfigError("model", f"tensor {name} is quantised as {kind}, which is not supported") from None
     return torch.from_numpy(np.ascontiguousarray(values, np.float32))

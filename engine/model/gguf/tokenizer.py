@@ -15,7 +15,7 @@ from engine.model.gguf.file import GgufFile, end_ids
 from wire.text.tokenizer import Tokenizer, TokenizerError
 
 _CONTROL, _USER_DEFINED = 3, 4
-_HINT = "give a folder with a tokenizer.json by --tokenizer"
+_HINT = "pass a folder with a tokenizer.json as --tokenizer"
 
 # Split patterns of the families' own tokenizer.json, by their name in the metadata (tokenizer.ggml.pre).
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -50,7 +50,7 @@ def read_parts(path: Path) -> Parts:
     gguf.file.close()
     tokens, kind = gguf.get_list("tokenizer.ggml.tokens", str), gguf.get("tokenizer.ggml.model", str)
     if not tokens:
-        raise TokenizerError(f"{path} holds no vocabulary; {_HINT}")
+        raise TokenizerError(f"{path} has no vocabulary; {_HINT}")
     if kind == "gpt2":
         backend = _byte_level(gguf, tokens, path)
     elif kind == "llama":
@@ -69,7 +69,7 @@ def read_parts(path: Path) -> Parts:
     if adds_bos is None:
         adds_bos = kind == "llama" or gguf.get("tokenizer.ggml.pre", str) == "llama-bpe"
     if gguf.get("tokenizer.ggml.add_eos_token", bool):
-        raise TokenizerError(f"{path}: a vocabulary that ends each text with a token is not served; {_HINT}")
+        raise TokenizerError(f"{path}: a vocabulary that adds an end token to each text is not served; {_HINT}")
     if adds_bos and "bos_token" in special:
         bos = special["bos_token"]
         backend.post_processor = processors.TemplateProcessing(
@@ -87,7 +87,7 @@ def _byte_level(gguf: GgufFile, tokens: list[str], path: Path) -> tokenizers.Tok
     pre = gguf.get("tokenizer.ggml.pre", str)
     if pre not in _PRE_TOKENIZERS:
         raise TokenizerError(
-            f"{path}: tokenizer.ggml.pre {pre!r} is not known; these are: {', '.join(_PRE_TOKENIZERS)}; {_HINT}"
+            f"{path}: tokenizer.ggml.pre {pre!r} is unknown; expected one of {', '.join(_PRE_TOKENIZERS)}; {_HINT}"
         )
     merges: list[tuple[str, str]] = []
     for merge in gguf.get_list("tokenizer.ggml.merges", str):
@@ -120,7 +120,7 @@ def _byte_level(gguf: GgufFile, tokens: list[str], path: Path) -> tokenizers.Tok
 def _sentence_piece(gguf: GgufFile, tokens: list[str], path: Path) -> tokenizers.Tokenizer:
     scores, types = gguf.get_list("tokenizer.ggml.scores", float), gguf.get_list("tokenizer.ggml.token_type", int)
     if not len(scores) == len(types) == len(tokens):
-        raise TokenizerError(f"{path}: expected a score and a type of each of {len(tokens)} tokens; {_HINT}")
+        raise TokenizerError(f"{path}: expected a score and a type for each of {len(tokens)} tokens; {_HINT}")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = []
     for i, token in enumerate(tokens):

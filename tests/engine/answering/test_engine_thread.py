@@ -24,7 +24,7 @@ async def test_a_tenant_leaves_others_half_of_the_queue(session, model):
 
         status, answer = await ask("greedy", prompt=["go on"] * 5)
         assert status == 400
-        assert "prompt and n ask for more than 4 sequences" in answer["error"]["message"]
+        assert "prompt and n: expected at most 4 sequences" in answer["error"]["message"]
         asking = asyncio.create_task(ask("greedy", prompt=["go on"] * 2, n=2))
         await client.wait_for(lambda state: state["running"] == 2, headers=of(""))
         status, answer = await ask("greedy")

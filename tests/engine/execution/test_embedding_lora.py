@@ -256,7 +256,7 @@ def test_copies_of_the_base_s_embedding_must_be_the_base_s(twin: Twin, make_engi
     with pytest.raises(AdapterError, match="differs from the base model's embed_tokens"):
         host.fetch(trained).result()
     larger = changed(twin.adapters["embedding"], tmp_path / "larger", **{name: torch.zeros(170, 64)})
-    with pytest.raises(AdapterError, match="resized is not served"):
+    with pytest.raises(AdapterError, match="another size is not served"):
         host.add_path(larger)
     without = HostCache(None, BaseShape.from_config_dir(twin.folder), 1 << 20, torch.float32)
     with pytest.raises(AdapterError, match="can't be checked here"):

@@ -111,8 +111,12 @@ async def whole_answer(gateway: Gateway, head: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("head", "status", "words"),
     [
-        (b"GET http://xn--a/ HTTP/1.1\r\nHost: x\r\n\r\n", 400, b"no host name"),
-        (b"POST http://xn--a/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", 400, b"no host name"),
+        (b"GET http://xn--a/ HTTP/1.1\r\nHost: x\r\n\r\n", 400, b"not a valid host"),
+        (
+            b"POST http://xn--a/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{",
+            400,
+            b"not a valid host",
+        ),
         (b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: 1\r\n\r\n", 417, b"100-continue"),
         (b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: \xff\r\n\r\n", 417, b"100-continue"),
     ],
