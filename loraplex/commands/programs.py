@@ -101,7 +101,7 @@ def _server_config(flags: dict[str, Any], internal_token_file: Path | None) -> S
 def gateway(**flags: Any) -> None:
     """Serve tenants: keys, quotas, adapters and usage in front of engines. Never loads torch.
 
-    All settings can be given in the environment as LORAPLEX_...; secrets and the URLs that contain one only there:
+    Every setting has an environment variable, LORAPLEX_.... Secrets, and URLs that contain one, have no flag:
     LORAPLEX_DATABASE_URL, LORAPLEX_REDIS_URL, LORAPLEX_INTERNAL_TOKEN, LORAPLEX_KEY_PEPPER, LORAPLEX_ADMIN_KEY,
     LORAPLEX_ANNOUNCE_TOKEN.
     """

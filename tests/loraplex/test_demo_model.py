@@ -203,7 +203,7 @@ def test_folders_that_hold_no_model(tmp_path):
         ensure_model(str(tmp_path), tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"no \*\.safetensors and not one \*\.gguf"):
+    with pytest.raises(ModelError, match=r"neither \*\.safetensors nor exactly one \*\.gguf"):
         ensure_model(str(tmp_path), tmp_path)
     with pytest.raises(ModelError, match=r"is a file; expected a \.gguf, or a model folder"):
         ensure_model(str(tmp_path / "config.json"), tmp_path)
