@@ -28,7 +28,7 @@ def test_the_context_that_yarn_extends_is_the_extended_one(scaling: dict[str, An
 
 
 def test_another_architecture_is_refused_with_those_that_are_served() -> None:
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel expected one of Gemma2.*LlamaForCausalLM, M"):
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel is not served; expected one of Gemma2.*LlamaForC"):
         parse_model_config(QWEN | {"architectures": ["GPT2LMHeadModel"]})
 
 
