@@ -170,8 +170,7 @@ class Completions:
                         account.observe_event(event)
                         if "error" in event:
                             await self._accounting.close_and_wait(account, Ending.BROKEN)
-                            traits = answering.engine.address.traits
-                            failed = public_error(event, traits.request_errors)
+                            failed = public_error(event, answering.engine.address.traits)
                             request[ERROR_CODE] = _code(failed)
                             await _send(delivery, response, msgspec.json.encode(failed))
                             return response

@@ -1,7 +1,7 @@
 """Readers of engines' answers: within a size limit and one level deep, so that a large answer creates no objects."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -10,6 +10,7 @@ from msgspec import Raw
 from multidict import CIMultiDict
 
 from gateway.errors import BadRequest, UpstreamFailed
+from gateway.fleet.engine import Traits
 from wire.responses import AnswerHead, ReportLine
 
 # Error responses of our engine are shorter; the rest of a longer one is not read.
@@ -59,23 +60,28 @@ FAILURES = {
     "generation_failed": "The engine could not generate an answer to this request.",
 }
 FAILED = "The engine failed; send the request again."
+REFUSED = "The engine refused the request."
 
 
-def public_error(event: Fields, request_errors: Container[Any]) -> Fields:
-    """Return a stream's error for the client: whole if its request is the cause, else the code with fixed words.
+def public_error(event: Fields, traits: Traits) -> Fields:
+    """Return a stream's error for the client.
 
-    request_errors: types of the errors that the request itself causes, from the engine's `Traits`.
+    An error that its request caused is returned whole, or with a fixed message if the kind's messages are not for
+    clients. Any other error keeps its code and gets a fixed message.
     """
     try:
         detail = msgspec.json.decode(event["error"], type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
         detail = {}
-    if detail.get("type") in request_errors:
-        return {"error": event["error"]}
+    if detail.get("type") in traits.request_errors:
+        return {"error": event["error"]} if traits.shows_messages else _error(REFUSED, "invalid_request_error", None)
     code = detail.get("code")
     code = code if isinstance(code, str) and code in FAILURES else "engine_error"
-    failure = {"message": FAILURES.get(code, FAILED), "type": "server_error", "param": None, "code": code}
-    return {"error": msgspec.Raw(msgspec.json.encode(failure))}
+    return _error(FAILURES.get(code, FAILED), "server_error", code)
+
+
+def _error(message: str, kind: str, code: str | None) -> Fields:
+    return {"error": Raw(msgspec.json.encode({"message": message, "type": kind, "param": None, "code": code}))}
 
 
 async def read_report(response: ClientResponse, on_progress: Callable[[int], None]) -> Reported:

@@ -44,7 +44,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     fairly themselves. has_usage_log: whether it reports the counts of ended requests (`GET /finished`), by which a
     broken answer is billed; without it, the received counts are billed. has_own_secret: whether it is a foreign server,
     with options and a key of its own instead of the internal token. own_fields: request fields that only this kind
-    serves. request_errors: types of the errors in a stream that the request itself causes.
+    serves. request_errors: types of the errors in a stream that the request itself causes. shows_messages: whether its
+    messages for such errors may be shown to the client; False for a server whose messages may name others' adapters.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     has_own_secret: bool = True
     own_fields: type[OwnFields] | None = None
     request_errors: frozenset[str] = OPENAI_REQUEST_ERRORS
+    shows_messages: bool = True
 
 
 # Our own engine. Besides its batch it gets as many requests again, to fill places as they become free. Further requests

@@ -43,6 +43,10 @@ class Probe:
                 return
             # The state waits for a step to end; until it is read again, the last known state stays in use.
             log.debug("engine %s: its state could not be read: %s", engine.url, type(error).__name__)
+            if engine.address.traits.has_own_secret and not engine.is_up:
+                # Nothing shows yet that its release and settings keep tenants apart.
+                engine.mark_down(f"its state could not be read: {_unread_reason(error)}")
+                return
         self._judge(engine)
 
     async def _is_alive(self, engine: EngineRecord, kind: EngineKind) -> bool:
@@ -98,6 +102,15 @@ class Probe:
             engine.mark_misconfigured(
                 f"engine serves {serves}, not {wanted}; start it with --served-model-name {wanted}"
             )
+
+
+def _unread_reason(error: BaseException) -> str:
+    """Return the reason why a state could not be read, without the server's address or answer."""
+    if isinstance(error, ClientResponseError):
+        return f"{error.request_info.url.path} answered {error.status}, expected 200"
+    if isinstance(error, msgspec.MsgspecError):
+        return "an answer has not the expected form"
+    return network_reason(error)
 
 
 def _status(body: bytes) -> str:

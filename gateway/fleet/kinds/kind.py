@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-from aiohttp import ClientPayloadError, ClientResponse, ClientSession, ClientTimeout
+from aiohttp import ClientResponse, ClientResponseError, ClientSession, ClientTimeout
 
 from adapters.store import AdapterStore
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
-from gateway.fleet.answers import Incoming
+from gateway.fleet.answers import REFUSED, Incoming
 from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.engine import EngineRecord, EngineState, Traits
 from gateway.fleet.kinds.recent_uses import RecentUses
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 PROBE_TIMEOUT = ClientTimeout(total=3.0)
 CONNECT_SECONDS = 5.0
 WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-REFUSED = "The engine refused the request."
 OVERLOADED = "The engine is overloaded; try again shortly."
 
 
@@ -87,10 +86,13 @@ class EngineKind(ABC):
     def error(self, answer: Incoming, detail: "ErrorDetail", model: "Model") -> GatewayError:
         """Return the error for the client.
 
-        An error of the client's own request keeps the client's names. An engine's failure has a fixed message, because
-        the engine's may quote another request.
+        An error of the client's own request keeps the engine's message, with the client's names, unless the kind's
+        messages are not for clients. An engine's failure has a fixed message, because the engine's may quote another
+        request.
         """
         if answer.status in (400, 413, 422):
+            if not self.traits.shows_messages:
+                return BadRequest(REFUSED)
             message = with_clients_names(detail.message, model)
             return BadRequest(message or REFUSED, param=detail.param, code=detail.code)
         if answer.status in (429, 503):
@@ -103,18 +105,17 @@ class EngineKind(ABC):
         async with self._session.get(
             engine.url + path, headers=self.headers(engine), timeout=PROBE_TIMEOUT, allow_redirects=False
         ) as response:
-            response.raise_for_status()
             if response.status != 200:
                 # Redirects are refused too: a server's secret is never sent to another server.
-                raise ClientPayloadError(f"{path} answered {response.status}, expected 200")
+                raise ClientResponseError(response.request_info, response.history, status=response.status)
             return await response.read()
 
     async def post(
-        self, engine: EngineRecord, call: Call, body: dict[str, Any], model: str, headers: dict[str, str]
+        self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]
     ) -> ClientResponse:
-        """Post a request's body under the engine's name of its model. Raises ClientError, OSError, TimeoutError."""
+        """Post a request's body. Raises ClientError, OSError, TimeoutError."""
         headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
-        data = msgspec.json.encode({**body, "model": model})
+        data = msgspec.json.encode(body)
         # The first byte of a whole answer arrives with its last, so no read time-out applies: the request's time limit
         # and the engine's health (`Registry`) bound the wait.
         timeout = self._session.timeout if call.is_stream else WHOLE_TIMEOUT

@@ -9,13 +9,12 @@ import msgspec
 from aiohttp import ClientError, ClientResponse, ClientTimeout
 
 from gateway.errors import BadRequest, EngineShareUsed, GatewayError, Unavailable
-from gateway.fleet.answers import FAILURES, Incoming
+from gateway.fleet.answers import FAILURES, REFUSED, Incoming
 from gateway.fleet.call import Call, EngineRefused, EngineWithdrew
 from gateway.fleet.engine import LORAPLEX, EngineRecord, EngineState, parse_state
 from gateway.fleet.kinds.kind import (
     CONNECT_SECONDS,
     PROBE_TIMEOUT,
-    REFUSED,
     EngineKind,
     ErrorDetail,
     Services,
@@ -84,7 +83,7 @@ class Loraplex(EngineKind):
                 headers[ALLOWANCE_HEADER] = str(call.hold.allowance)
         digest = call.model.digest
         model = digest_name(digest) if digest else call.model.name
-        return await self.post(engine, call, call.body, model, headers)
+        return await self.post(engine, call, {**call.body, "model": model}, headers)
 
     def refusal(self, answer: Incoming, body: bytes, model: "Model") -> EngineRefused:
         detail = read_detail(body)

@@ -77,7 +77,7 @@ class RecentUses:
         news = {digest: now - at for digest, at in own.items() if at > reported.get(digest, 0.0)}
         if self._script is None:
             return {}
-        key = f"loraplex:vllm:{hashlib.sha256(engine_url.encode()).hexdigest()[:16]}"
+        key = f"loraplex:adapter-uses:{hashlib.sha256(engine_url.encode()).hexdigest()[:16]}"
         try:
             async with asyncio.timeout(self._timeout):
                 found = await self._script(

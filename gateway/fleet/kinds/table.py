@@ -2,9 +2,10 @@
 
 from gateway.fleet.kinds.kind import EngineKind, Services
 from gateway.fleet.kinds.loraplex import Loraplex
+from gateway.fleet.kinds.sglang import Sglang
 from gateway.fleet.kinds.vllm import Vllm
 
-KINDS: tuple[type[EngineKind], ...] = (Loraplex, Vllm)
+KINDS: tuple[type[EngineKind], ...] = (Loraplex, Vllm, Sglang)
 
 Kinds = dict[str, EngineKind]
 """The kinds of a process by name."""

@@ -10,9 +10,7 @@ the fix, 0.26.0 has it). The gateway loads adapters beside running requests, so 
 another's adapter.
 """
 
-import asyncio
 import re
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -22,19 +20,16 @@ from msgspec import Meta, Struct
 from gateway.fleet.call import Call
 from gateway.fleet.engine import OPENAI_REQUEST_ERRORS, EngineRecord, EngineState, OwnFields, Traits
 from gateway.fleet.kinds.fields import allowed, cache_salt, is_one_sequence, request_type
-from gateway.fleet.kinds.kind import EngineKind, Misconfigured, Services
-from gateway.fleet.kinds.runtime_adapters import AdapterApi, RuntimeAdapters
+from gateway.fleet.kinds.foreign import ForeignKind, describe_version, is_release, read_models
+from gateway.fleet.kinds.kind import Misconfigured
+from gateway.fleet.kinds.runtime_adapters import AdapterApi
 from wire.digests import digest_name
 
 SAFE = (0, 26, 0)
-# `0.26.0`, `0.26.0+cpu`, `0.26.1rc2.dev5+g0123abc`; a pre-release may lack changes of its release.
-_VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(a|b|rc|dev)\d*)?(?:\D.*)?")
 # Metrics of running and waiting requests.
 REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 # vLLM's former names for the members of `structured_outputs`; current releases ignore them.
 OLD_FORMS = "guided_"
-# A body with more prompt tokens is rebuilt on a thread.
-INLINE_TOKENS = 4096
 
 
 class VllmFields(OwnFields):
@@ -44,15 +39,7 @@ class VllmFields(OwnFields):
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
 
 
-API = AdapterApi(
-    load="/v1/load_lora_adapter",
-    unload="/v1/unload_lora_adapter",
-    is_loaded=lambda status, body, _: status == 200 or (status == 400 and b"already been loaded" in body),
-    is_unloaded=lambda status, *_: status in (200, 404),
-)
-
-
-class Vllm(EngineKind):
+class Vllm(ForeignKind):
     traits = Traits(
         name="vllm",
         prefix="vllm+",
@@ -60,48 +47,41 @@ class Vllm(EngineKind):
         own_fields=VllmFields,
         request_errors=OPENAI_REQUEST_ERRORS | {"BadRequestError"},
     )
-
-    def __init__(self, services: Services) -> None:
-        super().__init__(services)
-        self.adapters = RuntimeAdapters(services, API)
+    adapter_api = AdapterApi(
+        load="/v1/load_lora_adapter",
+        unload="/v1/unload_lora_adapter",
+        is_loaded=lambda status, body, _: status == 200 or (status == 400 and b"already been loaded" in body),
+        is_unloaded=lambda status, *_: status in (200, 404),
+    )
 
     async def read_state(self, engine: EngineRecord) -> EngineState:
         if not engine.address.any_version:
             check_version(await self.get(engine, "/version"))
         metrics = await self.get(engine, "/metrics")
         # The list is read last, so that it includes an adapter that was just loaded.
-        models = msgspec.json.decode(await self.get(engine, "/v1/models"), type=_Models).data
-        bases = [model.id for model in models if model.parent is None]
-        base_model = self._services.base_model
+        models = read_models(await self.get(engine, "/v1/models"))
         counts = {"running": 0, "waiting": 0}
         for name, count in REQUESTS.findall(metrics):
             counts[name.decode()] += int(float(count))
         state = {
-            "model": base_model if base_model in bases else ", ".join(bases),
-            "adapters_resident": [model.id for model in models if model.parent is not None],
+            "model": models.base_name(self._services.base_model),
+            "adapters_resident": models.adapters,
             "max_num_seqs": engine.address.requests,
             **counts,
         }
         return EngineState(**state, reported=state)  # type: ignore[arg-type]
 
-    async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
+    def request_body(self, engine: EngineRecord, call: Call) -> dict[str, Any]:
         digest = call.model.digest
-        build = partial(request_body, call.body, call.path, call.tenant.id, digest)
-        # The work grows with the messages, so long conversations are processed on a thread.
-        body = await asyncio.to_thread(build) if call.prompt_tokens > INLINE_TOKENS else build()
-        if digest is None:
-            return await self.post(engine, call, body, call.model.name, self.headers(engine))
-        await self.adapters.ensure(engine, digest)
-        response = await self.post(engine, call, body, digest_name(digest), self.headers(engine))
-        if response.status == 404:
-            response.release()
-            await self.adapters.ensure(engine, digest, again=True)
-            response = await self.post(engine, call, body, digest_name(digest), self.headers(engine))
-        return response
+        body = request_body(call.body, call.path, call.tenant.id, digest)
+        return {**body, "model": digest_name(digest) if digest else call.model.name}
+
+    async def lacks_adapter(self, response: ClientResponse, call: Call) -> bool:
+        return response.status == 404
 
 
 def request_body(body: dict[str, Any], path: str, tenant_id: str, digest: str | None) -> dict[str, Any]:
-    """Return the body for a vLLM server, made from a checked body; the caller sets its `model`.
+    """Return the body for a vLLM server, made from a checked body, without its `model`.
 
     Raises the protocol's BadRequest.
     """
@@ -116,15 +96,6 @@ def request_body(body: dict[str, Any], path: str, tenant_id: str, digest: str | 
     return sent
 
 
-class _Model(Struct):
-    id: str
-    parent: str | None = None
-
-
-class _Models(Struct):
-    data: list[_Model]
-
-
 class _Version(Struct):
     version: str
 
@@ -132,16 +103,12 @@ class _Version(Struct):
 def check_version(answer: bytes) -> None:
     """Raise Misconfigured unless the body of `/version` names a release that never mixes up adapters."""
     try:
-        version = msgspec.json.decode(answer, type=_Version).version[:40]
+        version = msgspec.json.decode(answer, type=_Version).version
     except msgspec.MsgspecError:
         version = ""
-    match = _VERSION.fullmatch(version)
-    numbers = tuple(int(part or 0) for part in match.groups()[:3]) if match else (0, 0, 0)
-    is_early = match is not None and match[4] is not None and numbers == SAFE
-    if numbers < SAFE or is_early:
-        said = f"is of version {version!r}" if version else "does not say its version"
-        wanted = ".".join(map(str, SAFE))
+    if not is_release(version, SAFE):
         raise Misconfigured(
-            f"this vLLM server {said}; before {wanted} an adapter loaded at runtime may be served to another request "
-            "(vllm-project/vllm#47724): upgrade it, or accept that with ?any_version=true in LORAPLEX_ENGINES"
+            f"this vLLM server {describe_version(version)}; before {'.'.join(map(str, SAFE))} an adapter loaded at "
+            "runtime may be served to another request (vllm-project/vllm#47724): upgrade it, or accept that with "
+            "?any_version=true in LORAPLEX_ENGINES"
         )

@@ -16,7 +16,7 @@ from gateway.billing.engine_counts import FinishedClient
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.kinds.kind import Misconfigured
-from gateway.fleet.kinds.vllm import API, Vllm, check_version
+from gateway.fleet.kinds.vllm import Vllm, check_version
 from gateway.fleet.probe import Probe
 from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL, Gateway, running, settings, until
@@ -168,7 +168,7 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
         assert await FinishedClient(session, TOKEN).ask(elsewhere.url, ["req_1"]) is None
         vllm = kinds["vllm"]
         assert isinstance(vllm, Vllm)
-        assert (await vllm.adapters._post(engine, API.load, {}))[0] == 307
+        assert (await vllm.adapters._post(engine, Vllm.adapter_api.load, {}))[0] == 307
         assert await _send(session, "POST", elsewhere.url, "http://engine") == "status 307, expected 204"
         assert elsewhere.seen == []
 

@@ -174,7 +174,7 @@ def test_what_has_no_declared_members_is_not_walked_through():
 
 
 async def test_a_long_conversation_is_sent_whole(vllm_gateway: tuple[Gateway, VllmDouble], monkeypatch):
-    monkeypatch.setattr("gateway.fleet.kinds.vllm.INLINE_TOKENS", 1)
+    monkeypatch.setattr("gateway.fleet.kinds.foreign.INLINE_TOKENS", 1)
     gateway, vllm = vllm_gateway
     acme = await gateway.tenant("long")
     messages = [{"role": "user", "content": str(number)} for number in range(20)]

@@ -1,0 +1,99 @@
+"""Common part of the kinds for foreign servers, such as vLLM: requests, adapters, releases, the list of models."""
+
+import asyncio
+import re
+from abc import abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+from aiohttp import ClientResponse
+from msgspec import Struct
+
+from gateway.fleet.call import Call
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.kinds.kind import EngineKind, Services
+from gateway.fleet.kinds.runtime_adapters import AdapterApi, RuntimeAdapters
+
+# A body with more prompt tokens is built on a thread, because the work grows with the messages.
+INLINE_TOKENS = 4096
+# `0.26.0`, `0.26.0+cpu`, `0.26.1rc2.dev5+g0123abc`, `0.5.10.post1`; a pre-release may lack changes of its release.
+_VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(a|b|rc|dev)\d*)?(?:\D.*)?")
+
+
+class ForeignKind(EngineKind):
+    """Base of the kinds for foreign servers. adapter_api: the server's routes for adapters."""
+
+    adapter_api: ClassVar[AdapterApi]
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        self.adapters = RuntimeAdapters(services, self.adapter_api)
+
+    @abstractmethod
+    def request_body(self, engine: EngineRecord, call: Call) -> dict[str, Any]:
+        """Return the body for the server, with the server's names. Raises the protocol's BadRequest."""
+
+    @abstractmethod
+    async def lacks_adapter(self, response: ClientResponse, call: Call) -> bool:
+        """Return whether the server refused the request because the adapter is not loaded.
+
+        Raises EngineRefused if the response had to be read and has another reason.
+        """
+
+    async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
+        is_long = call.prompt_tokens > INLINE_TOKENS
+        body = await asyncio.to_thread(self.request_body, engine, call) if is_long else self.request_body(engine, call)
+        digest, headers = call.model.digest, self.headers(engine)
+        if digest is None:
+            return await self.post(engine, call, body, headers)
+        await self.adapters.ensure(engine, digest)
+        response = await self.post(engine, call, body, headers)
+        if await self.lacks_adapter(response, call):
+            response.release()
+            await self.adapters.ensure(engine, digest, again=True)
+            response = await self.post(engine, call, body, headers)
+        return response
+
+
+class Models(NamedTuple):
+    """Names in a server's `/v1/models`. bases: of its base model. adapters: of the loaded adapters."""
+
+    bases: list[str]
+    adapters: list[str]
+
+    def base_name(self, wanted: str) -> str:
+        """Return the base model's name: `wanted` if it is one of its names."""
+        return wanted if wanted in self.bases else ", ".join(self.bases)
+
+
+def read_models(answer: bytes) -> Models:
+    """Decode the body of `/v1/models`. Raises MsgspecError."""
+    models = msgspec.json.decode(answer, type=_Models).data
+    return Models(
+        [model.id for model in models if model.parent is None],
+        [model.id for model in models if model.parent is not None],
+    )
+
+
+def is_release(version: str, least: tuple[int, int, int]) -> bool:
+    """Return whether a version is the release `least` or a later one."""
+    match = _VERSION.fullmatch(version)
+    if match is None:
+        return False
+    numbers = tuple(int(part or 0) for part in match.groups()[:3])
+    is_early = match[4] is not None and numbers == least
+    return numbers >= least and not is_early
+
+
+def describe_version(version: str) -> str:
+    """Return what a server says about its version, for messages."""
+    return f"is of version {version[:40]!r}" if version else "does not say its version"
+
+
+class _Model(Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(Struct):
+    data: list[_Model]
