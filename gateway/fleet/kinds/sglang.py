@@ -186,7 +186,7 @@ def request_body(
     if sent.get("top_k") == 0:
         sent["top_k"] = -1
     if sent.get("stream"):
-        # For several sequences SGLang counts each alone, and the gateway would take one count for the total.
+        # SGLang counts each of several sequences alone, and the gateway would take one count for the total.
         sent["stream_options"] = {**sent["stream_options"], "continuous_usage_stats": is_one_sequence(sent)}
     sent["cache_salt"] = cache_salt(tenant_id, digest, given.get("cache_salt"))
     sent["model"] = ANY_MODEL
