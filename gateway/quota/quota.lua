@@ -81,12 +81,70 @@ local FIRST_CHECK, MAX_CHECK, OFTEN = 250000, 30000000, 3600000000
 local SERVER_MS, COUNT_MS = 5000, 15000
 -- Maximum number of leases that one call ends, and of fields that it checks for paid-off states.
 local SWEEP, SAMPLE = 100, 10
+-- Maximum number of arguments of one HSET or HDEL, far below Lua's limit. It is even.
+local MAX_ARGUMENTS = 2000
 
 local floor, ceil, max, min = math.floor, math.ceil, math.max, math.min
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local now_ms = floor(now / 1000)
+
+-- Cached fields of STATE, and the names of those that `flush` writes. All writes of a call are sent together, because a
+-- call from Lua costs more than its work.
+local cached, changed = {}, {}
+
+-- Return a field of STATE, false if there is none.
+local function read(field)
+  local value = cached[field]
+  if value == nil then
+    value = redis.call('HGET', STATE, field)
+    cached[field] = value
+  end
+  return value
+end
+
+-- Return several fields of STATE, read with one call.
+local function read_all(names)
+  local values = #names > 0 and redis.call('HMGET', STATE, unpack(names)) or {}
+  for i = 1, #names do
+    if changed[names[i]] then
+      values[i] = cached[names[i]]
+    else
+      cached[names[i]] = values[i]
+    end
+  end
+  return values
+end
+
+-- Set a field of STATE; false removes it.
+local function write(field, value)
+  cached[field], changed[field] = value, true
+end
+
+local function send(command, arguments)
+  for first = 1, #arguments, MAX_ARGUMENTS do
+    redis.call(command, STATE, unpack(arguments, first, math.min(first + MAX_ARGUMENTS - 1, #arguments)))
+  end
+end
+
+-- Send the writes to STATE.
+local function flush()
+  local values, removed = {}, {}
+  for field in pairs(changed) do
+    if cached[field] then
+      values[#values + 1], values[#values + 2] = field, cached[field]
+    else
+      removed[#removed + 1] = field
+    end
+  end
+  send('HSET', values)
+  send('HDEL', removed)
+  if #values > 0 then
+    redis.call('PEXPIRE', STATE, KEEP_MS)
+  end
+  cached, changed = {}, {}
+end
 
 -- Return the calendar month of a moment (seconds) as a number, its start (microseconds) and its end (ms). The algorithm
 -- is Hinnant's civil_from_days, in which years begin in March.
@@ -207,12 +265,12 @@ local function under_limit(field, kind, state, limit, has_held)
   local window, of_limit = WINDOW[kind], debt * (basis / limit)
   if basis < limit or basis > limit and of_limit <= window then
     state = packed_rate(kind, decays_from(state), of_limit, limit, state)
-    redis.call('HSET', STATE, field, state)
+    write(field, state)
   elseif is_ahead or not state then
     -- Either the state was written while the clock was far ahead, and its debt begins to decay now; or there is no
     -- state yet and requests that were admitted under another limit run, whose use counts under this one.
     state = packed_rate(kind, now, debt, basis, state)
-    redis.call('HSET', STATE, field, state)
+    write(field, state)
   end
   return state, of_limit, max(0, of_limit - window) * (1 - limit / basis)
 end
@@ -226,10 +284,11 @@ local function amount_of(kind, tokens, cost)
 end
 
 local function change(field, by)
-  local left = redis.call('HINCRBY', STATE, field, by)
-  if left <= 0 then
-    redis.call('HDEL', STATE, field)
+  if by == 0 then
+    return
   end
+  local left = (read(field) or 0) + by
+  write(field, left > 0 and string.format('%d', left))
 end
 
 -- Add `sign` times the slots of a record (requests, uploads and tokens at once) to the counts.
@@ -260,7 +319,7 @@ end
 -- Add `more` to the tokens that are held of a record's rates.
 local function change_held(record, more)
   for i = 1, #record.limits, 2 do
-    if more ~= 0 and TOKEN_RATE[kind_of(record.limits[i])] then
+    if TOKEN_RATE[kind_of(record.limits[i])] then
       change(record.limits[i] .. HOLD, more)
     end
   end
@@ -274,6 +333,7 @@ end
 -- Set the counts of running requests to the sums over their records. The two differ if this server has lost some of its
 -- keys, or if a gateway of the previous release, which does not count held tokens, has settled a request.
 local function recount()
+  flush()
   local sums = {}
   local leases = redis.call('ZRANGE', LEASES, 0, -1, 'WITHSCORES')
   for i = 1, #leases, 2 do
@@ -296,12 +356,11 @@ local function recount()
   for i = 1, #fields do
     local kind = kind_of(fields[i])
     if (GAUGE[kind] or kind == HOLD) and not sums[fields[i]] then
-      redis.call('HDEL', STATE, fields[i])
+      write(fields[i], false)
     end
   end
   for field, sum in pairs(sums) do
-    redis.call('HSET', STATE, field, string.format('%d', sum))
-    redis.call('PEXPIRE', STATE, KEEP_MS)
+    write(field, string.format('%d', sum))
   end
 end
 
@@ -332,7 +391,7 @@ end
 
 -- Drop the states of budgets and days if another server wrote them, because they may lack later usage.
 local function notice_another_server()
-  local seen = redis.call('HGET', STATE, SERVER) or ''
+  local seen = read(SERVER) or ''
   local run_id, at = string.match(seen, '^(%x+) (%d+)$')
   if at and math.abs(now_ms - at) < SERVER_MS then
     return
@@ -348,22 +407,20 @@ local function notice_another_server()
     for i = 1, #fields do
       local kind = kind_of(fields[i])
       if RECALLED[kind] or kind == PENDING then
-        redis.call('HDEL', STATE, fields[i])
+        write(fields[i], false)
       end
     end
   end
-  redis.call('HSET', STATE, SERVER, current .. ' ' .. string.format('%d', now_ms))
-  redis.call('PEXPIRE', STATE, KEEP_MS)
+  write(SERVER, current .. ' ' .. string.format('%d', now_ms))
 end
 
 -- Return the `since` of a limit without state, which admits nothing until its recall. Store the current moment if it
 -- has no `since` yet.
 local function pending_since(field, kind)
-  local since = tonumber(redis.call('HGET', STATE, field .. PENDING))
+  local since = tonumber(read(field .. PENDING))
   if not since or BUDGET[kind] and since < month_start then
     since = now
-    redis.call('HSET', STATE, field .. PENDING, string.format('%d', since))
-    redis.call('PEXPIRE', STATE, KEEP_MS)
+    write(field .. PENDING, string.format('%d', since))
   end
   return since
 end
@@ -395,7 +452,7 @@ local function read_limits()
   if recalled then
     notice_another_server()
   end
-  states = count > 0 and redis.call('HMGET', STATE, unpack(names)) or {}
+  states = read_all(names)
 end
 
 -- Return the moment of the request's row in the ledger, and {2, the limits to recall first}. The moment is never before
@@ -409,7 +466,7 @@ local function unrecalled()
         -- The recall was made while the clock was far ahead. Date its sums to now.
         local _, known = struct.unpack('dd', states[i], 17)
         states[i] = with_recall(states[i], now, known, now + FIRST_CHECK)
-        redis.call('HSET', STATE, fields[i], states[i])
+        write(fields[i], states[i])
         since = now
       end
       if since then
@@ -487,13 +544,17 @@ local function take(i, amount)
   room[i] = room[i] - amount
   if WINDOW[kind] then
     occupied[i] = occupied[i] + amount * (WINDOW[kind] / limits[i])
-    if not TOKEN_RATE[kind] then
+    if TOKEN_RATE[kind] then
+      change(fields[i] .. HOLD, amount)
+    else
       state = packed_rate(kind, decays_from(before), occupied[i], limits[i], before)
     end
   elseif BUDGET[kind] then
     -- A new month begins with nothing spent, without a recall.
     local of_month = struct.unpack('d', before) == month and before or struct.pack('ddddd', month, 0, now, 0, 0)
     state = packed_budget(month, used[i] + amount, of_month)
+  else
+    change(fields[i], amount)
   end
   if RECALLED[kind] then
     local since, known, check = struct.unpack('ddd', state, 17)
@@ -504,21 +565,18 @@ local function take(i, amount)
       state = with_recall(state, since, known, now + max(pause, FIRST_CHECK))
     end
   end
-  if state and not GAUGE[kind] and state ~= before then
-    redis.call('HSET', STATE, fields[i], state)
+  if state ~= before then
+    write(fields[i], state)
   end
   return due
 end
 
 -- Store a lease with its record.
 local function store_lease(id, lease_ms, record)
-  count_slots(record, 1)
-  change_held(record, record.held)
   redis.call('HSET', RECORDS, id, cmsgpack.pack(record))
   redis.call('ZADD', LEASES, now_ms + lease_ms, id)
-  for i = 1, 3 do
-    redis.call('PEXPIRE', KEYS[i], KEEP_MS)
-  end
+  redis.call('PEXPIRE', LEASES, KEEP_MS)
+  redis.call('PEXPIRE', RECORDS, KEEP_MS)
 end
 
 -- Return the reply of `acquire`. `due`: the recalls to be repeated.
@@ -586,7 +644,7 @@ local function acquire(ask)
 end
 
 local function recall(field, limit, since, counted, known)
-  local kind, state = kind_of(field), redis.call('HGET', STATE, field)
+  local kind, state = kind_of(field), read(field)
   local window = WINDOW[kind]
   if state then
     local first, second = struct.unpack('dd', state)
@@ -603,10 +661,10 @@ local function recall(field, limit, since, counted, known)
     state = with_recall(state, since, known, check)
   else
     this_month()
-    if redis.call('HGET', STATE, field .. PENDING) ~= string.format('%d', since) or BUDGET[kind] and since < month_start then
+    if read(field .. PENDING) ~= string.format('%d', since) or BUDGET[kind] and since < month_start then
       return 0
     end
-    redis.call('HDEL', STATE, field .. PENDING)
+    write(field .. PENDING, false)
     local check = since + FIRST_CHECK
     if window then
       -- More than the limit counts if it was lowered. With this basis all of it is paid off within a window.
@@ -616,9 +674,21 @@ local function recall(field, limit, since, counted, known)
       state = struct.pack('ddddd', month, counted, since, known, check)
     end
   end
-  redis.call('HSET', STATE, field, state)
-  redis.call('PEXPIRE', STATE, KEEP_MS)
+  write(field, state)
   return 1
+end
+
+-- Read the states of a record's limits, and the tokens that are held of its rates, with one call.
+local function read_states(record)
+  local names = {}
+  for i = 1, #record.limits, 2 do
+    local field = record.limits[i]
+    names[#names + 1] = field
+    if TOKEN_RATE[kind_of(field)] then
+      names[#names + 1] = field .. HOLD
+    end
+  end
+  read_all(names)
 end
 
 -- Return whether a request's usage reaches the state of a limit through the ledger: it was admitted before the state's
@@ -628,8 +698,8 @@ local function is_the_ledgers(record, kind, state)
 end
 
 -- Correct one limit to the real usage of a request.
-local function settle_limit(record, field, limit, tokens, cost, requests)
-  local kind, state = kind_of(field), redis.call('HGET', STATE, field)
+local function settle_limit(record, field, kind, limit, tokens, cost, requests)
+  local state = read(field)
   if is_the_ledgers(record, kind, state) then
     return
   end
@@ -641,13 +711,13 @@ local function settle_limit(record, field, limit, tokens, cost, requests)
     end
     local debt = max(0, debt_of(state) + more)
     if state or debt > 0 then
-      redis.call('HSET', STATE, field, packed_rate(kind, decays_from(state), debt, basis, state))
+      write(field, packed_rate(kind, decays_from(state), debt, basis, state))
     end
   elseif BUDGET[kind] then
     local of_month, spent = struct.unpack('dd', state)
     -- The cost of a request that was admitted last month belongs to last month.
     if of_month == record.month then
-      redis.call('HSET', STATE, field, packed_budget(of_month, max(0, spent + cost - record.cost), state))
+      write(field, packed_budget(of_month, max(0, spent + cost - record.cost), state))
     end
   end
 end
@@ -658,16 +728,22 @@ local function settle(id, tokens, cost, requests, event)
     return false
   end
   local lease = redis.call('ZSCORE', LEASES, id)
+  read_states(record)
   redis.call('HDEL', RECORDS, id, id .. PROGRESS)
   redis.call('ZREM', LEASES, id)
-  if lease and tonumber(lease) > 0 then
-    count_slots(record, -1)
-  end
-  change_held(record, -held_of(record))
+  local has_slots, held = lease and tonumber(lease) > 0, held_of(record)
   for i = 1, #record.limits, 2 do
-    settle_limit(record, record.limits[i], record.limits[i + 1], tokens, cost, requests)
+    local field = record.limits[i]
+    local kind = kind_of(field)
+    if not GAUGE[kind] then
+      settle_limit(record, field, kind, record.limits[i + 1], tokens, cost, requests)
+    elseif has_slots then
+      change(field, -amount_of(kind, record.tokens, 0))
+    end
+    if TOKEN_RATE[kind] then
+      change(field .. HOLD, -held)
+    end
   end
-  redis.call('PEXPIRE', STATE, KEEP_MS)
   return event == '' and id or redis.call('XADD', USAGE, '*', 'event', event)
 end
 
@@ -678,14 +754,14 @@ local function move(record, held, more, wanted)
   for i = 1, #record.limits, 2 do
     local field, kind = record.limits[i], kind_of(record.limits[i])
     if TOKEN_RATE[kind] then
-      local state = redis.call('HGET', STATE, field)
+      local state = read(field)
       local basis = basis_of(kind, state, record.limits[i + 1])
       local window, unit = WINDOW[kind], WINDOW[kind] / basis
       local debt = debt_of(state) + more * unit
       if more > 0 then
-        redis.call('HSET', STATE, field, packed_rate(kind, decays_from(state), debt, basis, state))
+        write(field, packed_rate(kind, decays_from(state), debt, basis, state))
       end
-      local others = max(0, (redis.call('HGET', STATE, field .. HOLD) or 0) - held) * unit
+      local others = max(0, (read(field .. HOLD) or 0) - held) * unit
       granted = min(granted, floor((window - debt - others) / unit + 0.001))
       local excess = debt + others + (wanted - 0.001) * unit - window
       if excess > 0 and wanted > 0 then
@@ -710,12 +786,13 @@ local function grow(id, used, wanted)
   if record.v ~= VERSION then
     return {record.tokens, 0, ''}
   end
+  read_states(record)
   local charged, held = charged_of(record), held_of(record)
   local more = max(0, used - charged)
   wanted = max(0, min(wanted, record.tokens - charged - more))
   for i = 1, #record.limits, 2 do
     local field, kind = record.limits[i], kind_of(record.limits[i])
-    if more > 0 and TOKEN_RATE[kind] and is_the_ledgers(record, kind, redis.call('HGET', STATE, field)) then
+    if more > 0 and TOKEN_RATE[kind] and is_the_ledgers(record, kind, read(field)) then
       -- The ledger counts the usage when the request has ended. Until then the used tokens stay held.
       wanted, more = wanted + more, 0
     end
@@ -725,7 +802,6 @@ local function grow(id, used, wanted)
     change_held(record, granted - held)
     record.charged, record.held = charged + more, granted
     redis.call('HSET', RECORDS, id, cmsgpack.pack(record))
-    redis.call('PEXPIRE', STATE, KEEP_MS)
   end
   return {charged + more + granted, wait, blocking}
 end
@@ -751,11 +827,10 @@ local function extend(lease_ms)
       lost[#lost + 1] = id
     end
   end
-  local counted = tonumber(redis.call('HGET', STATE, RECOUNTED) or 0)
+  local counted = tonumber(read(RECOUNTED) or 0)
   if #lost > 0 or math.abs(now_ms - counted) >= COUNT_MS then
     recount()
-    redis.call('HSET', STATE, RECOUNTED, string.format('%d', now_ms))
-    redis.call('PEXPIRE', STATE, KEEP_MS)
+    write(RECOUNTED, string.format('%d', now_ms))
   end
   return lost
 end
@@ -772,6 +847,8 @@ local function restore(lease_ms, id, at, tokens, completion, cost, held, charged
     record.limits[i - 10] = i % 2 == 1 and ARGV[i] or tonumber(ARGV[i])
   end
   -- `extend` has found the lease missing and recounted all others.
+  count_slots(record, 1)
+  change_held(record, held)
   store_lease(id, lease_ms, record)
   return 1
 end
@@ -795,7 +872,7 @@ local function forget_some()
       gone = WINDOW[kind] and debt_of(state) == 0
     end
     if gone then
-      redis.call('HDEL', STATE, field)
+      write(field, false)
     end
   end
 end
@@ -819,25 +896,28 @@ local function expired(at_most)
   return found
 end
 
-local call = ARGV[1]
+local call, reply = ARGV[1], nil
 if call == 'acquire' then
-  return acquire({
+  reply = acquire({
     id = ARGV[2], lease_ms = tonumber(ARGV[3]), prompt = tonumber(ARGV[4]), completion = tonumber(ARGV[5]),
     expected = tonumber(ARGV[6]), step = tonumber(ARGV[7]), price_in = tonumber(ARGV[8]), price_out = tonumber(ARGV[9]),
     note = ARGV[10],
   })
 elseif call == 'settle' then
-  return settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
+  reply = settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
 elseif call == 'recall' then
-  return recall(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]))
+  reply = recall(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]))
 elseif call == 'grow' then
-  return grow(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]))
+  reply = grow(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]))
 elseif call == 'extend' then
-  return extend(tonumber(ARGV[2]))
+  reply = extend(tonumber(ARGV[2]))
 elseif call == 'restore' then
-  return restore(tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]),
+  reply = restore(tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]),
     tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10])
 elseif call == 'expired' then
-  return expired(tonumber(ARGV[2]))
+  reply = expired(tonumber(ARGV[2]))
+else
+  reply = redis.error_reply('unknown call ' .. tostring(call))
 end
-return redis.error_reply('unknown call ' .. tostring(call))
+flush()
+return reply
