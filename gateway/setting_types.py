@@ -15,6 +15,7 @@ from gateway.access.credentials import MIN_BITS, guess_bits
 from gateway.fleet.addresses import ANNOUNCED, parse_address
 from gateway.fleet.engine import Address
 from gateway.quota.fallback import parse_fallback
+from gateway.records.urls import DRIVERS, EXPECTED
 from gateway.redis.sentinel import check_sentinel_url
 from gateway.setting_errors import SettingsError
 
@@ -71,7 +72,7 @@ def _check_networks(networks: Sequence[str]) -> None:
 
 
 def _check_database_url(url: str) -> None:
-    if urlsplit(url).scheme.split("+")[0] not in ("sqlite", "postgresql", "postgres"):
+    if urlsplit(url).scheme.split("+")[0] not in DRIVERS:
         raise ValueError
 
 
@@ -94,7 +95,7 @@ def _expects(title: str, check: Callable[[Any], object] | None = None, **bounds:
 
 
 Text = Annotated[str, _expects("a text", min_length=1)]
-DatabaseUrl = Annotated[str, _expects("a URL that starts with sqlite:// or postgresql://", _check_database_url)]
+DatabaseUrl = Annotated[str, _expects(EXPECTED, _check_database_url)]
 RedisUrl = Annotated[str, _expects("a URL that starts with redis://, rediss:// or unix://", _check_redis_url)]
 Engines = Annotated[
     tuple[str, ...], _expects(f"at least one engine URL, or the word {ANNOUNCED}", _check_engines, min_length=1)

@@ -22,6 +22,7 @@ from adapters.checkpoint import Checkpoint, TensorSpan, open_checkpoint
 from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
+from kernels.dtypes import FILE_DTYPES
 
 # The base model's `[vocab, hidden]` embed_tokens or lm_head, in the dtype that is served, on the CPU.
 BaseTensor = Callable[[str], Tensor]
@@ -36,8 +37,6 @@ MAX_FAILURES, MAX_ASKED = 1024, 4096
 LIMITLESS = 1 << 62
 # Copies of base weights in adapters are read and compared in pieces of this many bytes.
 PIECE_BYTES = 4 << 20
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +346,7 @@ class HostCache:
         """Compare a copy of the base model's embedding or head by hash, in pieces, so that neither is held whole."""
         if self._base_tensor is None:
             raise AdapterError(span.name, f"a copy of the base model's {name} can't be checked here; save without it")
-        dtype, found = _DTYPES[span.dtype], hashlib.sha256()
+        dtype, found = FILE_DTYPES[span.dtype], hashlib.sha256()
         for start in range(span.start, span.end, PIECE_BYTES):
             piece = self._read_bytes(file, span, start, min(start + PIECE_BYTES, span.end))
             found.update(_raw(torch.frombuffer(piece, dtype=dtype).to(self._dtype)))
@@ -374,7 +373,7 @@ class HostCache:
 
     def _tensor(self, file: BinaryIO, span: TensorSpan) -> Tensor:
         data = self._read_bytes(file, span, span.start, span.end)
-        tensor = torch.frombuffer(data, dtype=_DTYPES[span.dtype]).view(span.shape)
+        tensor = torch.frombuffer(data, dtype=FILE_DTYPES[span.dtype]).view(span.shape)
         if tensor.dtype is not self._dtype:
             tensor = tensor.to(self._dtype)
             if not torch.isfinite(tensor).all():

@@ -19,8 +19,8 @@ from aiohttp import web
 
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.gateway.vllm_double import VllmDouble
+from testing.ports import free_port
 from testing.serving import serving
-from testing.stack import free_port
 
 POISON = "poison"
 ENGINES = 3

@@ -18,7 +18,8 @@ import psutil
 
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
 from testing.gateway.upstream import TOKEN
-from testing.stack import ROOT, Stack, data_dir, free_port, http
+from testing.ports import free_port
+from testing.stack import ROOT, Stack, data_dir, http
 
 START_SECONDS = 60.0
 BANK_CONTEXT = 65_536

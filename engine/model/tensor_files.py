@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kernels.dtypes import FILE_DTYPES
 from wire.errors import ConfigError
 
 CHUNK_BYTES = 32 << 20
@@ -99,9 +100,6 @@ class MappedFile:
             self.data.close()
 
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
 class SafetensorsFile:
     """A `.safetensors` file. Raises ConfigError if it is truncated or damaged, or if a tensor's dtype is not served."""
 
@@ -111,9 +109,9 @@ class SafetensorsFile:
 
     def read(self, name: str, out: Tensor) -> None:
         entry = self.entries[name]
-        dtype = _DTYPES.get(entry.dtype)
+        dtype = FILE_DTYPES.get(entry.dtype)
         if dtype is None:
-            raise ConfigError("model", f"tensor {name} is {entry.dtype}; served are {', '.join(_DTYPES)}")
+            raise ConfigError("model", f"tensor {name} is {entry.dtype}; served are {', '.join(FILE_DTYPES)}")
         out = out.view(entry.shape[0], -1)
         for first, last, data in self._file.rows(entry):
             out[first:last].copy_(data.view(dtype))
@@ -144,7 +142,7 @@ class SafetensorsFile:
         shape = tuple(value["shape"])
         if not all(type(number) is int and number >= 0 for number in (start, end, *shape)) or start > end:
             raise ValueError(f"tensor {name} has offsets {start!r}, {end!r} and shape {shape}")
-        dtype = _DTYPES.get(value["dtype"])
+        dtype = FILE_DTYPES.get(value["dtype"])
         if dtype is not None and math.prod(shape) * dtype.itemsize != end - start:
             raise ValueError(f"tensor {name} has {end - start} bytes for shape {shape} in {value['dtype']}")
         return Entry(shape, value["dtype"], begin + start, end - start)

@@ -22,6 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 import migrations
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
+from gateway.records.urls import DRIVERS, EXPECTED
 from gateway.setting_errors import NotUsableNow, SettingsError
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ READ_ONLY = "25006"
 RETRY_SECONDS = 0.5
 # SQLSTATE classes.
 DATA_EXCEPTION, INTEGRITY_VIOLATION = "22", "23"
-EXPECTED_URL = "expected a URL that starts with sqlite:// or postgresql://"
 # Id of the advisory lock under which gateways that start together migrate one after the other. Any constant works.
 MIGRATION_LOCK = 0x6C_70_78_6D
 
@@ -227,12 +227,11 @@ def async_url(url: str) -> URL:
     try:
         parsed = make_url(url)
     except ArgumentError as error:
-        raise SettingsError("LORAPLEX_DATABASE_URL", EXPECTED_URL) from error
-    drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
+        raise SettingsError("LORAPLEX_DATABASE_URL", f"expected {EXPECTED}") from error
     backend = parsed.drivername.split("+")[0]
-    if backend not in drivers:
-        raise SettingsError("LORAPLEX_DATABASE_URL", EXPECTED_URL)
-    return parsed.set(drivername=drivers[backend])
+    if backend not in DRIVERS:
+        raise SettingsError("LORAPLEX_DATABASE_URL", f"expected {EXPECTED}")
+    return parsed.set(drivername=DRIVERS[backend])
 
 
 def _make_sqlite(path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.model.gguf.file import GgufFile, end_ids
 from engine.model.tensor_files import Entry
+from kernels.dtypes import FILE_DTYPES
 from wire.errors import ConfigError
 
 # general.architecture -> the family that serves it. Mistral's files contain "llama".
@@ -39,7 +40,6 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|
 # Divisors of the rotary frequencies (Llama 3.1's scaling). They are config, not weights.
 _ROPE_FACTORS = "rope_freqs.weight"
 _MAX_SIZE = 1 << 24  # limit of each size in the metadata; a larger one means damage, and would be allocated
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -187,11 +187,12 @@ def _rotary_order(rows: int, heads: int) -> Tensor:
 
 
 def _copy(gguf: GgufFile, name: str, entry: Entry, out: Tensor, order: Tensor | None) -> None:
-    if len(entry.shape) == 1 and entry.dtype not in _PLAIN:
+    if len(entry.shape) == 1 and entry.dtype not in FILE_DTYPES:
         raise ConfigError("model", f"tensor {name} is a vector quantised as {entry.dtype}, which is not supported")
     out = out.view(entry.shape[0], -1)
     for first, last, data in gguf.file.rows(entry):
-        values = data.view(_PLAIN[entry.dtype]) if entry.dtype in _PLAIN else _dequantized(name, entry.dtype, data)
+        dtype = FILE_DTYPES.get(entry.dtype)
+        values = _dequantized(name, entry.dtype, data) if dtype is None else data.view(dtype)
         if not torch.isfinite(values).all():
             raise ConfigError("model", f"{gguf.file.path}: tensor {name} holds NaN or infinite values; is it damaged?")
         if order is None:
