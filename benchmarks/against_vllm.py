@@ -8,7 +8,6 @@ at the same time.
 """
 
 import argparse
-import asyncio
 import os
 import platform
 import signal
@@ -25,9 +24,9 @@ from typing import Any
 
 import torch
 
-from loraplex.bench.report import summarise
-from loraplex.bench.run import measure
-from loraplex.bench.workload import Target, Workload
+from loraplex.bench.load import Target
+from loraplex.bench.session import Plan, fixed, run_benchmark
+from loraplex.bench.workload import Workload
 from loraplex.models import ensure_demo_model
 
 NUM_ADAPTERS = 16
@@ -106,13 +105,17 @@ def vllm(binary: str, model: Path, adapters: list[Path], port: int) -> tuple[lis
 def load(url: str, models: list[str], n: int, concurrency: int, words: int, output: int) -> dict[str, Any]:
     targets = tuple(Target("-", None, model) for model in models)
     for target in targets:  # each adapter is in memory before the measurement, on both engines
-        asyncio.run(measure(url, Workload((target,), 1, 1, None, 0.0, 8, 1, 0, 1)))
-    workload = Workload(targets, n, concurrency, None, 0.0, words, output, max(4, len(models)), 0)
-    samples, seconds = asyncio.run(measure(url, workload))
-    report = summarise(workload, samples, seconds)
-    if report["errors"]:
-        sys.exit(f"{report['errors']} requests failed, the first: {report['first_error']}")
-    return report["all"]
+        _run(url, (target,), Workload(n=1, concurrency=1, input_words=8, output_tokens=1, warmup=0, seed=1))
+    sizes = Workload(n=n, concurrency=concurrency, input_words=words, output_tokens=output, warmup=max(4, len(models)))
+    return _run(url, targets, sizes)
+
+
+def _run(url: str, targets: tuple[Target, ...], workload: Workload) -> dict[str, Any]:
+    report = run_benchmark(Plan(url, fixed(workload.load(targets)), "against vLLM", with_overhead=False))
+    [run] = report["runs"]
+    if run["all"]["failed"]:
+        sys.exit(f"{run['all']['failed']} requests failed, the first: {run['first_error']}")
+    return run["all"]
 
 
 def main() -> None:

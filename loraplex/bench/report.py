@@ -1,115 +1,206 @@
-"""Report of a benchmark: samples -> figures -> a table.
+"""Report of a benchmark as JSON-ready values; docs/design/bench.md documents the schema.
 
-Rates in tokens per second over the whole run, times in seconds.
+Holds no API key and no prompt.
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import click
+import msgspec
 
-from loraplex.bench.run import Sample
-from loraplex.bench.workload import Workload
+from loraplex.bench.fairness import fairness
+from loraplex.bench.load import Load, Source, is_endless
+from loraplex.bench.metrics import figures, spread, ttft
+from loraplex.bench.monitor import BUSY_CPU, LATE_SECONDS, Monitor
+from loraplex.bench.run import Run
+from loraplex.bench.sending import UNFINISHED, Sample
 
-PERCENTILES = (50, 95, 99)
+SCHEMA = "loraplex.bench/1"
+# Points of a tenant's requests in the plots.
+MAX_POINTS = 2000
+# Figures whose spread repeated runs report and `--compare` compares: path in a run, whether more is better.
+COMPARED: tuple[tuple[str, bool], ...] = (
+    ("output_tokens_per_second", True),
+    ("total_tokens_per_second", True),
+    ("requests_per_second", True),
+    ("goodput.share", True),
+    ("ttft.mean", False),
+    ("ttft.p50", False),
+    ("ttft.p90", False),
+    ("ttft.p99", False),
+    ("inter_token.p50", False),
+    ("inter_token.p99", False),
+    ("tpot.p50", False),
+    ("tpot.p99", False),
+    ("latency.p50", False),
+    ("latency.p99", False),
+    ("failed", False),
+)
+COMPARED_FAIRNESS: tuple[tuple[str, bool], ...] = (
+    ("jain_entitled", True),
+    ("jain_service", True),
+    ("largest_difference.of_mean", False),
+)
 
 
-def percentile(values: Sequence[float], p: float) -> float | None:
-    """Return the nearest-rank percentile: the smallest value not exceeded by at least p percent. None for no values."""
-    return sorted(values)[max(0, math.ceil(p / 100 * len(values)) - 1)] if values else None
-
-
-def jain(shares: Sequence[float]) -> float | None:
-    """Return Jain's index of fairness (Jain, Chiu, Hawe 1984): 1 for equal shares, 1/n if one has all.
-
-    None for no shares.
-    """
-    squares = sum(share * share for share in shares)
-    return sum(shares) ** 2 / (len(shares) * squares) if squares else None
-
-
-def summarise(workload: Workload, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
-    """Return the report as JSON-ready values, without the API keys."""
-    failed = [sample for sample in samples if sample.error]
-    names = list(dict.fromkeys(target.tenant for target in workload.targets))
-    tenants = {name: _figures([s for s in samples if s.target.tenant == name], seconds) for name in names}
+def run_report(run: Run) -> dict[str, Any]:
+    """Return one run's figures."""
+    names = [tenant.name for tenant in run.load.tenants]
+    slos = {tenant.name: tenant.slo for tenant in run.load.tenants}
+    own: dict[str, list[Sample]] = {name: [] for name in names}
+    for sample in run.samples:
+        own[sample.planned.target.tenant].append(sample)
+    failed = [s for s in run.samples if s.error not in (None, UNFINISHED)]
+    until = min(run.seconds, math.inf if run.load.seconds is None else run.load.seconds)
     return {
-        "load": {
-            "models": len(workload.targets),
-            "requests": workload.n,
-            "concurrency": workload.concurrency if workload.rate is None else None,
-            "rate": workload.rate,
-            "zipf": workload.zipf,
-            "input_words": workload.input_words,
-            "output_tokens": workload.output_tokens,
-            "seed": workload.seed,
-        },
-        "seconds": seconds,
-        "errors": len(failed),
-        "first_error": failed[0].error if failed else None,
-        "all": _figures(samples, seconds),
-        "tenants": tenants,
-        # jain_ttft compares the tenants' median time to first token.
-        "fairness": {
-            "jain_output_tokens": jain([t["output_tokens_per_second"] for t in tenants.values()]),
-            "jain_ttft": jain([t["ttft"]["p50"] for t in tenants.values() if t["ttft"]["p50"] is not None]),
+        "seconds": run.seconds,
+        "interrupted": run.interrupted,
+        "first_error": f"{failed[0].error.kind}: {failed[0].error.text}" if failed and failed[0].error else None,
+        "all": figures(run.samples, run.seconds, slos),
+        "tenants": {name: figures(own[name], run.seconds, slos) for name in names},
+        "fairness": fairness(run.load, own, until),
+        "generator": generator_report(run),
+        "ttft_points": {name: _points(own[name]) for name in names},
+    }
+
+
+def generator_report(run: Run) -> dict[str, Any]:
+    """Return how well the generator kept to its plan. late: sending times after the planned ones, in an open loop."""
+    monitor: Monitor = run.monitor
+    late = [s.sent - s.due for s in run.samples if s.planned.at is not None]
+    busiest = max(monitor.cpu, default=None)
+    lag = spread(monitor.lags)
+    is_late = lag["p99"] is not None and lag["p99"] > LATE_SECONDS
+    return {
+        "late": spread(late),
+        "lag": lag,
+        "cpu_mean": statistics.fmean(monitor.cpu) if monitor.cpu else None,
+        "cpu_busiest_second": busiest,
+        "was_bottleneck": is_late or (busiest is not None and busiest > BUSY_CPU),
+    }
+
+
+def _points(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+    """Return (due time, TTFT) of at most `MAX_POINTS` requests."""
+    points = [(s.due, value) for s in samples if (value := ttft(s)) is not None]
+    step = max(1, math.ceil(len(points) / MAX_POINTS))
+    return [(round(at, 4), round(value, 4)) for at, value in points[::step]]
+
+
+def load_report(load: Load) -> dict[str, Any]:
+    """Return the load without keys."""
+    return {
+        "seed": load.seed,
+        "seconds": load.seconds,
+        "warmup": load.warmup,
+        "api": load.api,
+        "timeout": load.timeout,
+        "service": {"input": load.input_weight, "output": load.output_weight},
+        "sources": [_source_report(source) for source in load.sources],
+        "plan": {
+            "sha256": load.digest(),
+            "requests": None
+            if any(is_endless(source) for source in load.sources)
+            else sum(1 for source in load.sources for _ in load.plan(source)),
         },
     }
 
 
-def _figures(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
-    done = [sample for sample in samples if not sample.error]
-    prompt, output = sum(s.prompt_tokens for s in done), sum(s.completion_tokens for s in done)
+def _source_report(source: Source) -> dict[str, Any]:
     return {
-        "requests": len(done),
-        "requests_per_second": len(done) / seconds,
-        "prompt_tokens": prompt,
-        "output_tokens": output,
-        "output_tokens_per_second": output / seconds,
-        "total_tokens_per_second": (prompt + output) / seconds,
-        "ttft": _spread([s.ttft for s in done if s.ttft is not None]),
-        "inter_token": _spread([gap for s in done for gap in s.token_gaps]),
-        "latency": _spread([s.latency for s in done]),
+        "name": source.name,
+        "models": list(dict.fromkeys(target.model for target in source.targets)),
+        "arrival": msgspec.to_builtins(source.arrival),
+        "popularity": msgspec.to_builtins(source.popularity),
+        "input": "trace" if source.rows else msgspec.to_builtins(source.input),
+        "output": "trace" if source.rows else msgspec.to_builtins(source.output),
+        "start": source.start,
+        "stop": source.stop,
+        "requests": source.requests,
     }
 
 
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
-    return {f"p{p}": percentile(values, p) for p in PERCENTILES}
+def isolation(baseline: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return each baseline tenant's p99 TTFT with and without the tenants that the baseline leaves out."""
+    found = {}
+    for name, alone in baseline["tenants"].items():
+        without = alone["ttft"]["p99"]
+        values = [run["tenants"][name]["ttft"]["p99"] for run in runs]
+        known = [value for value in values if value is not None]
+        beside = statistics.median(known) if known else None
+        ratio = beside / without if beside is not None and without else None
+        found[name] = {"ttft_p99_without": without, "ttft_p99_with": beside, "ratio": ratio}
+    return found
 
 
-def print_report(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold")
-    headings = (
-        "",
-        "requests",
-        "output tok/s",
-        "total tok/s",
-        "TTFT p50",
-        "p99",
-        "inter-token p50",
-        "p99",
-        "latency p50",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="left" if not heading else "right")
-    rows = {"all": report["all"]} | (report["tenants"] if len(report["tenants"]) > 1 else {})
-    for name, figures in rows.items():
-        table.add_row(
-            name,
-            str(figures["requests"]),
-            f"{figures['output_tokens_per_second']:.1f}",
-            f"{figures['total_tokens_per_second']:.1f}",
-            *(_ms(figures[kind][p]) for kind in ("ttft", "inter_token") for p in ("p50", "p99")),
-            _ms(figures["latency"]["p50"]),
-        )
-    Console(width=110, highlight=False).print(table)
-    if len(report["tenants"]) > 1 and (index := report["fairness"]["jain_ttft"]) is not None:
-        click.echo(f"fairness between tenants (Jain): {index:.3f} in time to the first token")
+def value_at(figures_: dict[str, Any], path: str) -> float | None:
+    """Return the number at a path like `ttft.p99`, None where a part is missing."""
+    value: Any = figures_
+    for key in path.split("."):
+        if not isinstance(value, dict) or value.get(key) is None:
+            return None
+        value = value[key]
+    return value
 
 
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return median, least and greatest value of each compared figure over the runs: of all, and of each tenant."""
+    names = list(runs[0]["tenants"]) if runs else []
+    return {
+        "all": _medians([run["all"] for run in runs], COMPARED),
+        "tenants": {name: _medians([run["tenants"][name] for run in runs], COMPARED) for name in names},
+        "fairness": _medians([run["fairness"] for run in runs], COMPARED_FAIRNESS),
+    }
+
+
+def _medians(groups: Sequence[dict[str, Any]], paths: Sequence[tuple[str, bool]]) -> dict[str, Any]:
+    found = {}
+    for path, _ in paths:
+        values = [value for group in groups if (value := value_at(group, path)) is not None]
+        if values:
+            found[path] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return found
+
+
+def warnings(report: dict[str, Any]) -> list[str]:
+    """Return the reasons why a report's figures may mislead."""
+    found = []
+    for number, run in enumerate(report["runs"], 1):
+        where = f"run {number}: " if len(report["runs"]) > 1 else ""
+        generator, counts = run["generator"], run["all"]["counts"]
+        if generator["was_bottleneck"]:
+            cpu, lag = generator["cpu_busiest_second"], generator["lag"]["p99"]
+            found.append(
+                f"{where}the generator was a bottleneck (CPU {100 * (cpu or 0):.0f} % in its busiest second, "
+                f"event loop p99 {1e3 * (lag or 0):.0f} ms late); its own delays are part of the latencies"
+            )
+        if run["interrupted"]:
+            found.append(f"{where}interrupted; {run['all']['unfinished']} requests were in flight")
+        if counts["without_usage"]:
+            found.append(f"{where}{counts['without_usage']} answers had no usage block; their events count as tokens")
+        if counts["more_events"]:
+            found.append(f"{where}{counts['more_events']} answers had more events than the server counted tokens")
+        if counts["longer"]:
+            found.append(f"{where}{counts['longer']} answers were longer than their max_tokens")
+        if counts["shorter"]:
+            found.append(f"{where}{counts['shorter']} answers were shorter than planned")
+    return found
+
+
+def make_report(
+    server: str, load: Load, runs: Sequence[dict[str, Any]], baseline: dict[str, Any] | None, **about: Any
+) -> dict[str, Any]:
+    """Return the whole report. about: version, start time, scenario's name and description, overhead."""
+    report = {
+        "schema": SCHEMA,
+        **about,
+        "server": server,
+        "load": load_report(load),
+        "runs": list(runs),
+        "summary": summary(runs),
+        "baseline": baseline,
+        "isolation": isolation(baseline, runs) if baseline is not None and runs else None,
+    }
+    return report | {"warnings": warnings(report)}

@@ -1,16 +1,26 @@
-"""Load generator that sends a workload to an OpenAI-compatible server and measures the time of every token."""
+"""Run of a load against a server: each request at its planned time, with the generator's own delays measured.
+
+Open loop: a request's latency counts from its planned time. A late sender or a busy event loop so adds to the latency
+instead of hiding it (coordinated omission).
+"""
 
 import asyncio
-import json
 import time
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 
-from loraplex.bench.workload import Target, Workload
+from loraplex.bench.arrivals import Closed
+from loraplex.bench.load import Load, Planned, Source, Tenant
+from loraplex.bench.monitor import Monitor
+from loraplex.bench.sending import Sample, Sender
 from loraplex.client import reason
 
-REQUEST_SECONDS = 1800
+# Pause of a closed loop's place after a failed request, so that a server that refuses everything is not flooded.
+AFTER_FAILURE = 0.1
+WARMUP_CONCURRENCY = 8
 
 
 class BenchError(Exception):
@@ -18,111 +28,164 @@ class BenchError(Exception):
 
 
 @dataclass(slots=True)
-class Sample:
-    """The measurement of a request.
+class Progress:
+    """Counts of a run so far."""
 
-    Times in seconds; `token_gaps` between pieces after the first. Token counts from the server's usage.
-    """
+    sent: int = 0
+    done: int = 0
+    failed: int = 0
+    tokens: int = 0
 
-    target: Target
-    ttft: float | None = None
-    latency: float = 0.0
-    token_gaps: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    error: str | None = None
+    def line(self) -> str:
+        waiting = self.sent - self.done - self.failed
+        return f"{self.sent} sent, {self.done} done, {self.failed} failed, {waiting} in flight"
 
 
-async def measure(url: str, workload: Workload, internal_token: str | None = None) -> tuple[list[Sample], float]:
-    """Return the measured requests' samples, and the seconds from the first request to the last answer.
+@dataclass(slots=True)
+class Run:
+    """A finished run. Times in the samples are relative to its start; seconds: until the last answer's end."""
 
-    internal_token: token required by an engine behind a gateway.
-    """
-    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=10)
+    load: Load
+    samples: list[Sample] = field(default_factory=list)
+    seconds: float = 0.0
+    interrupted: bool = False
+    monitor: Monitor = field(default_factory=Monitor)
+    progress: Progress = field(default_factory=Progress)
+
+
+@dataclass(slots=True)
+class Server:
+    """A server and the session to it. internal_token: required by an engine behind a gateway."""
+
+    url: str
+    session: aiohttp.ClientSession
+    internal_token: str | None = None
+
+    def headers(self, tenant: Tenant | None, api_key: str | None) -> dict[str, str]:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        if self.internal_token is not None:
+            headers["x-loraplex-internal-token"] = self.internal_token
+            if tenant is not None:
+                headers |= {"x-loraplex-tenant": tenant.name, "x-loraplex-weight": f"{tenant.weight:g}"}
+        return headers
+
+
+def base_url(url: str) -> str:
+    """Return the URL in front of `/v1`."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+@asynccontextmanager
+async def connect(url: str, internal_token: str | None = None) -> AsyncIterator[Server]:
+    """Open a session to a server that answers. Raises BenchError."""
     connector = aiohttp.TCPConnector(limit=0)
-    headers = {} if internal_token is None else {"x-loraplex-internal-token": internal_token}
-    async with aiohttp.ClientSession(url.rstrip("/"), headers=headers, timeout=timeout, connector=connector) as session:
+    async with aiohttp.ClientSession(connector=connector) as session:
         try:
-            async with session.get("/health"):
+            async with session.get(base_url(url) + "/health", timeout=aiohttp.ClientTimeout(total=10)):
                 pass
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise BenchError(f"cannot reach {url}: {reason(error)}") from error
-        requests = list(workload.requests())
-        await _closed_loop(session, workload, requests[: workload.warmup])
-        send = _closed_loop if workload.rate is None else _open_loop
-        started = time.perf_counter()
-        samples = await send(session, workload, requests[workload.warmup :])
-        return samples, time.perf_counter() - started
+        yield Server(base_url(url), session, internal_token)
 
 
-async def _closed_loop(
-    session: aiohttp.ClientSession, workload: Workload, requests: list[tuple[Target, str]]
-) -> list[Sample]:
-    free = asyncio.Semaphore(workload.concurrency)
+async def warm_up(server: Server, load: Load) -> None:
+    """Send each source's warm-up requests; their prompts are not those of the run. Failures are ignored here."""
+    warm = replace(load, seed=-1 - load.seed, seconds=None)
+    free = asyncio.Semaphore(WARMUP_CONCURRENCY)
+    runner = Runner(server, warm, Run(warm))
 
-    async def one(target: Target, prompt: str) -> Sample:
+    async def one(planned: Planned) -> None:
         async with free:
-            return await _ask(session, target, prompt, workload.output_tokens)
+            await runner.send(planned, warm.prompt(planned), time.perf_counter())
 
-    return await asyncio.gather(*(one(*request) for request in requests))
-
-
-async def _open_loop(
-    session: aiohttp.ClientSession, workload: Workload, requests: list[tuple[Target, str]]
-) -> list[Sample]:
-    tasks = []
-    loop = asyncio.get_running_loop()
-    due = loop.time()
-    for (target, prompt), gap in zip(requests, workload.gaps(), strict=False):
-        # Relative to the schedule, not to now: a slow sender must not reduce the load.
-        due += gap
-        await asyncio.sleep(due - loop.time())
-        tasks.append(asyncio.create_task(_ask(session, target, prompt, workload.output_tokens)))
-    return await asyncio.gather(*tasks)
+    sources = (replace(source, requests=load.warmup, arrival=Closed(1), rows=()) for source in load.sources)
+    await asyncio.gather(*(one(planned) for source in sources for planned in warm.plan(source)))
 
 
-async def _ask(session: aiohttp.ClientSession, target: Target, prompt: str, output_tokens: int) -> Sample:
-    sample = Sample(target)
-    body = {
-        "model": target.model,
-        "prompt": prompt,
-        "max_tokens": output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    started = time.perf_counter()
+async def measure(server: Server, load: Load, run: Run, stop: asyncio.Event) -> None:
+    """Send the load and fill the run. If `stop` is set, the requests in flight are cut and the run is `interrupted`."""
+    runner = Runner(server, load, run)
+
+    async def all_of_it() -> None:
+        await warm_up(server, load)
+        run.monitor.start()
+        await runner.drive()
+
+    work, stopped = asyncio.create_task(all_of_it()), asyncio.create_task(stop.wait())
     try:
-        async with session.post("/v1/completions", json=body, headers=headers) as response:
-            if response.status == 200:
-                await _read(response, sample, started)
-            else:
-                sample.error = f"status {response.status}: {(await response.text())[:200]}"
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        sample.error = f"{type(error).__name__}: {error}"
-    sample.latency = time.perf_counter() - started
-    return sample
+        await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+        run.interrupted = not work.done()
+    finally:
+        stopped.cancel()
+        work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+        run.monitor.stop()
+    ends = [sample.ended for sample in run.samples if sample.ended is not None]
+    run.seconds = max(ends, default=runner.start) - runner.start
+    for sample in run.samples:
+        _make_relative(sample, runner.start)
 
 
-async def _read(response: aiohttp.ClientResponse, sample: Sample, started: float) -> None:
-    last: float | None = None
-    async for line in response.content:
-        if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
-            continue
-        event = json.loads(line[5:])
-        if "error" in event:
-            sample.error = str(event["error"])
-            return
-        if usage := event.get("usage"):
-            sample.prompt_tokens, sample.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-        if event.get("choices"):
+def _make_relative(sample: Sample, start: float) -> None:
+    sample.due -= start
+    sample.sent -= start
+    sample.ended = None if sample.ended is None else sample.ended - start
+    for number, at in enumerate(sample.times):
+        sample.times[number] = at - start
+
+
+class Runner:
+    """Sends a load's requests and records a sample of each, in the order of their starts."""
+
+    def __init__(self, server: Server, load: Load, run: Run) -> None:
+        self._server = server
+        self._load = load
+        self._run = run
+        self._sender = Sender(server.session, server.url, load.api, ignore_eos=load.ignore_eos, timeout=load.timeout)
+        self._tenants: Mapping[str, Tenant] = {tenant.name: tenant for tenant in load.tenants}
+        self.start = time.perf_counter()
+
+    async def drive(self) -> None:
+        self.start = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for source in self._load.sources:
+                if isinstance(source.arrival, Closed):
+                    plan = self._load.plan(source)
+                    for _ in range(min(source.arrival.concurrency, source.requests or source.arrival.concurrency)):
+                        group.create_task(self._place(source, plan))
+                else:
+                    group.create_task(self._open(source, group))
+
+    async def send(self, planned: Planned, prompt: str, due: float) -> Sample:
+        sample = Sample(planned, due, sent=due)
+        self._run.samples.append(sample)
+        target = planned.target
+        headers = self._server.headers(self._tenants.get(target.tenant), target.api_key)
+        progress = self._run.progress
+        progress.sent += 1
+        await self._sender.send(sample, prompt, headers)
+        progress.done += sample.error is None
+        progress.failed += sample.error is not None
+        progress.tokens += sample.output_tokens
+        return sample
+
+    async def _open(self, source: Source, group: asyncio.TaskGroup) -> None:
+        for planned in self._load.plan(source):
+            assert planned.at is not None
+            due, prompt = self.start + planned.at, self._load.prompt(planned)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            group.create_task(self.send(planned, prompt, due))
+
+    async def _place(self, source: Source, plan: Iterator[Planned]) -> None:
+        """Send one request after the other until the plan or the run ends."""
+        end = min((end for end in (self._load.seconds, source.stop) if end is not None), default=float("inf"))
+        await asyncio.sleep(max(0.0, self.start + source.start - time.perf_counter()))
+        for planned in plan:
+            prompt = self._load.prompt(planned)
             now = time.perf_counter()
-            if last is None:
-                sample.ttft = now - started
-            else:
-                sample.token_gaps.append(now - last)
-            last = now
-    if last is None:
-        sample.error = "the answer held no token"
+            if now - self.start >= end:
+                return
+            sample = await self.send(planned, prompt, now)
+            if sample.error is not None:
+                await asyncio.sleep(AFTER_FAILURE)

@@ -1,25 +1,12 @@
-"""Workload of a benchmark: prompts, popularity of models and arrivals, all from one seed. Knows nothing about HTTP."""
+"""Short form of a load, without a scenario file: one source of requests to all targets."""
 
-import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loraplex.bench.arrivals import Arrival, Closed, Poisson
+from loraplex.bench.load import Load, Source, Target, Tenant
+from loraplex.bench.sampling import Fixed, Zipf
 from wire.options import option
-
-_TEXT = (
-    "market harbour engine letter winter garden signal copper answer village paper silver question mountain evening "
-    "record bridge kitchen station science painter island teacher window theory ladder journey"
-)
-WORDS = _TEXT.split()
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A model and the tenant that requests it."""
-
-    tenant: str
-    api_key: str | None
-    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +18,26 @@ class Workload:
     `1 / (i + 1)**zipf`.
     """
 
-    targets: tuple[Target, ...]
-    n: int = option(64, least=1, help="Number of measured requests.")
-    concurrency: int = option(16, flag="--c", least=1, help="Concurrent requests (closed loop).")
-    rate: float | None = option(None, above=0, help="Poisson arrivals per second, instead of --c.")
-    zipf: float = option(0.0, least=0, help="Skew of the models; 0 is even.")
-    input_words: int = option(64, least=1, help="Words per prompt.")
-    output_tokens: int = option(64, least=1, help="Tokens per answer.")
+    n: int = option(64, least=1, most=1_000_000, help="Number of measured requests.")
+    concurrency: int = option(16, flag="--c", least=1, most=10_000, help="Concurrent requests (closed loop).")
+    rate: float | None = option(None, above=0, most=10_000, help="Poisson arrivals per second, instead of --c.")
+    zipf: float = option(0.0, least=0, most=10, help="Skew of the models; 0 is even.")
+    input_words: int = option(64, least=1, most=10_000_000, help="Words per prompt.")
+    output_tokens: int = option(64, least=1, most=10_000_000, help="Tokens per answer.")
     warmup: int = option(4, least=0, help="Warm-up requests.")
     seed: int = option(0, help="Seed of prompts, models and arrivals.")
 
-    def requests(self) -> Iterator[tuple[Target, str]]:
-        """Yield `warmup + n` pairs of target and prompt; the prompts share no prefix."""
-        source = random.Random(self.seed)
-        weights = [1 / (i + 1) ** self.zipf for i in range(len(self.targets))]
-        for target in source.choices(self.targets, weights, k=self.warmup + self.n):
-            yield target, " ".join(source.choices(WORDS, k=self.input_words))
-
-    def gaps(self) -> Iterator[float]:
-        """Yield the seconds between arrivals of an open loop: exponential with mean `1 / rate`."""
-        if self.rate is None:
-            raise ValueError("a closed loop has no arrival times")
-        source = random.Random(self.seed + 1)
-        while True:
-            yield source.expovariate(self.rate)
+    def load(self, targets: Sequence[Target]) -> Load:
+        """Return the load: tenants share the requests by their numbers of targets and the targets' popularity."""
+        arrival: Arrival = Closed(self.concurrency) if self.rate is None else Poisson(self.rate)
+        source = Source(
+            "all",
+            tuple(targets),
+            arrival,
+            Zipf(self.zipf),
+            Fixed(self.input_words),
+            Fixed(self.output_tokens),
+            requests=self.n,
+        )
+        names = dict.fromkeys(target.tenant for target in targets)
+        return Load(tuple(Tenant(name) for name in names), (source,), self.seed, warmup=self.warmup)

@@ -1,7 +1,6 @@
-"""The `loraplex chat | bench` commands: a tenant's requests through the OpenAI API."""
+"""The `loraplex chat` command: a tenant's requests through the OpenAI API."""
 
 import asyncio
-import json
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,9 +8,7 @@ from typing import Any
 
 import click
 
-from loraplex.bench.workload import Target, Workload
 from loraplex.commands.common import check_url, examples, is_gateway_of, one_line, whose
-from loraplex.commands.config_options import options_of, take
 from loraplex.up.datadir import DATA_DIR, DataDirError, read_json
 
 
@@ -128,84 +125,3 @@ def _ask() -> str | None:
         click.echo("> ", nl=False)
     line = sys.stdin.readline()
     return line.rstrip("\n") if line else None
-
-
-@click.command(
-    epilog=examples(
-        "loraplex bench --tenants .loraplex/demo.json --n 64 --c 16",
-        "loraplex bench --url http://127.0.0.1:8000 --models a0,a1,a2 --zipf 1.0 --rate 4 --json report.json",
-    )
-)
-@click.option("--url", help="URL of the server; default: the gateway named in --tenants.")
-@click.option("--models", help="Model names, comma separated, the most popular first.")
-@click.option("--api-key", envvar="LORAPLEX_API_KEY", help="Key for --models. [env: LORAPLEX_API_KEY]")
-@click.option(
-    "--tenants",
-    type=click.Path(path_type=Path),
-    help="File in the format of demo.json with several tenants, their keys and models; replaces --models.",
-)
-@click.option("--keys-to-other-url", is_flag=True, help="Send --tenants' keys to a --url that is not their gateway.")
-@click.option(
-    "--internal-token-file", type=click.Path(path_type=Path), help="File with the token of an engine behind a gateway."
-)
-@options_of(Workload)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report to this file.")
-def bench(tenants: Path | None, internal_token_file: Path | None, json_path: Path | None, **flags: Any) -> None:
-    """Measure any OpenAI-compatible server: throughput, latency, fairness between tenants."""
-    from loraplex.bench.report import print_report, summarise
-    from loraplex.bench.run import BenchError, measure
-
-    shape = take(Workload, flags)
-    url, targets = _targets_of_file(tenants, **flags) if tenants else _targets_of_models(**flags)
-    if json_path and not json_path.parent.is_dir():
-        raise click.UsageError(f"--json: there is no folder {json_path.parent}")
-    workload = Workload(tuple(targets), **shape)
-    with one_line(BenchError, OSError):
-        token = internal_token_file.read_text().strip() if internal_token_file else None
-        if token == "":
-            raise click.UsageError(f"--internal-token-file: {internal_token_file} is empty")
-        samples, seconds = asyncio.run(measure(url, workload, token))
-    report = summarise(workload, samples, seconds)
-    print_report(report)
-    if json_path:
-        with one_line(OSError):
-            json_path.write_text(json.dumps(report, indent=2) + "\n")
-    if report["errors"]:
-        failed = f"{report['errors']} of {workload.n} requests failed"
-        raise click.ClickException(f"{failed}; the first: {report['first_error']}")
-
-
-def _targets_of_file(
-    file: Path, url: str | None, models: str | None, api_key: str | None, keys_to_other_url: bool
-) -> tuple[str, list[Target]]:
-    """Return the server's URL and the targets in a file like demo.json. Its keys go to its own gateway only."""
-    if models is not None:
-        raise click.UsageError("give either --models or --tenants")
-    with one_line(DataDirError):
-        demo = read_json(file)
-    if demo is None:
-        raise click.UsageError(f"--tenants: there is no file {file}")
-    try:
-        url = url or str(demo["gateway"])
-        targets = [Target(t["name"], t["api_key"], model) for t in demo["tenants"] for model in t["models"]]
-    except (KeyError, TypeError) as error:
-        raise click.UsageError(f"--tenants: {file} is not in the form of demo.json") from error
-    if not is_gateway_of(demo, url) and not keys_to_other_url:
-        raise click.UsageError(f"{file} {whose(demo, url)}; with --keys-to-other-url its keys are sent there")
-    return _checked(url, targets)
-
-
-def _targets_of_models(
-    url: str | None, models: str | None, api_key: str | None, keys_to_other_url: bool
-) -> tuple[str, list[Target]]:
-    """Return the server's URL and a target for each model, all with the same key."""
-    if models is None:
-        raise click.UsageError("give either --models or --tenants")
-    return _checked(url, [Target("-", api_key, model) for model in models.split(",") if model])
-
-
-def _checked(url: str | None, targets: list[Target]) -> tuple[str, list[Target]]:
-    if not url or not targets:
-        raise click.UsageError("--url is not given" if not url else "--models: expected the name of a model")
-    check_url(url, "--url")
-    return url, targets

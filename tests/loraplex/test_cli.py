@@ -287,7 +287,17 @@ def test_bench_sends_a_files_keys_to_its_own_gateway_only(tmp_path, stranger):
     demo = json.loads((tmp_path / "demo.json").read_text())
     demo["tenants"][0]["models"] = ["mine"]
     (tmp_path / "demo.json").write_text(json.dumps(demo))
-    flags = ("--tenants", str(tmp_path / "demo.json"), "--n", "1", "--warmup", "0", "--output-tokens", "1")
+    flags = (
+        "--tenants",
+        str(tmp_path / "demo.json"),
+        "--n",
+        "1",
+        "--warmup",
+        "0",
+        "--output-tokens",
+        "1",
+        "--no-overhead",
+    )
     line = refused(run("bench", *flags, "--url", url), 2)
     assert f"belongs to http://127.0.0.1:9, not to {url}; with --keys-to-other-url" in line
     assert seen == []

@@ -1,0 +1,29 @@
+"""Progress of a run on stderr: a line that is rewritten on a terminal, else a line every ten seconds."""
+
+import asyncio
+import sys
+import time
+
+from loraplex.bench.run import Run
+
+PERIOD_TERMINAL, PERIOD_PLAIN = 0.5, 10.0
+
+
+async def show(run: Run, title: str) -> None:
+    """Show the run's progress until it is cancelled."""
+    is_terminal = sys.stderr.isatty()
+    started = time.perf_counter()
+    tokens, since = run.progress.tokens, started
+    try:
+        while True:
+            await asyncio.sleep(PERIOD_TERMINAL if is_terminal else PERIOD_PLAIN)
+            now = time.perf_counter()
+            rate = (run.progress.tokens - tokens) / (now - since)
+            tokens, since = run.progress.tokens, now
+            line = f"{title}: {now - started:.0f} s, {run.progress.line()}, {rate:.0f} output tok/s"
+            sys.stderr.write(f"\r{line:<100}" if is_terminal else line + "\n")
+            sys.stderr.flush()
+    finally:
+        if is_terminal:
+            sys.stderr.write("\r" + " " * 100 + "\r")
+            sys.stderr.flush()

@@ -1,0 +1,129 @@
+"""A whole benchmark: the baseline, the measured runs, the generator's overhead, and the report of them."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from loraplex.bench.access import list_models
+from loraplex.bench.live import show
+from loraplex.bench.load import Load
+from loraplex.bench.overhead import measure_overhead
+from loraplex.bench.report import make_report, run_report
+from loraplex.bench.run import Run, Server, connect, measure
+from loraplex.bench.scenario import Scenario
+from loraplex.bench.trace import write_trace
+
+MakeLoad = Callable[[Server], Awaitable[Load]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A benchmark to run.
+
+    baseline: tenants left out of the run before the measured ones. repeat: measured runs. trace_out: file for the
+    planned requests of open loops.
+    """
+
+    url: str
+    make_load: MakeLoad
+    name: str
+    description: str = ""
+    baseline: Sequence[str] = ()
+    repeat: int = 1
+    with_overhead: bool = True
+    internal_token: str | None = None
+    trace_out: Path | None = None
+
+
+def fixed(load: Load) -> MakeLoad:
+    """Return a function that needs nothing of the server."""
+
+    async def make(server: Server) -> Load:
+        return load
+
+    return make
+
+
+def of_scenario(scenario: Scenario, keys: Mapping[str, str | None], seed: int | None) -> MakeLoad:
+    """Return a function that asks the server for its models and then makes the scenario's load."""
+
+    async def make(server: Server) -> Load:
+        return scenario.load(await list_models(server, keys), seed)
+
+    return make
+
+
+def run_benchmark(plan: Plan) -> dict[str, Any]:
+    """Run a benchmark to its end and return the report. Ctrl-C ends the run; the report has what was measured."""
+    try:
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(benchmark(plan))
+
+
+async def benchmark(plan: Plan) -> dict[str, Any]:
+    """Run a benchmark and return its report. Raises BenchError, ScenarioError."""
+    stop = asyncio.Event()
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    async with connect(plan.url, plan.internal_token) as server:
+        load = await plan.make_load(server)
+        if plan.trace_out:
+            write_trace(plan.trace_out, load.rows())
+        _stop_on_interrupt(stop)
+        baseline = None
+        if plan.baseline:
+            alone = replace(load.without(plan.baseline), round=-1)
+            baseline = run_report(await _one(server, alone, stop, "baseline"))
+        runs: list[dict[str, Any]] = []
+        last = Run(load)
+        while len(runs) < plan.repeat and not stop.is_set():
+            # Prompts of a repeated run are not in the server's prefix cache; times, models and lengths are the same.
+            last = await _one(server, replace(load, round=len(runs)), stop, f"run {len(runs) + 1} of {plan.repeat}")
+            runs.append(run_report(last))
+    overhead = None
+    if plan.with_overhead and not stop.is_set():
+        rate = len(last.samples) / last.seconds if last.seconds else 0.0
+        overhead = await measure_overhead(load.api, rate, last.samples)
+    about = {
+        "loraplex": version("loraplex"),
+        "started": started,
+        "name": plan.name,
+        "description": plan.description,
+        "overhead": overhead,
+    }
+    return make_report(plan.url, load, runs, baseline, **about)
+
+
+async def _one(server: Server, load: Load, stop: asyncio.Event, title: str) -> Run:
+    run = Run(load)
+    progress = asyncio.create_task(show(run, title))
+    try:
+        await measure(server, load, run, stop)
+    finally:
+        progress.cancel()
+        with suppress(asyncio.CancelledError):
+            await progress
+    return run
+
+
+def _stop_on_interrupt(stop: asyncio.Event) -> None:
+    """Let the first Ctrl-C set `stop`; the second one interrupts at once."""
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    # Outside of the main thread there are no signals to handle.
+    with suppress(NotImplementedError, RuntimeError, ValueError):
+        loop.add_signal_handler(signal.SIGINT, interrupted)

@@ -1,0 +1,190 @@
+"""The `loraplex bench` command: load on any OpenAI server, and the report of it."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from loraplex.bench.load import Target
+from loraplex.bench.workload import Workload
+from loraplex.commands.common import check_url, examples, is_gateway_of, one_line, whose
+from loraplex.commands.config_options import options_of, take
+from loraplex.up.datadir import DataDirError, read_json
+
+if TYPE_CHECKING:
+    from loraplex.bench.scenario import Scenario
+    from loraplex.bench.session import Plan
+
+FILE = click.Path(path_type=Path)
+SHORT_FORM = ("n", "concurrency", "rate", "zipf", "input_words", "output_tokens", "warmup", "models")
+
+
+@click.command(
+    epilog=examples(
+        "loraplex bench --tenants .loraplex/demo.json --n 64 --c 16",
+        "loraplex bench --url http://127.0.0.1:8000 --models a0,a1,a2 --zipf 1.0 --rate 4 --json report.json",
+        "loraplex bench --scenario examples/scenarios/flood.toml --tenants .loraplex/demo.json",
+    )
+)
+@click.option("--url", help="URL of the server; default: the gateway named in --tenants.")
+@click.option("--models", help="Model names, comma separated, the most popular first.")
+@click.option("--api-key", envvar="LORAPLEX_API_KEY", help="Key without --tenants. [env: LORAPLEX_API_KEY]")
+@click.option(
+    "--tenants",
+    type=FILE,
+    help="File in the format of demo.json with several tenants, their keys and models; replaces --models.",
+)
+@click.option("--keys-to-other-url", is_flag=True, help="Send --tenants' keys to a --url that is not their gateway.")
+@click.option("--internal-token-file", type=FILE, help="File with the token of an engine behind a gateway.")
+@click.option("--scenario", type=FILE, help="TOML file with a pattern of requests for each tenant.")
+@options_of(Workload)
+@click.option(
+    "--repeat", default=1, show_default=True, type=click.IntRange(1, 100), help="Measured runs; shows their spread."
+)
+@click.option("--overhead/--no-overhead", default=True, help="Measure the generator's own overhead after the runs.")
+@click.option("--accept-errors", is_flag=True, help="Exit with 0 even if requests failed.")
+@click.option("--json", "json_path", type=FILE, help="Also write the report to this file.")
+@click.option("--trace-out", type=FILE, help="Write the planned requests of open loops to this CSV file.")
+@click.pass_context
+def bench(context: click.Context, /, **flags: Any) -> None:
+    """Measure any OpenAI-compatible server: throughput, latency, fairness between tenants."""
+    from loraplex.bench.run import BenchError
+    from loraplex.bench.scenario import ScenarioError
+    from loraplex.bench.session import run_benchmark
+    from loraplex.bench.table import print_report
+
+    for flag in ("json_path", "trace_out"):
+        if (path := flags[flag]) and not path.parent.is_dir():
+            name = "--" + flag.removesuffix("_path").replace("_", "-")
+            raise click.UsageError(f"{name}: there is no folder {path.parent}")
+    with one_line(OSError):
+        try:
+            plan = _plan(context, flags)
+            report = run_benchmark(plan)
+        except ScenarioError as error:
+            raise click.UsageError(str(error)) from error
+        except BenchError as error:
+            raise click.ClickException(str(error)) from error
+        if flags["json_path"]:
+            flags["json_path"].write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    print_report(report)
+    _exit(report, accept_errors=flags["accept_errors"])
+
+
+def _plan(context: click.Context, flags: dict[str, Any]) -> "Plan":
+    """Return the benchmark that the flags describe. Raises click.UsageError, ScenarioError."""
+    from loraplex.bench.session import Plan, fixed, of_scenario
+
+    seed_is_given = context.get_parameter_source("seed") is not ParameterSource.DEFAULT
+    token = _token(flags["internal_token_file"])
+    common = {
+        "repeat": flags["repeat"],
+        "with_overhead": flags["overhead"],
+        "internal_token": token,
+        "trace_out": flags["trace_out"],
+    }
+    if flags["scenario"] is None:
+        url, targets = _targets_of_file(flags) if flags["tenants"] else _targets_of_models(flags)
+        workload = Workload(**take(Workload, flags))
+        return Plan(url, fixed(workload.load(targets)), "command line", **common)
+
+    from loraplex.bench.scenario import Scenario
+
+    for name in SHORT_FORM:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            flag = "--c" if name == "concurrency" else "--" + name.replace("_", "-")
+            raise click.UsageError(f"{flag} is not used with --scenario, whose file says it")
+    scenario = Scenario(flags["scenario"])
+    url, keys = _keys_of_scenario(scenario, flags)
+    make = of_scenario(scenario, keys, flags["seed"] if seed_is_given else None)
+    spec = scenario.spec
+    without = spec.baseline.without if spec.baseline else ()
+    return Plan(url, make, spec.name, spec.description, without, **common)
+
+
+def _token(file: Path | None) -> str | None:
+    token = file.read_text().strip() if file else None
+    if token == "":
+        raise click.UsageError(f"--internal-token-file: {file} is empty")
+    return token
+
+
+def _keys_of_scenario(scenario: "Scenario", flags: dict[str, Any]) -> tuple[str, dict[str, str | None]]:
+    """Return the server's URL and each tenant's key: from its `key_env`, from --tenants, or --api-key.
+
+    A tenant that --tenants does not name gets the key of the file's next tenant that no other one has by name.
+    """
+    given = scenario.keys_from_environment()
+    url = flags["url"]
+    keys: dict[str, str | None] = {name: given.get(name, flags["api_key"]) for name in scenario.tenants}
+    if flags["tenants"]:
+        url, listed = _read_tenants(flags)
+        of_file = {tenant["name"]: tenant["api_key"] for tenant in listed}
+        unnamed = [name for name in of_file if name not in keys]
+        for name in [name for name in scenario.tenants if name not in given]:
+            if name not in of_file and not unnamed:
+                raise click.UsageError(
+                    f"--tenants: {flags['tenants']} has {len(of_file)} tenants; {scenario.path} needs a key for {name}"
+                )
+            keys[name] = of_file[name if name in of_file else unnamed.pop(0)]
+    return _checked_url(url), keys
+
+
+def _read_tenants(flags: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the server's URL and the tenants of a file like demo.json. Its keys go to its own gateway only."""
+    file, url = flags["tenants"], flags["url"]
+    with one_line(DataDirError):
+        demo = read_json(file)
+    if demo is None:
+        raise click.UsageError(f"--tenants: there is no file {file}")
+    try:
+        url = url or str(demo["gateway"])
+        tenants = [{name: tenant[name] for name in ("name", "api_key", "models")} for tenant in demo["tenants"]]
+    except (KeyError, TypeError) as error:
+        raise click.UsageError(f"--tenants: {file} is not in the form of demo.json") from error
+    if not is_gateway_of(demo, url) and not flags["keys_to_other_url"]:
+        raise click.UsageError(f"{file} {whose(demo, url)}; with --keys-to-other-url its keys are sent there")
+    return url, tenants
+
+
+def _targets_of_file(flags: dict[str, Any]) -> tuple[str, list[Target]]:
+    """Return the server's URL and a target for each model of each tenant in the file."""
+    if flags["models"] is not None:
+        raise click.UsageError("give either --models or --tenants")
+    url, tenants = _read_tenants(flags)
+    targets = [Target(tenant["name"], tenant["api_key"], model) for tenant in tenants for model in tenant["models"]]
+    if not targets:
+        raise click.UsageError(f"--tenants: {flags['tenants']} has no model")
+    return _checked_url(url), targets
+
+
+def _targets_of_models(flags: dict[str, Any]) -> tuple[str, list[Target]]:
+    """Return the server's URL and a target for each model, all with the same key."""
+    if flags["models"] is None:
+        raise click.UsageError("give --models, --tenants or --scenario")
+    targets = [Target("-", flags["api_key"], model) for model in flags["models"].split(",") if model]
+    if not targets:
+        raise click.UsageError("--models: expected the name of a model")
+    return _checked_url(flags["url"]), targets
+
+
+def _checked_url(url: str | None) -> str:
+    if not url:
+        raise click.UsageError("--url is not given")
+    check_url(url, "--url")
+    return url
+
+
+def _exit(report: dict[str, Any], *, accept_errors: bool) -> None:
+    """End with 130 after Ctrl-C, and with 1 if requests failed and that is not accepted."""
+    runs = report["runs"]
+    if any(run["interrupted"] for run in [*runs, *([report["baseline"]] if report["baseline"] else [])]):
+        raise click.exceptions.Exit(130)
+    failed = sum(run["all"]["failed"] for run in runs)
+    if failed and not accept_errors:
+        first = next(run["first_error"] for run in runs if run["first_error"])
+        raise click.ClickException(
+            f"{failed} of {sum(run['all']['requests'] for run in runs)} requests failed; the first: {first}"
+        )

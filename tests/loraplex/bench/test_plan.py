@@ -1,0 +1,190 @@
+"""Plans: which requests are sent when. A plan depends on its seed and its own source only."""
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from loraplex.bench.arrivals import Closed, Even, Gamma, OnOff, Poisson, Ramp, Trace
+from loraplex.bench.load import Load, LoadError, Source, Target, Tenant
+from loraplex.bench.sampling import Even as EvenPopularity
+from loraplex.bench.sampling import Fixed, LogNormal, PowerLaw, UniformLength, Zipf
+from loraplex.bench.trace import Row, TraceError, read_trace, write_trace
+from loraplex.bench.workload import Workload
+
+POISSON = Poisson(5.0)
+TARGETS = tuple(Target("acme", "secret-a", f"a{i}") for i in range(4))
+
+
+def source(name="acme", arrival=POISSON, **changes) -> Source:
+    base = Source(name, TARGETS, arrival, EvenPopularity(), Fixed(8), Fixed(16))
+    return replace(base, **changes)
+
+
+def load(*sources: Source, **changes) -> Load:
+    return replace(Load((Tenant("acme"),), sources or (source(),), seconds=100.0), **changes)
+
+
+def times(arrival, count: int, seed: int = 1) -> list[float]:
+    return list(itertools.islice(arrival.times(Random(seed)), count))
+
+
+def gaps(arrival, count: int = 20_000) -> list[float]:
+    moments = times(arrival, count)
+    return [after - before for before, after in itertools.pairwise(moments)]
+
+
+def cv(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)) / mean
+
+
+def test_the_seed_decides_the_whole_plan():
+    first, again = (list(load().plan(source())) for _ in range(2))
+    assert first == again
+    assert [load().prompt(planned) for planned in first] == [load().prompt(planned) for planned in again]
+    assert load().digest() == load().digest()
+    other = load(seed=1)
+    assert [p.at for p in other.plan(source())] != [p.at for p in first]
+    assert other.digest() != load().digest()
+
+
+def test_a_tenants_plan_does_not_depend_on_the_other_tenants():
+    quiet = source("quiet", Poisson(2.0), popularity=Zipf(1.0))
+    both = load(source("flood", Gamma(50.0, 3.0)), quiet)
+    assert list(both.plan(quiet)) == list(both.without(["flood"]).plan(quiet))
+    assert [s.name for s in both.without(["flood"]).sources] == ["quiet"]
+
+
+def test_a_repeated_run_changes_the_words_and_nothing_else():
+    [first, *_], [again, *_] = list(load().plan(source())), list(load(round=1).plan(source()))
+    assert first == again
+    assert load().prompt(first) != load(round=1).prompt(again)
+
+
+def test_prompts_have_the_planned_words_and_share_no_prefix():
+    prompts = [load().prompt(planned) for planned in load().plan(source(requests=50))]
+    assert {len(prompt.split()) for prompt in prompts} == {8}
+    assert len({tuple(prompt.split()[:3]) for prompt in prompts}) > 45
+
+
+def test_arrivals_end_with_the_run_the_source_or_its_number_of_requests():
+    assert len(list(load().plan(source(arrival=Even(2.0))))) == 200
+    assert len(list(load().plan(source(arrival=Even(2.0), start=10.0, stop=20.0)))) == 20
+    assert next(load().plan(source(arrival=Even(2.0), start=10.0))).at == 10.0
+    assert len(list(load().plan(source(requests=7)))) == 7
+    assert [p.at for p in load(seconds=None).plan(source(arrival=Closed(2), requests=3))] == [None] * 3
+
+
+def test_poisson_gaps_have_the_rate_and_the_variance_of_an_exponential():
+    found = gaps(Poisson(5.0))
+    assert sum(found) / len(found) == pytest.approx(1 / 5, rel=0.05)
+    assert cv(found) == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("wanted", [0.5, 1.0, 4.0])
+def test_gamma_gaps_have_the_rate_and_the_coefficient_of_variation(wanted):
+    found = gaps(Gamma(5.0, wanted), 100_000)
+    assert sum(found) / len(found) == pytest.approx(1 / 5, rel=0.05)
+    assert cv(found) == pytest.approx(wanted, rel=0.1)
+
+
+def test_on_off_sends_in_its_on_phases_only():
+    assert times(OnOff(1.0, 3.0, 10.0), 7) == [0, 1, 2, 13, 14, 15, 26]
+    assert times(OnOff(1.0, 3.0, 10.0, "off"), 4) == [10, 11, 12, 23]
+    found = times(OnOff(50.0, 3.0, 10.0, within="poisson"), 2000)
+    assert all(at % 13 < 3 for at in found)
+    assert 2000 / (found[-1] / 13 * 3) == pytest.approx(50, rel=0.1)
+
+
+def test_a_ramp_changes_its_rate_linearly():
+    # The integral of the rate 0.2 t is 0.1 t**2: arrivals at its whole numbers, then at the last rate.
+    found = times(Ramp(0.0, 2.0, 10.0), 13)
+    assert found == pytest.approx([math.sqrt(10 * i) for i in range(11)] + [10.5, 11])
+    # Arrivals of a rate that falls to 0 end with the integral's whole, 10.
+    assert times(Ramp(2.0, 0.0, 10.0), 100)[-1] == pytest.approx(10.0)
+    assert len(times(Ramp(2.0, 0.0, 10.0), 100)) == 11
+
+
+@pytest.mark.parametrize(
+    ("popularity", "expected"),
+    [
+        (EvenPopularity(), [0.25] * 4),
+        (Zipf(0.0), [0.25] * 4),
+        (Zipf(1.0), [12 / 25, 6 / 25, 4 / 25, 3 / 25]),
+        (PowerLaw(1.0), [0.25] * 4),
+        (PowerLaw(0.5), [0.5, math.sqrt(0.5) - 0.5, math.sqrt(0.75) - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
+    ],
+)
+def test_popularity_gives_its_shares(popularity, expected):
+    plan = load(seconds=None).plan(source(popularity=popularity, requests=8000))
+    counts = Counter(planned.target.model for planned in plan)
+    assert [counts[target.model] / 8000 for target in TARGETS] == pytest.approx(expected, abs=0.03)
+
+
+def test_lengths_follow_their_distribution():
+    random = Random(1)
+    assert {Fixed(7).draw(random) for _ in range(5)} == {7}
+    assert {UniformLength(3, 6).draw(random) for _ in range(200)} == {3, 4, 5, 6}
+    drawn = sorted(LogNormal(100, 1.0, 10, 500).draw(random) for _ in range(5001))
+    assert (drawn[0], drawn[-1]) == (10, 500)
+    assert drawn[2500] == pytest.approx(100, rel=0.1)
+
+
+def test_a_plan_written_as_a_trace_is_replayed_the_same(tmp_path: Path):
+    original = load(source(popularity=Zipf(1.0), input=UniformLength(1, 50)))
+    write_trace(tmp_path / "plan.csv", original.rows())
+    rows = tuple(read_trace(tmp_path / "plan.csv"))
+    replayed = list(load().plan(source(arrival=Trace("plan.csv"), rows=rows)))
+    planned = list(original.plan(original.sources[0]))
+    assert [p.at for p in replayed] == pytest.approx([p.at for p in planned], abs=1e-6)
+    assert [(p.target, p.input_tokens, p.output_tokens) for p in replayed] == [
+        (p.target, p.input_tokens, p.output_tokens) for p in planned
+    ]
+
+
+def test_a_trace_is_replayed_faster():
+    rows = (Row(2, 4.0, "acme", "a1", 3, 5), Row(3, 300.0, "acme", None, 3, 5))
+    [planned] = load().plan(source(arrival=Trace("x", speed=2.0), rows=rows))
+    assert (planned.at, planned.target.model, planned.input_tokens, planned.output_tokens) == (2.0, "a1", 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("timestamp,tenant,input\n", "t.csv:1: the column output is missing"),
+        ("timestamp,tenant,input,output\nx,a,1,1\n", "t.csv:2: timestamp: expected seconds"),
+        ("timestamp,tenant,input,output\n1,a,1,1\n-1,a,1,1\n", "t.csv:3: timestamp"),
+        ("timestamp,tenant,input,output\n1,a,-5,1\n", "t.csv:2: input: expected a number of tokens"),
+        ("timestamp,tenant,input,output\n1,a,1\n", "t.csv:2: output: expected a number of tokens"),
+    ],
+)
+def test_a_wrong_trace_is_named_by_line_and_column(text, says, tmp_path):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(TraceError, match=says):
+        read_trace(tmp_path / "t.csv")
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(LoadError, match="more than 1000000 requests"):
+        load(seconds=1e6).check_size(source(arrival=Even(10_000.0)))
+    with pytest.raises(LoadError, match="no request"):
+        load().check_size(source(arrival=OnOff(1.0, 10.0, 1000.0, "off")))
+    load().check_size(source(arrival=Closed(4)))
+
+
+def test_the_short_form_is_one_source_of_all_targets():
+    made = Workload(n=40, concurrency=3).load((*TARGETS, Target("globex", None, "b")))
+    assert [tenant.name for tenant in made.tenants] == ["acme", "globex"]
+    [only] = made.sources
+    assert only.arrival == Closed(3)
+    assert len(list(made.plan(only))) == 40
+    assert Workload(rate=2.0).load(TARGETS).sources[0].arrival == Poisson(2.0)
+
+
+def test_no_key_is_in_any_text_form():
+    assert "secret" not in repr(load()) + str(load().rows()) + repr(next(load().plan(source())))
