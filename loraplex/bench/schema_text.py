@@ -9,13 +9,12 @@ from msgspec import inspect
 from loraplex.bench.toml_lines import Path
 
 NAMES = {
-    "`float`": "a number",
-    "`int`": "a whole number",
-    "`str`": "a text",
-    "`object`": "a table",
-    "`array`": "a list",
-    "`bool`": "true or false",
-    "`null`": "nothing",
+    "float": "a number",
+    "int": "a whole number",
+    "str": "a text",
+    "object": "a table",
+    "array": "a list",
+    "bool": "true or false",
 }
 
 
@@ -30,8 +29,13 @@ def describe(message: str, root: type[msgspec.Struct], value: Any) -> tuple[Path
         return path, f"the key {missing[1]} is missing{_choices(root, path, value, missing[1])}"
     if text.startswith("Invalid value ") and path and path[-1] == "kind":
         return path, f"{text.removeprefix('Invalid value ')} is no kind{_choices(root, path[:-1], value, 'kind')}"
-    text = re.sub(r"`(.*?)`", lambda word: NAMES.get(word[0], word[1]), text[:1].lower() + text[1:])
-    return path, text.replace(" | nothing", "") + _got(path, value)
+    text = re.sub(r"`(.*?)`", lambda found: _in_words(found[1]), text[:1].lower() + text[1:])
+    return path, text + _got(path, value)
+
+
+def _in_words(types: str) -> str:
+    """Return msgspec's names of types in words: `float | null` is a number, because an absent key is no null in TOML."""
+    return " or ".join(NAMES.get(name, name) for name in types.split(" | ") if name != "null" or types == "null")
 
 
 def _path(text: str) -> Path:
