@@ -34,7 +34,7 @@ def describe(message: str, root: type[msgspec.Struct], value: Any) -> tuple[Path
 
 
 def _in_words(types: str) -> str:
-    """Return msgspec's names of types in words: `float | null` is a number, because an absent key is no null in TOML."""
+    """Return msgspec's names of types in words. `float | null` is a number, because TOML has no null."""
     return " or ".join(NAMES.get(name, name) for name in types.split(" | ") if name != "null" or types == "null")
 
 
