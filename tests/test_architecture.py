@@ -1,6 +1,7 @@
 """Rules of the repository: imports go down only, the gateway is free of torch, files stay small, names are unique."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,16 +25,18 @@ PYTHON = [*SOURCES, *(path for folder in ("tests", "testing", "benchmarks") for 
 COMMENT_MARKS = {".py": "#", ".lua": "--", ".cpp": "//", ".h": "//", ".yaml": "#", ".yml": "#", "": "#"}
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Return the full name of every module imported anywhere in the file: `from a import b` gives `a` and `a.b`."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
 
 
 def is_ours(module: str) -> bool:
@@ -64,12 +67,13 @@ def test_the_product_imports_only_what_is_installed():
     assert not [path for path in SOURCES if {module.split(".")[0] for module in imports(path)} & development]
 
 
-def modules_after(statement: str) -> set[str]:
+@functools.cache
+def modules_after(statement: str) -> frozenset[str]:
     """Return the top-level modules in memory after a fresh interpreter ran the statement."""
     script = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return frozenset(done.stdout.split())
 
 
 def test_the_gateway_never_loads_torch():

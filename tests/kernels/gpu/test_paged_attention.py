@@ -65,11 +65,20 @@ def poison(monkeypatch):
     monkeypatch.setattr(module.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
 
 
+def as_bytes(arguments):
+    """Return the bytes of each tensor, because NaN differs from itself."""
+    return [a.contiguous().view(torch.uint8).clone() for a in arguments if isinstance(a, torch.Tensor)]
+
+
 def check(arguments, sliding_window=0, metadata=None):
+    before = as_bytes(arguments)
     expected = reference.paged_attention(*arguments, sliding_window)
     got = paged_attention(*arguments, sliding_window, metadata)
     torch.testing.assert_close(got, expected, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
-    assert torch.equal(got, paged_attention(*arguments, sliding_window, metadata))
+    assert all(map(torch.equal, before, as_bytes(arguments)))
+    # The interpreter runs one program after the other, so a second run differs only if the metadata changed.
+    if got.is_cuda or metadata is not None:
+        assert torch.equal(got, paged_attention(*arguments, sliding_window, metadata))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -153,7 +162,8 @@ def test_caches_of_8_bits(batch, kv_dtype, device, monkeypatch):
     poison(monkeypatch)
     got = paged_attention(q, k, v, *rest, k_scales=k_scales, v_scales=v_scales)
     torch.testing.assert_close(got, expected, atol=4e-3, rtol=4e-3)
-    assert torch.equal(got, paged_attention(q, k, v, *rest, k_scales=k_scales, v_scales=v_scales))
+    if got.is_cuda:
+        assert torch.equal(got, paged_attention(q, k, v, *rest, k_scales=k_scales, v_scales=v_scales))
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
