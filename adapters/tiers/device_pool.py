@@ -5,21 +5,28 @@ pool's copy thread writes the bytes into pages that no step reads yet, so a load
 with LoRA on embed_tokens or lm_head have separate tensors for these, within a separate limit.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable
+import math
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import replace
 from enum import Enum
 
 import torch
 from torch import Tensor
 
 from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, AdapterError, BaseShape
+from adapters.tiers.eviction import IdleAdapters, Resident
 from adapters.tiers.host_cache import HostAdapter, HostCache
 from adapters.tiers.page_writer import PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
+from adapters.tiers.reservations import PAGE_WAIT_S, Amount, Reservation, Reservations
 from kernels.ops import EmbeddingLora, HeadLora, PackedLinear, dense_linear
 from kernels.platform import Fence, Lane, platform_of
+
+# Limit of the copies under way: an adapter that a later copy would replace serves until its turn.
+MAX_COPYING = 16
 
 
 class Residency(Enum):
@@ -27,51 +34,6 @@ class Residency(Enum):
     LOADING = "loading"
     NO_ROOM = "no room"
     FAILED = "failed"
-
-
-@dataclass(slots=True)
-class Resident:
-    """An adapter that owns pages. `loading`: its copy, None once the pages can be read."""
-
-    slot: int
-    pages: list[int]
-    outside_bytes: int = 0
-    pins: int = 0
-    loading: "Future[None] | None" = None
-
-
-@dataclass(slots=True)
-class _Amount:
-    """Total resources that some adapters hold or need.
-
-    Updated incrementally, because each waiting request reads it in each step.
-    """
-
-    slots: int = 0
-    pages: int = 0
-    outside_bytes: int = 0
-
-    def add(self, resident: Resident, times: int = 1) -> None:
-        self.slots += times
-        self.pages += times * len(resident.pages)
-        self.outside_bytes += times * resident.outside_bytes
-
-    def remove(self, resident: Resident) -> None:
-        self.add(resident, -1)
-
-
-@dataclass(slots=True)
-class _Drain:
-    """Reservation for a waiting adapter of the pages that the victims' requests free as they end.
-
-    size: the resources that the waiting adapter needs. victims: adapters that accept no new request. victims_held:
-    resources of the victims that a request still uses.
-    """
-
-    digest: str
-    size: _Amount
-    victims: set[str] = field(default_factory=set)
-    victims_held: _Amount = field(default_factory=_Amount)
 
 
 class AdapterPool:
@@ -114,18 +76,26 @@ class AdapterPool:
         self.num_evictions = 0
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
+        self._total = Amount(self.num_slots, self.num_pages, self._max_outside_bytes)
+        # Each resident is in one of four states: copying, unused, pinned or idle. An unused one has been copied for a
+        # request that has not pinned it yet: it is not evicted for `PAGE_WAIT_S`, or two adapters that wait for these
+        # pages could evict each other before either is used.
         self._residents: dict[str, Resident] = {}
-        # Each resident is in one of three states: idle, copying or pinned. `_idle` is in order of use, least recent
-        # first.
-        self._idle: OrderedDict[str, Resident] = OrderedDict()
+        self._idle = IdleAdapters()
         self._copying: dict[str, Resident] = {}
-        self._pinned_held, self._copying_held, self._all_held = _Amount(), _Amount(), _Amount()
+        self._unused: OrderedDict[str, Resident] = OrderedDict()
+        self._pinned_held, self._new_held, self._all_held = Amount(), Amount(), Amount()
+        # Idle adapters that a request of this step asked for. A later request of the step does not evict them.
+        self._asked_held = Amount()
+        self._reservations = Reservations(self._total)
+        self._step, self._now = 0, time.monotonic()
         self._fetching: dict[str, Future[HostAdapter]] = {}
         self._fetched: deque[tuple[str, Future[HostAdapter]]] = deque()  # appended to by the loading threads
+        self._copied: deque[tuple[str, Future[None]]] = deque()  # appended to by the copy thread
         self._errors: dict[str, Exception] = {}
         # Digests that a request waits for, with their sizes once known: counting an adapter's modules takes 20 us.
-        self._wanted: dict[str, _Amount | None] = {}
-        self._drain: _Drain | None = None
+        self._wanted: dict[str, Amount | None] = {}
+        self._loaded_bytes: Counter[str] = Counter()
         host_cache.refuse_beyond(max_rank=max_rank, max_outside_bytes=self._max_outside_bytes)
         self._lane = lane or platform_of(device).lane()
         self._writer = PageWriter(self.groups, base.groups, self.page_table, self.ranks, self._lane)
@@ -134,7 +104,7 @@ class AdapterPool:
     @property
     def resident(self) -> list[str]:
         """Return the digests whose pages can be read now."""
-        return [digest for digest, r in self._residents.items() if r.loading is None]
+        return [digest for digest, r in self._residents.items() if r.ready_at < math.inf]
 
     @property
     def num_free_pages(self) -> int:
@@ -148,59 +118,121 @@ class AdapterPool:
         """Return whether the adapter's pages can be read now."""
         return digest in self._residents and digest not in self._copying
 
-    def ensure(self, digest: str) -> Residency:
-        """Return whether the adapter is usable in this step; if not, start loading it. Never blocks."""
+    @property
+    def num_reservations(self) -> int:
+        """Return the number of adapters for which device memory is reserved."""
+        return len(self._reservations)
+
+    def ensure(self, digest: str, tenant: str = "", weight: float = 1.0) -> Residency:
+        """Return whether the adapter is usable in this step; if not, start loading it. Never blocks. Takes O(1), except
+        when it evicts.
+
+        Call it in the order in which requests should be served. An adapter that does not fit beside those in use gets a
+        reservation, one per tenant, and NO_ROOM is returned until its pages are free. tenant, weight: of the request;
+        loads are counted for this tenant.
+        """
         self._wanted.setdefault(digest, None)
         if digest in self._errors:
             return Residency.FAILED
-        drain = self._drain
-        if drain is not None and digest in drain.victims:
-            return Residency.LOADING  # its pages are kept for a tenant that is further behind
         resident = self._residents.get(digest)
         if resident is not None:
-            is_idle = resident.pins == 0
-            if drain is not None and is_idle and not self._fits_beside_kept(drain, resident):
-                return Residency.LOADING
-            return Residency.READY if resident.loading is None else Residency.LOADING
+            return self._ensure_resident(digest, resident)
         adapter = self._host.get(digest)
         if adapter is None:
             if digest not in self._fetching:
                 fetch = self._fetching[digest] = self._host.fetch(digest)
                 fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
             return Residency.LOADING
-        if adapter.rank > self._max_rank:
-            reason = f"rank {adapter.rank} is over this engine's --max-lora-rank {self._max_rank}"
-            self._errors[digest] = AdapterError("adapter", reason)
-            return Residency.FAILED
         size = self._size(digest, adapter)
-        if size.outside_bytes > self._max_outside_bytes:
-            self._errors[digest] = AdapterError(
-                "adapter",
-                f"its LoRA on embed_tokens and lm_head takes {size.outside_bytes} bytes, "
-                f"a quarter of this engine's --adapter-memory is {self._max_outside_bytes}",
-            )
+        error = self._refusal(adapter, size)
+        if error is not None:
+            self._errors[digest] = error
             return Residency.FAILED
-        if drain is not None and drain.digest != digest:
-            return Residency.LOADING  # free pages are kept for another adapter
-        return self._place(digest, adapter, size)
+        if digest in self._reservations:
+            return Residency.NO_ROOM  # `poll` places it
+        if len(self._copying) >= MAX_COPYING:
+            return Residency.LOADING
+        if size.fits(self._total, self._pinned_held, self._new_held, self._asked_held, self._reservations.reserved):
+            self._place(digest, adapter, size, tenant, weight)
+            return Residency.LOADING
+        self._reservations.add(digest, tenant, weight, size, self._now)
+        return Residency.NO_ROOM
 
-    def pin(self, digest: str) -> int:
-        """Pin a READY adapter and return its slot."""
+    def _ensure_resident(self, digest: str, resident: Resident) -> Residency:
+        if resident.ready_at == math.inf:
+            return Residency.LOADING
+        if digest not in self._idle:
+            return Residency.READY
+        if not resident.size.fits(self._total, self._pinned_held, self._new_held, self._reservations.reserved_overdue):
+            return Residency.NO_ROOM  # an overdue reservation takes its pages
+        self._idle.touch(digest, self._now)
+        if resident.asked_in != self._step:
+            resident.asked_in = self._step
+            self._asked_held.add(resident.size)
+        return Residency.READY
+
+    def pin(self, digest: str, tenant: str = "") -> int:
+        """Pin a READY adapter and return its slot. tenant: of the request."""
         resident = self._residents[digest]
         if not resident.pins:
-            del self._idle[digest]
-            self._pinned_held.add(resident)
+            self._unused_to_idle(digest)
+            self._idle.remove(digest)
+            self._pinned_held.add(resident.size)
+            if resident.asked_in == self._step:
+                self._asked_held.remove(resident.size)
+                resident.asked_in = -1
         resident.pins += 1
+        self._idle.note_user(resident, tenant)
         return resident.slot
 
     def unpin(self, digest: str) -> None:
         resident = self._residents[digest]
         resident.pins -= 1
         if not resident.pins:
-            self._idle[digest] = resident
-            self._pinned_held.remove(resident)
-            if self._drain is not None and digest in self._drain.victims:
-                self._drain.victims_held.remove(resident)
+            self._idle.add(digest, resident, self._now)
+            self._pinned_held.remove(resident.size)
+
+    def holders_to_preempt(self, furthest_ahead: Iterable[str]) -> list[str]:
+        """Return the adapters whose requests the scheduler must preempt now, so that overdue reservations get pages.
+
+        Call it once per step, after `poll` and before the first `ensure`; while no reservation is overdue (see
+        `overdue`), it takes O(1) and reads nothing of the argument. furthest_ahead: the adapters of running requests,
+        those of the tenant furthest ahead first; duplicates are ignored. The list is cut where the reservations fit.
+        Preempt every running request of each returned adapter: the next `poll` places the reserved adapters, and until
+        then `ensure` returns NO_ROOM for the adapters whose pages are needed. An adapter that became resident less than
+        `PAGE_WAIT_S` ago is not returned, so that two adapters do not take each other's pages in every step. An adapter
+        left out of the argument keeps its pages, and the reservation waits for its requests to end.
+        """
+        held, wanted, victims, needed = Amount(), Amount(), list[str](), 0
+        overdue = self._reservations.overdue
+        if not overdue:
+            return []
+        held.add(self._pinned_held)
+        holders = iter(dict.fromkeys(furthest_ahead))
+        for reservation in overdue:
+            wanted.add(reservation.size)
+            while not wanted.fits(self._total, held, self._new_held):
+                holder = next(holders, None)
+                if holder is None:
+                    return victims[:needed]
+                resident = self._residents.get(holder)
+                if resident is not None and resident.pins and self._now - resident.ready_at >= PAGE_WAIT_S:
+                    victims.append(holder)
+                    held.remove(resident.size)
+            needed = len(victims)
+        return victims
+
+    @property
+    def overdue(self) -> list[Reservation]:
+        """Return the reservations that have waited for `PAGE_WAIT_S`, oldest first, as of the last `poll`."""
+        return self._reservations.overdue
+
+    def take_loaded_bytes(self) -> dict[str, int]:
+        """Return the bytes loaded for each tenant since the last call. A load counts for the tenant whose request
+        caused it, whether or not that request runs later.
+        """
+        loaded, self._loaded_bytes = self._loaded_bytes, Counter()
+        return loaded
 
     def error(self, digest: str) -> Exception:
         """Return and clear the error of `ensure`'s FAILED, so that the next request tries again.
@@ -209,44 +241,31 @@ class AdapterPool:
         """
         return self._errors.pop(digest)
 
-    def drain_for(self, digest: str, furthest_ahead: list[str]) -> None:
-        """Reserve the pages of other adapters for `digest`, in the order of `furthest_ahead`, until it fits.
-
-        These adapters accept no new request until `digest` has its pages. An idle adapter beside which `digest` would
-        not fit accepts none either.
-        """
-        if self._drain is not None:
-            return
-        adapter = self._host.get(digest)
-        if adapter is None:
-            return
-        self._drain = drain = _Drain(digest, self._size(digest, adapter))
-        for victim in dict.fromkeys(furthest_ahead):
-            if self._fits_beside_kept(drain):
-                break
-            drain.victims.add(victim)
-            resident = self._residents.get(victim)
-            if resident is not None and resident.pins:
-                drain.victims_held.add(resident)
-
     def no_longer_wanted(self, digest: str) -> None:
-        """Drop the adapter's drain and error after its last waiting request has left."""
+        """Drop the adapter's reservation and error after its last request has left."""
         self._fetching.pop(digest, None)
         self._wanted.pop(digest, None)
         self._errors.pop(digest, None)
-        if self._drain is not None and self._drain.digest == digest:
-            self._drain = None
+        self._reservations.remove(digest)
+        self._unused_to_idle(digest)
 
     def evict(self, digest: str) -> bool:
         """Free the adapter's pages. Returns False while a request uses them."""
         resident = self._residents.get(digest)
         if resident is None:
             return True
-        if resident.pins or resident.loading is not None:
+        if resident.pins or resident.ready_at == math.inf:
             return False
+        self._unused_to_idle(digest)
+        self._idle.remove(digest)
+        if resident.asked_in == self._step:
+            self._asked_held.remove(resident.size)
+        self._free(digest, resident)
+        return True
+
+    def _free(self, digest: str, resident: Resident) -> None:
         del self._residents[digest]
-        del self._idle[digest]
-        self._all_held.remove(resident)
+        self._all_held.remove(resident.size)
         self._free_pages.extend(reversed(resident.pages))
         self._free_slots.append(resident.slot)
         self.slot_digests[resident.slot] = ""
@@ -254,10 +273,15 @@ class AdapterPool:
         self.heads.pop(resident.slot, None)
         self.num_evictions += 1
         self.residency_version += 1
-        return True
 
     def poll(self) -> None:
-        """Process finished fetches and copies. The engine thread calls it before it schedules."""
+        """Start a step: process finished fetches and copies, and place reserved adapters that fit now.
+
+        The engine thread calls it before it schedules.
+        """
+        self._step += 1
+        self._asked_held = Amount()
+        self._now = time.monotonic()
         while self._fetched:
             digest, fetched = self._fetched.popleft()
             if self._fetching.get(digest) is not fetched:
@@ -266,65 +290,89 @@ class AdapterPool:
             error = fetched.exception()
             if error is not None:
                 self._errors[digest] = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        for digest, resident in list(self._copying.items()):
-            if resident.loading is not None and resident.loading.done():
-                error = resident.loading.exception()
-                resident.loading = None
-                del self._copying[digest]
-                self._copying_held.remove(resident)
-                self._idle[digest] = resident
-                if error is not None:
-                    if digest in self._wanted:  # otherwise a later request would get another request's error
-                        self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
-                    self.evict(digest)
-                self.num_loads += 1
-                self.residency_version += 1
+        while self._copied:
+            digest, copied = self._copied.popleft()
+            self._end_copy(digest, copied.exception())
+        while self._unused and (first := next(iter(self._unused.items())))[1].ready_at <= self._now - PAGE_WAIT_S:
+            self._unused_to_idle(first[0])
+        self._reservations.mark_overdue(self._now)
+        self._place_reserved()
+
+    def _end_copy(self, digest: str, error: BaseException | None) -> None:
+        resident = self._copying.pop(digest)
+        self.residency_version += 1
+        if error is None:
+            resident.ready_at = self._now
+            self._unused[digest] = resident
+            self.num_loads += 1
+            if digest not in self._wanted:
+                self._unused_to_idle(digest)
+            return
+        self._new_held.remove(resident.size)
+        if digest in self._wanted:  # otherwise a later request would get another request's error
+            self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
+        self._free(digest, resident)
+
+    def _unused_to_idle(self, digest: str) -> None:
+        resident = self._unused.pop(digest, None)
+        if resident is not None:
+            self._new_held.remove(resident.size)
+            self._idle.add(digest, resident, self._now)
+
+    def _place_reserved(self) -> None:
+        """Place the reserved adapters that fit, each beside the older reservations."""
+        ahead = Amount()
+        for reservation in self._reservations:
+            if self._pinned_held.pages + self._new_held.pages + ahead.pages >= self.num_pages:
+                return
+            adapter = self._host.get(reservation.digest)
+            if adapter is None or not reservation.size.fits(self._total, self._pinned_held, self._new_held, ahead):
+                ahead.add(reservation.size)
+                continue
+            self._reservations.remove(reservation.digest)
+            self._place(reservation.digest, adapter, reservation.size, reservation.tenant, reservation.weight)
 
     def close(self) -> None:
         self._copier.shutdown(wait=True, cancel_futures=True)
 
-    def _size(self, digest: str, adapter: HostAdapter) -> _Amount:
+    def _size(self, digest: str, adapter: HostAdapter) -> Amount:
         size = self._wanted.get(digest)
         if size is None:
-            size = _Amount(1, -(-adapter.rank_in_layers // PAGE_RANK), _outside_bytes(adapter))
+            size = Amount(1, -(-adapter.rank_in_layers // PAGE_RANK), _outside_bytes(adapter))
             if digest in self._wanted:
                 self._wanted[digest] = size
         return size
 
-    def _fits_beside_kept(self, drain: _Drain, idle: Resident | None = None) -> bool:
-        """Return whether the waiting adapter fits beside those that stay in use until then, and beside `idle`."""
-        pinned, leaving = self._pinned_held, drain.victims_held
-        held = _Amount(
-            pinned.slots - leaving.slots, pinned.pages - leaving.pages, pinned.outside_bytes - leaving.outside_bytes
-        )
-        if idle is not None:
-            held.add(idle)
-        return self._fits(drain.size, held)
+    def _refusal(self, adapter: HostAdapter, size: Amount) -> AdapterError | None:
+        if adapter.rank > self._max_rank:
+            return AdapterError(
+                "adapter", f"rank {adapter.rank} is over this engine's --max-lora-rank {self._max_rank}"
+            )
+        if size.outside_bytes > self._max_outside_bytes:
+            return AdapterError(
+                "adapter",
+                f"its LoRA on embed_tokens and lm_head takes {size.outside_bytes} bytes, "
+                f"a quarter of this engine's --adapter-memory is {self._max_outside_bytes}",
+            )
+        return None
 
-    def _fits(self, *held: _Amount) -> bool:
-        """Return whether the pool has room for all of these together."""
-        return (
-            sum(h.slots for h in held) <= self.num_slots
-            and sum(h.pages for h in held) <= self.num_pages
-            and sum(h.outside_bytes for h in held) <= self._max_outside_bytes
-        )
-
-    def _place(self, digest: str, adapter: HostAdapter, size: _Amount) -> Residency:
-        if not self._fits(size, self._pinned_held, self._copying_held):
-            return Residency.NO_ROOM
-        while not self._fits(size, self._all_held):
-            self.evict(next(iter(self._idle)))  # the least recently used
+    def _place(self, digest: str, adapter: HostAdapter, size: Amount, tenant: str, weight: float) -> None:
+        """Start the adapter's copy, after evicting idle adapters. It must fit beside the others in use."""
+        while not size.fits(self._total, self._all_held):
+            needs_outside = replace(size, outside_bytes=0).fits(self._total, self._all_held)
+            self.evict(self._idle.victim(self._step, self._now, needs_outside=needs_outside))
         pages = [self._free_pages.pop() for _ in range(size.pages)]
         slot = self._free_slots.pop()
         # Steps in flight may still read the evicted pages; a step launched from now on does not.
         copying = self._copier.submit(self._copy, adapter, slot, pages, self._lane.launched())
-        resident = Resident(slot, pages, size.outside_bytes, loading=copying)
+        resident = Resident(slot, pages, size, owner=tenant)
         self._residents[digest] = self._copying[digest] = resident
-        self._copying_held.add(resident)
-        self._all_held.add(resident)
-        if self._drain is not None and self._drain.digest == digest:
-            self._drain = None
-        return Residency.LOADING
+        self._new_held.add(size)
+        self._all_held.add(size)
+        copying.add_done_callback(lambda done: self._copied.append((digest, done)))
+        num_bytes = size.pages * self.page_bytes + size.outside_bytes
+        self._loaded_bytes[tenant] += num_bytes
+        self._idle.count_load(tenant, weight, num_bytes)
 
     def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: Fence) -> None:
         """Copy an adapter, on the copy thread, which owns its pages and slot until the copy is done."""

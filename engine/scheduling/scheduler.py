@@ -73,6 +73,7 @@ class Scheduler:
         """
         plan: Plan = {}
         self.adapters.poll()
+        self._free_reserved_pages()
         budget = self._decode(plan, self._max_num_batched_tokens)
         if plan and self._pacer is not None:
             budget = self._pacer.prompt_budget(len(plan), budget, self._patience(plan))
@@ -138,7 +139,7 @@ class Scheduler:
         tenant's long prompt delays another tenant's short one by a step, not by its own length. Prompts end one after
         the other, not all at once: the work is the same, but each has its first token as soon as possible.
         """
-        may_drain, has_room, most, started_blocks = True, True, budget, 0
+        has_room, most, started_blocks = True, budget, 0
         # Each row of logits is as wide as the vocabulary, so memory bounds a step's rows. Without chunked prefill a
         # prompt cannot be cut.
         logits_left = self._max_prompt_logits if self._chunked and self._max_prompt_logits else sys.maxsize
@@ -151,8 +152,7 @@ class Scheduler:
             if request.status is Status.WAITING:
                 if not has_room or request.num_pending:
                     continue
-                if not self._adapter_ready(request, may_drain=may_drain):
-                    may_drain = may_drain and request.status is Status.FINISHED
+                if not self._adapter_ready(request):
                     continue
                 has_room = self._admit(request, budget, is_first=budget == most)
                 if not has_room:
@@ -188,28 +188,19 @@ class Scheduler:
         self.cache.start(request, prefix)
         self.cache.grow(request, request.num_tokens)
         if request.adapter_digest is not None:
-            request.adapter_slot = self.adapters.pin(request.adapter_digest)
+            request.adapter_slot = self.adapters.pin(request.adapter_digest, request.tenant)
         request.seat = self._free_seats.pop()
         self.running.append(request)
         return True
 
-    def _adapter_ready(self, request: Request, *, may_drain: bool) -> bool:
+    def _adapter_ready(self, request: Request) -> bool:
         if request.adapter_digest is None:
             return True
-        residency = self.adapters.ensure(request.adapter_digest)
+        residency = self.adapters.ensure(request.adapter_digest, request.tenant, request.weight)
         if residency is Residency.READY:
             return True
         if residency is Residency.FAILED:
             self._fail_waiting(request.adapter_digest, self.adapters.error(request.adapter_digest))
-        elif residency is Residency.NO_ROOM and may_drain:
-            # Reserves, for the least served request that lacks pages, those of the tenants furthest ahead as their
-            # requests finish.
-            ahead = sorted(
-                (r for r in self.running if r.adapter_digest),
-                key=lambda r: self.fair_share.counter(r.tenant),
-                reverse=True,
-            )
-            self.adapters.drain_for(request.adapter_digest, [r.adapter_digest for r in ahead if r.adapter_digest])
         return False
 
     def _fail_waiting(self, adapter: str, error: Exception) -> None:
@@ -243,6 +234,15 @@ class Scheduler:
             if victim is request:
                 return False
         return True
+
+    def _free_reserved_pages(self) -> None:
+        """Preempt the holders of pages that an adapter has waited for too long, of the tenants furthest ahead."""
+        if not self.adapters.overdue:
+            return
+        ahead = sorted(self.running, key=lambda r: (self.fair_share.counter(r.tenant), r.arrival), reverse=True)
+        holders = set(self.adapters.holders_to_preempt(r.adapter_digest for r in ahead if r.adapter_digest))
+        for request in [r for r in self.running if r.adapter_digest in holders]:
+            self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1

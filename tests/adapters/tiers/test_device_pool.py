@@ -1,6 +1,5 @@
-"""The device tier: pages by rank, pins, eviction, and pages promised to the request of the tenant furthest behind."""
+"""The device tier: pages by rank, pins, eviction and reservations."""
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +12,11 @@ from torch import Tensor
 
 from adapters.manifest import GROUPS, AdapterError
 from adapters.tiers.device_pool import AdapterPool, Residency
+from adapters.tiers.eviction import STALE_S
 from adapters.tiers.host_cache import HostCache
 from adapters.tiers.page_writer import NUM_BUFFERS
 from adapters.tiers.pages import PAGE_RANK
+from adapters.tiers.reservations import PAGE_WAIT_S
 from kernels.reference import take
 from testing.adapter_files import BASE, CONFIG, tensors, write
 
@@ -224,53 +225,210 @@ def test_the_least_recently_pinned_goes_first_and_a_pinned_one_never(make: Make,
     assert pool.num_evictions == 2
 
 
-def test_who_waits_longest_is_promised_pages_and_nobody_else_gets_them(make: Make, adapter: Callable[..., str]) -> None:
-    pool = make(2, max_rank=16)
-    busy, late, big = adapter(seed=1), adapter(seed=2), adapter(rank=16, seed=3)
-    wait_for(pool, busy)
-    pool.pin(busy)
-    wait_for(pool, big, Residency.NO_ROOM)
-    pool.drain_for(big, [busy])
-    # The only free page is kept for `big`, and the busy adapter accepts no new request.
-    for _ in range(20):
-        assert pool.ensure(late) is Residency.LOADING
-        assert pool.ensure(busy) is Residency.LOADING
-        pool.poll()
-        time.sleep(0.002)
-    assert late not in pool.resident
-    pool.unpin(busy)
-    wait_for(pool, big)
-    assert pool.resident == [big]
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that moves the pool's clock forward."""
+    ahead, real = [0.0], time.monotonic
+
+    def move(seconds: float) -> None:
+        ahead[0] += seconds
+
+    monkeypatch.setattr("adapters.tiers.device_pool.time.monotonic", lambda: real() + ahead[0])
+    return move
 
 
-def test_what_nobody_used_at_a_promise_does_not_take_its_pages(make: Make, adapter: Callable[..., str]) -> None:
-    """An adapter idle at the promise does not take the promised pages; repeated uses could hold them indefinitely."""
-    pool = make(4, max_rank=24)
-    busy, small, large = adapter(seed=1), adapter(seed=2), adapter(rank=16, seed=3)
-    big = adapter(rank=24, seed=4)
-    for digest in (busy, small, large):
+def pinned(pool: AdapterPool, *digests: str, tenant: str = "") -> None:
+    for digest in digests:
         wait_for(pool, digest)
-    pool.pin(busy)
-    pool.pin(large)
-    wait_for(pool, big, Residency.NO_ROOM)
-    pool.drain_for(big, [large, busy])
-    assert pool.ensure(small) is Residency.LOADING, "three pages for the big one leave one, which is in use"
-    assert pool.ensure(busy) is Residency.READY
-    pool.unpin(large)
+        pool.pin(digest, tenant)
+
+
+def test_a_reservation_leaves_the_other_pages_and_the_residents_to_everybody(
+    make: Make, adapter: Callable[..., str]
+) -> None:
+    """The case of a large adapter that waits for half of the pages while streams hold most of them."""
+    pool = make(16, max_rank=64)
+    streams = [adapter(rank=8, seed=i) for i in range(9)]
+    pinned(pool, *streams)
+    idle, big, cold = adapter(rank=8, seed=20), adapter(rank=48, seed=21), adapter(rank=8, seed=22)
+    wait_for(pool, idle)
+    wait_for(pool, cold)
+    pool.evict(cold)
+    huge = adapter(rank=64, seed=23)
+    wait_for(pool, huge, Residency.NO_ROOM)
+    # Seven pages are free or idle and all are reserved; residents serve new requests nevertheless.
+    assert pool.ensure(cold) is Residency.NO_ROOM
+    assert pool.ensure(idle) is Residency.READY
+    assert all(pool.ensure(digest) is Residency.READY for digest in streams)
+    pool.no_longer_wanted(huge)
+    pool.unpin(streams[0])
+    # Eight pages are not in use. Six are enough for the next one, and the cold adapter takes one of the others.
     wait_for(pool, big)
-    assert set(pool.resident) == {busy, big}
+    wait_for(pool, cold)
+    assert pool.num_reservations == 0
 
 
-def test_a_promise_ends_with_the_last_request_that_wanted_it(make: Make, adapter: Callable[..., str]) -> None:
-    pool = make(2, max_rank=16)
-    busy, big = adapter(seed=1), adapter(rank=16, seed=3)
-    wait_for(pool, busy)
-    pool.pin(busy)
+def test_pages_beyond_a_reservation_serve_others(make: Make, adapter: Callable[..., str]) -> None:
+    pool = make(8, max_rank=64)
+    streams = [adapter(rank=8, seed=i) for i in range(4)]
+    cold = adapter(rank=8, seed=20)
+    pinned(pool, *streams)
+    outside = adapter(rank=32, seed=21)
+    wait_for(pool, outside)
+    pool.pin(outside)
+    big = adapter(rank=16, seed=22)
     wait_for(pool, big, Residency.NO_ROOM)
-    pool.drain_for(big, [busy])
-    assert pool.ensure(busy) is Residency.LOADING
+    wait_for(pool, cold, Residency.NO_ROOM)
+    pool.unpin(outside)
+    # Four pages become free: two are reserved for `big`, the others serve.
+    wait_for(pool, big)
+    wait_for(pool, cold)
+    assert pool.num_free_pages == 1
+
+
+def test_each_tenant_has_a_reservation_and_they_end_in_order(make: Make, adapter: Callable[..., str]) -> None:
+    pool = make(4, max_rank=16)
+    streams = [adapter(rank=8, seed=i) for i in range(4)]
+    pinned(pool, *streams)
+    first, second, third = (adapter(rank=16, seed=20 + i) for i in range(3))
+    for digest in (first, second, third):
+        pool._host.fetch(digest).result(60)
+    assert pool.ensure(first, "a") is Residency.NO_ROOM
+    assert pool.ensure(second, "a") is Residency.NO_ROOM
+    assert pool.num_reservations == 1, "one per tenant"
+    assert pool.ensure(third, "b") is Residency.NO_ROOM
+    assert pool.num_reservations == 2
+    pool.unpin(streams[0])
+    pool.poll()
+    assert pool.ensure(third, "b") is Residency.NO_ROOM
+    assert set(pool.resident) == set(streams), "one free page is not enough for the older one, and is kept for it"
+    pool.unpin(streams[1])
+    wait_for(pool, first)
+    assert pool.ensure(third, "b") is Residency.NO_ROOM
+    pool.pin(first, "a")
+    pool.unpin(streams[2])
+    pool.unpin(streams[3])
+    wait_for(pool, third)
+    assert pool.num_reservations == 0
+
+
+def test_overdue_reservations_name_the_holders_to_preempt(
+    make: Make, adapter: Callable[..., str], later: Callable[[float], None]
+) -> None:
+    pool = make(4, max_rank=16)
+    streams = [adapter(rank=8, seed=i) for i in range(4)]
+    pinned(pool, *streams)
+    big = adapter(rank=16, seed=20)
+    wait_for(pool, big, Residency.NO_ROOM)
+    pool.poll()
+    assert pool.holders_to_preempt(streams) == []
+    later(PAGE_WAIT_S)
+    pool.poll()
+    ahead = [streams[2], streams[2], streams[0], streams[1]]
+    assert pool.holders_to_preempt(ahead) == [streams[2], streams[0]], "no more than needed, furthest ahead first"
+    assert pool.holders_to_preempt([streams[1]]) == [], "one page would not be enough"
+    pool.unpin(streams[2])
+    # A preempted adapter's request comes back in the same step: its page is needed.
+    assert pool.ensure(streams[2]) is Residency.NO_ROOM
+    assert pool.ensure(streams[3]) is Residency.READY
+    pool.unpin(streams[0])
+    wait_for(pool, big)
+    pool.pin(big)
+    # The adapter that got the pages keeps them for a while.
+    wait_for(pool, streams[0], Residency.NO_ROOM)
+    later(PAGE_WAIT_S * 0.9)
+    pool.poll()
+    assert pool.holders_to_preempt([big, streams[1]]) == []
+    later(PAGE_WAIT_S)
+    pool.poll()
+    assert pool.holders_to_preempt([big, streams[1]]) == [big]
+
+
+def test_a_reservation_ends_with_the_last_request_that_wanted_it(
+    make: Make, adapter: Callable[..., str], later: Callable[[float], None]
+) -> None:
+    pool = make(2, max_rank=16)
+    busy, idle, big = adapter(seed=1), adapter(seed=2), adapter(rank=16, seed=3)
+    pinned(pool, busy)
+    wait_for(pool, idle)
+    wait_for(pool, big, Residency.NO_ROOM)
+    later(PAGE_WAIT_S)
+    pool.poll()
+    assert pool.overdue
+    assert pool.ensure(idle) is Residency.NO_ROOM
     pool.no_longer_wanted(big)
-    assert pool.ensure(busy) is Residency.READY
+    assert not pool.overdue
+    assert pool.ensure(idle) is Residency.READY
+
+
+def test_an_adapter_that_an_earlier_request_of_the_step_uses_is_not_evicted_for_a_later_one(
+    make: Make, adapter: Callable[..., str]
+) -> None:
+    pool = make(1, max_rank=8)
+    first, second = adapter(seed=1), adapter(seed=2)
+    pool._host.fetch(second).result(60)
+    wait_for(pool, first)
+    pool.poll()
+    assert pool.ensure(first) is Residency.READY
+    assert pool.ensure(second) is Residency.NO_ROOM
+    pool.pin(first)
+    pool.poll()
+    assert pool.ensure(second) is Residency.NO_ROOM
+    pool.unpin(first)
+    wait_for(pool, second)
+
+
+def test_a_tenant_that_cycles_through_adapters_does_not_evict_its_neighbours(
+    make: Make, adapter: Callable[..., str]
+) -> None:
+    """One tenant loads two new adapters in each step; its neighbour uses one adapter in every 20th step."""
+    pool = make(6)
+    mine = adapter(seed=1000)
+    wait_for_tenant(pool, mine, "neighbour")
+    cycle = [adapter(seed=seed) for seed in range(60)]
+    misses = 0
+    for turn in range(200):
+        for digest in (cycle[2 * turn % 60], cycle[(2 * turn + 1) % 60]):
+            wait_for_tenant(pool, digest, "cycling")
+        if turn % 20 == 0:
+            pool.poll()
+            misses += pool.ensure(mine, "neighbour") is not Residency.READY
+            wait_for_tenant(pool, mine, "neighbour")
+    assert misses == 0
+    assert pool.num_evictions > 300
+
+
+def wait_for_tenant(pool: AdapterPool, digest: str, tenant: str) -> None:
+    """Load an adapter for a tenant and use it once."""
+    deadline = time.monotonic() + 60
+    while pool.ensure(digest, tenant) is not Residency.READY:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+        pool.poll()
+    pool.pin(digest, tenant)
+    pool.unpin(digest)
+
+
+def test_a_stale_adapter_of_a_quiet_tenant_goes_first(
+    make: Make, adapter: Callable[..., str], later: Callable[[float], None]
+) -> None:
+    pool = make(2)
+    stale, first, second = adapter(seed=1), adapter(seed=2), adapter(seed=3)
+    wait_for_tenant(pool, stale, "quiet")
+    later(STALE_S + 1)
+    for digest in (first, second):
+        wait_for_tenant(pool, digest, "busy")
+    assert set(pool.resident) == {first, second}
+
+
+def test_loads_are_counted_for_the_tenant_that_caused_them(make: Make, adapter: Callable[..., str]) -> None:
+    pool = make(6)
+    small, large = adapter(rank=8, seed=1), adapter(rank=16, seed=2)
+    wait_for_tenant(pool, small, "a")
+    wait_for_tenant(pool, large, "b")
+    wait_for_tenant(pool, small, "b")
+    assert pool.take_loaded_bytes() == {"a": pool.page_bytes, "b": 2 * pool.page_bytes}
+    assert pool.take_loaded_bytes() == {}
 
 
 def test_what_cannot_be_loaded_says_why_once_and_can_be_tried_again(make: Make, adapter: Callable[..., str]) -> None:
@@ -301,54 +459,6 @@ def test_a_failure_that_nobody_waits_for_is_not_the_next_requests(
     wait_for(pool, "0" * 64, Residency.FAILED)
     pool.no_longer_wanted("0" * 64)
     assert pool.ensure("0" * 64) is Residency.LOADING
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_held_is_counted_right_after_any_history(make: Make, adapter: Callable[..., str], seed: int) -> None:
-    rng = random.Random(seed)
-    pool = make(9, max_rank=32)
-    digests = [adapter(rank=rng.choice([4, 8, 16, 20, 32]), seed=i) for i in range(8)]
-    pins: list[str] = []
-
-    def held(chosen: Callable[[str, Any], bool]) -> tuple[int, int, int]:
-        found = [r for d, r in pool._residents.items() if chosen(d, r)]
-        return len(found), sum(len(r.pages) for r in found), sum(r.outside_bytes for r in found)
-
-    def as_tuple(held: Any) -> tuple[int, int, int]:
-        return held.slots, held.pages, held.outside_bytes
-
-    reserved = 0
-    for turn in range(400):
-        while turn % 2 and pool.is_loading:
-            time.sleep(0.001)
-            pool.poll()
-        digest = rng.choice(digests)
-        match rng.choice(["want", "want", "pin", "unpin", "drain", "leave", "evict"]):
-            case "want" | "pin":
-                found = pool.ensure(digest)
-                if found is Residency.READY and len(pins) < 12:
-                    pool.pin(digest)
-                    pins.append(digest)
-            case "unpin" if pins:
-                pool.unpin(pins.pop(rng.randrange(len(pins))))
-            case "drain" if pool.ensure(digest) is Residency.NO_ROOM:
-                pool.drain_for(digest, rng.sample(pins, len(pins)))
-                reserved += pool._drain is not None
-            case "leave":
-                pool.no_longer_wanted(digest)
-            case "evict":
-                pool.evict(digest)
-        pool.poll()
-        drain = pool._drain
-        assert as_tuple(pool._all_held) == held(lambda *_: True)
-        assert as_tuple(pool._pinned_held) == held(lambda _, r: r.pins > 0)
-        assert as_tuple(pool._copying_held) == held(lambda _, r: r.loading is not None)
-        assert set(pool._idle) == {d for d, r in pool._residents.items() if not r.pins and r.loading is None}
-        if drain is not None:
-            leaving = held(lambda d, r: r.pins > 0 and d in drain.victims)  # noqa: B023
-            assert as_tuple(drain.victims_held) == leaving
-        assert pool.num_free_pages == pool.num_pages - pool._all_held.pages
-    assert reserved
 
 
 def test_a_pool_too_small_for_one_adapter_is_refused(host: HostCache) -> None:

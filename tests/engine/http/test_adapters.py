@@ -244,7 +244,7 @@ async def test_an_adapter_lost_while_its_request_waits_is_a_400(session, model, 
         async with session.post(running.url + "/v1/completions", json=long) as stream:
             await stream.content.readany()
             # The device is asked for the adapter before a request is placed, also when `max_num_seqs` is reached.
-            running.server._engine.adapters.ensure = lambda digest: Residency.LOADING
+            running.server._engine.adapters.ensure = lambda *_: Residency.LOADING
             waiting = asyncio.create_task(
                 client.post("/v1/completions", FIELDS | {"model": f"sha256:{checkpoint.digest}"})
             )

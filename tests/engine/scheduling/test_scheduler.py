@@ -16,6 +16,7 @@ class AlwaysThere:
     """Adapter pool that always has room; tests/adapters/tiers/test_device_pool.py tests the real pool."""
 
     pinned: list[str] = field(default_factory=list)
+    overdue: tuple[()] = ()
 
     def poll(self) -> None: ...
 
@@ -263,7 +264,7 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
     class Broken(AlwaysThere):
         tries = 0
 
-        def ensure(self, digest: str) -> Residency:
+        def ensure(self, digest: str, tenant: str = "", weight: float = 1.0) -> Residency:
             self.tries += 1
             return Residency.FAILED
 

@@ -1,0 +1,115 @@
+"""Reservations of device memory for adapters that do not fit beside those in use. Knows no tensors.
+
+A reservation is a count of pages, not particular pages. Pages that become free go to the oldest reservation first, and
+other adapters are placed in the rest. Until `PAGE_WAIT_S` resident adapters serve new requests as before; from then on
+an idle adapter whose pages are needed serves none, and the scheduler may preempt the requests that hold the rest.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Age from which the scheduler may preempt requests for a reservation, and time for which a new resident is not
+# preempted.
+PAGE_WAIT_S = 0.5
+
+
+@dataclass(slots=True)
+class Amount:
+    """Device resources that some adapters hold or need."""
+
+    slots: int = 0
+    pages: int = 0
+    outside_bytes: int = 0
+
+    def add(self, other: "Amount") -> None:
+        self.slots += other.slots
+        self.pages += other.pages
+        self.outside_bytes += other.outside_bytes
+
+    def remove(self, other: "Amount") -> None:
+        self.slots -= other.slots
+        self.pages -= other.pages
+        self.outside_bytes -= other.outside_bytes
+
+    def fits(self, total: "Amount", *held: "Amount") -> bool:
+        """Return whether this amount fits into `total` beside the amounts held. A resource that it does not need may be
+        over-reserved.
+        """
+        slots, pages, outside = self.slots, self.pages, self.outside_bytes
+        for other in held:
+            slots += other.slots
+            pages += other.pages
+            outside += other.outside_bytes
+        return (
+            slots <= total.slots
+            and (not self.pages or pages <= total.pages)
+            and (not self.outside_bytes or outside <= total.outside_bytes)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A waiting adapter's claim. tenant: the tenant whose request made it; due: the time from which it is overdue."""
+
+    digest: str
+    tenant: str
+    weight: float
+    size: Amount
+    due: float
+
+
+class Reservations:
+    """Reservations in order of age: at most one per tenant, and no more than the device holds together."""
+
+    def __init__(self, total: Amount) -> None:
+        self._total = total
+        self._queue: OrderedDict[str, Reservation] = OrderedDict()
+        self._overdue: OrderedDict[str, Reservation] = OrderedDict()
+        self._tenants: set[str] = set()
+        self.reserved, self.reserved_overdue = Amount(), Amount()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._queue
+
+    @property
+    def overdue(self) -> list[Reservation]:
+        """Return the overdue reservations, oldest first."""
+        return list(self._overdue.values())
+
+    def __iter__(self) -> Iterator[Reservation]:
+        return iter(list(self._queue.values()))
+
+    def add(self, digest: str, tenant: str, weight: float, size: Amount, now: float) -> bool:
+        """Reserve. Return whether there is a reservation: none is made if the tenant has one or the device is reserved
+        already.
+        """
+        if digest in self._queue:
+            return True
+        if tenant in self._tenants or not size.fits(self._total, self.reserved):
+            return False
+        self._queue[digest] = Reservation(digest, tenant, weight, size, now + PAGE_WAIT_S)
+        self._tenants.add(tenant)
+        self.reserved.add(size)
+        return True
+
+    def remove(self, digest: str) -> None:
+        reservation = self._queue.pop(digest, None)
+        if reservation is None:
+            return
+        self._tenants.discard(reservation.tenant)
+        self.reserved.remove(reservation.size)
+        if self._overdue.pop(digest, None) is not None:
+            self.reserved_overdue.remove(reservation.size)
+
+    def mark_overdue(self, now: float) -> None:
+        """Mark the reservations that are due. These are the oldest, because all wait equally long."""
+        while len(self._overdue) < len(self._queue):
+            reservation = next(r for r in self._queue.values() if r.digest not in self._overdue)
+            if reservation.due > now:
+                return
+            self._overdue[reservation.digest] = reservation
+            self.reserved_overdue.add(reservation.size)
