@@ -236,12 +236,21 @@ class Scheduler:
         return True
 
     def _free_reserved_pages(self) -> None:
-        """Preempt the holders of pages that an adapter has waited for too long, of the tenants furthest ahead."""
-        if not self.adapters.overdue:
+        """Preempt the holders of pages that an adapter has waited for too long, of the tenants furthest ahead. A tenant
+        that is itself furthest ahead waits for its own requests to end.
+        """
+        overdue = self.adapters.overdue
+        if not overdue:
             return
-        ahead = sorted(self.running, key=lambda r: (self.fair_share.counter(r.tenant), r.arrival), reverse=True)
+        ahead = sorted(
+            (r for r in self.running if r.adapter_digest),
+            key=lambda r: (self.fair_share.counter(r.tenant), r.arrival),
+            reverse=True,
+        )
+        if not ahead or all(reservation.tenant == ahead[0].tenant for reservation in overdue):
+            return
         holders = set(self.adapters.holders_to_preempt(r.adapter_digest for r in ahead if r.adapter_digest))
-        for request in [r for r in self.running if r.adapter_digest in holders]:
+        for request in [r for r in ahead if r.adapter_digest in holders]:
             self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
