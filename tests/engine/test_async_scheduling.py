@@ -141,8 +141,12 @@ def test_every_parameter_answers_as_without(
     engine, digests = make_engine(async_scheduling=True, **options)
     assert run(engine, digests) == twin(expected, make_engine)
     state = engine.state()
-    assert (state.num_preemptions > 0) == ("kv_cache_memory" in options)
-    assert (state.num_adapter_evictions > 3) == ("adapter_memory" in options)
+    if "adapter_memory" in options:  # requests may also be preempted for the only page
+        assert engine.adapters.num_pages == 1
+        assert state.num_adapter_loads >= len(digests)
+    else:
+        assert (state.num_preemptions > 0) == ("kv_cache_memory" in options)
+        assert state.num_adapter_evictions == len(digests), "those unloaded at the end"
 
 
 def test_an_abort_takes_effect_between_two_steps_and_touches_nobody_else(
