@@ -381,7 +381,7 @@ def test_an_adapter_that_an_earlier_request_of_the_step_uses_is_not_evicted_for_
 def test_a_tenant_that_cycles_through_adapters_does_not_evict_its_neighbours(
     make: Make, adapter: Callable[..., str]
 ) -> None:
-    """One tenant loads two new adapters in each step; its neighbour uses one adapter in every 20th step."""
+    """A tenant loads two new adapters in each step; its neighbour uses one adapter in every 20th step."""
     pool = make(6)
     mine = adapter(seed=1000)
     wait_for_tenant(pool, mine, "neighbour")
