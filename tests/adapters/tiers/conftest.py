@@ -1,0 +1,63 @@
+"""Pools and adapters of a small base model, and a clock that moves on request."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.tiers.device_pool import AdapterPool
+from adapters.tiers.host_cache import HostCache
+from testing.adapter_files import BASE, CONFIG, tensors, write
+from testing.device_pools import Make
+
+DEVICE = torch.device("cpu")
+ALL = tuple((layer, p) for layer in range(BASE.num_layers) for p in BASE.projections)
+
+
+@pytest.fixture
+def host() -> Iterator[HostCache]:
+    cache = HostCache(None, BASE, 1 << 24, torch.float32)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def make(host: HostCache) -> Iterator[Make]:
+    pools: list[AdapterPool] = []
+
+    def make(pages: int, max_rank: int = 16, dtype: torch.dtype = torch.float32, **options: Any) -> AdapterPool:
+        options |= {"max_rank": max_rank, "dtype": dtype, "device": DEVICE}
+        page_bytes = AdapterPool(BASE, host, memory=1 << 24, **options).page_bytes
+        pool = AdapterPool(BASE, host, memory=pages * page_bytes, **options)
+        pools.append(pool)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def adapter(host: HostCache, tmp_path: Path) -> Callable[..., str]:
+    """Return a factory that adds an adapter of a rank to the host cache and returns its digest."""
+
+    def make(rank: int = 4, seed: int = 0, modules: tuple[tuple[int, str], ...] = ALL) -> str:
+        config = {**CONFIG, "r": rank, "target_modules": sorted({p for _, p in modules})}
+        return host.add_path(write(tmp_path / f"{rank}-{seed}", tensors(modules, rank, seed), config))
+
+    return make
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that moves the pool's clock forward."""
+    ahead, real = [0.0], time.monotonic
+
+    def move(seconds: float) -> None:
+        ahead[0] += seconds
+
+    monkeypatch.setattr("adapters.tiers.device_pool.time.monotonic", lambda: real() + ahead[0])
+    return move

@@ -1,0 +1,203 @@
+"""Reservations of pages, preemption of their holders, and eviction between tenants."""
+
+import time
+from collections.abc import Callable
+
+from adapters.tiers.device_pool import AdapterPool, Residency
+from adapters.tiers.eviction import STALE_S
+from adapters.tiers.reservations import PAGE_WAIT_S
+from testing.device_pools import Make, wait_for
+
+
+def pinned(pool: AdapterPool, *digests: str, tenant: str = "") -> None:
+    for digest in digests:
+        wait_for(pool, digest)
+        pool.pin(digest, tenant)
+
+
+def test_a_reservation_leaves_the_other_pages_and_the_residents_to_everybody(
+    make: Make, adapter: Callable[..., str]
+) -> None:
+    """The case of a large adapter that waits for half of the pages while streams hold most of them."""
+    pool = make(16, max_rank=64)
+    streams = [adapter(rank=8, seed=i) for i in range(9)]
+    pinned(pool, *streams)
+    idle, big, cold = adapter(rank=8, seed=20), adapter(rank=48, seed=21), adapter(rank=8, seed=22)
+    wait_for(pool, idle)
+    wait_for(pool, cold)
+    pool.evict(cold)
+    huge = adapter(rank=64, seed=23)
+    wait_for(pool, huge, Residency.NO_ROOM)
+    # Seven pages are free or idle and all are reserved; residents serve new requests nevertheless.
+    assert pool.ensure(cold) is Residency.NO_ROOM
+    assert pool.ensure(idle) is Residency.READY
+    assert all(pool.ensure(digest) is Residency.READY for digest in streams)
+    pool.no_longer_wanted(huge)
+    pool.unpin(streams[0])
+    # Eight pages are not in use. Six are enough for the next one, and the cold adapter takes one of the others.
+    wait_for(pool, big)
+    wait_for(pool, cold)
+    assert pool.num_reservations == 0
+
+
+def test_pages_beyond_a_reservation_serve_others(make: Make, adapter: Callable[..., str]) -> None:
+    pool = make(8, max_rank=64)
+    streams = [adapter(rank=8, seed=i) for i in range(4)]
+    cold = adapter(rank=8, seed=20)
+    pinned(pool, *streams)
+    outside = adapter(rank=32, seed=21)
+    wait_for(pool, outside)
+    pool.pin(outside)
+    big = adapter(rank=16, seed=22)
+    wait_for(pool, big, Residency.NO_ROOM)
+    wait_for(pool, cold, Residency.NO_ROOM)
+    pool.unpin(outside)
+    # Four pages become free: two are reserved for `big`, the others serve.
+    wait_for(pool, big)
+    wait_for(pool, cold)
+    assert pool.num_free_pages == 1
+
+
+def test_each_tenant_has_a_reservation_and_they_end_in_order(make: Make, adapter: Callable[..., str]) -> None:
+    pool = make(4, max_rank=16)
+    streams = [adapter(rank=8, seed=i) for i in range(4)]
+    pinned(pool, *streams)
+    first, second, third = (adapter(rank=16, seed=20 + i) for i in range(3))
+    for digest in (first, second, third):
+        pool._host.fetch(digest).result(60)
+    assert pool.ensure(first, "a") is Residency.NO_ROOM
+    assert pool.ensure(second, "a") is Residency.NO_ROOM
+    assert pool.num_reservations == 1, "one per tenant"
+    assert pool.ensure(third, "b") is Residency.NO_ROOM
+    assert pool.num_reservations == 2
+    pool.unpin(streams[0])
+    pool.poll()
+    assert pool.ensure(third, "b") is Residency.NO_ROOM
+    assert set(pool.resident) == set(streams), "one free page is not enough for the older one, and is kept for it"
+    pool.unpin(streams[1])
+    wait_for(pool, first)
+    assert pool.ensure(third, "b") is Residency.NO_ROOM
+    pool.pin(first, "a")
+    pool.unpin(streams[2])
+    pool.unpin(streams[3])
+    wait_for(pool, third)
+    assert pool.num_reservations == 0
+
+
+def test_overdue_reservations_name_the_holders_to_preempt(
+    make: Make, adapter: Callable[..., str], later: Callable[[float], None]
+) -> None:
+    pool = make(4, max_rank=16)
+    streams = [adapter(rank=8, seed=i) for i in range(4)]
+    pinned(pool, *streams)
+    big = adapter(rank=16, seed=20)
+    wait_for(pool, big, Residency.NO_ROOM)
+    pool.poll()
+    assert pool.holders_to_preempt(streams) == []
+    later(PAGE_WAIT_S)
+    pool.poll()
+    ahead = [streams[2], streams[2], streams[0], streams[1]]
+    assert pool.holders_to_preempt(ahead) == [streams[2], streams[0]], "no more than needed, furthest ahead first"
+    assert pool.holders_to_preempt([streams[1]]) == [], "one page would not be enough"
+    pool.unpin(streams[2])
+    # A preempted adapter's request comes back in the same step: its page is needed.
+    assert pool.ensure(streams[2]) is Residency.NO_ROOM
+    assert pool.ensure(streams[3]) is Residency.READY
+    pool.unpin(streams[0])
+    wait_for(pool, big)
+    pool.pin(big)
+    # The adapter that got the pages keeps them for a while.
+    wait_for(pool, streams[0], Residency.NO_ROOM)
+    later(PAGE_WAIT_S * 0.9)
+    pool.poll()
+    assert pool.holders_to_preempt([big, streams[1]]) == []
+    later(PAGE_WAIT_S)
+    pool.poll()
+    assert pool.holders_to_preempt([big, streams[1]]) == [big]
+
+
+def test_a_reservation_ends_with_the_last_request_that_wanted_it(
+    make: Make, adapter: Callable[..., str], later: Callable[[float], None]
+) -> None:
+    pool = make(2, max_rank=16)
+    busy, idle, big = adapter(seed=1), adapter(seed=2), adapter(rank=16, seed=3)
+    pinned(pool, busy)
+    wait_for(pool, idle)
+    wait_for(pool, big, Residency.NO_ROOM)
+    later(PAGE_WAIT_S)
+    pool.poll()
+    assert pool.overdue
+    assert pool.ensure(idle) is Residency.NO_ROOM
+    pool.no_longer_wanted(big)
+    assert not pool.overdue
+    assert pool.ensure(idle) is Residency.READY
+
+
+def test_an_adapter_that_an_earlier_request_of_the_step_uses_is_not_evicted_for_a_later_one(
+    make: Make, adapter: Callable[..., str]
+) -> None:
+    pool = make(1, max_rank=8)
+    first, second = adapter(seed=1), adapter(seed=2)
+    pool._host.fetch(second).result(60)
+    wait_for(pool, first)
+    pool.poll()
+    assert pool.ensure(first) is Residency.READY
+    assert pool.ensure(second) is Residency.NO_ROOM
+    pool.pin(first)
+    pool.poll()
+    assert pool.ensure(second) is Residency.NO_ROOM
+    pool.unpin(first)
+    wait_for(pool, second)
+
+
+def test_a_tenant_that_cycles_through_adapters_does_not_evict_its_neighbours(
+    make: Make, adapter: Callable[..., str]
+) -> None:
+    """A tenant loads two new adapters in each step; its neighbour uses one adapter in every 20th step."""
+    pool = make(6)
+    mine = adapter(seed=1000)
+    wait_for_tenant(pool, mine, "neighbour")
+    cycle = [adapter(seed=seed) for seed in range(60)]
+    misses = 0
+    for turn in range(200):
+        for digest in (cycle[2 * turn % 60], cycle[(2 * turn + 1) % 60]):
+            wait_for_tenant(pool, digest, "cycling")
+        if turn % 20 == 0:
+            pool.poll()
+            misses += pool.ensure(mine, "neighbour") is not Residency.READY
+            wait_for_tenant(pool, mine, "neighbour")
+    assert misses == 0
+    assert pool.num_evictions > 300
+
+
+def wait_for_tenant(pool: AdapterPool, digest: str, tenant: str) -> None:
+    """Load an adapter for a tenant and use it once."""
+    deadline = time.monotonic() + 60
+    while pool.ensure(digest, tenant) is not Residency.READY:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+        pool.poll()
+    pool.pin(digest, tenant)
+    pool.unpin(digest)
+
+
+def test_a_stale_adapter_of_a_quiet_tenant_goes_first(
+    make: Make, adapter: Callable[..., str], later: Callable[[float], None]
+) -> None:
+    pool = make(2)
+    stale, first, second = adapter(seed=1), adapter(seed=2), adapter(seed=3)
+    wait_for_tenant(pool, stale, "quiet")
+    later(STALE_S + 1)
+    for digest in (first, second):
+        wait_for_tenant(pool, digest, "busy")
+    assert set(pool.resident) == {first, second}
+
+
+def test_loads_are_counted_for_the_tenant_that_caused_them(make: Make, adapter: Callable[..., str]) -> None:
+    pool = make(6)
+    small, large = adapter(rank=8, seed=1), adapter(rank=16, seed=2)
+    wait_for_tenant(pool, small, "a")
+    wait_for_tenant(pool, large, "b")
+    wait_for_tenant(pool, small, "b")
+    assert pool.take_loaded_bytes() == {"a": pool.page_bytes, "b": 2 * pool.page_bytes}
+    assert pool.take_loaded_bytes() == {}
