@@ -171,10 +171,14 @@ class Load:
 
     def digest(self) -> str:
         """Return the SHA-256 of the plan; of an endless closed loop, its first thousand requests count."""
-        digest = hashlib.sha256()
+        # The seed stands for the prompts' words.
+        digest = hashlib.sha256(f"{self.seed} {self.seconds} {self.api}\n".encode())
         for source in self.sources:
+            digest.update(f"{source.name} {source.arrival}\n".encode())
             for p in itertools.islice(self.plan(source), DIGESTED if is_endless(source) else None):
-                digest.update(f"{p.source} {p.at} {p.target.model} {p.input_tokens} {p.output_tokens}\n".encode())
+                digest.update(
+                    f"{p.target.tenant} {p.at} {p.target.model} {p.input_tokens} {p.output_tokens}\n".encode()
+                )
         return digest.hexdigest()
 
     def rows(self) -> list[Row]:

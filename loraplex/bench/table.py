@@ -17,8 +17,8 @@ def print_report(report: dict[str, Any]) -> None:
     if report["isolation"]:
         for name, figures in report["isolation"].items():
             click.echo(
-                f"isolation of {name}: p99 TTFT {_ms(figures['ttft_p99_with'])} beside the others, "
-                f"{_ms(figures['ttft_p99_without'])} without{_times(figures['ratio'])}"
+                f"isolation of {name}: p99 TTFT {milliseconds(figures['ttft_p99_with'])} beside the others, "
+                f"{milliseconds(figures['ttft_p99_without'])} without{_times(figures['ratio'])}"
             )
     if len(report["runs"]) > 1:
         _print_spread(report)
@@ -43,7 +43,7 @@ def _print_run(run: dict[str, Any]) -> None:
             str(figures["failed"]),
             f"{figures['output_tokens_per_second']:.1f}",
             f"{figures['total_tokens_per_second']:.1f}",
-            *(_ms(figures[kind][p]) for kind in ("ttft", "inter_token", "latency") for p in ("p50", "p99")),
+            *(milliseconds(figures[kind][p]) for kind in ("ttft", "inter_token", "latency") for p in ("p50", "p99")),
         )
     Console(width=130, highlight=False).print(table)
     for kind, count in run["all"]["errors"].items():
@@ -86,11 +86,11 @@ def overhead_line(overhead: dict[str, Any]) -> str:
     return (
         f"generator: at most {overhead['max_requests_per_second']:.0f} requests and "
         f"{overhead['max_events_per_second']:.0f} events a second; at {overhead['rate']:.3g} requests a second it adds "
-        f"{_ms(overhead['ttft']['p50'])} to a TTFT (p99 {_ms(overhead['ttft']['p99'])})"
+        f"{milliseconds(overhead['ttft']['p50'])} to a TTFT (p99 {milliseconds(overhead['ttft']['p99'])})"
     )
 
 
-def _ms(seconds: float | None) -> str:
+def milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{1e3 * seconds:.1f} ms" if seconds < 0.01 else f"{1e3 * seconds:.0f} ms"

@@ -25,7 +25,8 @@ SHORT_FORM = ("n", "concurrency", "rate", "zipf", "input_words", "output_tokens"
     epilog=examples(
         "loraplex bench --tenants .loraplex/demo.json --n 64 --c 16",
         "loraplex bench --url http://127.0.0.1:8000 --models a0,a1,a2 --zipf 1.0 --rate 4 --json report.json",
-        "loraplex bench --scenario examples/scenarios/flood.toml --tenants .loraplex/demo.json",
+        "loraplex bench --scenario examples/scenarios/flood.toml --tenants .loraplex/demo.json --html report.html",
+        "loraplex bench --compare before.json after.json",
     )
 )
 @click.option("--url", help="URL of the server; default: the gateway named in --tenants.")
@@ -46,16 +47,22 @@ SHORT_FORM = ("n", "concurrency", "rate", "zipf", "input_words", "output_tokens"
 @click.option("--overhead/--no-overhead", default=True, help="Measure the generator's own overhead after the runs.")
 @click.option("--accept-errors", is_flag=True, help="Exit with 0 even if requests failed.")
 @click.option("--json", "json_path", type=FILE, help="Also write the report to this file.")
+@click.option("--html", type=FILE, help="Also write the report with plots as one HTML page.")
+@click.option("--compare", nargs=2, type=FILE, help="Compare two reports of --json instead of measuring.")
 @click.option("--trace-out", type=FILE, help="Write the planned requests of open loops to this CSV file.")
 @click.pass_context
 def bench(context: click.Context, /, **flags: Any) -> None:
     """Measure any OpenAI-compatible server: throughput, latency, fairness between tenants."""
+    from loraplex.bench.page import html_page
     from loraplex.bench.run import BenchError
     from loraplex.bench.scenario import ScenarioError
     from loraplex.bench.session import run_benchmark
     from loraplex.bench.table import print_report
 
-    for flag in ("json_path", "trace_out"):
+    if flags["compare"]:
+        _compare(*flags["compare"])
+        return
+    for flag in ("json_path", "html", "trace_out"):
         if (path := flags[flag]) and not path.parent.is_dir():
             name = "--" + flag.removesuffix("_path").replace("_", "-")
             raise click.UsageError(f"{name}: there is no folder {path.parent}")
@@ -69,8 +76,19 @@ def bench(context: click.Context, /, **flags: Any) -> None:
             raise click.ClickException(str(error)) from error
         if flags["json_path"]:
             flags["json_path"].write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        if flags["html"]:
+            flags["html"].write_text(html_page(report))
     print_report(report)
     _exit(report, accept_errors=flags["accept_errors"])
+
+
+def _compare(before: Path, after: Path) -> None:
+    from loraplex.bench.compare import CompareError, print_comparison, read_report
+
+    try:
+        print_comparison(read_report(before), read_report(after))
+    except CompareError as error:
+        raise click.UsageError(f"--compare: {error}") from error
 
 
 def _plan(context: click.Context, flags: dict[str, Any]) -> "Plan":
