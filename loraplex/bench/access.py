@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from loraplex.bench.run import BenchError, Server
+from loraplex.bench.run import BenchError, Server, shown_url
 from loraplex.bench.scenario import Access
 
 TIMEOUT = aiohttp.ClientTimeout(total=30)
@@ -25,16 +25,18 @@ async def list_models(server: Server, keys: Mapping[str, str | None]) -> dict[st
 
 async def _listed(server: Server, key: str | None) -> tuple[list[str], list[str]]:
     """Return the names of all models, and of the adapters: the models with a `parent`. Raises BenchError."""
-    url = server.url + "/v1/models"
+    url, shown = server.url + "/v1/models", shown_url(server.url) + "/v1/models"
     try:
-        async with server.session.get(url, headers=server.headers(None, key), timeout=TIMEOUT) as response:
+        async with server.session.get(
+            url, headers=server.headers(None, key), timeout=TIMEOUT, allow_redirects=False
+        ) as response:
             body = await response.read()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise BenchError(f"cannot list the models of {url}: {error or type(error).__name__}") from error
+        raise BenchError(f"cannot list the models of {shown}: {error or type(error).__name__}") from error
     if response.status != 200:
-        raise BenchError(f"cannot list the models of {url}: status {response.status}")
+        raise BenchError(f"cannot list the models of {shown}: status {response.status}")
     try:
         models: list[dict[str, Any]] = msgspec.json.decode(body)["data"]
         return [model["id"] for model in models], [model["id"] for model in models if model.get("parent") is not None]
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
-        raise BenchError(f"cannot list the models of {url}: not an OpenAI server's answer") from error
+        raise BenchError(f"cannot list the models of {shown}: not an OpenAI server's answer") from error

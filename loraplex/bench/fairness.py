@@ -81,7 +81,11 @@ class Service:
     waiting: Sequence[tuple[float, float]]
 
     def is_backlogged(self, start: float, end: float) -> bool:
-        covered = sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in self.waiting)
+        covered = 0.0
+        for begin, stop in self.waiting[max(0, bisect_left(self.waiting, (start, 0.0)) - 1) :]:
+            if begin >= end:
+                break
+            covered += max(0.0, min(end, stop) - max(start, begin))
         return covered >= BACKLOGGED * (end - start)
 
 

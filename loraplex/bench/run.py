@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
@@ -75,16 +76,23 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
+def shown_url(url: str) -> str:
+    """Return the URL without the user and password that it may have."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
 @asynccontextmanager
 async def connect(url: str, internal_token: str | None = None) -> AsyncIterator[Server]:
     """Open a session to a server that answers. Raises BenchError."""
     connector = aiohttp.TCPConnector(limit=0)
+    probe = aiohttp.ClientTimeout(total=10)
     async with aiohttp.ClientSession(connector=connector) as session:
         try:
-            async with session.get(base_url(url) + "/health", timeout=aiohttp.ClientTimeout(total=10)):
+            async with session.get(base_url(url) + "/health", timeout=probe, allow_redirects=False):
                 pass
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise BenchError(f"cannot reach {url}: {reason(error)}") from error
+            raise BenchError(f"cannot reach {shown_url(url)}: {reason(error)}") from error
         yield Server(base_url(url), session, internal_token)
 
 

@@ -97,10 +97,7 @@ _decode = msgspec.json.Decoder(Event).decode
 
 
 class Sender:
-    """Sends requests to one server. secrets: texts that no error may show, the API keys among them.
-
-    sends_tenant: add the headers with which a gateway names tenants to an engine.
-    """
+    """Sends requests to one server. url: the part before `/v1`. timeout: seconds for one request."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, api: Api, *, ignore_eos: bool, timeout: float) -> None:
         self._session = session
@@ -114,7 +111,11 @@ class Sender:
         sample.sent = time.perf_counter()
         try:
             async with self._session.post(
-                self._url, json=self._body(sample.planned, prompt), headers=headers, timeout=self._timeout
+                self._url,
+                json=self._body(sample.planned, prompt),
+                headers=headers,
+                timeout=self._timeout,
+                allow_redirects=False,
             ) as response:
                 if response.status != 200:
                     sample.error = _refusal(response.status, await response.content.read(8192))
@@ -126,15 +127,15 @@ class Sender:
         except TimeoutError:
             sample.error = Failure("timeout", f"no whole answer within {self._timeout.total:g} s")
         except aiohttp.ClientPayloadError as error:
-            sample.error = Failure("cut", str(error)[:ERROR_LENGTH])
+            sample.error = Failure("cut", str(error))
         except (aiohttp.ClientError, OSError) as error:
-            sample.error = Failure("connection", f"{type(error).__name__}: {error}"[:ERROR_LENGTH])
+            sample.error = Failure("connection", f"{type(error).__name__}: {error}")
         except (msgspec.DecodeError, ValueError) as error:
-            sample.error = Failure("protocol", str(error)[:ERROR_LENGTH])
+            sample.error = Failure("protocol", str(error))
         finally:
             sample.ended = time.perf_counter()
-            if sample.error and (key := sample.planned.target.api_key):
-                sample.error = Failure(sample.error.kind.replace(key, "***"), sample.error.text.replace(key, "***"))
+            if sample.error is not None:
+                sample.error = _cleaned(sample.error, sample.planned.target.api_key)
 
     def _body(self, planned: Planned, prompt: str) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -168,7 +169,7 @@ async def _read(response: aiohttp.ClientResponse, sample: Sample) -> None:
             event = _decode(data)
             if event.error is not None:
                 code = event.error.get("code") if isinstance(event.error, dict) else None
-                sample.error = Failure(_kind("stream", code), str(event.error)[:ERROR_LENGTH])
+                sample.error = Failure(_kind("stream", code), str(event.error))
                 return
             if event.usage is not None:
                 sample.prompt_tokens = event.usage.prompt_tokens
@@ -183,13 +184,21 @@ async def _read(response: aiohttp.ClientResponse, sample: Sample) -> None:
         sample.error = Failure("no token", "the answer held no token")
 
 
+def _cleaned(failure: Failure, key: str | None) -> Failure:
+    """Return the failure in one line and without the API key, which a server may repeat in its errors."""
+    kind, text = (
+        " ".join((part.replace(key, "***") if key else part).split()) for part in (failure.kind, failure.text)
+    )
+    return Failure(kind, text[:ERROR_LENGTH])
+
+
 def _refusal(status: int, body: bytes) -> Failure:
     text = body.decode(errors="replace")
     try:
         code = msgspec.json.decode(body)["error"]["code"]
     except (msgspec.DecodeError, KeyError, TypeError):
         code = None
-    return Failure(_kind(f"http {status}", code), text[:ERROR_LENGTH])
+    return Failure(_kind(f"http {status}", code), text)
 
 
 def _kind(kind: str, code: object) -> str:

@@ -15,10 +15,11 @@ from loraplex.bench.live import show
 from loraplex.bench.load import Load
 from loraplex.bench.overhead import measure_overhead
 from loraplex.bench.report import make_report, run_report
-from loraplex.bench.run import Run, Server, connect, measure
+from loraplex.bench.run import Run, Server, connect, measure, shown_url
 from loraplex.bench.scenario import Scenario
 from loraplex.bench.trace import write_trace
 
+MAX_FILES = 65_536
 MakeLoad = Callable[[Server], Awaitable[Load]]
 
 
@@ -67,8 +68,21 @@ def run_benchmark(plan: Plan) -> dict[str, Any]:
         factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
     except ImportError:
         factory = None
+    _raise_file_limit()
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(benchmark(plan))
+
+
+def _raise_file_limit() -> None:
+    """Allow a connection for each request in flight; the usual soft limit is 1,024 open files."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def benchmark(plan: Plan) -> dict[str, Any]:
@@ -101,7 +115,7 @@ async def benchmark(plan: Plan) -> dict[str, Any]:
         "description": plan.description,
         "overhead": overhead,
     }
-    return make_report(plan.url, load, runs, baseline, **about)
+    return make_report(shown_url(plan.url), load, runs, baseline, **about)
 
 
 async def _one(server: Server, load: Load, stop: asyncio.Event, title: str) -> Run:

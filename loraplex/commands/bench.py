@@ -74,11 +74,11 @@ def bench(context: click.Context, /, **flags: Any) -> None:
             raise click.UsageError(str(error)) from error
         except BenchError as error:
             raise click.ClickException(str(error)) from error
+        print_report(report)
         if flags["json_path"]:
             flags["json_path"].write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
         if flags["html"]:
             flags["html"].write_text(html_page(report))
-    print_report(report)
     _exit(report, accept_errors=flags["accept_errors"])
 
 

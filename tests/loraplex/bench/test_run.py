@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from click.testing import CliRunner
 
 from loraplex.bench.arrivals import Closed, Even
@@ -23,6 +24,7 @@ from loraplex.bench.workload import Workload
 from loraplex.cli import main
 from testing.openai_double import Double
 from testing.ports import free_port
+from testing.serving import serving
 
 pytestmark = pytest.mark.usefixtures("starts_servers")
 
@@ -229,8 +231,23 @@ async def test_the_overhead_is_measured_against_the_echo_server():
 
 
 async def test_a_server_that_is_not_there():
-    with pytest.raises(BenchError, match="Connection refused"):
-        await run(f"http://127.0.0.1:{free_port()}", short())
+    port = free_port()
+    with pytest.raises(BenchError, match=f"^cannot reach http://127.0.0.1:{port}: Connection refused$"):
+        await run(f"http://me:password@127.0.0.1:{port}", short())
+
+
+async def test_a_redirect_gets_no_key():
+    other = Double()
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(url + request.path)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", elsewhere)
+    async with other.serving() as url, serving(app) as first:
+        report = await run(first, short(), internal_token="inner")
+    assert report["runs"][0]["all"]["errors"] == {"http 307": 6}
+    assert other.bodies == []
 
 
 def test_a_wrong_scenario_is_one_line_and_2(tmp_path):
