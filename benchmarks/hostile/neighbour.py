@@ -13,12 +13,14 @@ import aiohttp
 
 from benchmarks.hostile.archives import good
 from benchmarks.hostile.attacker import BOUNDARY, form
+from benchmarks.hostile.ratios import percentile
 
 # Interval between chats: a multiple of the duration of a single chat, and its minimum in seconds.
-CHAT_INTERVAL_FACTOR, LEAST_CHAT_INTERVAL = 3.0, 0.2
+CHAT_INTERVAL_FACTOR, LEAST_CHAT_INTERVAL = 3.0, 0.05
 LONE_CHATS = 8
 UPLOAD_SECONDS = 3.0
-ANSWER_TOKENS = 4
+# Short answers give more chats a second, so that p99 depends on more than one of them: a first token and a decode step.
+ANSWER_TOKENS = 2
 # An answer that takes longer counts as failed.
 PATIENCE_SECONDS = 30.0
 
@@ -37,12 +39,6 @@ class Felt:
         self.first += other.first
         self.uploads += other.uploads
         self.failures += other.failures
-
-
-def percentile(values: list[float], part: float) -> float:
-    """Return the nearest-rank percentile; 0 for no values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * part))] if ordered else 0.0
 
 
 class Neighbour:

@@ -16,8 +16,9 @@ import aiohttp
 from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.attacker import GRACE_SECONDS, Round, Target
 from benchmarks.hostile.catalogue import ATTACKS
-from benchmarks.hostile.neighbour import Felt, Neighbour, percentile
+from benchmarks.hostile.neighbour import Felt, Neighbour
 from benchmarks.hostile.place import Place
+from benchmarks.hostile.ratios import NO_RATIO, Ratio, percentile, ratio
 from benchmarks.hostile.watch import Seen, Watch
 from testing.stack import ROOT
 
@@ -46,16 +47,19 @@ class Result:
     """Outcome of an attack.
 
     p50, p99: time of the neighbour's whole chats as a factor of the quiet ones; 0 if no chat ended. first: the same for
-    first tokens.
+    first tokens. quiet_spread: the largest p50 and p99 of the quiet rounds as factors of the smallest. missed: limits
+    that the attack exceeds. undecided: limits that a ratio exceeds, but not the lower end of its interval.
     """
 
     name: str
-    p50: float = 0.0
-    p99: float = 0.0
-    first_p50: float = 0.0
-    first_p99: float = 0.0
+    p50: Ratio = NO_RATIO
+    p99: Ratio = NO_RATIO
+    first_p50: Ratio = NO_RATIO
+    first_p99: Ratio = NO_RATIO
     quiet_ms: tuple[float, float] = (0.0, 0.0)
+    quiet_spread: tuple[float, float] = (0.0, 0.0)
     samples: int = 0
+    seconds: float = 0.0
     chat_interval: float = 0.0
     upload: float = 0.0
     memory: int = 0
@@ -68,10 +72,11 @@ class Result:
     statuses: Counter[str] = field(default_factory=Counter)
     left: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        return vars(self)
+        return asdict(self)
 
 
 class Child:
@@ -121,7 +126,7 @@ async def run_attack(
     attack: Attack, place: Place, seconds: float, pairs: int, limits: Limits, mutations: int = 200
 ) -> Result:
     """Attack `pairs` times for `seconds` each, every time right after a quiet round of the same length."""
-    number, seconds = next(NUMBERS), max(seconds, attack.least_seconds)
+    number, seconds, started = next(NUMBERS), max(seconds, attack.least_seconds), time.monotonic()
     neighbour_key = place.tenant(f"neighbour-{number}")
     watch = Watch(place)
     async with contextlib.AsyncExitStack() as exits:
@@ -144,11 +149,12 @@ async def run_attack(
         uploads = place.has_real_engine
         neighbour = Neighbour(session, place.url, neighbour_key, place.base_model, uploads=uploads)
         await neighbour.calibrate()
-        quiet, felt, seen, told = Felt(), Felt(), Seen(), Round()
+        calm_rounds: list[Felt] = []
+        felt, seen, told = Felt(), Seen(), Round()
         quiet_stall, left = 0.0, []
         for _ in range(pairs):
             before, calm, _ = await measure(neighbour, watch, honest, seconds)
-            quiet.add(before)
+            calm_rounds.append(before)
             quiet_stall = max(quiet_stall, calm.stall)
             remains = await watch.settled()
             after, one, outcome = await measure(neighbour, watch, hostile, seconds)
@@ -159,8 +165,9 @@ async def run_attack(
             left += (await watch.settled(remains, accepted)).beyond(remains, accepted)
             if time.monotonic() - began > SLOW_TO_SETTLE:
                 told.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
-        result = judge(attack, limits, quiet, felt, seen, told, quiet_stall, left)
+        result = judge(attack, limits, calm_rounds, felt, seen, told, quiet_stall, left)
         result.chat_interval = neighbour.chat_interval
+        result.seconds = time.monotonic() - started
         return result
 
 
@@ -198,18 +205,17 @@ def merge(seen: Seen, told: Round, one: Seen, outcome: Round) -> None:
 def judge(
     attack: Attack,
     limits: Limits,
-    quiet: Felt,
+    calm_rounds: list[Felt],
     felt: Felt,
     seen: Seen,
     told: Round,
     quiet_stall: float,
     left: list[str],
 ) -> Result:
-    """Compare a result with the limits."""
-
-    def ratio(part: float, after: list[float], before: list[float]) -> float:
-        return percentile(after, part) / percentile(before, part) if before and after else 0.0
-
+    """Compare a result with the limits. calm_rounds: the neighbour's measurements in the quiet rounds."""
+    quiet = Felt()
+    for before in calm_rounds:
+        quiet.add(before)
     result = Result(
         name=attack.name,
         p50=ratio(0.5, felt.whole, quiet.whole),
@@ -217,6 +223,7 @@ def judge(
         first_p50=ratio(0.5, felt.first, quiet.first),
         first_p99=ratio(0.99, felt.first, quiet.first),
         quiet_ms=(percentile(quiet.whole, 0.5) * 1000, percentile(quiet.whole, 0.99) * 1000),
+        quiet_spread=(spread(0.5, calm_rounds), spread(0.99, calm_rounds)),
         samples=len(felt.whole),
         upload=max(felt.uploads, default=0.0),
         memory=seen.memory,
@@ -233,8 +240,12 @@ def judge(
     failures = Counter(felt.failures)
     missed = [f"the neighbour's {words} (x{number})" for words, number in failures.most_common(3)]
     missed += [f"before the attack: {words} (x{number})" for words, number in Counter(quiet.failures).most_common(2)]
-    if limits.latency is not None and (max(result.p50, result.p99) > limits.latency or not felt.whole):
-        missed.append(f"latency {result.p50:.2f} {result.p99:.2f} times quiet")
+    if limits.latency is not None:
+        missed += [] if felt.whole else ["no chat of the neighbour ended"]
+        for name, found in (("p50", result.p50), ("p99", result.p99)):
+            if found.value > limits.latency:
+                verdict = missed if found.low > limits.latency else result.undecided
+                verdict.append(f"{name} {found.value:.2f} times quiet")
     if result.upload > limits.upload:
         missed.append(f"the neighbour's upload took {result.upload:.1f} s")
     if result.memory > limits.memory:
@@ -245,3 +256,9 @@ def judge(
     missed += told.breaches[:6] + list(dict.fromkeys(seen.failures))
     result.missed = missed
     return result
+
+
+def spread(part: float, rounds: list[Felt]) -> float:
+    """Return the largest percentile of the rounds as a factor of the smallest."""
+    found = [percentile(each.whole, part) for each in rounds if each.whole]
+    return max(found) / min(found) if found else 0.0
