@@ -7,8 +7,8 @@ from gateway.access.throttle import FailedLogins
 from gateway.api.access_log import add_request_id, hide_server, observe
 from gateway.api.requests.fields import BODY_TIMEOUT
 from gateway.api.requests.memory import BODY_MEMORY
-from gateway.api.requests.pieces import close_unread
 from gateway.api.requests.query import known_parameters
+from gateway.api.requests.unread import UnreadBodies
 from gateway.api.routes import PARAMETERS, add_routes
 from gateway.billing.ledger import Ledger
 from gateway.build import Gateway, build
@@ -40,7 +40,7 @@ async def make_app(settings: Settings) -> web.Application:
     gateway = await build(settings)
     resources, billing = gateway.resources, gateway.billing
     app = web.Application(middlewares=_middlewares(gateway), client_max_size=settings.max_body_bytes)
-    app.on_response_prepare.extend([add_request_id, hide_server, gateway.drain.close_connection, close_unread])
+    app.on_response_prepare.extend([add_request_id, hide_server, gateway.drain.close_connection, UnreadBodies().close])
     app.cleanup_ctx.extend(Lifecycle(gateway).contexts())
     app[BODY_TIMEOUT], app[BODY_MEMORY] = settings.body_timeout, gateway.body_memory
     app[METRICS], app[DATABASE], app[REGISTRY] = resources.metrics, resources.database, gateway.serving.registry

@@ -187,12 +187,17 @@ class Unavailable(GatewayError):
 
     status, code = 503, "service_unavailable"
 
-    def __init__(self, message: str, *, code: str | None = None, retry_after: int = 1) -> None:
-        super().__init__(message, code=code, headers={"Retry-After": str(retry_after)})
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 1
+    ) -> None:
+        super().__init__(message, param=param, code=code, headers={"Retry-After": str(retry_after)})
+        self.retry_after = retry_after
 
 
 class EngineShareUsed(Unavailable):
-    """The tenant has used up its own share of the engine: its places, or its CPU time for new grammars."""
+    """The tenant has used up its own share of the engine: its places, or its CPU time for new structured output forms.
+    For forms, `param` names the form's field.
+    """
 
     status, kind, code = 429, "concurrency", "engine_share_used"
 

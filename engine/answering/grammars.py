@@ -110,7 +110,7 @@ class Grammars:
         try:
             pending.job = self._threads.submit(tenant, partial(self._compile, pending, tenant, spec))
         except TooManyPending as exc:
-            raise _full(exc) from None
+            raise _full(exc, spec) from None
         pending.compiled = asyncio.wrap_future(pending.job)
         pending.compiled.add_done_callback(lambda done: self._keep(pending, tenant, spec, done))
         self._pending[tenant, spec] = pending
@@ -148,7 +148,7 @@ class Grammars:
         if isinstance(error, BadRequest):
             raise BadRequest.of(spec.param, error.reason) from None
         if isinstance(error, TooManyPending):
-            raise _full(error) from None
+            raise _full(error, spec) from None
         # A panic in the library is not an Exception, and must not end the server.
         logger.error("the compiler failed on a grammar of kind %s: %s", spec.kind, type(error).__name__)
         raise BadRequest.of(spec.param, "it cannot be compiled: the compiler failed") from None
@@ -174,6 +174,9 @@ class Grammars:
             del self._pending[tenant, spec]
 
 
-def _full(error: TooManyPending) -> QueueFull:
-    kind = TenantQueueFull if error.is_tenants else QueueFull
-    return kind(f"grammars to compile: {error}", retry_after=error.retry_after)
+def _full(error: TooManyPending, spec: GrammarSpec) -> QueueFull:
+    message = f"grammars to compile: {error}"
+    if error.is_tenants:
+        # With `param`, the gateway refuses the tenant's new forms itself (gateway/api/requests/forms.py).
+        return TenantQueueFull(message, error.retry_after, spec.param)
+    return QueueFull(message, error.retry_after)

@@ -24,7 +24,14 @@ class QueueFull(EngineUnavailable):
 
 
 class TenantQueueFull(QueueFull):
-    """The tenant uses all of its own share of the engine, which still serves other tenants."""
+    """The tenant uses all of its own share of the engine, which still serves other tenants.
+
+    param: the field of the structured output form that is not compiled, None if the request needs another share.
+    """
+
+    def __init__(self, message: str, retry_after: int | None = None, param: str | None = None) -> None:
+        super().__init__(message, retry_after)
+        self.param = param
 
 
 class Releases(Protocol):

@@ -54,7 +54,14 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
         case EngineUnavailable():
             headers = {} if exc.retry_after is None else {"Retry-After": str(exc.retry_after)}
             if isinstance(exc, TenantQueueFull):
-                return ApiError(429, str(exc), kind="rate_limit_error", code="engine_share_used", headers=headers)
+                return ApiError(
+                    429,
+                    str(exc),
+                    kind="rate_limit_error",
+                    param=exc.param,
+                    code="engine_share_used",
+                    headers=headers,
+                )
             code = "engine_overloaded" if isinstance(exc, QueueFull) else "engine_unavailable"
             return ApiError(503, str(exc), kind="server_error", code=code, headers=headers)
         case web.HTTPRequestEntityTooLarge():

@@ -9,6 +9,7 @@ from aiohttp import web
 from gateway.access.auth import TenantPrincipal
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import read_shared
+from gateway.api.requests.forms import FORM, Forms
 from gateway.api.requests.memory import BODY_MEMORY, BodyShare
 from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReader
 from gateway.billing.account import Account, Accounting, lease_note
@@ -27,7 +28,7 @@ ADMISSIONS_EACH = 8
 
 
 class Admission:
-    """Admission of requests to the engines."""
+    """Admission of requests to the engines. forms: the structured output forms that it refuses on their behalf."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Admission:
         self._accounting = accounting
         self._metrics = metrics
         self._turns = Turns(sys.maxsize, ADMISSIONS_EACH)
+        self.forms = Forms()
 
     async def admit(
         self, request: web.Request, endpoint: Endpoint, held: ExitStack
@@ -72,6 +74,8 @@ class Admission:
     ) -> tuple[InferenceRequest, Account]:
         """Check the body and reserve its amounts on the tenant's limits."""
         tenant = principal.tenant
+        if (form := await self.forms.read(tenant.id, raw, share)) is not None:
+            request[FORM] = form
         parsed = await self._prompts.parse(raw, endpoint, share)
         principal.check_model(parsed.model)
         model = await self._catalog.resolve(tenant, parsed.model)

@@ -14,6 +14,7 @@ from gateway.access.auth import Authenticator
 from gateway.api.admission import Admission
 from gateway.api.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
 from gateway.api.events import as_json, shortened, visible_event
+from gateway.api.requests.forms import FORM
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
 from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_after, ending_of
@@ -22,6 +23,7 @@ from gateway.errors import (
     ERROR_CODE,
     REQUEST_ID,
     EngineMismatch,
+    EngineShareUsed,
     OutOfTime,
     RateLimited,
     error_body,
@@ -112,6 +114,7 @@ class Completions:
                 async with self._while_allowed(account):
                     answering = await stack.enter_async_context(self._fleet.open(call, account))
                     stack.enter_context(self._mark_mismatch(answering.engine))
+                    self._admission.forms.served(call.tenant.id, request.get(FORM))
                     account.observe_receipt(answering.response.headers.get(receipts.HEADER))
                     if not asked.stream:
                         return await self._relay_answer(answering, account, delivery)
@@ -123,6 +126,8 @@ class Completions:
             refusal.headers = {**account.reservation.headers, **refusal.headers}
             raise
         except EngineRefused as refusal:
+            if isinstance(refusal.error, EngineShareUsed) and refusal.error.param is not None:
+                self._admission.forms.refused(call.tenant.id, request.get(FORM), refusal.error.retry_after)
             await self._accounting.close_and_wait(account, ending_of(refusal))
             refusal.error.headers = {**account.reservation.headers, **refusal.error.headers}
             raise refusal.error from refusal

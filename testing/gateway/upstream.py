@@ -61,6 +61,9 @@ class Upstream:
         self.model = "base"
         # Refusal of every request: a status and an error code, or None to cut the connection.
         self.refuses: tuple[int, str] | Literal[False] | None = False
+        # The structured outputs that are compiled, and whether others are compiled too or refused.
+        self.compiled: list[Any] = []
+        self.compiles = True
         # False: an engine without our extensions, like vLLM.
         self.says_progress = True
         self.remembers = True
@@ -156,6 +159,16 @@ class Upstream:
             status, code = self.refuses
             detail = {"message": "not now", "type": "server_error", "param": None, "code": code}
             return web.json_response({"error": detail}, status=status, headers={"Retry-After": "7"})
+        if (form := body.get("structured_outputs")) is not None and form not in self.compiled:
+            if not self.compiles:
+                detail = {
+                    "message": "CPU time",
+                    "type": "t",
+                    "param": "structured_outputs",
+                    "code": "engine_share_used",
+                }
+                return web.json_response({"error": detail}, status=429, headers={"Retry-After": "7"})
+            self.compiled.append(form)
         if "status" in how:
             detail = {"message": f"no: {body['model']}", "type": "t", "param": "prompt", "code": "c"}
             return web.json_response({"error": detail}, status=how["status"])

@@ -1,6 +1,6 @@
-"""Reading of a request's body in pieces, and the close of a connection whose body is not read to its end."""
+"""Reading of a request's body in pieces."""
 
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from gateway.errors import BadRequest
 from wire.http_requests import send_continue
@@ -44,14 +44,3 @@ class Pieces:
             if piece or not ends_chunk:
                 return piece
         return b""
-
-
-async def close_unread(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Close the connection of a request that is answered before its whole body was received.
-
-    For `app.on_response_prepare`. Further bytes are dropped unparsed while the client reads the answer.
-    """
-    if not request.content.is_eof():
-        response.force_close()
-        response.headers[hdrs.CONNECTION] = "close"
-        request.protocol.close()

@@ -100,7 +100,9 @@ class Loraplex(EngineKind):
             return BadRequest(message or REFUSED, param=detail.param, code=detail.code)
         if answer.status in (429, 503) and detail.code == EngineShareUsed.code:
             return EngineShareUsed(
-                f"Your share of the engine is used up: {detail.message}.", retry_after=retry_after(answer)
+                f"Your share of the engine is used up: {detail.message}.",
+                param=detail.param,
+                retry_after=retry_after(answer),
             )
         if answer.status in (429, 503) and detail.code in FAILURES:
             return Unavailable(FAILURES[detail.code], code=detail.code, retry_after=retry_after(answer))
