@@ -28,8 +28,8 @@ MAX_KNOWN = 16
 MAX_TENANTS = 1000
 # Interval of new forms that pass during a refusal, and the time in which one of them is expected to be answered.
 PROBE_SECONDS, ANSWER_SECONDS = 5.0, 1.0
-# A longer body is read on a thread.
-INLINE_BYTES = 8192
+# A longer body is read on a thread, and only during a refusal. So a form that is sent in long bodies only is not known.
+INLINE_BYTES = 2**18
 # A body that contains none of these texts has no form, unless it escapes the fields' names.
 _MARKS = (b'"response_format"', b'"structured_outputs"', b'"guided_', b'"tool_choice"')
 # Values of `tool_choice` that need no form.
@@ -101,7 +101,7 @@ class Forms:
         """Return the body's form. Raises EngineShareUsed for a new form of a tenant whose new forms are refused."""
         tenant = self._tenants.get(tenant_id)
         is_refused = tenant is not None and tenant.next_probe > 0
-        if not is_refused and not any(mark in raw for mark in _MARKS):
+        if not is_refused and (len(raw) > INLINE_BYTES or not any(mark in raw for mark in _MARKS)):
             return None
         work = partial(form_of, raw)
         form = work() if len(raw) <= INLINE_BYTES else await share.run(work)
