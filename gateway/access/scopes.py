@@ -6,6 +6,7 @@ from typing import Literal
 from aiohttp import web
 
 from gateway.access.auth import Authenticator, TenantPrincipal
+from gateway.sharing.rounds import Rounds
 
 # Scope that a key needs for a route; `admin` is an admin key's.
 Scope = Literal["inference", "adapters", "usage", "admin"]
@@ -17,15 +18,19 @@ ACTOR = web.RequestKey("actor", str)
 PRINCIPAL = web.RequestKey("principal", TenantPrincipal)
 
 
-def guarded(handler: Handler, scope: Scope, auth: Authenticator) -> Handler:
-    """Return a handler that calls `handler` for keys with the scope. Raises InvalidKey, Forbidden or Unavailable."""
+def guarded(handler: Handler, scope: Scope, auth: Authenticator, rounds: Rounds) -> Handler:
+    """Return a handler that calls `handler` for keys with the scope. Raises InvalidKey, Forbidden or Unavailable.
+
+    rounds: one look-up of a key serves all requests that wait for it, so these continue in turn.
+    """
 
     async def for_admin(request: web.Request) -> web.StreamResponse:
         request[ACTOR] = await auth.admin(request.headers.get("Authorization"))
         return await handler(request)
 
     async def for_tenant(request: web.Request) -> web.StreamResponse:
-        request[PRINCIPAL] = await auth.tenant(request.headers.get("Authorization"), scope)
+        principal = request[PRINCIPAL] = await auth.tenant(request.headers.get("Authorization"), scope)
+        await rounds.begin(principal.tenant.id)
         return await handler(request)
 
     return for_admin if scope == "admin" else for_tenant

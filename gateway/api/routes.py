@@ -21,6 +21,7 @@ from gateway.api.health import Health, MetricsPage
 from gateway.api.models import Models
 from gateway.api.route import Route, Upload
 from gateway.api.usage import Usage
+from gateway.sharing.rounds import Rounds
 from wire.requests import ChatCompletionRequest, CompletionRequest
 from wire.responses import ChatCompletion, Completion, Model, ModelList
 
@@ -187,12 +188,13 @@ PARAMETERS = {(route.method, route.canonical): route.query for route in ROUTES i
 
 def add_routes(app: web.Application, objects: Mapping[type, Any], auth: Authenticator) -> None:
     """Add the routes of every class in `objects`."""
+    rounds = Rounds()
     for kind, routes in TABLE.items():
         if kind in objects:
             for route in routes:
                 handler = route.handler.__get__(objects[kind])
                 if route.scope is not None:
-                    handler = guarded(handler, route.scope, auth)
+                    handler = guarded(handler, route.scope, auth, rounds)
                 if route.method == "GET":
                     # `add_get` also answers HEAD.
                     app.router.add_get(route.path, handler)

@@ -21,6 +21,7 @@ from gateway.api.access_log import PROBES
 from gateway.api.requests.pieces import COST
 from gateway.errors import Handler
 from gateway.metrics import Metrics
+from gateway.sharing.rounds import Rounds
 
 # Size of a bucket in seconds of the rate.
 BURST_SECONDS = 5.0
@@ -42,6 +43,8 @@ class UnservedRate:
         self._seconds_each = 1 / rate
         self._is_proved = is_proved
         self._metrics = metrics
+        # The waits of one owner end at the same time.
+        self._rounds = Rounds()
         # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
         self._full: OrderedDict[str, float] = OrderedDict()
         # Time (monotonic) after which no owner waits.
@@ -90,6 +93,7 @@ class UnservedRate:
         if wait > 0:
             self._metrics.delayed()
             await asyncio.sleep(wait)
+            await self._rounds.begin(owner)
 
     def _owner(self, request: web.Request, caller: Caller) -> tuple[str, float]:
         """Return the request's issued key or else its address, and the maximum wait of such an owner."""

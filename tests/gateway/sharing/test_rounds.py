@@ -2,8 +2,14 @@
 
 import asyncio
 import itertools
+from collections import Counter
+from typing import Any
 
-from gateway.sharing.rounds import Rounds
+import pytest
+
+from gateway.api.admission import Admission
+from gateway.sharing.rounds import REQUESTS_EACH, Rounds
+from testing.gateway.upstream import Upstream
 
 
 async def test_a_burst_leaves_rounds_to_others():
@@ -34,3 +40,33 @@ async def test_those_who_leave_hold_nobody_up():
     done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
     assert sum(result is None for result in done) >= 20
     await asyncio.wait_for(rounds.begin("another"), 10)
+
+
+@pytest.mark.parametrize("waits_for", ["the key's look-up", "the end of the delay"])
+async def test_requests_that_wait_for_one_event_continue_over_several_rounds(
+    waits_for: str, serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    loop, turn, begun = asyncio.get_running_loop(), itertools.count(), Counter[int]()
+    number, handle = 0, None
+
+    def tick() -> None:
+        nonlocal number, handle
+        number, handle = next(turn), loop.call_soon(tick)
+
+    admit = Admission.admit
+
+    async def counted(*arguments: Any) -> Any:
+        begun[number] += 1
+        return await admit(*arguments)
+
+    monkeypatch.setattr(Admission, "admit", counted)
+    async with serve(unserved_per_second=10.0 if "delay" in waits_for else 10_000.0) as gateway:
+        acme = await gateway.tenant("acme", requests_per_minute=10_000)
+        if "delay" in waits_for:
+            await asyncio.gather(*(acme.get("/v1/models") for _ in range(60)))
+        tick()
+        await asyncio.gather(*(acme.complete(max_tokens=0) for _ in range(100)))
+        assert handle is not None
+        handle.cancel()
+    assert begun.total() == 100
+    assert max(begun.values()) <= REQUESTS_EACH
