@@ -72,6 +72,16 @@ class RuntimeAdapters:
             await asyncio.shield(load)
         await self._unload_surplus(engine, moving)
 
+    def note_running(self, engine: EngineRecord) -> None:
+        """Record a use of each adapter that requests of this process use now.
+
+        A long answer then keeps its adapter among the recently used ones, so no other process unloads it. SGLang would
+        wait for the answer's end and start no other load meanwhile.
+        """
+        for digest in engine.serving:
+            if digest is not None:
+                self._uses.note(engine.url, digest)
+
     async def _load(self, engine: EngineRecord, digest: str) -> None:
         path = await asyncio.to_thread(self._store.path, digest)
         if path is None:

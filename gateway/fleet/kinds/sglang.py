@@ -131,6 +131,7 @@ class Sglang(ForeignKind):
     )
 
     async def read_state(self, engine: EngineRecord) -> EngineState:
+        self.adapters.note_running(engine)
         info = msgspec.json.decode(await self.get(engine, "/server_info"), type=ServerInfo)
         check_server(info, engine.address.adapters, any_version=engine.address.any_version)
         [load] = msgspec.json.decode(await self.get(engine, "/v1/loads?include=core"), type=_Loads).loads

@@ -55,6 +55,7 @@ class Vllm(ForeignKind):
     )
 
     async def read_state(self, engine: EngineRecord) -> EngineState:
+        self.adapters.note_running(engine)
         if not engine.address.any_version:
             check_version(await self.get(engine, "/version"))
         metrics = await self.get(engine, "/metrics")

@@ -236,3 +236,26 @@ async def test_workers_do_not_unload_each_others_hot_adapters(tmp_path: Path, re
         assert set(vllm.names) == {f"sha256:{digest}" for digest in (*hot_one, *hot_two)}
         assert len(vllm.loads) == len(set(vllm.loads)) == 8
         assert set(vllm.unloads) == {f"sha256:{digest}" for digest in cold}
+
+
+async def test_a_long_answer_keeps_its_adapter_from_being_unloaded_by_another_worker(tmp_path: Path, redis: Redis):
+    [long], others = digests("a"), digests("b", "c", "d")
+    for digest in (long, *others):
+        (tmp_path / digest).mkdir()
+        (tmp_path / digest / "adapter_config.json").write_text("{}")
+    async with VllmDouble().serving() as vllm, ClientSession() as session:
+        one, two = (Worker(session, vllm.url, 2, redis, tmp_path) for _ in range(2))
+        for worker in (one, two):
+            worker.adapters._store.path = lambda digest: tmp_path / digest  # type: ignore[method-assign]
+            await worker.probe(worker.engine)
+        await one.ask(long, vllm)
+        with one.engine.serve(long, "acme"):
+            for digest in others:
+                # A poll of the first worker, longer after its use than the period of reports.
+                await asyncio.sleep(1.1)
+                await one.probe(one.engine)
+                await asyncio.sleep(0.2)
+                await two.probe(two.engine)
+                await two.ask(digest, vllm)
+        assert f"sha256:{long}" in vllm.names
+        assert vllm.unloads == [f"sha256:{digest}" for digest in others[:2]]
