@@ -18,6 +18,8 @@ from engine.execution.runner import Runner, RunnerLimits
 from engine.model.config import ModelConfig, read_config
 from engine.model.families import load_decoder, parse_model_config
 from engine.model.weights import Progress
+from engine.scheduling.policies.policy import Policy
+from engine.scheduling.policies.registry import make_policy
 from kernels.ops import PackedLinear
 from kernels.platform import default_device, pick_ops, platform_of
 from kernels.reference import LARGEST
@@ -39,6 +41,7 @@ class Parts:
     limits: RunnerLimits
     adapters: AdapterPool
     runner: Runner
+    policy: Policy
 
 
 def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Parts:
@@ -63,7 +66,13 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     shape = BaseShape.from_config(raw_config)
     adapters = _adapter_pool(config, shape, host_cache, adapter_bytes, lora_dtype, device, ops.pack_linear)
     runner = Runner(decoder, adapters, limits, device, partial(progress, "Capturing CUDA graphs"))
-    return Parts(model, device, limits, adapters, runner)
+    policy = make_policy(
+        config.scheduler,
+        slack=config.fair_slack,
+        preempt_behind=config.preempt_behind,
+        preempt_after=config.preempt_after,
+    )
+    return Parts(model, device, limits, adapters, runner, policy)
 
 
 def _adapter_pool(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from engine.scheduling.policies.registry import PolicyName
 from wire.errors import ConfigError
 from wire.options import check_options, option
 
@@ -56,6 +57,16 @@ class EngineConfig:
     )
     prefill_stretch: float = option(
         1.8, above=1, help="Maximum slow-down of a decode step caused by prefill, as a factor."
+    )
+    scheduler: PolicyName = option("fair", help="Order of requests: fair share, or first come, first served.")
+    fair_slack: int = option(
+        256, least=0, help="Tokens by which a tenant may be served ahead where its adapter or prefix is loaded."
+    )
+    preempt_behind: int = option(
+        512, least=0, help="Tokens that a tenant must be behind before streams of another give way to it."
+    )
+    preempt_after: float = option(
+        0.25, least=0, help="Seconds after which streams of a tenant that is ahead give way to a waiting request."
     )
     async_scheduling: bool | None = option(
         None, help="Plan the next step while the current one runs; default: on a GPU."

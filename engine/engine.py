@@ -22,7 +22,7 @@ from engine.model.weights import Progress
 from engine.scheduling.kv_cache import KVCache, prefix_keys
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import NewRequest, Request, RequestOutput
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler, StepLimits
 from kernels.platform import platform_of
 from wire.errors import BadRequest
 
@@ -89,11 +89,14 @@ class Engine:
         self.scheduler = Scheduler(
             KVCache(parts.limits.num_blocks, config.block_size, config.enable_prefix_caching),
             self.adapters,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            enable_chunked_prefill=config.enable_chunked_prefill,
+            StepLimits(
+                config.max_num_seqs,
+                config.max_num_batched_tokens,
+                config.enable_chunked_prefill,
+                max_prompt_logits=max(1, PROMPT_LOGITS_BYTES // (4 * self.model_config.vocab_size)),
+            ),
+            policy=parts.policy,
             pacer=self._pacer,
-            max_prompt_logits=max(1, PROMPT_LOGITS_BYTES // (4 * self.model_config.vocab_size)),
         )
         self._seeds = torch.Generator().manual_seed(config.seed)
         self._arrivals = 0

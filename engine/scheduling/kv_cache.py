@@ -64,13 +64,22 @@ class KVCache:
             found.append(index)
         return found
 
-    def can_allocate(self, request: Request, num_tokens: int, prefix: list[int]) -> bool:
-        """Return whether blocks for the first `num_tokens` tokens are free, given the cached blocks `prefix`."""
-        missing = self.blocks_for(num_tokens) - len(prefix)
-        if missing > len(self._free):
+    def has_start(self, request: Request) -> bool:
+        """Return whether the first block of the request is cached."""
+        if not self.enable_prefix_caching or request.wants_prompt_logprobs or request.num_tokens <= self.block_size:
             return False
+        return self._key(request, 0) in self._by_key
+
+    def num_lacking(self, request: Request, num_tokens: int, prefix: list[int]) -> int:
+        """Return the number of blocks that the first `num_tokens` tokens need beyond the free ones, given the cached
+        blocks `prefix`. 0 or less: they fit.
+        """
         held_by_none = sum(self._blocks[i].holders == 0 for i in prefix)
-        return missing + held_by_none <= len(self._free)
+        return self.blocks_for(num_tokens) - len(prefix) + held_by_none - len(self._free)
+
+    def num_held_alone(self, request: Request) -> int:
+        """Return the number of blocks that become free when the request leaves."""
+        return sum(self._blocks[i].holders == 1 for i in request.blocks)
 
     def start(self, request: Request, prefix: list[int]) -> None:
         """Start a waiting request with its cached prefix."""

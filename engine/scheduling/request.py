@@ -19,6 +19,16 @@ BASE_SERVED = "base"
 MIXED_SERVED = "mixed"
 """Values of `Request.served_digest` that name no adapter: the base model's weights alone, and more than one."""
 
+# Time to first token that a request without a target of its own is ordered by, in seconds.
+USUAL_TARGET_S = 10.0
+# Waiting time that one step of priority is worth. Priorities age: a request that has waited this much longer goes
+# before one of the next higher priority.
+PRIORITY_S = 10.0
+# Limit of priorities in both directions, so that no request waits for ever behind newer ones.
+MOST_PRIORITY = 100
+# Tokens that a request computes after each admission before it may give way for fairness.
+QUANTUM = 16
+
 NOT_FINITE = -1
 """Stands in for a sampled token where the model gave NaN or infinity."""
 
@@ -109,6 +119,8 @@ class NewRequest:
     adapter_digest: digest of the adapter, None for the base model.
     weight: the tenant's share of the engine, relative to others.
     priority: order among the requests of one tenant; lower numbers go first, as in the gateway.
+    ttft_target: time to first token that the client wants, in seconds; orders the requests of one tenant. None: no
+        target.
     cache_salt: separates the prefix cache further, within the tenant.
     prefix_keys: keys of the prompt's blocks, shared by its choices; if empty, the engine's thread computes them.
     """
@@ -120,6 +132,7 @@ class NewRequest:
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    ttft_target: float | None = None
     cache_salt: str = ""
     prefix_keys: Sequence[bytes] = ()
 
@@ -141,6 +154,8 @@ class NewRequest:
             )
         if self.weight <= 0:
             raise BadRequest("weight", f"expected a number above 0, got {self.weight}")
+        if self.ttft_target is not None and self.ttft_target <= 0:
+            raise BadRequest("ttft_target", f"expected a number of seconds above 0, got {self.ttft_target}")
         for field_name, ids in (
             ("prompt", (min(prompt), max(prompt))),
             ("stop_token_ids", params.stop_token_ids),
@@ -161,14 +176,19 @@ class Request:
     served_digest: the adapter whose pages this request's steps read, "sha256:<digest>", "base" or "mixed"; None before
         the first step. The planner records it from the device pool's slots, never from `adapter_digest`, so it is
         a receipt.
+    turn: key of its place among its tenant's waiting requests. arrived, queued_at: times at which it entered the engine
+        and last began to wait.
+    charged: cost of its part of the planned step, returned if the step is not executed. num_paid: number of its first
+        tokens that its tenant has paid for.
     """
 
     __slots__ = (
-        "adapter_digest", "adapter_slot", "arrival", "block_hashes", "blocks", "cache_salt", "edits", "error",
-        "error_param", "finish_reason", "logprobs", "matcher", "num_cached_tokens", "num_computed", "num_pending",
-        "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority",
-        "prompt_logprobs", "request_id", "seat", "seed", "served_digest", "started_at", "status", "stop_ids",
-        "tenant", "token_ids", "weight",
+        "adapter_digest", "adapter_slot", "arrival", "arrived", "block_hashes", "blocks", "cache_salt", "charged",
+        "edits", "error", "error_param", "finish_reason", "logprobs", "matcher", "num_adapter_pages",
+        "num_cached_tokens", "num_computed", "num_paid", "num_pending", "num_preemptions", "num_prompt_tokens",
+        "num_registered_blocks", "params", "prefix_hit", "priority", "prompt_logprobs", "quantum_end", "queued_at",
+        "request_id", "seat", "seed", "served_digest", "started_at", "status", "stop_ids", "tenant", "token_ids",
+        "ttft_target", "turn", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -186,6 +206,7 @@ class Request:
         self.tenant = new.tenant
         self.weight = new.weight
         self.priority = new.priority
+        self.ttft_target = new.ttft_target
         self.cache_salt = new.cache_salt
         self.arrival = arrival
         self.seed = seed
@@ -202,7 +223,14 @@ class Request:
         # The cache's count of evictions at the last lookup while the request waited, and the cached blocks found then.
         self.prefix_hit: tuple[int, list[int]] = (0, [])
         self.adapter_slot = -1
+        self.num_adapter_pages = 0
         self.seat = -1
+        self.turn: tuple[int, float, int] = (1, 0.0, arrival)
+        self.arrived = 0.0
+        self.queued_at = 0.0
+        self.charged = 0.0
+        self.num_paid = 0
+        self.quantum_end = 0
         self.edits: LogitEdits | None = None
         self.served_digest: str | None = None
         self.status = Status.WAITING
@@ -245,10 +273,28 @@ class Request:
         """
         return self.params.prompt_logprobs is not None and not self.num_output_tokens
 
+    @property
+    def due(self) -> float:
+        """Return the time that orders it among its tenant's requests: the end of its target, moved by its priority.
+
+        It does not change while the request waits, so every request is first some day.
+        """
+        target = USUAL_TARGET_S if self.ttft_target is None else self.ttft_target
+        return self.arrived + target + PRIORITY_S * max(-MOST_PRIORITY, min(self.priority, MOST_PRIORITY))
+
+    @property
+    def had_quantum(self) -> bool:
+        """Return whether it has computed enough since its admission to give way for fairness: `QUANTUM` new tokens, and
+        as many as it had to compute again. So preemption for fairness at most doubles the work.
+        """
+        return self.num_computed >= self.quantum_end
+
     def start(self, num_cached_tokens: int) -> None:
         """Change from WAITING to RUNNING, with the first `num_cached_tokens` tokens already in the cache."""
         self.status = Status.RUNNING
         self.num_computed = num_cached_tokens
+        num_again = max(0, self.num_paid - num_cached_tokens)
+        self.quantum_end = num_cached_tokens + num_again + max(QUANTUM, num_again)
         if not self.num_preemptions:
             self.num_cached_tokens = num_cached_tokens
             self.started_at = time.time()

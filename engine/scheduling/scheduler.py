@@ -1,6 +1,6 @@
-"""Planner of the next step: decodes first, then prompt chunks, in progress or new, by fair share.
+"""Planner of the next step: decodes first, then prompt chunks, in progress or new, in the policy's order.
 
-Knows blocks, adapter slots and counters; knows no tensors and no text. A step computes at most `max_num_batched_tokens`
+Knows seats, blocks and adapter slots; knows no tensors and no text. A step computes at most `max_num_batched_tokens`
 tokens. With chunked prefill, longer prompts are cut into chunks; without it, such a prompt is the only one of its step.
 
 The next step may be planned during an in-flight step: its tokens count before they are known (`Request.num_pending`).
@@ -8,13 +8,20 @@ If a request turns out to have ended, its results of the planned step are droppe
 """
 
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from adapters.manifest import AdapterError
 from adapters.tiers.device_pool import AdapterPool, Residency
-from engine.scheduling.fair_share import FairShare
+from engine.scheduling.cost import load_cost, step_cost
+from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
+from engine.scheduling.policies.fair_share import FairShare
+from engine.scheduling.policies.policy import Policy
+from engine.scheduling.reclaim import find_victims
 from engine.scheduling.request import FinishReason, Request, Status
 
 Plan = dict[Request, int]
@@ -25,6 +32,21 @@ Plan = dict[Request, int]
 FULL = 1 / 3
 # Limit of blocks of the prompts that start in one step: finding and taking a block costs a microsecond, cached or new.
 STARTED_BLOCKS = 8192
+# Limit of waiting requests whose adapters are not ready that a step passes over: while a seat is free, about 1 ms of
+# look-ups; while none is free, so many that the adapters of the next ones load in advance.
+PASSED_OVER, PREFETCHED = 1024, 8
+# Limit of requests that one step admits in the place of streams that give way.
+RECLAIMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Sizes of a step. max_prompt_logits: limit of its rows of logits for prompt_logprobs; None: no limit."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool = True
+    max_prompt_logits: int | None = None
 
 
 class Scheduler:
@@ -34,47 +56,55 @@ class Scheduler:
         self,
         cache: KVCache,
         adapters: AdapterPool,
+        limits: StepLimits,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        enable_chunked_prefill: bool = True,
+        policy: Policy | None = None,
         pacer: Pacer | None = None,
-        max_prompt_logits: int | None = None,
+        growth: Growth | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_prompt_logits: limit of a step's rows of logits for prompt_logprobs; None: no limit."""
+        """policy: fair share by default."""
         self.cache = cache
         self.adapters = adapters
-        self.fair_share = FairShare()
+        self.policy: Policy = FairShare() if policy is None else policy
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._chunked = enable_chunked_prefill
-        self._pacer = pacer if enable_chunked_prefill else None
-        self._max_prompt_logits = max_prompt_logits
+        self.num_in_target = 0
+        self.num_over_target = 0
+        self._limits = limits
+        self._chunked = limits.enable_chunked_prefill
+        self._pacer = pacer if self._chunked else None
+        self._growth = growth or Growth(cache.block_size)
+        self._clock = clock
         self._failed: list[Request] = []
         self._by_adapter: dict[str, dict[str, Request]] = {}
-        self._free_seats = list(range(max_num_seqs - 1, -1, -1))
+        self._free_seats = list(range(limits.max_num_seqs - 1, -1, -1))
+        # The requests that this step preempted, and the number that it admitted in their place.
+        self._gave_way: set[Request] = set()
+        self._num_reclaimed = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self.fair_share)
+        return len(self.policy)
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
         if request.adapter_digest is not None:
             self._by_adapter.setdefault(request.adapter_digest, {})[request.request_id] = request
-        self.fair_share.enter(request)
+        request.arrived = self._clock()
+        self.policy.enter(request, request.arrived)
 
     def schedule(self) -> Plan:
         """Return the next step's plan, with its blocks and adapter slots reserved. The plan is empty if nothing can run
         now.
         """
         plan: Plan = {}
+        self._gave_way.clear()
+        self._num_reclaimed = 0
         self.adapters.poll()
-        self._free_reserved_pages()
-        budget = self._decode(plan, self._max_num_batched_tokens)
+        self._free_reserved_pages(plan)
+        budget = self._decode(plan, self._limits.max_num_batched_tokens)
         if plan and self._pacer is not None:
             budget = self._pacer.prompt_budget(len(plan), budget, self._patience(plan))
         self._prefill(plan, budget)
@@ -84,8 +114,9 @@ class Scheduler:
         """Record a launched step: computed tokens and full blocks. The step before it must be committed."""
         for request, num_tokens in plan.items():
             if request.status is Status.RUNNING:  # else it ended while this step was being launched
-                self.fair_share.charge(request, num_tokens)
+                request.charged = 0.0
                 request.num_computed += num_tokens
+                request.num_paid = max(request.num_paid, request.num_computed)
                 self.cache.register(request)
 
     def commit(self, sampled: dict[Request, int]) -> list[Request]:
@@ -96,9 +127,13 @@ class Scheduler:
         for request in moved:
             is_waiting = request.status is Status.WAITING  # preempted while its token was in flight
             request.append(sampled[request])
+            if request.num_output_tokens == 1:
+                self._count_target(request)
             if request.status is Status.FINISHED:
                 if is_waiting:
-                    self.fair_share.remove(request)
+                    self.policy.remove(request)
+                if request.error is None:
+                    self._growth.observe(request)
                 self._release(request)
         return moved
 
@@ -130,32 +165,46 @@ class Scheduler:
             if request.num_output_tokens >= request.params.max_tokens:
                 continue  # its last token is in flight
             if self._grow_or_preempt(request, request.num_tokens, plan):
-                plan[request] = 1
+                self._plan(plan, request, 1)
                 budget -= 1
         return budget
+
+    def _plan(self, plan: Plan, request: Request, num_tokens: int) -> None:
+        """Plan and charge a request's next tokens. Charging before the next choice makes the shares those of single
+        choices, not of steps.
+        """
+        plan[request] = num_tokens
+        request.charged = step_cost(request, num_tokens)
+        self.policy.charge(request, request.charged)
 
     def _prefill(self, plan: Plan, budget: int) -> None:
         """Plan prompt chunks. Prompts in progress and new ones alike go to the least served tenants first, so that a
         tenant's long prompt delays another tenant's short one by a step, not by its own length. Prompts end one after
         the other, not all at once: the work is the same, but each has its first token as soon as possible.
         """
-        has_room, most, started_blocks = True, budget, 0
+        admits, most, started_blocks, passed_over = True, budget, 0, 0
         # Each row of logits is as wide as the vocabulary, so memory bounds a step's rows. Without chunked prefill a
         # prompt cannot be cut.
-        logits_left = self._max_prompt_logits if self._chunked and self._max_prompt_logits else sys.maxsize
-        in_progress = [r for r in self.running if not r.is_decoding]
-        for request in self.fair_share.least_served_first(in_progress):
-            if budget <= 0:
-                return
-            if request.status is Status.FINISHED or (request.wants_prompt_logprobs and not logits_left):
+        logits_left = (self._chunked and self._limits.max_prompt_logits) or sys.maxsize
+        nearness = self._nearness if self._free_seats else None
+        turns = self.policy.turns([r for r in self.running if not r.is_decoding], nearness)
+        while budget > 0 and (request := turns.next(admits=admits)) is not None:
+            if request.status is Status.FINISHED or request in plan:
+                continue
+            if request in self._gave_way:
+                admits = False  # those behind it have no better right to the room
+                continue
+            if request.wants_prompt_logprobs and not logits_left:
                 continue
             if request.status is Status.WAITING:
-                if not has_room or request.num_pending:
+                if request.num_pending:
                     continue
                 if not self._adapter_ready(request):
+                    passed_over += 1
+                    admits = passed_over < (PASSED_OVER if self._free_seats else PREFETCHED)
                     continue
-                has_room = self._admit(request, budget, is_first=budget == most)
-                if not has_room:
+                admits = self._admit(request, plan, budget, is_first=budget == most)
+                if not admits:
                     continue
                 started_blocks += len(request.blocks)
             num_tokens = request.num_to_compute
@@ -165,38 +214,75 @@ class Scheduler:
             if request.wants_prompt_logprobs:
                 num_tokens = min(num_tokens, logits_left)
                 logits_left -= num_tokens
-            plan[request] = num_tokens
+            self._plan(plan, request, num_tokens)
             budget -= num_tokens
-            if most - budget >= FULL * self._max_num_batched_tokens or started_blocks >= STARTED_BLOCKS:
+            if most - budget >= FULL * self._limits.max_num_batched_tokens or started_blocks >= STARTED_BLOCKS:
                 return
 
-    def _admit(self, request: Request, budget: int, *, is_first: bool) -> bool:
-        """Start a waiting request if a seat and blocks for its whole prompt are free. Two prompts with half of their
-        blocks would only preempt each other.
+    def _admit(self, request: Request, plan: Plan, budget: int, *, is_first: bool) -> bool:
+        """Start a waiting request if a seat and blocks for its whole prompt are free, or if streams of tenants that are
+        ahead give way. Two prompts with half of their blocks would only preempt each other.
 
         is_first: the step has no other prompt.
         """
-        if len(self.running) >= self._max_num_seqs:
-            return False
         prefix = self.cache.find_prefix(request)
         to_compute = request.num_tokens - len(prefix) * self.cache.block_size
         if to_compute > budget and not self._chunked and not is_first:
             return False
-        if not self.cache.can_allocate(request, request.num_tokens, prefix):
+        lacking = (
+            0 if self._free_seats else 1,
+            max(0, self.cache.num_lacking(request, request.num_tokens, prefix)),
+        )
+        if (lacking != (0, 0) or not self._leaves_room_to_grow(request, prefix)) and not self._reclaim(
+            request, plan, lacking
+        ):
             return False
-        self.fair_share.remove(request)
+        self.policy.remove(request)
         self.cache.start(request, prefix)
         self.cache.grow(request, request.num_tokens)
         if request.adapter_digest is not None:
             request.adapter_slot = self.adapters.pin(request.adapter_digest, request.tenant)
+            request.num_adapter_pages = self.adapters.num_pages_of(request.adapter_digest)
         request.seat = self._free_seats.pop()
         self.running.append(request)
         return True
 
+    def _leaves_room_to_grow(self, request: Request, prefix: list[int]) -> bool:
+        """Return whether the blocks suffice for the running requests' expected ends too. The first one always runs."""
+        if not self.running:
+            return True
+        cache = self.cache
+        shared = sum(len(r.blocks) for r in self.running) + len(prefix) - (cache.num_blocks - cache.num_free)
+        return self._growth.peak((*self.running, request)) - max(0, shared) <= cache.num_blocks
+
+    def _reclaim(self, request: Request, plan: Plan, lacking: tuple[int, int]) -> bool:
+        """Preempt streams of tenants that are ahead until the request fits. Return False, without effect, if that is
+        not its right yet or would not suffice.
+        """
+        if self._num_reclaimed >= RECLAIMED:
+            return False
+        debtors = self.policy.debtors(request, self.running, self._clock())
+        victims = find_victims(request, debtors, self.running, self.cache, lacking)
+        if victims is None:
+            return False
+        self._num_reclaimed += 1
+        for victim in victims:
+            self._preempt(victim, plan)
+        return True
+
+    def _nearness(self, request: Request) -> tuple[bool, bool]:
+        adapter = request.adapter_digest
+        is_far = adapter is not None and not self.adapters.is_resident(adapter)
+        return is_far, not self.cache.has_start(request)
+
     def _adapter_ready(self, request: Request) -> bool:
         if request.adapter_digest is None:
             return True
+        num_placed = self.adapters.num_placed_pages
         residency = self.adapters.ensure(request.adapter_digest, request.tenant, request.weight)
+        # The request that causes a load pays for it, also if it leaves before the load ends.
+        if self.adapters.num_placed_pages != num_placed:
+            self.policy.charge(request, load_cost(self.adapters.num_placed_pages - num_placed))
         if residency is Residency.READY:
             return True
         if residency is Residency.FAILED:
@@ -220,7 +306,7 @@ class Scheduler:
         """
         prompts = Counter(r.tenant for r in self.running if not r.is_decoding)
         for tenant in {r.tenant for r in streams}:
-            prompts[tenant] += min(self.fair_share.num_waiting(tenant), len(self._free_seats))
+            prompts[tenant] += min(self.policy.num_waiting(tenant), len(self._free_seats))
         return min(
             (2 * prompts[tenant] - 1) / num_streams
             for tenant, num_streams in Counter(r.tenant for r in streams).items()
@@ -228,14 +314,13 @@ class Scheduler:
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         while not self.cache.grow(request, num_tokens):
-            victim = max(self.running, key=lambda r: (self.fair_share.counter(r.tenant), r.arrival))
-            plan.pop(victim, None)
-            self._preempt(victim)
+            victim = self.policy.victim(self.running)
+            self._preempt(victim, plan)
             if victim is request:
                 return False
         return True
 
-    def _free_reserved_pages(self) -> None:
+    def _free_reserved_pages(self, plan: Plan) -> None:
         """Preempt the holders of pages that an adapter has waited for too long, of the tenants furthest ahead. A tenant
         that is itself furthest ahead waits for its own requests to end.
         """
@@ -244,24 +329,42 @@ class Scheduler:
             return
         ahead = sorted(
             (r for r in self.running if r.adapter_digest),
-            key=lambda r: (self.fair_share.counter(r.tenant), r.arrival),
+            key=lambda r: (self.policy.counter(r.tenant), r.arrival),
             reverse=True,
         )
         if not ahead or all(reservation.tenant == ahead[0].tenant for reservation in overdue):
             return
         holders = set(self.adapters.holders_to_preempt(r.adapter_digest for r in ahead if r.adapter_digest))
         for request in [r for r in ahead if r.adapter_digest in holders]:
-            self._preempt(request)
+            self._preempt(request, plan)
 
-    def _preempt(self, request: Request) -> None:
+        def _preempt(self, request: Request, plan: Plan) -> None:
+        plan.pop(request, None)
+        self._return_charge(request)
+        self._gave_way.add(request)
         self.num_preemptions += 1
         self._leave_running(request)
         request.preempt()
-        self.fair_share.push(request, front=True)
+        self.policy.put_back(request, self._clock())
+
+    def _return_charge(self, request: Request) -> None:
+        """Return the cost of planned work that will not be executed, or whose result will be dropped."""
+        if request.charged:
+            self.policy.charge(request, -request.charged)
+            request.charged = 0.0
+
+    def _count_target(self, request: Request) -> None:
+        """Count a request's first token, or its end without one, as within or beyond its target."""
+        if request.ttft_target is not None:
+            is_over = self._clock() - request.arrived > request.ttft_target
+            self.num_over_target += is_over
+            self.num_in_target += bool(request.num_output_tokens) and not is_over
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.status is Status.WAITING:
-            self.fair_share.remove(request)
+            self.policy.remove(request)
+        if not request.num_output_tokens:
+            self._count_target(request)
         request.finish(reason, error)
         self._release(request)
 
@@ -269,7 +372,8 @@ class Scheduler:
         if request in self.running:
             self._leave_running(request)
         del self.requests[request.request_id]
-        self.fair_share.leave(request)
+        self._return_charge(request)
+        self.policy.leave(request)
         if request.adapter_digest is not None:
             others = self._by_adapter[request.adapter_digest]
             del others[request.request_id]

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from engine.scheduling.fair_share import DECODE_COST, FairShare
+from engine.scheduling.cost import step_cost
+from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 
 
@@ -15,23 +16,31 @@ def request(tenant: str, arrival: int = 0, *, weight: float = 1.0, priority: int
     )
 
 
-def serve(share: FairShare, n: int, tokens: int = 10) -> list[str]:
-    """Take the next request n times, charging each for `tokens`."""
+def serve(share: FairShare, n: int, cost: float = 10) -> list[str]:
+    """Take the next request n times, charging each with `cost`."""
     order = []
-    for _ in range(n):
-        r = next(share.least_served_first())
+    for i in range(n):
+        if i % 16 == 0:  # a step
+            turns = share.turns([], None)
+        r = turns.next(admits=True)
+        assert r is not None
         share.remove(r)
-        share.charge(r, tokens)
+        share.charge(r, cost)
         order.append(r.tenant)
     return order
+
+
+def enter(share: FairShare, request: Request, now: float = 0.0) -> None:
+    request.arrived = now
+    share.enter(request, now)
 
 
 def test_a_flood_by_one_tenant_does_not_delay_another() -> None:
     share = FairShare()
     for i in range(100):
-        share.enter(request("flood", i))
+        enter(share, request("flood", i))
     for i in range(3):
-        share.enter(request("quiet", 100 + i))
+        enter(share, request("quiet", 100 + i))
     assert Counter(serve(share, 6)) == {"flood": 3, "quiet": 3}
 
 
@@ -39,8 +48,8 @@ def test_a_flood_by_one_tenant_does_not_delay_another() -> None:
 def test_service_follows_weight(weight: float) -> None:
     share = FairShare()
     for i in range(200):
-        share.enter(request("heavy", i, weight=weight))
-        share.enter(request("light", i))
+        enter(share, request("heavy", i, weight=weight))
+        enter(share, request("light", i))
     served = Counter(serve(share, 100))
     assert served["heavy"] / served["light"] == pytest.approx(weight, rel=0.1)
 
@@ -48,43 +57,94 @@ def test_service_follows_weight(weight: float) -> None:
 def test_idling_earns_no_credit() -> None:
     share = FairShare()
     idle = request("idle")
-    share.enter(idle)
+    enter(share, idle)
     serve(share, 1)
     for i in range(60):
-        share.enter(request("busy", i))
+        enter(share, request("busy", i))
     share.leave(idle)
     serve(share, 30)
     for i in range(60):
-        share.enter(request("idle", 100 + i))
+        enter(share, request("idle", 100 + i))
     assert Counter(serve(share, 20)) == {"busy": 10, "idle": 10}
 
 
-def test_decode_tokens_cost_more_than_prompt_tokens() -> None:
-    share = FairShare()
-    prompt, decode = request("prompt"), request("decode")
-    share.enter(prompt)
-    share.enter(decode)
-    decode.token_ids.append(5)
-    decode.num_computed = 1
-    share.charge(prompt, 10)
-    share.charge(decode, 10)
-    assert share.counter("decode") == DECODE_COST * share.counter("prompt")
+def test_output_tokens_cost_more_than_prompt_tokens_and_more_with_their_context() -> None:
+    short, long = request("short"), request("long")
+    assert step_cost(short, 1) == 1
+    for r, context in ((short, 1), (long, 10_240)):
+        r.num_prompt_tokens = r.num_computed = r.num_paid = context
+    assert step_cost(short, 1) == pytest.approx(2, abs=0.01)
+    assert step_cost(long, 1) == pytest.approx(12, abs=0.01)
+    long.num_adapter_pages = 16
+    assert step_cost(long, 1) == pytest.approx(14, abs=0.01)
+
+
+def test_tokens_computed_again_cost_nothing() -> None:
+    r = request("a")
+    r.num_prompt_tokens, r.num_paid = 100, 120
+    assert step_cost(r, 120) == 0
+    assert step_cost(r, 121) == pytest.approx(2, abs=0.2)
+    r.num_paid = 40
+    assert step_cost(r, 100) == 60
 
 
 def test_priority_orders_one_tenants_own_requests_only() -> None:
     share = FairShare()
     for r in (request("a", 0), request("b", 1), request("a", 2, priority=-5), request("a", 3, priority=-5)):
-        share.enter(r)
-    assert [r.request_id for r in share.least_served_first()] == ["b1", "a2", "a3", "a0"]
+        enter(share, r)
+    assert serve(share, 4, cost=0) == ["b", "a", "a", "a"]
+    order = []
+    for r in (request("a", 0), request("a", 2, priority=-5), request("a", 3, priority=-5)):
+        enter(share, r)
+    turns = share.turns([], None)
+    while (r := turns.next(admits=True)) is not None:
+        order.append(r.request_id)
+    assert order == ["a2", "a3", "a0"]
+
+
+def test_priorities_age_and_targets_come_first() -> None:
+    """A priority is worth a waiting time, so a request of the lowest priority is first some day."""
+    share = FairShare()
+    low, target = request("a", 0, priority=9), request("a", 1)
+    enter(share, low, now=0.0)
+    enter(share, request("a", 2), now=0.0)
+    target.ttft_target = 0.5
+    enter(share, target, now=1.0)
+    enter(share, request("a", 3), now=200.0)
+    turns = share.turns([], None)
+    assert [turns.next(admits=True).arrival for _ in range(4)] == [1, 2, 0, 3]
+
+
+def test_within_the_slack_the_nearest_request_is_first_and_beyond_it_the_least_served() -> None:
+    def far(request: Request) -> tuple[bool, bool]:
+        return request.tenant != "near", False
+
+    for ahead, expected in ((90, "near"), (110, "least")):
+        share = FairShare(slack=100)
+        for tenant in ("least", "near"):
+            enter(share, request(tenant, 0 if tenant == "least" else 1))
+        share.charge(request("near"), ahead)
+        found = share.turns([], far).next(admits=True)
+        assert found is not None
+        assert found.tenant == expected
+
+
+def test_every_admission_goes_to_the_tenant_that_is_least_served_by_then() -> None:
+    share = FairShare()
+    for i in range(64):
+        enter(share, request("a", i))
+    for i in range(64):
+        enter(share, request("b", 64 + i))
+    assert Counter(serve(share, 64, cost=3)) == {"a": 32, "b": 32}
 
 
 def test_counters_do_not_pile_up_once_everybody_has_left() -> None:
     share = FairShare()
     for i in range(50):
         r = request(f"tenant-{i}")
-        share.enter(r)
-        share.remove(r)
+        enter(share, r)
         share.charge(r, 5)
+        share.remove(r)
         share.leave(r)
     assert len(share) == 0
     assert share.counter("tenant-3") == 0.0
@@ -94,15 +154,17 @@ def test_counters_of_tenants_that_came_and_went_do_not_pile_up() -> None:
     """Counters do not pile up on an engine that is never idle. A tenant that was ahead is still ahead after a pause."""
     fair_share = FairShare()
     busy, ahead = request("busy"), request("ahead")
-    fair_share.enter(busy)
-    fair_share.enter(ahead)
+    enter(fair_share, busy)
+    enter(fair_share, ahead)
     fair_share.charge(ahead, 10**9)
+    fair_share.remove(ahead)
     fair_share.leave(ahead)
     for i in range(5000):
         passing = request(f"passing-{i}")
-        fair_share.enter(passing)
+        enter(fair_share, passing)
         fair_share.charge(passing, 5)
         fair_share.charge(busy, 50)
+        fair_share.remove(passing)
         fair_share.leave(passing)
-    assert len(fair_share._counters) < 200
+    assert len(fair_share.tenants([], 0.0, 10_000)) < 200
     assert fair_share.counter("ahead") >= 10**9

@@ -1,14 +1,16 @@
 """The next step's work: long requests do not delay other tenants, and nothing is lost without blocks or adapters."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from adapters.manifest import AdapterError
 from adapters.tiers.device_pool import Residency
+from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import NewRequest, Request, SamplingParams, Status
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler, StepLimits
 
 
 @dataclass
@@ -17,13 +19,22 @@ class AlwaysThere:
 
     pinned: list[str] = field(default_factory=list)
     overdue: tuple[()] = ()
+    num_placed_pages: int = 0
 
     def poll(self) -> None: ...
 
 
+class NoGrowth(Growth):
+    """Admission as if running requests never grew, so that they run out of blocks."""
+
+    def peak(self, requests: Iterable[Request]) -> int:
+        return 0
+
+
 def make(num_blocks: int = 64, block_size: int = 16, **options: Any) -> Scheduler:
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
-    return Scheduler(KVCache(num_blocks, block_size), AlwaysThere(), **sizes)  # type: ignore[arg-type]
+    parts = {name: options.pop(name) for name in ("pacer", "policy", "growth", "clock") if name in options}
+    limits = StepLimits(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **options})
+    return Scheduler(KVCache(num_blocks, block_size), AlwaysThere(), limits, **parts)  # type: ignore[arg-type]
 
 
 _arrivals = iter(range(1_000_000))
@@ -99,7 +110,7 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits_and_then_never_preempted_
 
 
 def test_when_blocks_run_out_the_tenant_furthest_ahead_gives_way_and_nothing_is_lost() -> None:
-    scheduler = make(num_blocks=12, max_num_seqs=4)
+    scheduler = make(num_blocks=12, max_num_seqs=4, growth=NoGrowth(16))
     requests = [ask(scheduler, t, 30, max_tokens=60) for t in "caaba"]
     steps = 0
     while not scheduler.num_preemptions:
@@ -169,7 +180,7 @@ def test_a_step_planned_ahead_counts_the_token_in_flight_and_stops_at_max_tokens
 
 
 def test_one_preempted_with_its_token_in_flight_waits_for_it() -> None:
-    scheduler = make(num_blocks=4, max_num_batched_tokens=256)
+    scheduler = make(num_blocks=4, max_num_batched_tokens=256, growth=NoGrowth(16))
     first, second = ask(scheduler, "a", 31, max_tokens=9), ask(scheduler, "b", 31, max_tokens=9)
     for _ in range(2):
         plan = scheduler.schedule()
@@ -190,7 +201,7 @@ def test_one_preempted_with_its_token_in_flight_waits_for_it() -> None:
 
 
 def test_one_preempted_with_its_last_token_in_flight_ends_with_it() -> None:
-    scheduler = make(num_blocks=4, max_num_batched_tokens=256)
+    scheduler = make(num_blocks=4, max_num_batched_tokens=256, growth=NoGrowth(16))
     stays, ends = ask(scheduler, "a", 31, max_tokens=9), ask(scheduler, "b", 31, max_tokens=2)
     step(scheduler)
     plan = scheduler.schedule()
@@ -274,8 +285,7 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
         def no_longer_wanted(self, digest: str) -> None: ...
 
     pool = Broken()
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
-    scheduler = Scheduler(KVCache(64, 16), pool, **sizes)  # type: ignore[arg-type]
+    scheduler = Scheduler(KVCache(64, 16), pool, StepLimits(8, 64))  # type: ignore[arg-type]
     for i in range(100):
         scheduler.add(
             Request(NewRequest(str(i), [1, 2, 3], SamplingParams(), adapter_digest="x", tenant=str(i % 3)), arrival=i)

@@ -1,0 +1,169 @@
+"""Fair share between tenants by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI
+2024, algorithm 2).
+
+Each admission and each prompt chunk goes to the tenant with the least service per weight, and is charged before the
+next one is chosen. Knows no blocks and no adapters.
+
+A running stream of a tenant that is ahead gives way to a waiting request of one that is behind (`debtors`), so that no
+tenant's `max_tokens` bounds another tenant's wait; docs/design/step-loop.md states the bound.
+"""
+
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
+
+from engine.scheduling.policies.policy import Nearness
+from engine.scheduling.policies.tenants import Tenants, TenantState
+from engine.scheduling.request import Request
+
+# Least counters among which the nearest request is chosen. It bounds the look-ups of an admission.
+COMPARED = 16
+# Waiting requests of one tenant that a step looks at. It bounds a step's time with thousands of waiting requests whose
+# adapters are on the way.
+LOOKED_AT = 64
+
+
+class FairShare:
+    """Tenants by service per weight.
+
+    slack: among tenants within this much service of the least served, the nearest request is admitted first; 0: always
+    the least served tenant's. preempt_behind, preempt_after: a waiting request may take a stream's place once its
+    tenant is this much service behind the stream's, or, if its tenant has nothing running, once it has waited this many
+    seconds and its tenant is behind.
+    """
+
+    def __init__(self, slack: float = 0.0, preempt_behind: float = 512.0, preempt_after: float = 0.25) -> None:
+        self._slack = slack
+        self._preempt_behind = preempt_behind
+        self._preempt_after = preempt_after
+        self._tenants = Tenants()
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def num_waiting(self, tenant: str) -> int:
+        return self._tenants.num_waiting(tenant)
+
+    def counter(self, tenant: str) -> float:
+        return self._tenants.counter(tenant)
+
+    def enter(self, request: Request, now: float) -> None:
+        request.turn = (1, request.due, request.arrival)
+        self._tenants.enter(request, now)
+
+    def put_back(self, request: Request, now: float) -> None:
+        request.turn = (0, 0.0, request.arrival)
+        self._tenants.push(self._tenants.accounts[request.tenant], request, now)
+
+    def remove(self, request: Request) -> None:
+        self._tenants.remove(request)
+
+    def leave(self, request: Request) -> None:
+        self._tenants.leave(request)
+
+    def charge(self, request: Request, cost: float) -> None:
+        self._tenants.charge(request, cost)
+
+    def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> "FairTurns":
+        return FairTurns(self._tenants, in_progress, nearness if self._slack else None, self._slack)
+
+    def victim(self, running: Sequence[Request]) -> Request:
+        """Return the newest stream of the tenant furthest ahead, if possible one that has had its quantum."""
+        return max(running, key=lambda r: (r.had_quantum, self.counter(r.tenant), r.arrival))
+
+    def debtors(self, claimant: Request, running: Sequence[Request], now: float) -> list[Request]:
+        """Return the streams that have had their quantum, of tenants that are ahead, the newest of the furthest first.
+
+        While the claimant's tenant has streams of its own, a stream gives way only if its tenant is so far ahead that
+        computing it again is at most a quarter of the difference.
+        """
+        seats = {r.tenant for r in running}
+        is_idle, least = claimant.tenant not in seats, self.counter(claimant.tenant)
+        if not is_idle or now - claimant.queued_at < self._preempt_after:
+            least += self._preempt_behind
+        ahead = {tenant: counter for tenant in seats if (counter := self.counter(tenant)) > least}
+        streams = [
+            r
+            for r in running
+            if r.tenant in ahead
+            and r.tenant != claimant.tenant
+            and r.had_quantum
+            and (is_idle or ahead[r.tenant] - 4 * r.num_computed / r.weight > least)
+        ]
+        return sorted(streams, key=lambda r: (ahead[r.tenant], r.arrival), reverse=True)
+
+    def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
+        return self._tenants.states(running, now, limit)
+
+
+class FairTurns:
+    """Turns of one step. Each tenant's prompts in progress come before its queue."""
+
+    def __init__(
+        self, tenants: Tenants, in_progress: Iterable[Request], nearness: Nearness | None, slack: float
+    ) -> None:
+        self._tenants = tenants
+        self._nearness = nearness
+        self._slack = slack
+        self._prompts: dict[str, list[Request]] = {}
+        for request in in_progress:
+            self._prompts.setdefault(request.tenant, []).append(request)
+        for prompts in self._prompts.values():
+            prompts.sort(key=attrgetter("turn"), reverse=True)
+        self._running = [(tenants.counter(t), p[-1].arrival, t) for t, p in self._prompts.items()]
+        heapify(self._running)
+        # The tenants that wait, by counter, and the place in each one's queue. Built on the first admission.
+        self._waiting: list[tuple[float, int, str]] | None = None
+        self._queues: dict[str, list[Request]] = {}
+        self._last: str | None = None
+
+    def next(self, *, admits: bool) -> Request | None:
+        if admits and self._waiting is None:
+            self._waiting = [
+                (a.counter, a.queue[0].arrival, t) for t, a in self._tenants.waiting.items() if t not in self._prompts
+            ]
+            heapify(self._waiting)
+        self._put_last_back()
+        waiting = self._waiting if admits else None
+        if self._running and not (waiting and waiting[0] < self._running[0]):
+            self._last = heappop(self._running)[2]
+            return self._prompts[self._last].pop()
+        self._last = self._nearest(waiting) if waiting else None
+        return None if self._last is None else self._queues[self._last].pop()
+
+    def _put_last_back(self) -> None:
+        """Order the tenant of the last request by its counter as it is now."""
+        tenant, self._last = self._last, None
+        if tenant is None:
+            return
+        prompts = self._prompts.get(tenant)
+        if prompts:
+            heappush(self._running, (self._tenants.counter(tenant), prompts[-1].arrival, tenant))
+        elif self._waiting is not None and (queue := self._queue(tenant)):
+            heappush(self._waiting, (self._tenants.counter(tenant), queue[-1].arrival, tenant))
+
+    def _nearest(self, waiting: list[tuple[float, int, str]]) -> str | None:
+        """Take the tenant whose first request is nearest, among those within the slack of the least served."""
+        nearness = self._nearness
+        compared: list[tuple[float, int, str]] = []
+        while waiting and len(compared) < COMPARED:
+            if compared and (nearness is None or waiting[0][0] > compared[0][0] + self._slack):
+                break
+            entry = heappop(waiting)
+            if self._queue(entry[2]):  # else its requests have left during the step
+                compared.append(entry)
+        if nearness is None or len(compared) < 2:
+            return compared[0][2] if compared else None
+        found = min(compared, key=lambda entry: (*nearness(self._queue(entry[2])[-1]), entry[1]))
+        for entry in compared:
+            if entry is not found:
+                heappush(waiting, entry)
+        return found[2]
+
+    def _queue(self, tenant: str) -> list[Request]:
+        """Return the rest of the tenant's first waiting requests, last first; requests that left since stay in it."""
+        queue = self._queues.get(tenant)
+        if queue is None:
+            account = self._tenants.waiting.get(tenant)
+            queue = self._queues[tenant] = [] if account is None else account.queue[LOOKED_AT - 1 :: -1]
+        return queue

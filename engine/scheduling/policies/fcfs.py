@@ -1,0 +1,78 @@
+"""First come, first served over all tenants: the baseline for fair share. Accounts are kept for reports only."""
+
+from collections.abc import Iterable, Sequence
+from heapq import merge
+from itertools import islice
+from operator import attrgetter
+
+from engine.scheduling.policies.policy import Nearness
+from engine.scheduling.policies.tenants import Tenants, TenantState
+from engine.scheduling.request import Request
+
+# Waiting requests that a step looks at.
+LOOKED_AT = 256
+
+_arrival = attrgetter("arrival")
+
+
+class FirstCome:
+    """Requests in order of arrival. One that finds no room waits until running requests end."""
+
+    def __init__(self) -> None:
+        self._tenants = Tenants()
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def num_waiting(self, tenant: str) -> int:
+        return self._tenants.num_waiting(tenant)
+
+    def counter(self, tenant: str) -> float:
+        return self._tenants.counter(tenant)
+
+    def enter(self, request: Request, now: float) -> None:
+        request.turn = (0, 0.0, request.arrival)
+        self._tenants.enter(request, now)
+
+    def put_back(self, request: Request, now: float) -> None:
+        self._tenants.push(self._tenants.accounts[request.tenant], request, now)
+
+    def remove(self, request: Request) -> None:
+        self._tenants.remove(request)
+
+    def leave(self, request: Request) -> None:
+        self._tenants.leave(request)
+
+    def charge(self, request: Request, cost: float) -> None:
+        self._tenants.charge(request, cost)
+
+    def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> "ArrivalTurns":
+        return ArrivalTurns(self._tenants, in_progress)
+
+    def victim(self, running: Sequence[Request]) -> Request:
+        return max(running, key=_arrival)
+
+    def debtors(self, claimant: Request, running: Sequence[Request], now: float) -> list[Request]:
+        return []
+
+    def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
+        return self._tenants.states(running, now, limit)
+
+
+class ArrivalTurns:
+    """Turns of one step: prompts in progress, then the queue."""
+
+    def __init__(self, tenants: Tenants, in_progress: Iterable[Request]) -> None:
+        self._tenants = tenants
+        self._prompts = sorted(in_progress, key=_arrival, reverse=True)
+        self._waiting: list[Request] | None = None
+
+    def next(self, *, admits: bool) -> Request | None:
+        if self._prompts:
+            return self._prompts.pop()
+        if not admits:
+            return None
+        if self._waiting is None:
+            queues = (account.queue for account in self._tenants.waiting.values())
+            self._waiting = list(islice(merge(*queues, key=_arrival), LOOKED_AT))[::-1]
+        return self._waiting.pop() if self._waiting else None

@@ -1,0 +1,79 @@
+"""Interface of a scheduling policy: the order of waiting requests and prompts, and the streams that give way.
+
+The scheduler owns seats, blocks and adapters; a policy owns the queue and each tenant's account. A new policy is a
+class here and a line in `policies.registry`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from engine.scheduling.policies.tenants import TenantState
+from engine.scheduling.request import Request
+
+Nearness = Callable[[Request], tuple[bool, bool]]
+"""Return whether a waiting request's adapter is off the device, and whether its prompt's start is not cached. Lower is
+nearer.
+"""
+
+
+class Turns(Protocol):
+    """Order of the prompt work in one step."""
+
+    def next(self, *, admits: bool) -> Request | None:
+        """Return the next request, None at the end. Work charged since the last call counts.
+
+        admits: whether waiting requests may be returned; otherwise only prompts in progress are.
+        """
+        ...
+
+
+class Policy(Protocol):
+    """Queue of waiting requests, and the accounts of their tenants."""
+
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        ...
+
+    def num_waiting(self, tenant: str) -> int: ...
+
+    def counter(self, tenant: str) -> float:
+        """Return the tenant's service divided by its weight."""
+        ...
+
+    def enter(self, request: Request, now: float) -> None:
+        """Queue a new request. Its tenant is active until `leave`."""
+        ...
+
+    def put_back(self, request: Request, now: float) -> None:
+        """Queue a preempted request, ahead of its tenant's others."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Remove a waiting request that is admitted or ends."""
+        ...
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that has ended, after `remove` if it waited."""
+        ...
+
+    def charge(self, request: Request, cost: float) -> None:
+        """Add the cost of planned work to the tenant's account; a negative cost returns it."""
+        ...
+
+    def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> Turns:
+        """Begin a step. nearness: None if no seat is free; the request that may claim one then comes first."""
+        ...
+
+    def victim(self, running: Sequence[Request]) -> Request:
+        """Return the running request that gives way when no block is left for a running request's next token."""
+        ...
+
+    def debtors(self, claimant: Request, running: Sequence[Request], now: float) -> list[Request]:
+        """Return the running requests that may give way to a waiting one that finds no room, first those that should;
+        empty if it has to wait for running requests to end.
+        """
+        ...
+
+    def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
+        """Return the accounts of the tenants with most waiting requests and service, at most `limit`."""
+        ...

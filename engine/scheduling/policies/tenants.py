@@ -1,0 +1,163 @@
+"""Accounts and queues of tenants, shared by the policies."""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from engine.scheduling.request import Request
+
+# Period over which a tenant's share is reported: the current window and the one before it.
+WINDOW_S = 30.0
+
+_turn = attrgetter("turn")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """Account of a tenant. counter: service divided by weight, since its last idle time. oldest_wait: seconds.
+
+    share: its part of the service of the last minute. entitled: its weight's part of the weights of the active tenants.
+    """
+
+    tenant: str
+    weight: float
+    counter: float
+    running: int
+    waiting: int
+    oldest_wait: float
+    share: float
+    entitled: float
+
+
+@dataclass(slots=True)
+class Account:
+    """Account of one tenant. num_active: its requests, waiting and running. queue: its waiting requests in order."""
+
+    tenant: str
+    counter: float = 0.0
+    weight: float = 1.0
+    num_active: int = 0
+    queue: list[Request] = field(default_factory=list)
+    recent: float = 0.0
+    before: float = 0.0
+
+
+class Tenants:
+    """The accounts and waiting requests of all tenants.
+
+    A tenant whose first request begins to wait is raised to the least counter of a tenant that waits already, or to the
+    tenant's that was admitted last if none waits. So neither idling nor asking for little earns credit (VTC, algorithm
+    2, lines 6 to 14).
+    """
+
+    def __init__(self) -> None:
+        self.accounts: dict[str, Account] = {}
+        self.waiting: dict[str, Account] = {}
+        self._num_waiting = 0
+        self._num_active = 0
+        self._last_admitted = 0.0
+        self._last_tenant: Account | None = None
+        self._window_began = 0.0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def num_waiting(self, tenant: str) -> int:
+        account = self.waiting.get(tenant)
+        return 0 if account is None else len(account.queue)
+
+    def counter(self, tenant: str) -> float:
+        account = self.accounts.get(tenant)
+        return 0.0 if account is None else account.counter
+
+    def enter(self, request: Request, now: float) -> None:
+        account = self.accounts.get(request.tenant)
+        if account is None:
+            account = self.accounts[request.tenant] = Account(request.tenant)
+        if not account.queue:
+            account.counter = max(account.counter, self._frontier())
+        self._num_active += not account.num_active
+        account.num_active += 1
+        account.weight = request.weight
+        self._roll(now)
+        self.push(account, request, now)
+
+    def push(self, account: Account, request: Request, now: float) -> None:
+        request.queued_at = now
+        insort(account.queue, request, key=_turn)
+        self.waiting[account.tenant] = account
+        self._num_waiting += 1
+
+    def remove(self, request: Request) -> None:
+        account = self.waiting[request.tenant]
+        queue = account.queue
+        at = bisect_left(queue, request.turn, key=_turn)
+        while queue[at] is not request:
+            at += 1
+        del queue[at]
+        self._num_waiting -= 1
+        self._last_tenant = account
+        if not queue:
+            del self.waiting[request.tenant]
+
+    def leave(self, request: Request) -> None:
+        account = self.accounts[request.tenant]
+        account.num_active -= 1
+        if not account.num_active:
+            self._num_active -= 1
+            self._forget_idle()
+
+    def charge(self, request: Request, cost: float) -> None:
+        account = self.accounts[request.tenant]
+        account.counter += cost / request.weight
+        account.recent += cost
+
+    def states(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
+        """Return the accounts with most waiting requests, then most service, at most `limit`."""
+        self._roll(now)
+        shown = sorted(self.accounts.values(), key=lambda a: (-len(a.queue), -a.recent - a.before))[:limit]
+        seats = Counter(r.tenant for r in running)
+        served = sum(a.recent + a.before for a in self.accounts.values()) or 1.0
+        weights = sum(a.weight for a in self.accounts.values() if a.num_active) or 1.0
+        return [
+            TenantState(
+                a.tenant,
+                a.weight,
+                a.counter,
+                seats[a.tenant],
+                len(a.queue),
+                max((now - r.queued_at for r in a.queue), default=0.0),
+                (a.recent + a.before) / served,
+                a.weight / weights if a.num_active else 0.0,
+            )
+            for a in shown
+        ]
+
+    def _frontier(self) -> float:
+        """Return the counter to which a tenant is raised when it begins to wait."""
+        if self.waiting:
+            return min(account.counter for account in self.waiting.values())
+        if self._last_tenant is not None:
+            self._last_admitted = max(self._last_admitted, self._last_tenant.counter)
+        return self._last_admitted
+
+    def _forget_idle(self) -> None:
+        """Drop the accounts of idle tenants that are not above the frontier, to which a returning tenant is raised
+        anyway. Without active tenants, every counter restarts at zero.
+        """
+        if not self._num_active:
+            self.accounts.clear()
+            self._last_tenant, self._last_admitted = None, 0.0
+        elif len(self.accounts) > 2 * self._num_active + 64:
+            frontier = self._frontier()
+            self.accounts = {t: a for t, a in self.accounts.items() if a.num_active or a.counter > frontier}
+
+    def _roll(self, now: float) -> None:
+        """Begin a new window of the reported shares when the current one is full."""
+        if now - self._window_began >= WINDOW_S:
+            is_next = now - self._window_began < 2 * WINDOW_S
+            for account in self.accounts.values():
+                account.before, account.recent = account.recent if is_next else 0.0, 0.0
+            self._window_began = now

@@ -1,0 +1,62 @@
+"""Streams that give way to a waiting request of a tenant that is behind. Knows seats and blocks, no counters."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.request import Request
+
+
+@dataclass(slots=True)
+class _Held:
+    """Seats and blocks of one tenant's running requests."""
+
+    seats: int = 0
+    blocks: int = 0
+
+    def add(self, request: Request) -> None:
+        self.seats += 1
+        self.blocks += len(request.blocks)
+
+    def remove(self, request: Request) -> None:
+        self.seats -= 1
+        self.blocks -= len(request.blocks)
+
+
+def find_victims(
+    claimant: Request, debtors: Sequence[Request], running: Sequence[Request], cache: KVCache, lacking: tuple[int, int]
+) -> list[Request] | None:
+    """Return the requests whose seats and blocks make room for the claimant; None if there are not enough.
+
+    debtors: the requests that may give way, in order. lacking: the seats and blocks that are not free. Without any, the
+    claimant only lacks leave to use blocks that running requests are expected to need; a tenant with nothing running
+    gets it.
+
+    A tenant with nothing running may take from any debtor. Another may only take from a tenant that afterwards still
+    holds as much per weight as it does itself, so that two tenants never take the same seat from each other in turn.
+    """
+    seats, blocks = lacking
+    if not seats and not blocks:
+        return [] if debtors and all(r.tenant != claimant.tenant for r in running) else None
+    need = cache.blocks_for(claimant.num_tokens)
+    held: defaultdict[str, _Held] = defaultdict(_Held)
+    for request in running:
+        held[request.tenant].add(request)
+    own = held[claimant.tenant]
+    victims: list[Request] = []
+    for request in debtors:
+        theirs = held[request.tenant]
+        if own.seats:
+            ratio = request.weight / claimant.weight
+            if seats > 0 and theirs.seats - 1 < (own.seats + 1) * ratio:
+                continue
+            if blocks > 0 and theirs.blocks - len(request.blocks) < (own.blocks + need) * ratio:
+                continue
+        victims.append(request)
+        theirs.remove(request)
+        seats -= 1
+        blocks -= cache.num_held_alone(request)
+        if seats <= 0 and blocks <= 0:
+            return victims
+    return None
