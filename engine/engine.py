@@ -21,6 +21,7 @@ from engine.execution.runner import Sampling
 from engine.model.weights import Progress
 from engine.scheduling.kv_cache import KVCache, prefix_keys
 from engine.scheduling.pacing import Pacer
+from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import NewRequest, Request, RequestOutput
 from engine.scheduling.scheduler import Scheduler, StepLimits
 from kernels.platform import platform_of
@@ -28,6 +29,8 @@ from wire.errors import BadRequest
 
 # Limit of a step's logits for prompt_logprobs; larger prompts take more steps.
 PROMPT_LOGITS_BYTES = 128 << 20
+# Limit of the tenants in /state and of the values of the metrics' label `tenant`.
+REPORTED_TENANTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class StepInFlight:
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """Snapshot of the counters, for /state and /metrics. `residency_version` changes with the set of resident
-    adapters.
+    adapters. num_in_target, num_over_target: first tokens within their request's target, and beyond it.
     """
 
     residency_version: int
@@ -62,6 +65,9 @@ class EngineState:
     num_generated_tokens: int
     prefix_hit_tokens: int
     prefix_query_tokens: int
+    num_in_target: int
+    num_over_target: int
+    tenants: tuple[TenantState, ...]
 
 
 class Engine:
@@ -85,7 +91,7 @@ class Engine:
         self._async = not platform_of(self.device).is_host if wanted is None else wanted
         self._in_flight: StepInFlight | None = None
         self._last_commit = 0.0
-        self._pacer = Pacer(config.prefill_stretch)
+        self._pacer = Pacer(config.prefill_stretch, platform_of(self.device).least_chunk)
         self.scheduler = Scheduler(
             KVCache(parts.limits.num_blocks, config.block_size, config.enable_prefix_caching),
             self.adapters,
@@ -209,6 +215,9 @@ class Engine:
             num_generated_tokens=self._num_generated_tokens,
             prefix_hit_tokens=cache.hit_tokens,
             prefix_query_tokens=cache.query_tokens,
+            num_in_target=scheduler.num_in_target,
+            num_over_target=scheduler.num_over_target,
+            tenants=scheduler.tenants(REPORTED_TENANTS),
         )
 
     def close(self) -> None:

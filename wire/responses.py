@@ -185,6 +185,22 @@ class AdapterLoaded(Struct):
     digest: str
 
 
+class TenantShare(Struct):
+    """Account of a tenant at one engine. counter: service divided by weight. share: its part of the service of the last
+    minute. entitled: its weight's part of the weights of the active tenants. Of a tenant's waiting requests,
+    oldest_wait_seconds is the longest wait.
+    """
+
+    tenant: str
+    weight: float
+    counter: float
+    running: int
+    waiting: int
+    oldest_wait_seconds: float
+    share: float
+    entitled: float
+
+
 class EngineStateResponse(Struct):
     """Body of `GET /state`.
 
@@ -224,6 +240,8 @@ class EngineStateResponse(Struct):
     ended_completion_tokens: int
     # Whether this engine enforces the gateways' token allowances and reports whole answers while they run.
     keeps_allowances: bool = True
+    # The tenants with most waiting requests and service, at most 20.
+    tenants: list[TenantShare] = []
 
 
 # Header with the gateway's allowance of completion tokens, and the content type of a report: a whole (non-streamed)

@@ -162,6 +162,7 @@ class GenerationRoutes:
                 tenant=caller.tenant,
                 weight=caller.weight,
                 priority=caller.priority,
+                ttft_target=caller.ttft_target,
                 cache_salt=salt,
                 prefix_keys=prompt_keys,
             )

@@ -1,7 +1,10 @@
 """Prometheus metrics of one engine, in a registry of its own, so that two engines in one process stay separate."""
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import RequestOutput
 
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -30,6 +33,22 @@ class Metrics:
         self.adapter_evictions = Counter(
             f"{PREFIX}_adapter_evictions", "Adapters evicted from device memory.", registry=registry
         )
+        self.in_target = Counter(
+            f"{PREFIX}_ttft_target_met", "First tokens within their request's target.", registry=registry
+        )
+        self.over_target = Counter(
+            f"{PREFIX}_ttft_target_missed", "First tokens beyond their request's target.", registry=registry
+        )
+        self._tenants = {
+            name: Gauge(f"{PREFIX}_tenant_{name}", text, ["tenant"], registry=registry)
+            for name, text in (
+                ("counter", "Service of a tenant divided by its weight."),
+                ("waiting", "Waiting requests of a tenant."),
+                ("oldest_wait", "Longest wait of a tenant's waiting requests, in seconds."),
+                ("share", "A tenant's part of the service of the last minute."),
+                ("entitled", "A weight's part of the weights of the active tenants."),
+            )
+        }
         self._counted: dict[Counter, int] = {}
         self.adapter_load_failures = Counter(
             f"{PREFIX}_adapter_load_failures", "Adapter loads that failed.", registry=registry
@@ -72,6 +91,14 @@ class Metrics:
                 self.cached_tokens.inc(output.num_cached_tokens)
         if tokens:
             self.generation_tokens.inc(tokens)
+
+    def show_tenants(self, tenants: Iterable[TenantState]) -> None:
+        """Show these tenants only, so that the label has a bounded number of values."""
+        for gauge in self._tenants.values():
+            gauge.clear()
+        for tenant in tenants:
+            for name, gauge in self._tenants.items():
+                gauge.labels(tenant.tenant).set(getattr(tenant, name))
 
     def count(self, counter: Counter, total: int) -> None:
         """Raise a counter to the engine's own total."""

@@ -151,5 +151,8 @@ class EngineRoutes:
         self.metrics.kv_used.set(state.num_blocks - state.num_free_blocks)
         self.metrics.adapters.set(len(state.resident_adapters))
         self.metrics.count(self.metrics.preemptions, state.num_preemptions)
+        self.metrics.count(self.metrics.in_target, state.num_in_target)
+        self.metrics.count(self.metrics.over_target, state.num_over_target)
+        self.metrics.show_tenants(state.tenants)
         self.metrics.count(self.metrics.adapter_loads, state.num_adapter_loads)
         self.metrics.count(self.metrics.adapter_evictions, state.num_adapter_evictions)

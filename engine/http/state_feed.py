@@ -17,7 +17,7 @@ from engine.answering.model_names import ModelRegistry
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
 from engine.engine import Engine, EngineState
-from wire.responses import EngineStateResponse
+from wire.responses import EngineStateResponse, TenantShare
 
 # Minimum interval between pushed changes, and maximum interval between lines. A reading waits for the step to end; if
 # it takes longer than a heartbeat, the last reading is sent again.
@@ -158,4 +158,8 @@ class StateFeed:
             ended_requests=self._finished.num_ended,
             ended_prompt_tokens=self._finished.prompt_tokens,
             ended_completion_tokens=self._finished.completion_tokens,
+            tenants=[
+                TenantShare(t.tenant, t.weight, t.counter, t.running, t.waiting, t.oldest_wait, t.share, t.entitled)
+                for t in state.tenants
+            ],
         )

@@ -10,6 +10,8 @@ from wire.responses import ALLOWANCE_HEADER
 
 # Maximum length of a number in a header; a longer integer could overflow a float.
 MAX_NUMBER_LENGTH = 32
+# Header with the target of the time to first token, in seconds.
+TTFT_HEADER = "x-loraplex-ttft-target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,7 @@ class Caller:
     """The caller of a request.
 
     internal: the request has the internal token; without it the other fields are defaults.
+    ttft_target: time to first token that the tenant wants, in seconds; None: no target.
     request_id: key of its token counts, None if they are not kept.
     allowance: completion tokens granted until the gateway raises them; None: no limit.
     """
@@ -25,6 +28,7 @@ class Caller:
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    ttft_target: float | None = None
     request_id: str | None = None
     allowance: int | None = None
 
@@ -43,9 +47,19 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
         tenant=tenant,
         weight=_number(headers, "x-loraplex-weight", float, 1.0),
         priority=int(_number(headers, "x-loraplex-priority", int, 0)),
+        ttft_target=_ttft_target(headers),
         request_id=_request_id(headers),
         allowance=_allowance(headers),
     )
+
+
+def _ttft_target(headers: Mapping[str, str]) -> float | None:
+    if TTFT_HEADER not in headers:
+        return None
+    seconds = _number(headers, TTFT_HEADER, float, 0.0)
+    if seconds <= 0:
+        raise ApiError(400, f"{TTFT_HEADER}: expected seconds above 0, got {seconds:g}", param=TTFT_HEADER)
+    return seconds
 
 
 def _request_id(headers: Mapping[str, str]) -> str | None:

@@ -43,17 +43,21 @@ class _Step(NamedTuple):
 
 
 class Pacer:
-    """Chunk sizes from measured step times. stretch: limit of a decode step's slow-down by prompts, as a factor."""
+    """Chunk sizes from measured step times.
 
-    def __init__(self, stretch: float) -> None:
+    stretch: limit of a decode step's slow-down by prompts, as a factor. floor: minimum chunk, which may exceed it.
+    """
+
+    def __init__(self, stretch: float, floor: int = LEAST_CHUNK) -> None:
         self._stretch = stretch
+        self._floor = floor
         self._decode_seconds: float | None = None
         self._decodes = 0.0  # average number of decodes in the steps behind decode_seconds
         # Sums, not an average of quotients, in which a slow step with few rows would count as much as one with many.
         self._rows = 0.0
         self._spent = 0.0
         self._steps_since_alone = 0
-        self._least_chunk = LEAST_CHUNK
+        self._least_chunk = floor
         self._recent: deque[_Step] = deque(maxlen=4)
         self._steps_since_trial = 0
         self._trial_interval = FIRST_TRIAL
@@ -67,7 +71,7 @@ class Pacer:
         if self._steps_since_alone >= STEPS_UNTIL_ALONE:
             return 0
         if self._decode_seconds is None or not self._rows:
-            return min(most, LEAST_CHUNK)
+            return min(most, self._floor)
         each = max(self._spent / self._rows, 1e-3 * self._decode_seconds)
         # Corrects for decodes that joined or left since the last step without prompts.
         grown = self._decode_seconds + (num_decodes - self._decodes) * each
@@ -75,8 +79,8 @@ class Pacer:
         chunk = max(self._least_chunk, int(room / each))
         if self._is_trial_due:
             chunk *= 2
-        elif self._steps_since_alone == STEPS_UNTIL_ALONE - 3 and chunk == self._least_chunk > LEAST_CHUNK:
-            chunk //= 2  # the fixed cost may be gone
+        elif self._steps_since_alone == STEPS_UNTIL_ALONE - 3 and chunk == self._least_chunk > self._floor:
+            chunk = max(self._floor, chunk // 2)  # the fixed cost may be gone
         return min(most, chunk)
 
     def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:
@@ -134,7 +138,7 @@ class Pacer:
 
     def _set_least_chunk(self, step: _Step) -> None:
         """Make the step's size the least chunk and forget the usual steps, which had other sizes."""
-        self._least_chunk = max(LEAST_CHUNK, step.tokens)
+        self._least_chunk = max(self._floor, step.tokens)
         self._recent.clear()
         self._recent.append(step)
 

@@ -21,6 +21,7 @@ from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
+from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.reclaim import find_victims
 from engine.scheduling.request import FinishReason, Request, Status
 
@@ -87,6 +88,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.policy)
+
+    def tenants(self, limit: int) -> tuple[TenantState, ...]:
+        """Return the accounts of the tenants with most waiting requests and service."""
+        return tuple(self.policy.tenants(self.running, self._clock(), limit))
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request

@@ -12,6 +12,8 @@ from kernels.ops import Ops
 class CudaPlatform:
     name = "GPU"
     is_host = False
+    # The matrix products wait for the weights up to about 200 rows, and launching a mixed step costs milliseconds.
+    least_chunk = 256
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

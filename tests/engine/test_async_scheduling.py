@@ -59,7 +59,8 @@ def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
         request.addfinalizer(host.close)
         options = {
             "dtype": "float32", "device": "cpu", "max_lora_rank": 8, "adapter_memory": 4 << 20, "max_num_seqs": 6,
-            "kv_cache_memory": 64 * BLOCK_BYTES, "max_num_batched_tokens": 32, **options,
+            "kv_cache_memory": 64 * BLOCK_BYTES, "max_num_batched_tokens": 32,
+            "preempt_behind": 10**9, "preempt_after": 1e9, **options,
         }  # fmt: skip
         engine = Engine(EngineConfig(model=str(model / "base"), **options), host)
         request.addfinalizer(engine.close)
@@ -129,8 +130,9 @@ def twin(expected: dict[str, Any], make_engine: Make) -> dict[str, Any]:
         {"adapter_memory": "one at a time"},
         {"enable_chunked_prefill": False},
         {"max_num_seqs": 2},
+        {"max_num_seqs": 2, "preempt_behind": 0, "preempt_after": 0.0},
     ],
-    ids=["plain", "preempted", "swapped", "unchunked", "two seats"],
+    ids=["plain", "preempted", "swapped", "unchunked", "two seats", "gave way"],
 )
 def test_every_parameter_answers_as_without(
     options: dict[str, Any], expected: dict[str, Any], make_engine: Make, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +149,7 @@ def test_every_parameter_answers_as_without(
         assert engine.adapters.num_pages == 1
         assert state.num_adapter_loads >= len(digests)
     else:
-        assert (state.num_preemptions > 0) == ("kv_cache_memory" in options)
+        assert (state.num_preemptions > 0) == ("kv_cache_memory" in options or "preempt_after" in options)
         assert state.num_adapter_evictions == len(digests), "those unloaded at the end"
 
 

@@ -29,6 +29,9 @@ IDLE = EngineState(
     num_generated_tokens=500,
     prefix_hit_tokens=10,
     prefix_query_tokens=100,
+    num_in_target=0,
+    num_over_target=0,
+    tenants=(),
 )
 
 

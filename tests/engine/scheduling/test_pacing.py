@@ -119,6 +119,20 @@ def test_a_fixed_cost_of_mixed_steps_does_not_starve_a_long_prompt(decode: float
             pacer.observe(machine.seconds(0), 8, 0)
 
 
+@pytest.mark.parametrize(("decode", "each"), [(0.0012, 3e-6), (0.0045, 20e-6)])
+@pytest.mark.parametrize("fixed", [0.0, 0.002, 0.003, 0.004, 0.006, 0.008, 0.010, 0.015])
+def test_with_a_gpus_floor_a_long_prompts_first_token_comes_within_half_a_second(
+    decode: float, each: float, fixed: float
+) -> None:
+    """Neither the first long prompt, before anything is known, nor a later one takes longer."""
+    machine = Machine(decode, fixed, each)
+    pacer = Pacer(1.8, 256)
+    for _ in range(3):
+        assert serve(pacer, machine, 4000)[0] < 0.5
+        for _ in range(200):
+            pacer.observe(machine.seconds(0), 8, 0)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_does_not_hide_a_fixed_cost(seed: int) -> None:
     machine = Machine(0.0045, 0.010, 20e-6, noise=0.1, seed=seed)
