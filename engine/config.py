@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine.scheduling.policies.registry import PolicyName
 from wire.errors import ConfigError
 from wire.options import check_options, option
 
@@ -13,6 +12,7 @@ Device = Literal["auto", "cpu", "cuda"]
 GenerationConfig = Literal["auto", "none"]
 KvCacheDType = Literal["auto", "fp8_e4m3", "int8"]
 LoraDType = Literal["auto", "fp8_e4m3", "int8"]
+PolicyName = Literal["fair", "fcfs"]
 ToolCallParser = Literal["hermes", "llama3_json"]
 
 

@@ -1,12 +1,11 @@
 """Scheduling policies by the name in `--scheduler`."""
 
-from typing import Literal, assert_never
+from typing import assert_never
 
+from engine.config import PolicyName
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.fcfs import FirstCome
 from engine.scheduling.policies.policy import Policy
-
-PolicyName = Literal["fair", "fcfs"]
 
 
 def make_policy(name: PolicyName, *, slack: float, preempt_behind: float, preempt_after: float) -> Policy:
