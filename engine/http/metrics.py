@@ -39,16 +39,7 @@ class Metrics:
         self.over_target = Counter(
             f"{PREFIX}_ttft_target_missed", "First tokens beyond their request's target.", registry=registry
         )
-        self._tenants = {
-            name: Gauge(f"{PREFIX}_tenant_{name}", text, ["tenant"], registry=registry)
-            for name, text in (
-                ("counter", "Service of a tenant divided by its weight."),
-                ("waiting", "Waiting requests of a tenant."),
-                ("oldest_wait", "Longest wait of a tenant's waiting requests, in seconds."),
-                ("share", "A tenant's part of the service of the last minute."),
-                ("entitled", "A weight's part of the weights of the active tenants."),
-            )
-        }
+        self._tenants = _tenant_gauges(registry)
         self._counted: dict[Counter, int] = {}
         self.adapter_load_failures = Counter(
             f"{PREFIX}_adapter_load_failures", "Adapter loads that failed.", registry=registry
@@ -107,3 +98,15 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def _tenant_gauges(registry: CollectorRegistry) -> dict[str, Gauge]:
+    """Return the gauges with a tenant's label, by the field of `TenantState`."""
+    texts = {
+        "counter": "Service of a tenant divided by its weight.",
+        "waiting": "Waiting requests of a tenant.",
+        "oldest_wait": "Longest wait of a tenant's waiting requests, in seconds.",
+        "share": "A tenant's part of the service of the last minute.",
+        "entitled": "A weight's part of the weights of the active tenants.",
+    }
+    return {name: Gauge(f"{PREFIX}_tenant_{name}", text, ["tenant"], registry=registry) for name, text in texts.items()}

@@ -42,7 +42,7 @@ class Growth:
             outputs = request.num_output_tokens
             final = expected if outputs < expected else outputs * (1 + BEYOND) + size
             sizes.append((min(final, request.params.max_tokens) - outputs, request.num_tokens))
-        # When the request with the n-th most tokens left ends, the n with most are still there, each grown as much.
+        # The n requests with most tokens left are all there when the n-th of them ends, each grown as much as it.
         sizes.sort(reverse=True)
         held, peak = 0, 0.0
         for n, (left, tokens) in enumerate(sizes, 1):

@@ -137,7 +137,7 @@ def twin(expected: dict[str, Any], make_engine: Make) -> dict[str, Any]:
 def test_every_parameter_answers_as_without(
     options: dict[str, Any], expected: dict[str, Any], make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if running requests never grew, so that too many are admitted.
+    # Admission expects no growth, so that blocks run out.
     monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
     if "adapter_memory" in options:
         pool = make_engine()[0].adapters

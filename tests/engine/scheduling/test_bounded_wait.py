@@ -124,7 +124,7 @@ class World:
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 4.0])
 def test_a_late_tenant_is_served_within_the_time_of_preemption(weight: float) -> None:
-    """One tenant holds every seat for 2,000 tokens; another's first token comes after `preempt_after`."""
+    """A tenant holds every seat for 2,000 tokens; another's first token comes after `preempt_after`."""
     world = World(seats=8, blocks=4096)
     for _ in range(20):
         world.ask(Asked(0, "first", 1.0, 20, 2000))
