@@ -74,7 +74,6 @@ class AdapterPool:
         self.residency_version = 0
         self.num_loads = 0
         self.num_evictions = 0
-        self.num_placed_pages = 0  # with the copies under way
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._total = Amount(self.num_slots, self.num_pages, self._max_outside_bytes)
@@ -367,7 +366,6 @@ class AdapterPool:
             needs_outside = replace(size, outside_bytes=0).fits(self._total, self._all_held)
             self.evict(self._idle.victim(self._step, self._now, needs_outside=needs_outside))
         pages = [self._free_pages.pop() for _ in range(size.pages)]
-        self.num_placed_pages += size.pages
         slot = self._free_slots.pop()
         # Steps in flight may still read the evicted pages; a step launched from now on does not.
         copying = self._copier.submit(self._copy, adapter, slot, pages, self._lane.launched())

@@ -35,6 +35,6 @@ def step_cost(request: Request, num_tokens: int) -> float:
     return (end - start - num_outputs) * PROMPT_TOKEN + num_outputs * output
 
 
-def load_cost(num_pages: int) -> float:
+def load_cost(num_pages: float) -> float:
     """Return the cost of copying an adapter's pages to the device."""
     return num_pages * LOADED_PAGE

@@ -108,6 +108,9 @@ class Scheduler:
         self._gave_way.clear()
         self._num_reclaimed = 0
         self.adapters.poll()
+        # The tenant that caused a load pays for it, also if its request left before the load ended.
+        for tenant, num_bytes in self.adapters.take_loaded_bytes().items():
+            self.policy.charge_tenant(tenant, load_cost(num_bytes / self.adapters.page_bytes))
         self._free_reserved_pages(plan)
         budget = self._decode(plan, self._limits.max_num_batched_tokens)
         if plan and self._pacer is not None:
@@ -283,11 +286,7 @@ class Scheduler:
     def _adapter_ready(self, request: Request) -> bool:
         if request.adapter_digest is None:
             return True
-        num_placed = self.adapters.num_placed_pages
         residency = self.adapters.ensure(request.adapter_digest, request.tenant, request.weight)
-        # The request that causes a load pays for it, also if it leaves before the load ends.
-        if self.adapters.num_placed_pages != num_placed:
-            self.policy.charge(request, load_cost(self.adapters.num_placed_pages - num_placed))
         if residency is Residency.READY:
             return True
         if residency is Residency.FAILED:
@@ -343,7 +342,7 @@ class Scheduler:
         for request in [r for r in ahead if r.adapter_digest in holders]:
             self._preempt(request, plan)
 
-        def _preempt(self, request: Request, plan: Plan) -> None:
+    def _preempt(self, request: Request, plan: Plan) -> None:
         plan.pop(request, None)
         self._return_charge(request)
         self._gave_way.add(request)

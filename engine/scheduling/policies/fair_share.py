@@ -64,6 +64,9 @@ class FairShare:
     def charge(self, request: Request, cost: float) -> None:
         self._tenants.charge(request, cost)
 
+    def charge_tenant(self, tenant: str, cost: float) -> None:
+        self._tenants.charge_tenant(tenant, cost)
+
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> "FairTurns":
         return FairTurns(self._tenants, in_progress, nearness if self._slack else None, self._slack)
 

@@ -46,6 +46,9 @@ class FirstCome:
     def charge(self, request: Request, cost: float) -> None:
         self._tenants.charge(request, cost)
 
+    def charge_tenant(self, tenant: str, cost: float) -> None:
+        self._tenants.charge_tenant(tenant, cost)
+
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> "ArrivalTurns":
         return ArrivalTurns(self._tenants, in_progress)
 

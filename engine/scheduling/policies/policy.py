@@ -60,6 +60,10 @@ class Policy(Protocol):
         """Add the cost of planned work to the tenant's account; a negative cost returns it."""
         ...
 
+    def charge_tenant(self, tenant: str, cost: float) -> None:
+        """Add the cost of work that no running request did. A tenant that has left pays nothing."""
+        ...
+
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> Turns:
         """Begin a step. nearness: None if no seat is free; the request that may claim one then comes first."""
         ...

@@ -114,6 +114,12 @@ class Tenants:
         account.counter += cost / request.weight
         account.recent += cost
 
+    def charge_tenant(self, tenant: str, cost: float) -> None:
+        account = self.accounts.get(tenant)
+        if account is not None:
+            account.counter += cost / account.weight
+            account.recent += cost
+
     def states(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
         """Return the accounts with most waiting requests, then most service, at most `limit`."""
         self._roll(now)

@@ -19,7 +19,10 @@ class AlwaysThere:
 
     pinned: list[str] = field(default_factory=list)
     overdue: tuple[()] = ()
-    num_placed_pages: int = 0
+    page_bytes: int = 1
+
+    def take_loaded_bytes(self) -> dict[str, int]:
+        return {}
 
     def poll(self) -> None: ...
 
