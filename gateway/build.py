@@ -45,7 +45,9 @@ from gateway.fleet.probe import Probe
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
+from gateway.fleet.service_counters import ServiceCounters
 from gateway.fleet.shared_deaths import SharedDeaths
+from gateway.fleet.shared_service import SharedService
 from gateway.metrics import Metrics
 from gateway.process.connections import Connections
 from gateway.process.drain import Drain
@@ -97,6 +99,7 @@ class Serving:
     announcements: Announcements | None
     registry: Registry
     gate: Gate
+    shared_service: SharedService
     quarantine: Quarantine
     fleet: Fleet
 
@@ -235,7 +238,8 @@ def _build_serving(resources: Resources) -> Serving:
     kinds = make_kinds(services)
     probe = Probe(resources.session, kinds, settings.base_model)
     registry = Registry(Discovery(settings.engine_addresses, announcements), probe, timeout)
-    gate = Gate(lambda: registry.capacity, settings.queue_length, settings.queue_seconds)
+    counters = ServiceCounters()
+    gate = Gate(lambda: registry.capacity, counters, settings.queue_length, settings.queue_seconds)
     quarantine = Quarantine(
         settings.quarantine_seconds,
         settings.key_pepper.encode(),
@@ -243,7 +247,8 @@ def _build_serving(resources: Resources) -> Serving:
         resources.metrics.quarantined,
     )
     fleet = Fleet(registry, EngineClient(kinds), gate, timeout, quarantine)
-    return Serving(announcements, registry, gate, quarantine, fleet)
+    shared_service = SharedService(redis, settings.database_url, counters)
+    return Serving(announcements, registry, gate, shared_service, quarantine, fleet)
 
 
 def _build_deliveries(settings: Settings, metrics: Metrics) -> Deliveries:

@@ -77,7 +77,13 @@ class Lifecycle:
         serving, deliveries = self._gateway.serving, self._gateway.deliveries
         await serving.registry.poll()
         watching = serving.registry.watch(serving.gate.admit)
-        async with running(watching), running(deliveries.watch()), running(serving.quarantine.watch()):
+        sharing = serving.shared_service.watch(serving.gate.charge, serving.gate.admit)
+        async with (
+            running(watching),
+            running(sharing),
+            running(deliveries.watch()),
+            running(serving.quarantine.watch()),
+        ):
             yield
 
     async def _usage(self, _: web.Application) -> AsyncIterator[None]:

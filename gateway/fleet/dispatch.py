@@ -103,11 +103,11 @@ class Fleet:
     async def open(self, call: Call, bill: Bill) -> AsyncIterator[Answering]:
         """Yield an engine that has begun to answer. Raises EngineRefused."""
         tenant = call.tenant
-        place = Place(tenant.id, tenant.weight, tenant.priority, call.prompt_tokens)
+        place = Place(tenant.id, tenant.weight, tenant.priority, call.prompt_tokens, lambda: bill.completion_tokens)
         async with AsyncExitStack() as held:
             try:
                 with call.span.child("routing"):
-                    await held.enter_async_context(self._gate.enter(place, lambda: bill.completion_tokens))
+                    await held.enter_async_context(self._gate.enter(place))
             except Overloaded as error:
                 raise EngineRefused(error) from error
             engine, response, in_flight = await self._begin(call, bill, held)

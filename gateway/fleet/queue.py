@@ -1,8 +1,12 @@
 """Queue of requests while the engines are full: bounded, ordered by priority and fair share.
 
-Lower priority numbers go first. Among equals, the tenant with the least service per weight goes first, counted in
-tokens (virtual token counters, as in engine/scheduling/fair_share.py). So engines that cannot tell tenants apart are
-shared fairly too. When the queue is full, the request that would be served last is refused, whether new or waiting.
+Lower priority numbers go first. Among equals, the tenant with the least service per weight goes first
+(`service_counters.py`), so engines that cannot tell tenants apart are shared fairly too. When the queue is full, the
+request that would be served last is refused, whether new or waiting.
+
+A tenant below its share of all places does not wait for a place: it is admitted beyond the engines' capacity, and
+places that become free go to nobody until the excess is gone. Otherwise a tenant that arrives behind long answers of
+another would wait for their ends. Our engines then take a seat back from the tenant furthest ahead.
 """
 
 import asyncio
@@ -12,8 +16,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gateway.errors import Overloaded
+from gateway.fleet.service_counters import ServiceCounters
 
 # The same as the engine's: a prompt token takes a share of a batch, a generated token takes a step.
 PREFILL_COST = 1.0
@@ -21,14 +27,33 @@ DECODE_COST = 2.0
 LONGEST_RETRY_SECONDS = 60
 
 
+def _no_tokens() -> int:
+    return 0
+
+
+class Capacity(NamedTuple):
+    """Places of all engines together. own: the most requests that this process may have inside. places: the number of
+    places, also those that other processes use.
+    """
+
+    own: int
+    places: int
+
+
 @dataclass(slots=True, eq=False)
 class Place:
-    """The place of a request, waiting or with an engine. Lower priorities go first. tokens: of its prompt."""
+    """The place of a request, waiting or with an engine.
+
+    Lower priorities go first. tokens: of its prompt. completion_tokens: returns the number of generated tokens so far,
+    of which `charged` are charged.
+    """
 
     tenant: str
     weight: float
     priority: int
     tokens: int
+    completion_tokens: Callable[[], int] = _no_tokens
+    charged: int = 0
     arrival: int = 0
     entered: float | None = None
     # True: admitted; False: refused.
@@ -36,49 +61,53 @@ class Place:
 
 
 class Gate:
-    """Admission to the engines. capacity: called each time; returns how many requests may be inside, None for all."""
+    """Admission to the engines. capacity: called each time; returns None while no engine is available: then requests
+    are admitted at once, to fail at once.
+    """
 
-    def __init__(self, capacity: Callable[[], int | None], max_waiting: int, max_seconds: float) -> None:
+    def __init__(
+        self, capacity: Callable[[], Capacity | None], counters: ServiceCounters, max_waiting: int, max_seconds: float
+    ) -> None:
         self._capacity = capacity
+        self._counters = counters
         self._max_waiting = max_waiting
         self._max_seconds = max_seconds
-        self._inside = 0
         self._waiting: list[Place] = []
-        # Tokens served per weight, by tenant. Cleared when no request is present: fairness needs no history then.
-        self._served: dict[str, float] = {}
-        self._present: Counter[str] = Counter()
+        # Admitted requests until their end, and those among them that hold a place, by tenant.
+        self._admitted: set[Place] = set()
+        self._inside: Counter[str] = Counter()
+        self._num_inside = 0
         self._arrivals = 0
         self._seconds_inside = 1.0
 
     @property
     def inside(self) -> int:
-        return self._inside
+        return self._num_inside
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def enter(self, place: Place, completion_tokens: Callable[[], int]) -> AsyncIterator[None]:
-        """Wait for the place and hold it for the block or until `free`; then charge the tenant `completion_tokens()`.
-
-        Raises Overloaded.
+    async def enter(self, place: Place) -> AsyncIterator[None]:
+        """Wait for the place and hold it for the block or until `free`. The tenant is charged for the prompt when the
+        request is admitted, and for generated tokens by `charge` and at the end. Raises Overloaded.
         """
-        self._arrive(place)
+        self._counters.enter(place.tenant, place.weight)
+        self._arrivals += 1
+        place.arrival = self._arrivals
         try:
-            if self._waiting or not self._has_room:
-                await self._wait(place)
-            else:
-                self._inside += 1
-            self._charge(place, place.tokens * PREFILL_COST)
+            await self._wait(place)
             place.entered = time.monotonic()
+            self._admitted.add(place)
             try:
                 yield
             finally:
-                self._charge(place, completion_tokens() * DECODE_COST)
+                self._admitted.remove(place)
+                self._charge(place)
                 self._step_out(place)
         finally:
-            self._leave(place)
+            self._counters.leave(place.tenant)
             self.admit()
 
     def free(self, place: Place) -> None:
@@ -86,39 +115,72 @@ class Gate:
         self._step_out(place)
         self.admit()
 
+    def charge(self) -> None:
+        """Charge the tenants for the tokens that their requests have generated since the last call."""
+        for place in self._admitted:
+            self._charge(place)
+
+    def admit(self) -> None:
+        """Admit as many waiting requests as there is room for. Call it also when the engines' room may have grown.
+
+        Each prompt is charged before the next request is chosen (VTC, algorithm 2); otherwise one tenant would get all
+        places that become free together.
+        """
+        while (place := self._next()) is not None:
+            if self._end_wait(place, True):
+                self._inside[place.tenant] += 1
+                self._num_inside += 1
+                self._counters.charge(place.tenant, place.tokens * PREFILL_COST)
+
+    def _next(self) -> Place | None:
+        """Return the waiting request that is admitted next, None if there is room for none."""
+        capacity = self._capacity() if self._waiting else None
+        if capacity is None or self._num_inside < capacity.own:
+            return min(self._waiting, key=self._order, default=None)
+        # Twice the places bound the excess, because each of many tenants may have at least one request inside.
+        if self._num_inside >= capacity.own + capacity.places:
+            return None
+        below = [p for p in self._waiting if self._inside[p.tenant] < self._share(p.tenant, capacity.places)]
+        return min(below, key=self._order, default=None)
+
+    def _share(self, tenant: str, places: int) -> int:
+        return max(1, int(places * self._counters.share(tenant)))
+
+    def _charge(self, place: Place) -> None:
+        tokens = place.completion_tokens()
+        if tokens > place.charged:
+            self._counters.charge(place.tenant, (tokens - place.charged) * DECODE_COST)
+            place.charged = tokens
+
     def _step_out(self, place: Place) -> None:
         """Stop counting the place. Only the first call has an effect."""
         if place.entered is not None:
-            self._inside -= 1
+            self._leave(place.tenant)
             self._seconds_inside += 0.1 * (time.monotonic() - place.entered - self._seconds_inside)
             place.entered = None
 
-    def admit(self) -> None:
-        """Admit as many waiting requests as there is room for. Call it also when the engines' room may have grown."""
-        while self._waiting and self._has_room:
-            place = min(self._waiting, key=self._order)
-            if self._end_wait(place, True):
-                self._inside += 1
-
-    @property
-    def _has_room(self) -> bool:
-        capacity = self._capacity()
-        return capacity is None or self._inside < capacity
+    def _leave(self, tenant: str) -> None:
+        self._num_inside -= 1
+        self._inside[tenant] -= 1
+        if not self._inside[tenant]:
+            del self._inside[tenant]
 
     async def _wait(self, place: Place) -> None:
         place.turn = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
+        self.admit()
         if len(self._waiting) > self._max_waiting:
             self._end_wait(max(self._waiting, key=self._order), False)
         try:
             async with asyncio.timeout(self._max_seconds):
-                admitted = await place.turn
+                admitted = place.turn.result() if place.turn.done() else await place.turn
         except BaseException as error:
             if place in self._waiting:
                 self._waiting.remove(place)
             elif place.turn.done() and not place.turn.cancelled() and place.turn.result():
                 # The request was admitted in the same iteration in which its wait ended.
-                self._inside -= 1
+                self._leave(place.tenant)
+                self._counters.charge(place.tenant, -place.tokens * PREFILL_COST)
             if isinstance(error, TimeoutError):
                 raise self._refusal(f"this request waited {self._max_seconds:g} s for one") from None
             raise
@@ -133,32 +195,12 @@ class Gate:
         place.turn.set_result(admitted)
         return True
 
-    def _arrive(self, place: Place) -> None:
-        """Add the place. An idle tenant's counter rises to the least of those present, so idling earns no credit."""
-        tenant = place.tenant
-        if tenant not in self._present:
-            least = min((self._served[other] for other in self._present), default=0.0)
-            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
-        self._present[tenant] += 1
-        self._arrivals += 1
-        place.arrival = self._arrivals
-
-    def _leave(self, place: Place) -> None:
-        self._present[place.tenant] -= 1
-        if not self._present[place.tenant]:
-            del self._present[place.tenant]
-        if not self._present:
-            self._served.clear()
-
-    def _charge(self, place: Place, cost: float) -> None:
-        self._served[place.tenant] += cost / place.weight
-
     def _order(self, place: Place) -> tuple[int, float, int]:
-        return (place.priority, self._served[place.tenant], place.arrival)
+        return (place.priority, self._counters.counter(place.tenant), place.arrival)
 
     def _refusal(self, reason: str) -> Overloaded:
         """Build the refusal. Its Retry-After is an estimate of when the present requests are done."""
-        turns = (len(self._waiting) + 1) / max(1, self._inside)
+        turns = (len(self._waiting) + 1) / max(1, self.inside)
         seconds = math.ceil(self._seconds_inside * turns)
         return Overloaded(
             f"Every engine is busy, and {reason}; try again shortly.",

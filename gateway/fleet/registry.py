@@ -9,6 +9,7 @@ from typing import Protocol
 
 from gateway.fleet.engine import DEFAULT_SLOTS, Address, EngineRecord
 from gateway.fleet.health import Health
+from gateway.fleet.queue import Capacity
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +56,15 @@ class Registry:
         return {engine.url: fault for engine in self._engines.values() if (fault := engine.fault) is not None}
 
     @property
-    def capacity(self) -> int | None:
-        """Return the most requests that this gateway may have on all engines together.
-
-        None while no engine is available: requests then fail at once instead of waiting for a place.
-        """
+    def capacity(self) -> Capacity | None:
+        """Return the places of the available engines. None without any: requests then fail at once, without waiting."""
         available = [engine for engine in self._engines.values() if engine.available]
-        return sum(max(0, engine.max_in_flight - engine.foreign_load) for engine in available) if available else None
+        if not available:
+            return None
+        return Capacity(
+            own=sum(max(0, engine.max_in_flight - engine.foreign_load) for engine in available),
+            places=sum(engine.max_in_flight for engine in available),
+        )
 
     async def poll(self) -> None:
         """Discover engines and probe each of them once."""

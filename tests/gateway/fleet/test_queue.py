@@ -1,24 +1,40 @@
 """The gate before full engines: order, bounds, and no lost slot."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from gateway.errors import Overloaded
-from gateway.fleet.queue import DECODE_COST, Gate, Place
+from gateway.fleet.queue import DECODE_COST, Capacity, Gate, Place
+from gateway.fleet.service_counters import ServiceCounters
+
+
+def make_gate(
+    own: Callable[[], int | None], *, places: int = 0, max_waiting: int = 100, max_seconds: float = 1000.0
+) -> Gate:
+    """Return a gate with room for `own()` requests. places: 0 leaves out the admissions beyond that."""
+
+    def capacity() -> Capacity | None:
+        number = own()
+        return None if number is None else Capacity(number, places)
+
+    return Gate(capacity, ServiceCounters(), max_waiting, max_seconds)
 
 
 class Visitor:
     """A request at the gate. It signals its admission and stays until the test ends it."""
 
-    def __init__(self, gate: Gate, tenant: str, priority: int = 5, weight: float = 1.0, tokens: int = 0) -> None:
+    def __init__(
+        self, gate: Gate, tenant: str, priority: int = 5, weight: float = 1.0, tokens: int = 0, prompt: int = 0
+    ) -> None:
         self.tenant, self.tokens = tenant, tokens
         self.leave = asyncio.Event()
         self.inside = False
-        self.task = asyncio.create_task(self._visit(gate, Place(tenant, weight, priority, 0)))
+        self.task = asyncio.create_task(self._visit(gate, Place(tenant, weight, priority, prompt, lambda: self.tokens)))
 
     async def _visit(self, gate: Gate, place: Place) -> None:
-        async with gate.enter(place, lambda: self.tokens):
+        async with gate.enter(place):
             self.inside = True
             await self.leave.wait()
         self.inside = False
@@ -33,6 +49,13 @@ class Crowd:
         self.all.append(Visitor(self.gate, tenant, **options))  # type: ignore[arg-type]
         await settled()
         return self.all[-1]
+
+    async def close(self) -> None:
+        """Cancel all requests. None of them may leave anything behind."""
+        for visitor in self.all:
+            visitor.task.cancel()
+        await asyncio.gather(*(visitor.task for visitor in self.all), return_exceptions=True)
+        assert (self.gate.inside, self.gate.waiting) == (0, 0)
 
     @property
     def inside(self) -> list[str]:
@@ -58,12 +81,9 @@ async def settled() -> None:
 
 @pytest.fixture
 async def crowd():
-    crowd = Crowd(Gate(lambda: 1, max_waiting=100, max_seconds=1000.0))
+    crowd = Crowd(make_gate(lambda: 1, max_waiting=100, max_seconds=1000.0))
     yield crowd
-    for visitor in crowd.all:
-        visitor.task.cancel()
-    await asyncio.gather(*(visitor.task for visitor in crowd.all), return_exceptions=True)
-    assert (crowd.gate.inside, crowd.gate.waiting) == (0, 0)
+    await crowd.close()
 
 
 async def test_no_more_are_inside_than_there_is_room_for(crowd: Crowd):
@@ -103,7 +123,7 @@ async def test_a_tenant_that_was_idle_has_no_credit(crowd: Crowd):
 
 
 async def test_a_full_queue_refuses_who_would_be_last():
-    gate = Gate(lambda: 1, max_waiting=2, max_seconds=1000.0)
+    gate = make_gate(lambda: 1, max_waiting=2, max_seconds=1000.0)
     crowd = Crowd(gate)
     first = await crowd.come("first")
     low, middle = await crowd.come("low", priority=9), await crowd.come("middle", priority=5)
@@ -125,7 +145,7 @@ async def test_a_full_queue_refuses_who_would_be_last():
 
 
 async def test_nobody_waits_longer_than_told():
-    gate = Gate(lambda: 0, max_waiting=10, max_seconds=0.05)
+    gate = make_gate(lambda: 0, max_waiting=10, max_seconds=0.05)
     crowd = Crowd(gate)
     with pytest.raises(Overloaded, match=r"this request waited 0\.05 s for one"):
         await (await crowd.come("a")).task
@@ -133,7 +153,7 @@ async def test_nobody_waits_longer_than_told():
 
 
 async def test_without_any_engine_nobody_waits_for_one():
-    crowd = Crowd(Gate(lambda: None, max_waiting=0, max_seconds=1000.0))
+    crowd = Crowd(make_gate(lambda: None, max_waiting=0, max_seconds=1000.0))
     for _ in range(3):
         await crowd.come("a")
     assert crowd.inside == ["a"] * 3
@@ -144,7 +164,7 @@ async def test_without_any_engine_nobody_waits_for_one():
 
 async def test_room_that_grows_by_itself_is_used(crowd: Crowd):
     room = 0
-    gate = Gate(lambda: room, max_waiting=10, max_seconds=1000.0)
+    gate = make_gate(lambda: room, max_waiting=10, max_seconds=1000.0)
     crowd.gate = gate
     await crowd.come("a")
     await crowd.come("b")
@@ -157,7 +177,7 @@ async def test_room_that_grows_by_itself_is_used(crowd: Crowd):
 
 async def test_who_leaves_while_waiting_or_at_the_moment_of_its_turn_takes_no_place(crowd: Crowd):
     room = 0
-    crowd.gate = Gate(lambda: room, max_waiting=10, max_seconds=1000.0)
+    crowd.gate = make_gate(lambda: room, max_waiting=10, max_seconds=1000.0)
     first, second, _ = [await crowd.come(tenant) for tenant in "abc"]
     first.task.cancel()
     await settled()
@@ -168,6 +188,63 @@ async def test_who_leaves_while_waiting_or_at_the_moment_of_its_turn_takes_no_pl
     second.task.cancel()
     await settled()
     assert crowd.inside == ["c"]
+
+
+async def test_a_tenant_below_its_share_does_not_wait_for_the_places_of_another():
+    crowd = Crowd(make_gate(lambda: 4, places=4))
+    for _ in range(8):
+        await crowd.come("long")
+    assert crowd.inside == ["long"] * 4
+    for _ in range(3):
+        await crowd.come("late")
+    # Half of the four places are its share. The third request waits like those of the other tenant.
+    assert crowd.inside == ["long"] * 4 + ["late"] * 2
+    # While more are inside than there are places, a place that becomes free goes to nobody above its share.
+    first, second, third, *_ = [visitor for visitor in crowd.all if visitor.inside]
+    for visitor in (first, second):
+        visitor.leave.set()
+        await settled()
+    assert sorted(crowd.inside) == ["late"] * 2 + ["long"] * 2
+    third.leave.set()
+    await settled()
+    assert sorted(crowd.inside) == ["late"] * 2 + ["long"] * 2
+    await crowd.close()
+
+
+async def test_many_tenants_with_a_share_below_one_request_get_at_most_twice_the_places():
+    crowd = Crowd(make_gate(lambda: 2, places=2))
+    for number in range(9):
+        await crowd.come(f"tenant-{number}")
+    assert len(crowd.inside) == 4
+    await crowd.close()
+
+
+async def test_places_that_become_free_together_are_divided_by_the_prompts_that_they_take():
+    room = 0
+    crowd = Crowd(make_gate(lambda: room))
+    for tenant in ("a", "b"):
+        for _ in range(8):
+            await crowd.come(tenant, prompt=100)
+    room = 8
+    crowd.gate.admit()
+    await settled()
+    assert sorted(crowd.inside) == ["a"] * 4 + ["b"] * 4
+    await crowd.close()
+
+
+async def test_tokens_are_charged_while_they_are_generated():
+    room = 2
+    crowd = Crowd(make_gate(lambda: room))
+    talks = await crowd.come("talks")
+    await crowd.come("is silent")
+    room = 3
+    talks.tokens = 50
+    crowd.gate.charge()
+    room = 2
+    await crowd.come("talks")
+    await crowd.come("is silent")
+    assert await crowd.end(talks) == "is silent"
+    await crowd.close()
 
 
 def test_a_generated_token_costs_more_than_one_of_a_prompt():

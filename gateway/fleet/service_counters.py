@@ -1,0 +1,98 @@
+"""Virtual token counters of the tenants with requests in this process, joined with those of the other processes by
+`shared_service.py` (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
+
+A counter is the service that a tenant received, in cost units per weight. The counter of a tenant that returns from
+idle is raised to the least counter of an active tenant, so that idling earns no credit.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+
+class Change(NamedTuple):
+    """Part of an exchange: a tenant's weight, its service since the last exchange, and whether it is active here."""
+
+    tenant: str
+    weight: float
+    service: float
+    is_active: bool
+
+
+class ServiceCounters:
+    """Counters of this process. Without exchanges, they count its own service only."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[str] = Counter()
+        # Tenants with a request since the last exchange: a request may come and go between two of them.
+        self._seen: set[str] = set()
+        self._weights: dict[str, float] = {}
+        # The counter when it was last shared, and the service since then.
+        self._shared: dict[str, float] = {}
+        self._unshared: dict[str, float] = {}
+        self._processes: dict[str, int] = {}
+        # Sums of the weights of the tenants that are active here, and of all active tenants at the last exchange.
+        self._weight_here = 0.0
+        self._weight_everywhere = 0.0
+
+    def enter(self, tenant: str, weight: float) -> None:
+        """Count a request of the tenant as present, until `leave`."""
+        self._weight_here += weight - (self._weights[tenant] if tenant in self._requests else 0.0)
+        if tenant not in self._requests:
+            least = min((self.counter(other) for other in self._requests), default=0.0)
+            self._shared[tenant] = max(self._shared.get(tenant, 0.0), least - self._unshared.get(tenant, 0.0))
+        self._requests[tenant] += 1
+        self._seen.add(tenant)
+        self._weights[tenant] = weight
+
+    def leave(self, tenant: str) -> None:
+        self._requests[tenant] -= 1
+        if not self._requests[tenant]:
+            del self._requests[tenant]
+            self._weight_here -= self._weights[tenant]
+        if not self._requests:
+            self._weight_here = 0.0
+
+    def counter(self, tenant: str) -> float:
+        return self._shared.get(tenant, 0.0) + self._unshared.get(tenant, 0.0)
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """Add `cost / weight` to the tenant's counter."""
+        self._unshared[tenant] = self._unshared.get(tenant, 0.0) + cost / self._weights[tenant]
+
+    def share(self, tenant: str) -> float:
+        """Return the part of all engines' places that is the tenant's in this process: its weight over the weights of
+        all active tenants, divided evenly among the processes where it is active.
+        """
+        weight = max(self._weight_here, self._weight_everywhere)
+        return self._weights[tenant] / weight / self._processes.get(tenant, 1)
+
+    def changes(self) -> list[Change]:
+        """Return the active tenants, those that were active in the last exchange, and all service since then."""
+        active = self._seen | self._requests.keys()
+        self._seen = set()
+        return [
+            Change(tenant, weight, self._unshared.get(tenant, 0.0), tenant in active)
+            for tenant, weight in self._weights.items()
+        ]
+
+    def exchanged(self, sent: list[Change], weight_everywhere: float, results: list[tuple[float, int]]) -> None:
+        """Apply an exchange's results: for each change that was sent, the tenant's counter and number of processes."""
+        self._weight_everywhere = weight_everywhere
+        for change, (counter, processes) in zip(sent, results, strict=True):
+            tenant = change.tenant
+            self._shared[tenant] = counter
+            self._unshared[tenant] = self._unshared.get(tenant, 0.0) - change.service
+            self._processes[tenant] = max(1, processes)
+            if not change.is_active and tenant not in self._seen | self._requests.keys():
+                self._forget(tenant)
+
+    def forget_idle(self) -> None:
+        """Drop the counters if no tenant is active here: without exchanges, nothing else ends them."""
+        if not self._requests:
+            for tenant in list(self._weights):
+                self._forget(tenant)
+            self._weight_everywhere = 0.0
+
+    def _forget(self, tenant: str) -> None:
+        for values in (self._weights, self._shared, self._unshared, self._processes):
+            values.pop(tenant, None)

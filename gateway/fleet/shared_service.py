@@ -1,0 +1,70 @@
+"""Exchange of the tenants' service between all gateway processes, through Redis.
+
+Each process adds its own service and reads the sums, so that a tenant has one share over all gateways and engines.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from gateway.fleet.service_counters import ServiceCounters
+from gateway.process.outage import Outage
+
+log = logging.getLogger(__name__)
+
+# Interval of the exchanges. A process decides by counters of this age; at 1,000 tokens a second and tenant that is an
+# error of 250 tokens, less than one answer.
+SECONDS = 0.25
+# Time-out of an exchange, and the time after which a process that renews nothing counts as gone.
+CALL_SECONDS = 1.0
+ALIVE_SECONDS = 5.0
+SCRIPT = "service_counters.lua"
+
+
+class SharedService:
+    """Exchange of one process. deployment: a value that only its processes share, such as the database URL."""
+
+    def __init__(self, redis: Any, deployment: str, counters: ServiceCounters) -> None:
+        self._script = redis.register_script(resources.files("gateway.fleet").joinpath(SCRIPT).read_text("utf-8"))
+        # One hash tag: in a Redis Cluster all keys of a script must be on one node.
+        tag = f"loraplex:{{service:{hashlib.sha256(deployment.encode()).hexdigest()[:16]}}}"
+        self._keys = [f"{tag}:{name}" for name in ("active", "presences", "idle", "processes", "weights")]
+        self._process = os.urandom(8).hex()
+        self._counters = counters
+        self._outage = Outage(log, "the exchange of the tenants' service")
+
+    async def exchange(self) -> None:
+        """Exchange once. While Redis is away, the process counts its own service only.
+
+        An exchange without a reply is repeated although Redis may have applied it. The error is one interval's service.
+        """
+        changes = self._counters.changes()
+        if not changes:
+            return
+        arguments: list[str | float] = [self._process, int(1000 * ALIVE_SECONDS)]
+        for change in changes:
+            arguments += [change.tenant, change.weight, change.service, int(change.is_active)]
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                weight, *values = await self._script(keys=self._keys, args=arguments)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._outage.failed(type(error).__name__, "each process shares its places by its own counters")
+            self._counters.forget_idle()
+            return
+        self._outage.over()
+        results = [(float(counter), int(number)) for counter, number in zip(values[::2], values[1::2], strict=True)]
+        self._counters.exchanged(changes, float(weight), results)
+
+    async def watch(self, charge: Callable[[], None], changed: Callable[[], None]) -> None:
+        """Exchange until cancelled. charge: called before each exchange. changed: called after it."""
+        while True:
+            await asyncio.sleep(SECONDS)
+            charge()
+            await self.exchange()
+            changed()
