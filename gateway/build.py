@@ -324,7 +324,14 @@ def _tenant_handlers(records: Records, billing: Billing, intake: AdapterIntake) 
 def _admin_handlers(records: Records, serving: Serving, intake: AdapterIntake) -> list[Any]:
     auth, tenants, catalog, report = records.auth, records.tenants, records.catalog, records.report
     return [
-        Admin(tenants=tenants, catalog=catalog, intake=intake, report=report, registry=serving.registry),
+        Admin(
+            tenants=tenants,
+            catalog=catalog,
+            intake=intake,
+            report=report,
+            registry=serving.registry,
+            gate=serving.gate,
+        ),
         AdminAudit(audit=records.audit),
         AdminPrices(auth=auth, prices=records.prices, known=records.price_list, tenants=tenants, catalog=catalog),
         AdminTenants(auth=auth, tenants=tenants, catalog=catalog),

@@ -132,6 +132,9 @@ class Metrics:
             "engine",
         )
         self._queue_waiting = self._gauge("loraplex_gateway_queue_waiting", "Requests that wait for room on an engine.")
+        self._queue_wait = self._gauge(
+            "loraplex_gateway_queue_wait_seconds", "Longest wait of the requests that still wait for room on an engine."
+        )
 
     def _make_process(self) -> None:
         self._loop_lag = self._gauge("loraplex_gateway_loop_lag_seconds", "Delay of the event loop's last timer.")
@@ -230,6 +233,7 @@ class Metrics:
         """Read these objects each time that the metrics are scraped."""
         self._engines = registry
         self._queue_waiting.set_function(lambda: gate.waiting)
+        self._queue_wait.set_function(lambda: gate.longest_wait)
         self._ledger_waiting.set_function(lambda: ledger.waiting)
         self._ledger_journal.set_function(lambda: ledger.journal_bytes)
         self._ledger_rejected.set_function(lambda: ledger.rejected)

@@ -95,6 +95,7 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
         _admin("POST", "/admin/api/adapters/collect", Admin.collect, "Remove adapters that no name refers to."),
         _admin("GET", "/admin/api/usage", Admin.usage, "Report the usage of tenants.", query=("tenant", *REPORT)),
         _admin("GET", "/admin/api/engines", Admin.engines, "List the engines and their health."),
+        _admin("GET", "/admin/api/queue", Admin.queue, "Show each tenant's requests, service and share."),
     ),
     Engines: (
         _route("POST", "/internal/engines", Engines.announce, "Announce an engine.", request=Announcement),

@@ -103,7 +103,9 @@ class Fleet:
     async def open(self, call: Call, bill: Bill) -> AsyncIterator[Answering]:
         """Yield an engine that has begun to answer. Raises EngineRefused."""
         tenant = call.tenant
-        place = Place(tenant.id, tenant.weight, tenant.priority, call.prompt_tokens, lambda: bill.completion_tokens)
+        place = Place(
+            tenant.id, tenant.weight, tenant.priority, call.prompt_tokens, lambda: bill.completion_tokens, tenant.name
+        )
         async with AsyncExitStack() as held:
             try:
                 with call.span.child("routing"):

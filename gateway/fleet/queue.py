@@ -27,6 +27,20 @@ DECODE_COST = 2.0
 LONGEST_RETRY_SECONDS = 60
 
 
+class TenantPlaces(NamedTuple):
+    """A tenant's requests at the gate. service: its counter. share: the places that it gets without a wait. waited: the
+    longest wait of a request that still waits, in seconds.
+    """
+
+    tenant: str
+    weight: float
+    service: float
+    share: int
+    inside: int
+    waiting: int
+    waited: float
+
+
 def _no_tokens() -> int:
     return 0
 
@@ -45,7 +59,7 @@ class Place:
     """The place of a request, waiting or with an engine.
 
     Lower priorities go first. tokens: of its prompt. completion_tokens: returns the number of generated tokens so far,
-    of which `charged` are charged.
+    of which `charged` are charged. tenant: its id; name: for operators.
     """
 
     tenant: str
@@ -53,8 +67,10 @@ class Place:
     priority: int
     tokens: int
     completion_tokens: Callable[[], int] = _no_tokens
+    name: str = ""
     charged: int = 0
     arrival: int = 0
+    arrived: float = field(default_factory=time.monotonic)
     entered: float | None = None
     # True: admitted; False: refused.
     turn: "asyncio.Future[bool]" = field(init=False)
@@ -131,6 +147,33 @@ class Gate:
                 self._inside[place.tenant] += 1
                 self._num_inside += 1
                 self._counters.charge(place.tenant, place.tokens * PREFILL_COST)
+
+    @property
+    def longest_wait(self) -> float:
+        """Return the longest wait of a request that still waits, in seconds."""
+        return time.monotonic() - min((place.arrived for place in self._waiting), default=time.monotonic())
+
+    def by_tenant(self) -> list[TenantPlaces]:
+        """Return the tenants with requests at the gate, the least served first."""
+        places = capacity.places if (capacity := self._capacity()) is not None else 0
+        waiting: dict[str, list[Place]] = {}
+        for place in self._waiting:
+            waiting.setdefault(place.tenant, []).append(place)
+        now = time.monotonic()
+        found = {place.tenant: place for place in (*self._admitted, *self._waiting)}
+        rows = [
+            TenantPlaces(
+                tenant=place.name,
+                weight=place.weight,
+                service=self._counters.counter(tenant),
+                share=self._share(tenant, places),
+                inside=self._inside[tenant],
+                waiting=len(waiting.get(tenant, ())),
+                waited=now - min((other.arrived for other in waiting.get(tenant, ())), default=now),
+            )
+            for tenant, place in found.items()
+        ]
+        return sorted(rows, key=lambda row: row.service)
 
     def _next(self) -> Place | None:
         """Return the waiting request that is admitted next, None if there is room for none."""

@@ -30,9 +30,9 @@ class ServiceCounters:
         self._shared: dict[str, float] = {}
         self._unshared: dict[str, float] = {}
         self._processes: dict[str, int] = {}
-        # Sums of the weights of the tenants that are active here, and of all active tenants at the last exchange.
+        # Sums of the weights of the tenants that are active here, and of those that are active in other processes only.
         self._weight_here = 0.0
-        self._weight_everywhere = 0.0
+        self._weight_elsewhere = 0.0
 
     def enter(self, tenant: str, weight: float) -> None:
         """Count a request of the tenant as present, until `leave`."""
@@ -63,7 +63,7 @@ class ServiceCounters:
         """Return the part of all engines' places that is the tenant's in this process: its weight over the weights of
         all active tenants, divided evenly among the processes where it is active.
         """
-        weight = max(self._weight_here, self._weight_everywhere)
+        weight = self._weight_here + self._weight_elsewhere
         return self._weights[tenant] / weight / self._processes.get(tenant, 1)
 
     def changes(self) -> list[Change]:
@@ -76,8 +76,11 @@ class ServiceCounters:
         ]
 
     def exchanged(self, sent: list[Change], weight_everywhere: float, results: list[tuple[float, int]]) -> None:
-        """Apply an exchange's results: for each change that was sent, the tenant's counter and number of processes."""
-        self._weight_everywhere = weight_everywhere
+        """Apply an exchange's results: for each change that was sent, the tenant's counter and number of processes.
+
+        weight_everywhere: sum of the weights of all active tenants.
+        """
+        self._weight_elsewhere = max(0.0, weight_everywhere - sum(c.weight for c in sent if c.is_active))
         for change, (counter, processes) in zip(sent, results, strict=True):
             tenant = change.tenant
             self._shared[tenant] = counter
@@ -91,7 +94,7 @@ class ServiceCounters:
         if not self._requests:
             for tenant in list(self._weights):
                 self._forget(tenant)
-            self._weight_everywhere = 0.0
+            self._weight_elsewhere = 0.0
 
     def _forget(self, tenant: str) -> None:
         for values in (self._weights, self._shared, self._unshared, self._processes):

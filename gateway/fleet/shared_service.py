@@ -32,7 +32,7 @@ class SharedService:
 
     def __init__(self, redis: Any, deployment: str, counters: ServiceCounters) -> None:
         self._script = redis.register_script(resources.files("gateway.fleet").joinpath(SCRIPT).read_text("utf-8"))
-        # One hash tag: in a Redis Cluster all keys of a script must be on one node.
+        # The keys share a hash tag, because in a Redis Cluster all keys of a script must be on one node.
         tag = f"loraplex:{{service:{hashlib.sha256(deployment.encode()).hexdigest()[:16]}}}"
         self._keys = [f"{tag}:{name}" for name in ("active", "presences", "idle", "processes", "weights")]
         self._process = os.urandom(8).hex()
@@ -45,8 +45,6 @@ class SharedService:
         An exchange without a reply is repeated although Redis may have applied it. The error is one interval's service.
         """
         changes = self._counters.changes()
-        if not changes:
-            return
         arguments: list[str | float] = [self._process, int(1000 * ALIVE_SECONDS)]
         for change in changes:
             arguments += [change.tenant, change.weight, change.service, int(change.is_active)]

@@ -51,6 +51,9 @@ class Upstream:
         # Requests of other gateways here; whether it is draining; whether it pushes its state.
         self.running = 0
         self.draining = False
+        # Seats of its batch. With seats, it reports its own requests as running.
+        self.seats = 0
+        self._active = 0
         self.pushes = True
         self.followers = 0
         # Request id -> the completion tokens that it may generate.
@@ -121,7 +124,8 @@ class Upstream:
         return response
 
     def _state_now(self) -> dict[str, Any]:
-        told = (self.instance, self.model, tuple(self.resident), self.running, self.draining, self.keeps_allowances)
+        running = self.running + (self._active if self.seats else 0)
+        told = (self.instance, self.model, tuple(self.resident), running, self.draining, self.keeps_allowances)
         if told != self._told:
             self._told = told
             self._generation += 1
@@ -130,7 +134,8 @@ class Upstream:
             "generation": self._generation,
             "model": self.model,
             "adapters_resident": self.resident,
-            "running": self.running,
+            "running": running,
+            "max_num_seqs": self.seats,
             "waiting": 0,
             "draining": self.draining,
             "keeps_allowances": self.keeps_allowances,
@@ -178,6 +183,7 @@ class Upstream:
             self.finished[mine["id"]] = mine
         if self.keeps_allowances and (allowance := request.headers.get("x-loraplex-allowance")) is not None:
             self.allowances[mine["id"]] = int(allowance)
+        self._active += 1
         try:
             await self._wait_out(lambda: self.holds)
             if body.get("stream"):
@@ -189,6 +195,7 @@ class Upstream:
             self.cancelled += 1
             raise
         finally:
+            self._active -= 1
             mine["finish_reason"] = mine["finish_reason"] or "abort"
         tokens, ended_by_allowance = mine["completion_tokens"], mine["finish_reason"] == "length"
         choice = {"index": 0, "finish_reason": mine["finish_reason"]}

@@ -1,4 +1,7 @@
-"""`/admin/api/...`: a tenant's adapters, usage and engines. Tenants, keys, prices and audit have their own modules."""
+"""`/admin/api/...`: a tenant's adapters, usage, engines and the queue.
+
+Tenants, keys, prices and audit have their own modules.
+"""
 
 from typing import Any
 
@@ -11,6 +14,7 @@ from gateway.api.uploads.checking import OPERATOR
 from gateway.api.usage import usage_answer
 from gateway.errors import RecordNotFound
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import TENANT_NAME, Tenant, Tenants
@@ -18,7 +22,7 @@ from gateway.records.usage_report import UsageReport
 
 
 class Admin:
-    """Operator's routes for adapters, usage and engines."""
+    """Operator's routes for adapters, usage, engines and the queue."""
 
     def __init__(
         self,
@@ -28,12 +32,14 @@ class Admin:
         intake: AdapterIntake,
         report: UsageReport,
         registry: Registry,
+        gate: Gate,
     ) -> None:
         self._tenants = tenants
         self._catalog = catalog
         self._intake = intake
         self._report = report
         self._registry = registry
+        self._gate = gate
 
     async def push_adapter(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
@@ -66,6 +72,19 @@ class Admin:
 
     async def engines(self, request: web.Request) -> web.Response:
         return json_response({"object": "list", "data": [describe_engine(e) for e in self._registry.engines]})
+
+    async def queue(self, request: web.Request) -> web.Response:
+        """Report the requests of the process that answers. Counters and shares are those of all processes."""
+        capacity = self._registry.capacity
+        return json_response(
+            {
+                "object": "queue",
+                "waiting": self._gate.waiting,
+                "inside": self._gate.inside,
+                "places": capacity.places if capacity is not None else 0,
+                "data": [row._asdict() for row in self._gate.by_tenant()],
+            }
+        )
 
     async def _tenant(self, request: web.Request) -> Tenant:
         return await self._tenants.get(request.match_info["tenant"])
