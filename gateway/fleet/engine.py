@@ -58,6 +58,11 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     request_errors: frozenset[str] = OPENAI_REQUEST_ERRORS
     shows_messages: bool = True
 
+    @property
+    def orders_tenants(self) -> bool:
+        """Return whether the engine serves its requests in a fair order, so that it may get more than it runs."""
+        return self.batches_in_flight > 1
+
 
 # Our own engine. Besides its batch it gets as many requests again, to fill places as they become free. Further requests
 # wait in the gateway, where they can still be ordered and sent to another engine.
@@ -167,6 +172,13 @@ class EngineRecord:
     def max_in_flight(self) -> int:
         """Return the maximum number of requests in flight on the engine."""
         return self.address.traits.batches_in_flight * self.slots
+
+    @property
+    def fullness(self) -> int:
+        """Return 0 with a free place, 1 without one, 2 if the engine cannot take more requests than it has places."""
+        if self.load < self.max_in_flight:
+            return 0
+        return 1 if self.address.traits.orders_tenants else 2
 
     @property
     def keeps_allowances(self) -> bool:

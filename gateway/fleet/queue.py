@@ -4,9 +4,9 @@ Lower priority numbers go first. Among equals, the tenant with the least service
 (`service_counters.py`), so engines that cannot tell tenants apart are shared fairly too. When the queue is full, the
 request that would be served last is refused, whether new or waiting.
 
-A tenant below its share of all places does not wait for a place: it is admitted beyond the engines' capacity, and
-places that become free go to nobody until the excess is gone. Otherwise a tenant that arrives behind long answers of
-another would wait for their ends. Our engines then take a seat back from the tenant furthest ahead.
+A tenant below its share of the places does not wait: it is admitted beyond the engines' capacity, and until the excess
+is gone, free places go only to tenants below their share. Otherwise a tenant that arrives behind another's long answers
+would wait for their ends. This holds for engines that order tenants themselves; others never get more than they run.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ def _no_tokens() -> int:
 
 
 class Capacity(NamedTuple):
-    """Places of all engines together. own: the most requests that this process may have inside. places: the number of
-    places, also those that other processes use.
+    """Capacity of all engines together. own: the most requests that this process may have inside, apart from late
+    tenants'. places: the places, also those that other processes use, of engines that order tenants fairly.
     """
 
     own: int

@@ -63,7 +63,7 @@ class Registry:
             return None
         return Capacity(
             own=sum(max(0, engine.max_in_flight - engine.foreign_load) for engine in available),
-            places=sum(engine.max_in_flight for engine in available),
+            places=sum(engine.max_in_flight for engine in available if engine.address.traits.orders_tenants),
         )
 
     async def poll(self) -> None:

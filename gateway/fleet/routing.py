@@ -43,11 +43,11 @@ def choose(
     request_seconds = sum(engine.request_seconds for engine in candidates) / len(candidates)
     load_seconds = sum(engine.load_seconds for engine in candidates) / len(candidates)
 
-    def order(engine: EngineRecord) -> tuple[bool, float, bool, bytes]:
+    def order(engine: EngineRecord) -> tuple[int, float, bool, bytes]:
         seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
         if digest is not None and not engine.holds(digest):
             seconds += LOADS_PER_LOAD * load_seconds
-        return engine.load >= engine.max_in_flight, seconds, engine is not cached, rank(affinity, engine.url)
+        return engine.fullness, seconds, engine is not cached, rank(affinity, engine.url)
 
     return min(candidates, key=order)
 
