@@ -18,6 +18,7 @@ from gateway.app import make_app
 from gateway.settings import Settings, SettingsError
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, HI, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
+from testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,9 +155,7 @@ async def test_metrics_are_the_operators(gateway: Gateway, upstream: Upstream):
 
 
 async def test_metrics_on_a_port_of_their_own(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     of = settings(tmp_path, model_dir, [upstream.url], redis_url, metrics_port=port)
     async with running(of) as gateway:
         assert (await gateway.admin.get("/metrics")).status == 404

@@ -16,6 +16,7 @@ import pytest
 
 from engine.http.app import Server
 from testing.engine import Client, RunningServer
+from testing.ports import free_port
 from wire.errors import ConfigError
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0}
@@ -320,12 +321,6 @@ async def test_what_nobody_foresaw_is_a_plain_500_and_logged_with_the_request_id
     assert "private" not in answer["error"]["message"]
     (record,) = caplog.records
     assert "req-7" in record.getMessage()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def until_listening(client: Client) -> tuple[int, dict]:

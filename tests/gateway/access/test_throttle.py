@@ -11,6 +11,7 @@ from gateway.metrics import Metrics
 from gateway.settings import SettingsError
 from testing.gateway.running import ADMIN_KEY, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
+from testing.ports import free_port
 from tests.gateway.test_gateway import basic
 
 WRONG = "lpx_0123456789abcdef_" + "0" * 48
@@ -105,11 +106,12 @@ async def test_a_strong_secret_is_served_from_a_throttled_address_and_guesses_ar
 
 
 async def test_the_admin_port_has_a_count_of_its_own_and_the_public_port_compares_no_weak_admin_key(
-    tmp_path: Path, model_dir: Path, redis_url: str, upstream: Upstream, unused_tcp_port: int
+    tmp_path: Path, model_dir: Path, redis_url: str, upstream: Upstream
 ):
-    of = settings(tmp_path, model_dir, [upstream.url], redis_url, admin_port=unused_tcp_port)
+    port = free_port()
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url, admin_port=port)
     async with running(of) as public:
-        admins = Gateway(f"http://127.0.0.1:{unused_tcp_port}", public.session)
+        admins = Gateway(f"http://127.0.0.1:{port}", public.session)
         # The public port does not reveal whether a guess is the admin key, so only the admin port can answer guesses.
         answers = [await public.client(key).get("/v1/models") for key in (ADMIN_KEY, ADMIN_KEY + "x")]
         assert [(answer.status, answer.error) for answer in answers] == [(401, answers[0].error)] * 2
@@ -156,8 +158,8 @@ async def test_processes_share_the_count_through_redis(redis_url: str, monkeypat
 
 
 @pytest.mark.usefixtures("starts_servers")
-async def test_without_redis_each_process_counts_by_itself(unused_tcp_port_factory):
-    async with Redis.from_url(f"redis://127.0.0.1:{unused_tcp_port_factory()}") as redis:
+async def test_without_redis_each_process_counts_by_itself():
+    async with Redis.from_url(f"redis://127.0.0.1:{free_port()}") as redis:
         logins = FailedLogins(Metrics(), lambda _: False, redis)
         for _ in range(BURST):
             await logins.count("203.0.113.9")

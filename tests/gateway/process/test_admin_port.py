@@ -1,6 +1,5 @@
 """Operators' routes on their own port."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from gateway.settings import SettingsError
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
+from testing.ports import free_port
 
 ADMINS = [
     "/admin",
@@ -20,10 +20,8 @@ ADMINS = [
 ]
 
 
-async def test_the_public_port_serves_clients_only(
-    tmp_path: Path, model_dir: Path, redis_url: str, upstream: Upstream, unused_tcp_port_factory: Callable[[], int]
-):
-    port = unused_tcp_port_factory()
+async def test_the_public_port_serves_clients_only(tmp_path: Path, model_dir: Path, redis_url: str, upstream: Upstream):
+    port = free_port()
     of = settings(tmp_path, model_dir, [upstream.url, "announced"], redis_url, admin_port=port)
     async with running(of) as public:
         admins = Gateway(f"http://127.0.0.1:{port}", public.session)
@@ -53,9 +51,9 @@ async def test_the_public_port_serves_clients_only(
 
 
 async def test_no_key_is_looked_at_on_the_public_port(
-    tmp_path: Path, model_dir: Path, redis_url: str, upstream: Upstream, unused_tcp_port_factory: Callable[[], int]
+    tmp_path: Path, model_dir: Path, redis_url: str, upstream: Upstream
 ):
-    port = unused_tcp_port_factory()
+    port = free_port()
     of = settings(tmp_path, model_dir, [upstream.url], redis_url, admin_port=port)
     async with running(of) as public:
         for _ in range(30):

@@ -9,7 +9,6 @@ two.
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ import pytest
 from loraplex.up.demo_tenants import adapters_folder
 from testing.gateway.running import BASE_MODEL, Answer, Client, running, settings, until
 from testing.gateway.vllm_double import API_KEY
+from testing.ports import free_port
 from testing.stack import CACHE
 from tests.gateway.api.test_adapters import push
 
@@ -49,9 +49,7 @@ def start(program: str, model: Path, port: int, log: Path) -> "subprocess.Popen[
 async def vllm(model: Path, log: Path) -> AsyncIterator[str]:
     """Start a separate server and yield its URL. It may not be up yet."""
     assert VLLM is not None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = await asyncio.to_thread(start, VLLM, model, port, log)
     try:
         yield f"http://127.0.0.1:{port}"
