@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.fleet.engine import Address, EngineRecord
-from gateway.fleet.health import Health
+from gateway.fleet.health import Condition, Health
 from gateway.fleet.routing import choose, rank
 
 ENGINES, ADAPTERS, PLACES, SLOTS = 4, 200, 32, 16
@@ -74,7 +74,7 @@ def round_robin(engines: list[Engine], request: Request, number: int) -> Engine:
 
 
 def least_loaded(engines: list[Engine], request: Request, number: int) -> Engine:
-    return min(engines, key=lambda engine: engine.record.in_flight)
+    return min(engines, key=lambda engine: engine.record.requests.in_flight)
 
 
 def pure_hash(engines: list[Engine], request: Request, number: int) -> Engine:
@@ -115,7 +115,12 @@ class Simulation:
         self._policy = policy
         self._engines = [
             Engine(
-                EngineRecord(Address(f"http://engine-{i}"), health=Health.UP, slots=SLOTS, load_seconds=load_seconds),
+                EngineRecord(
+                    Address(f"http://engine-{i}"),
+                    condition=Condition(Health.UP),
+                    slots=SLOTS,
+                    load_seconds=load_seconds,
+                ),
                 load_seconds,
             )
             for i in range(ENGINES)
@@ -147,8 +152,8 @@ class Simulation:
 
     def _arrive(self, number: int, request: Request) -> None:
         engine = self._policy(self._engines, request, number)
-        engine.record.in_flight += 1
-        engine.record.serving[request.digest] += 1
+        engine.record.requests.in_flight += 1
+        engine.record.requests.by_digest[request.digest] += 1
         engine.waiting.append(request)
         self._go_on(engine)
 
@@ -189,8 +194,8 @@ class Simulation:
 
     def _end(self, engine: Engine, request: Request) -> None:
         record = engine.record
-        record.in_flight -= 1
-        record.serving[request.digest] -= 1
+        record.requests.in_flight -= 1
+        record.requests.by_digest[request.digest] -= 1
         record.observe_request(self._now - request.arrival)
         self.done.append(request)
 

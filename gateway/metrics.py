@@ -248,6 +248,6 @@ class Metrics:
         for engine in self._engines.engines if self._engines is not None else ():
             self._engine_up.labels(engine.url).set(engine.is_up)
             self._engine_available.labels(engine.url).set(engine.available)
-            self._engine_refused.labels(engine.url).set(engine.health is Health.MISCONFIGURED)
-            self._engine_in_flight.labels(engine.url).set(engine.in_flight)
+            self._engine_refused.labels(engine.url).set(engine.condition.health is Health.MISCONFIGURED)
+            self._engine_in_flight.labels(engine.url).set(engine.requests.in_flight)
         return generate_latest(self.registry)

@@ -14,7 +14,8 @@ from gateway.errors import EngineDied, NoEngine, Overloaded, UpstreamFailed
 from gateway.fleet.answers import Incoming
 from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.client import EngineClient
-from gateway.fleet.engine import EngineRecord, InFlight
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.own_requests import InFlight
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.queue import Gate, Place
 from gateway.fleet.registry import Registry
@@ -205,7 +206,7 @@ class Fleet:
         breaker.sent(tenant_id)
         record = breaker.gave_up
         try:
-            with upstream(call, engine) as span, engine.serve(digest, tenant_id) as in_flight:
+            with upstream(call, engine) as span, engine.requests.count(digest, tenant_id) as in_flight:
                 trace = span.headers()
                 sent = replace(call, trace=trace) if trace else call
                 async with self._client.open(engine, sent) as response:
@@ -243,11 +244,11 @@ async def _until_abandoned(engine: EngineRecord) -> AsyncIterator[None]:
     """Allow the registry to end the wait for a silent engine's first byte. Raises EngineGone when it does."""
     try:
         async with asyncio.timeout(None) as wait:
-            engine.unanswered.add(wait)
+            engine.requests.unanswered.add(wait)
             try:
                 yield
             finally:
-                engine.unanswered.discard(wait)
+                engine.requests.unanswered.discard(wait)
     except TimeoutError as error:
         if not wait.expired():
             raise

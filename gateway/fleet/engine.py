@@ -1,24 +1,18 @@
 """Record of an engine in a gateway process: address, kind, reported state, health and load."""
 
-import asyncio
 import logging
-import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from gateway.fleet.breaker import Breakers
-from gateway.fleet.health import Health
+from gateway.fleet.health import Condition, Health
+from gateway.fleet.own_requests import OwnRequests
 from wire.digests import bare_digest
 
 log = logging.getLogger(__name__)
 
-# An engine in a long step may miss a probe or two. A refused connection means down at once.
-MISSES_UNTIL_DOWN = 3
 # Assumed until an engine reports its own number.
 DEFAULT_SLOTS = 32
 MISMATCH = "engine answered with another adapter than the request's; restart it and report its log"
@@ -132,31 +126,22 @@ def parse_state(line: bytes) -> EngineState:
 class EngineRecord:
     """An engine as this gateway process sees it.
 
-    resident: digests (no prefix) of the adapters it holds. serving: number of this process's requests by digest, None
-    for the base model. tenants: the same by tenant. in_flight: number of this process's requests that it has not
-    finished. foreign_load: number of other gateways' requests. slots: number of requests that it runs at once.
-    load_seconds: time to load an adapter. request_seconds: time of a request. reason: the cause of its health and the
-    remedy, if there is one; "" while it is up. health_since: time (monotonic) of the last change of health. misses:
-    unanswered health checks in a row. mismatched: the instance that answered with another adapter than the request's.
-    unanswered: a time-out for each request that it has not begun to answer.
+    requests: this process's requests there. resident: digests (no prefix) of the adapters that it holds. foreign_load:
+    number of other gateways' requests. slots: number of requests that it runs at once. load_seconds: time to load an
+    adapter. request_seconds: time of a request. state: its last report. mismatched: the instance that answered with
+    another adapter than the request's.
     """
 
     address: Address
-    health: Health = Health.UNKNOWN
-    reason: str = "it has not been probed yet"
-    health_since: float = field(default_factory=time.monotonic)
+    condition: Condition = field(default_factory=Condition)
+    requests: OwnRequests = field(default_factory=OwnRequests)
     resident: frozenset[str] = frozenset()
-    serving: Counter[str | None] = field(default_factory=Counter)
-    tenants: Counter[str] = field(default_factory=Counter)
-    in_flight: int = 0
     foreign_load: int = 0
     slots: int = DEFAULT_SLOTS
     load_seconds: float = DEFAULT_LOAD_SECONDS
     request_seconds: float = 1.0
     state: EngineState = field(default_factory=EngineState)
-    misses: int = 0
     mismatched: str | None = None
-    unanswered: set[asyncio.Timeout] = field(default_factory=set)
     breaker: Breakers = field(default_factory=Breakers)
 
     @property
@@ -166,7 +151,7 @@ class EngineRecord:
     @property
     def load(self) -> int:
         """Return the number of requests on this engine, including the known ones of other gateways."""
-        return self.in_flight + self.foreign_load
+        return self.requests.in_flight + self.foreign_load
 
     @property
     def max_in_flight(self) -> int:
@@ -187,7 +172,7 @@ class EngineRecord:
 
     @property
     def is_up(self) -> bool:
-        return self.health is Health.UP
+        return self.condition.health is Health.UP
 
     @property
     def available(self) -> bool:
@@ -197,30 +182,12 @@ class EngineRecord:
     def fault(self) -> str | None:
         """Return the reason why the engine gets no requests, or None if it gets requests."""
         if not self.is_up:
-            return f"{self.health}: {self.reason}"
+            return f"{self.condition.health}: {self.condition.reason}"
         return None if self.breaker.allows_some else "up, but its requests fail: its circuit breaker is open"
 
     def holds(self, digest: str) -> bool:
         """Return whether the engine has the adapter, or loads it for a request of this process."""
-        return digest in self.resident or self.serving[digest] > 0
-
-    @contextmanager
-    def serve(self, digest: str | None, tenant_id: str = "") -> Iterator["InFlight"]:
-        """Count a request while it is with this engine."""
-        self.in_flight += 1
-        self.serving[digest] += 1
-        self.tenants[tenant_id] += 1
-        request = InFlight(self)
-        try:
-            yield request
-        finally:
-            request.free()
-            self.serving[digest] -= 1
-            if not self.serving[digest]:
-                del self.serving[digest]
-            self.tenants[tenant_id] -= 1
-            if not self.tenants[tenant_id]:
-                del self.tenants[tenant_id]
+        return digest in self.resident or self.requests.by_digest[digest] > 0
 
     def observe_request(self, seconds: float) -> None:
         """Update the mean time of a request, weighted towards the most recent ones."""
@@ -237,13 +204,6 @@ class EngineRecord:
         if state.adapter_load_seconds > 0:
             self.load_seconds = max(state.adapter_load_seconds, LEAST_LOAD_SECONDS)
 
-    def abandon_unanswered(self) -> None:
-        """End the wait of all requests that the engine has not begun to answer; they go to other engines."""
-        now = asyncio.get_running_loop().time()
-        for wait in self.unanswered:
-            if not wait.expired():
-                wait.reschedule(now)
-
     def mark_down(self, reason: str, health: Health = Health.DOWN) -> None:
         """Stop sending requests to the engine. health: DOWN, SILENT or DRAINING."""
         self._change(health, reason)
@@ -252,7 +212,6 @@ class EngineRecord:
     def mark_misconfigured(self, reason: str) -> None:
         """Stop sending requests to the engine until the operator has corrected the reason."""
         self._change(Health.MISCONFIGURED, reason)
-        self.misses = 0
 
     def mark_mismatched(self) -> None:
         """Stop sending requests to the engine until it reports another instance."""
@@ -260,6 +219,7 @@ class EngineRecord:
         self.mark_misconfigured(MISMATCH)
 
     def mark_up(self) -> None:
+        """Send requests to the engine, unless this instance answered with another adapter than a request's."""
         if self.mismatched is not None and self.mismatched == str(self.state.instance):
             self.mark_misconfigured(MISMATCH)
             return
@@ -268,39 +228,19 @@ class EngineRecord:
             # Earlier failures do not count against an engine that comes back.
             self.breaker = Breakers()
         self._change(Health.UP, "")
-        self.misses = 0
 
     def note_missed_probe(self, reason: str) -> None:
         """Count an unanswered health check."""
-        self.misses += 1
-        if self.health is Health.UNKNOWN:
-            self.reason = reason
-        if self.misses >= MISSES_UNTIL_DOWN:
+        if self.condition.miss(reason):
             self.mark_down(reason, Health.SILENT)
 
     def _change(self, health: Health, reason: str) -> None:
         """Set the health, and log a change of the health or its reason."""
-        if (health, reason) != (self.health, self.reason):
+        if self.condition.change(health, reason):
             if health is Health.UP:
                 log.info("engine %s is up", self.url)
             else:
                 level = logging.ERROR if health is Health.MISCONFIGURED else logging.WARNING
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)
-        if health is not self.health:
-            self.health_since = time.monotonic()
-        self.health, self.reason = health, reason
         if health is not Health.UP:
             self.resident = frozenset()
-
-
-class InFlight:
-    """A request that counts in its engine's `in_flight`."""
-
-    def __init__(self, engine: EngineRecord) -> None:
-        self._engine = engine
-        self.is_counted = True
-
-    def free(self) -> None:
-        """Stop counting the request, because the engine has finished its part. Its adapter stays in `serving`."""
-        self._engine.in_flight -= self.is_counted
-        self.is_counted = False

@@ -1,9 +1,14 @@
 """Health of an engine, and texts for the reasons of its faults."""
 
 import errno
+import time
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from aiohttp import ClientConnectorDNSError, ClientConnectorError, ClientSSLError, ServerDisconnectedError
+
+# An engine in a long step may miss a probe or two. A refused connection means down at once.
+MISSES_UNTIL_SILENT = 3
 
 
 class Health(StrEnum):
@@ -19,6 +24,38 @@ class Health(StrEnum):
     DRAINING = "draining"
     # It answers, but its model, version, secret or receipts rule it out until the operator acts.
     MISCONFIGURED = "misconfigured"
+
+
+@dataclass(slots=True)
+class Condition:
+    """An engine's health, as its probes have shown it.
+
+    reason: its cause and the remedy, if there is one; "" while the engine is up. since: time (monotonic) of the last
+    change of health. misses: unanswered health checks in a row.
+    """
+
+    health: Health = Health.UNKNOWN
+    reason: str = "it has not been probed yet"
+    since: float = field(default_factory=time.monotonic)
+    misses: int = 0
+
+    def change(self, health: Health, reason: str) -> bool:
+        """Set the health. Returns whether the health or its reason is another than before."""
+        changed = (health, reason) != (self.health, self.reason)
+        if health is not self.health:
+            self.since = time.monotonic()
+        self.health, self.reason = health, reason
+        if health in (Health.UP, Health.MISCONFIGURED):
+            # The engine has answered.
+            self.misses = 0
+        return changed
+
+    def miss(self, reason: str) -> bool:
+        """Count an unanswered health check. Returns whether there were enough in a row to call the engine silent."""
+        self.misses += 1
+        if self.health is Health.UNKNOWN:
+            self.reason = reason
+        return self.misses >= MISSES_UNTIL_SILENT
 
 
 def network_reason(error: BaseException) -> str:

@@ -30,7 +30,7 @@ class Probe:
         kind = self._kinds[engine.address.traits.name]
         if not await self._is_alive(engine, kind):
             return
-        in_flight = engine.in_flight
+        in_flight = engine.requests.in_flight
         try:
             engine.observe_state(await kind.read_state(engine), in_flight)
         except Misconfigured as error:
@@ -75,7 +75,7 @@ class Probe:
         pushed = False
         try:
             async for state in self._kinds[engine.address.traits.name].follow(engine):
-                engine.observe_state(state, engine.in_flight)
+                engine.observe_state(state, engine.requests.in_flight)
                 if engine.state.draining:
                     engine.mark_down("it finishes its requests and stops", Health.DRAINING)
                 else:

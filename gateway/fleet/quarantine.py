@@ -100,7 +100,7 @@ class Quarantine:
     def died(self, engine: EngineRecord, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
         """Note that an engine died with this request, and report it to the other processes in the background."""
         suspects = self._suspects(tenant_id, digest, body)
-        report = Report(engine.url, [*{*engine.tenants, tenant_id}], suspects)
+        report = Report(engine.url, [*{*engine.requests.by_tenant, tenant_id}], suspects)
         if engine.foreign_load and (self._shared is None or self._shared.is_away):
             report.tenants.append(UNKNOWN_TENANTS)
         self._apply(report, self._clock())

@@ -105,11 +105,11 @@ class Registry:
         The wait ends at once if another engine is available, else after `silence_patience`, because the engine may
         come back.
         """
-        if engine.health is not Health.SILENT:
+        if engine.condition.health is not Health.SILENT:
             return
         has_other = any(other.available for other in self._engines.values())
-        if has_other or time.monotonic() - engine.health_since > self._silence_patience:
-            engine.abandon_unanswered()
+        if has_other or time.monotonic() - engine.condition.since > self._silence_patience:
+            engine.requests.abandon_unanswered()
 
     def _end_watch(self, url: str, task: "asyncio.Task[None]") -> None:
         self._watching.pop(url, None)

@@ -78,7 +78,7 @@ class RuntimeAdapters:
         A long answer then keeps its adapter among the recently used ones, so no other process unloads it. SGLang would
         wait for the answer's end and start no other load meanwhile.
         """
-        for digest in engine.serving:
+        for digest in engine.requests.by_digest:
             if digest is not None:
                 self._uses.note(engine.url, digest)
 
@@ -115,7 +115,9 @@ class RuntimeAdapters:
                     log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, reason)
 
     def _idle(self, engine: EngineRecord, moving: "_Moving") -> list[str]:
-        return [each for each in engine.resident if not engine.serving.get(each) and each not in moving.loads]
+        return [
+            each for each in engine.resident if not engine.requests.by_digest.get(each) and each not in moving.loads
+        ]
 
     async def _post(self, engine: EngineRecord, path: str, body: dict[str, str]) -> tuple[int, bytes]:
         """Return the status and the body of the engine's answer."""

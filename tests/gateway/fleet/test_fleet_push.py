@@ -60,7 +60,7 @@ async def test_residency_and_load_are_heard_as_they_change(session: ClientSessio
         await fleet.until(lambda: fleet.engine.resident == {"d" * 64})
         upstream.running = 5
         await fleet.until(lambda: fleet.engine.foreign_load == 5)
-        with fleet.engine.serve(None):
+        with fleet.engine.requests.count(None):
             upstream.running = 6
             # Our own request is among the six.
             await fleet.until(lambda: fleet.engine.state.running == 6)
@@ -74,7 +74,7 @@ async def test_an_engine_that_says_it_is_leaving_gets_nothing_more(session: Clie
         await until(lambda: followed_by(upstream, 1))
         upstream.draining = True
         await fleet.until(lambda: not fleet.engine.available)
-        assert fleet.engine.health is Health.DRAINING
+        assert fleet.engine.condition.health is Health.DRAINING
         assert upstream.followers == 1
 
 
@@ -107,7 +107,7 @@ async def test_an_engine_of_another_model_is_not_followed_into_service(session: 
     async with Fleet(session, upstream.url) as fleet:
         await until(lambda: followed_by(upstream, 1))
         upstream.model = "other"
-        await fleet.until(lambda: fleet.engine.health is Health.MISCONFIGURED)
+        await fleet.until(lambda: fleet.engine.condition.health is Health.MISCONFIGURED)
         assert not fleet.engine.available
         upstream.model = BASE_MODEL
         await fleet.until(lambda: fleet.engine.available)

@@ -34,7 +34,7 @@ def clock() -> Clock:
 
 def engine(url: str = "http://one:1", others: int = 0, **tenants: int) -> EngineRecord:
     record = EngineRecord(parse_address(url))
-    record.foreign_load, record.tenants = others, Counter(tenants)
+    record.foreign_load, record.requests.by_tenant = others, Counter(tenants)
     return record
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.routing import POLICIES, measure
 from gateway.fleet.engine import Address, EngineRecord
-from gateway.fleet.health import Health
+from gateway.fleet.health import Condition, Health
 from gateway.fleet.routing import MAX_PREFIXES, Conversations, choose, prefix_key, rank
 
 URLS = [f"http://{name}:1" for name in "abcd"]
@@ -12,8 +12,8 @@ SLOTS = 8
 
 
 def engine(url: str, in_flight: int = 0, resident: tuple[str, ...] = (), **fields: object) -> EngineRecord:
-    record = EngineRecord(Address(url), health=Health.UP, slots=SLOTS, **fields)  # type: ignore[arg-type]
-    record.in_flight, record.resident = in_flight, frozenset(resident)
+    record = EngineRecord(Address(url), condition=Condition(Health.UP), slots=SLOTS, **fields)  # type: ignore[arg-type]
+    record.requests.in_flight, record.resident = in_flight, frozenset(resident)
     return record
 
 
@@ -56,7 +56,7 @@ def test_who_holds_the_adapter_serves_it_wherever_its_home_is():
 
 def test_an_adapter_on_its_way_is_held_already():
     engines = [engine(url) for url in URLS]
-    with engines[2].serve("d"):
+    with engines[2].requests.count("d"):
         assert chosen(engines, "d") == URLS[2]
     assert chosen(engines, "d") == home("d", URLS)
 
@@ -65,15 +65,15 @@ def test_a_hot_adapter_is_copied_where_waiting_is_shortest_and_the_copy_left_whe
     holder, *others = (engine(url) for url in URLS)
     holder.resident = frozenset(["d"])
     # Light load: every request goes to the engine that holds the adapter.
-    holder.in_flight = 3
+    holder.requests.in_flight = 3
     assert chosen([holder, *others], "d") == holder.url
     # The queue there takes longer than a load elsewhere.
-    holder.in_flight = SLOTS + 4
-    others[0].in_flight = others[1].in_flight = 2
+    holder.requests.in_flight = SLOTS + 4
+    others[0].requests.in_flight = others[1].requests.in_flight = 2
     assert chosen([holder, *others], "d") == others[2].url
     # Both engines hold it under light load: one of them gets all requests.
     others[2].resident = frozenset(["d"])
-    holder.in_flight = 0
+    holder.requests.in_flight = 0
     assert len({chosen([holder, *others], "d") for _ in range(3)}) == 1
 
 

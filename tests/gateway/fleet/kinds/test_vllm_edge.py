@@ -249,7 +249,7 @@ async def test_a_long_answer_keeps_its_adapter_from_being_unloaded_by_another_wo
             worker.adapters._store.path = lambda digest: tmp_path / digest  # type: ignore[method-assign]
             await worker.probe(worker.engine)
         await one.ask(long, vllm)
-        with one.engine.serve(long, "acme"):
+        with one.engine.requests.count(long, "acme"):
             for digest in others:
                 # A poll of the first worker, longer after its use than the period of reports.
                 await asyncio.sleep(1.1)

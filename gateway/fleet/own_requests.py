@@ -1,0 +1,63 @@
+"""Requests of this gateway process that are with an engine."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class OwnRequests:
+    """This process's requests on an engine.
+
+    in_flight: number of requests that the engine has not finished. by_digest: number by adapter, None for the base
+    model, until the gateway has passed on the answer. by_tenant: the same by tenant. unanswered: a time-out for each
+    request that the engine has not begun to answer.
+    """
+
+    in_flight: int = 0
+    by_digest: Counter[str | None] = field(default_factory=Counter)
+    by_tenant: Counter[str] = field(default_factory=Counter)
+    unanswered: set[asyncio.Timeout] = field(default_factory=set)
+
+    @contextmanager
+    def count(self, digest: str | None, tenant_id: str = "") -> Iterator["InFlight"]:
+        """Count a request for the block."""
+        self.in_flight += 1
+        self.by_digest[digest] += 1
+        self.by_tenant[tenant_id] += 1
+        request = InFlight(self)
+        try:
+            yield request
+        finally:
+            request.free()
+            _take_one(self.by_digest, digest)
+            _take_one(self.by_tenant, tenant_id)
+
+    def abandon_unanswered(self) -> None:
+        """End the wait of all requests that the engine has not begun to answer; they go to other engines."""
+        now = asyncio.get_running_loop().time()
+        for wait in self.unanswered:
+            if not wait.expired():
+                wait.reschedule(now)
+
+
+class InFlight:
+    """A request that counts in `in_flight`."""
+
+    def __init__(self, requests: OwnRequests) -> None:
+        self._requests = requests
+        self.is_counted = True
+
+    def free(self) -> None:
+        """Stop counting the request, because the engine has finished its part. Its adapter still counts."""
+        self._requests.in_flight -= self.is_counted
+        self.is_counted = False
+
+
+def _take_one(counts: Counter[Any], key: Any) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
