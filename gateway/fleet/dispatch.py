@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -23,7 +24,7 @@ from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.spans import upstream
 
 # Deaths and failures of engines after which a request is sent to no further engine: it may be the cause.
-MAX_DEATHS = 2
+MAX_FAILURES = 2
 ENGINES_DIED = (
     "The engines ended while they worked on this request. It costs no money; tokens that were computed for it count "
     "against the token rates."
@@ -59,18 +60,22 @@ class Answering(msgspec.Struct, frozen=True):
     release: Callable[[], None]
 
 
+@dataclass(slots=True)
 class _Tries:
-    """Engines tried for one request. prefix: key of its conversation. engine: the last one tried. deaths: number of
-    engines that died with the request or failed. was_lost: whether an engine died with it. refusal: the last engine's.
+    """Attempts to serve one request. prefix: key of its conversation. engines: those tried, in order. refusal: the last
+    engine's. died: number of engines that died with the request. failed: number of engines that failed it otherwise.
     """
 
-    def __init__(self, prefix: bytes) -> None:
-        self.prefix = prefix
-        self.engine: EngineRecord | None = None
-        self.tried: set[EngineRecord] = set()
-        self.deaths = 0
-        self.was_lost = False
-        self.refusal: EngineRefused | None = None
+    prefix: bytes
+    engines: list[EngineRecord] = field(default_factory=list)
+    refusal: EngineRefused | None = None
+    died: int = 0
+    failed: int = 0
+
+    @property
+    def are_enough(self) -> bool:
+        """Return whether the request may be the cause of the failures, so that no further engine gets it."""
+        return self.died + self.failed >= MAX_FAILURES
 
 
 class Fleet:
@@ -131,9 +136,9 @@ class Fleet:
         try:
             async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None):
                 while True:
-                    engine = tries.engine = self._choose(call, tries)
+                    engine = self._choose(call, tries)
+                    tries.engines.append(engine)
                     self._check_again(call)
-                    tries.tried.add(engine)
                     if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
                         await call.hold.cover_all()
                     bill.sent(engine, call.prompt_tokens)
@@ -142,25 +147,25 @@ class Fleet:
                         self._conversations.served(tries.prefix, engine)
                         return begun
         except TimeoutError:
-            if tries.engine is not None:
-                tries.engine.breaker.failed(call.tenant.id)
+            if tries.engines:
+                tries.engines[-1].breaker.failed(call.tenant.id)
             late = UpstreamFailed(f"No engine began to answer within {self._first_byte_seconds:g} s.")
             raise EngineRefused(late) from None
 
-    def _choose(self, call: Call, tries: "_Tries") -> EngineRecord:
+    def _choose(self, call: Call, tries: _Tries) -> EngineRecord:
         """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
         left = [
             candidate
             for candidate in self._registry.engines
-            if candidate not in tries.tried and candidate.breaker.allows(call.tenant.id)
+            if candidate not in tries.engines and candidate.breaker.allows(call.tenant.id)
         ]
         engine = choose(left, call.model.digest, tries.prefix, self._conversations.engine(tries.prefix, left))
         if engine is None:
-            raise tries.refusal or EngineRefused(EngineDied() if tries.was_lost else NoEngine())
+            raise tries.refusal or EngineRefused(EngineDied() if tries.died else NoEngine())
         return engine
 
     async def _try(
-        self, engine: EngineRecord, call: Call, bill: Bill, tries: "_Tries", held: AsyncExitStack
+        self, engine: EngineRecord, call: Call, bill: Bill, tries: _Tries, held: AsyncExitStack
     ) -> Begun | None:
         """Send the request to the engine. Returns None if the next engine is to be tried. Raises EngineRefused."""
         try:
@@ -174,17 +179,16 @@ class Fleet:
             bill.lost()
             self._quarantine.died(engine, call.tenant.id, call.model.digest, call.body)
             await self._quarantine.reported()
-            tries.was_lost = True
-            tries.deaths += 1
-            if tries.deaths == MAX_DEATHS:
+            tries.died += 1
+            if tries.are_enough:
                 raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
         except EngineWithdrew:
             # The engine counts as absent. Its message, such as "shutting down", is not for the client.
             bill.unsent()
             engine.mark_down("it refused a request: it takes none at present")
         except EngineRefused as error:
-            tries.deaths += isinstance(error.error, UpstreamFailed)
-            if tries.deaths == MAX_DEATHS or not error.may_succeed_elsewhere:
+            tries.failed += isinstance(error.error, UpstreamFailed)
+            if tries.are_enough or not error.may_succeed_elsewhere:
                 raise
             tries.refusal = error
         else:
