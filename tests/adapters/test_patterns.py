@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.manifest import AdapterError, parse_manifest
-from adapters.patterns import ModulePattern, PatternError, pattern_key_matcher
+from adapters.patterns import Budget, ModulePattern, PatternError, pattern_key_matcher
 
 NAME = "model.layers.3.self_attn.q_proj"
 _ATOM = st.sampled_from(["a", "b", "_", ".", r"\.", r"\d", r"\w", r"\W", r"\s", "[ab]", "[^a]", "[a-b1]", r"[^\d]", ""])
@@ -82,3 +82,15 @@ def test_the_cost_of_all_matches_of_one_adapter_is_bounded():
 def test_what_is_not_matched_is_refused(pattern):
     with pytest.raises(PatternError):
         ModulePattern(pattern).match("abcabc")
+
+
+def test_a_common_training_tools_pattern_fits_the_budget_of_the_largest_models():
+    blocks, parts = "(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense)", "q k v o gate up down"
+    ends = "(?:" + "|".join(f"{part}_proj" for part in parts.split()) + ")"
+    pattern = ModulePattern(
+        rf"(?:.*?(?:language|text).*?{blocks}.*?{ends}.*?)|(?:\bmodel\.layers\.[\d]{{1,}}\.{blocks}\.{ends})", Budget()
+    )
+    for layer in range(126):
+        for part in parts.split():
+            block = "self_attn" if part in "qkvo" else "mlp"
+            assert pattern.fullmatch(f"model.layers.{layer}.{block}.{part}_proj")
