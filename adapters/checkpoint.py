@@ -138,13 +138,19 @@ class Checkpoint:
         return self.folder / WEIGHTS_NAME
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Read and check an adapter folder completely. Raises AdapterError, OSError."""
+def open_checkpoint(folder: str | Path, verified: str | None = None) -> Checkpoint:
+    """Read and check an adapter folder completely. Raises AdapterError, OSError.
+
+    verified: the digest, if these files were read before and have not changed since; only the headers are read then.
+    """
     folder = Path(folder)
     # The file is not memory-mapped: truncating a mapped file during the read would crash the process.
     manifest, modules, copies = read_headers(folder)
-    with (folder / WEIGHTS_NAME).open("rb") as file:
-        digest = _digest(file, modules, copies)
+    if verified is None:
+        with (folder / WEIGHTS_NAME).open("rb") as file:
+            digest = _digest(file, modules, copies)
+    else:
+        digest = verified
     return Checkpoint(
         folder=folder,
         manifest=manifest,
@@ -154,6 +160,12 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         digest=digest,
         base_copies=copies,
     )
+
+
+def files_version(folder: Path) -> tuple[tuple[int, int, int, int], ...]:
+    """Return what identifies the content of the two files without reading them. Raises OSError."""
+    found = [(folder / name).stat() for name in (CONFIG_NAME, WEIGHTS_NAME)]
+    return tuple((stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino) for stat in found)
 
 
 def read_headers(folder: Path) -> tuple[AdapterManifest, dict[tuple[int, str], LoraModuleInfo], dict[str, TensorSpan]]:

@@ -27,6 +27,8 @@ from kernels.platform import Fence, Lane, platform_of
 
 # Limit of the copies under way: an adapter that a later copy would replace serves until its turn.
 MAX_COPYING = 16
+# Limit of the loads into host memory under way, so that loads follow the order of `ensure`.
+MAX_FETCHING = 4
 
 
 class Residency(Enum):
@@ -139,7 +141,7 @@ class AdapterPool:
             return self._ensure_resident(digest, resident)
         adapter = self._host.get(digest)
         if adapter is None:
-            if digest not in self._fetching:
+            if digest not in self._fetching and self._may_fetch(digest, tenant):
                 fetch = self._fetching[digest] = self._host.fetch(digest)
                 fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
             return Residency.LOADING
@@ -157,6 +159,13 @@ class AdapterPool:
             return Residency.LOADING
         self._reservations.add(digest, tenant, weight, size, self._now)
         return Residency.NO_ROOM
+
+    def _may_fetch(self, digest: str, tenant: str) -> bool:
+        """Return whether a load into host memory helps: an adapter that can be neither placed nor reserved then would
+        only evict others from host memory.
+        """
+        is_of_use = digest in self._reservations or not self._reservations.has_tenant(tenant)
+        return is_of_use and len(self._fetching) < MAX_FETCHING
 
     def _ensure_resident(self, digest: str, resident: Resident) -> Residency:
         if resident.ready_at == math.inf:
@@ -207,10 +216,7 @@ class AdapterPool:
         `PAGE_WAIT_S` ago is not returned, so that two adapters do not take each other's pages in every step. An adapter
         left out of the argument keeps its pages, and the reservation waits for its requests to end.
         """
-        held, wanted, victims, needed = Amount(), Amount(), list[str](), 0
-        overdue = self._reservations.overdue
-        if not overdue:
-            return []
+        overdue, held, wanted, victims, needed = self.overdue, Amount(), Amount(), list[str](), 0
         held.add(self._pinned_held)
         holders = iter(dict.fromkeys(furthest_ahead))
         for reservation in overdue:

@@ -22,6 +22,7 @@ from adapters.checkpoint import Checkpoint, TensorSpan, open_checkpoint
 from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
+from adapters.tiers.verified_files import VerifiedFiles
 from kernels.dtypes import FILE_DTYPES
 
 # The base model's `[vocab, hidden]` embed_tokens or lm_head, in the dtype that is served, on the CPU.
@@ -110,6 +111,7 @@ class HostCache:
         self._askers: Counter[str] = Counter()
         self._asked: OrderedDict[str, str] = OrderedDict()
         self._failures: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
+        self._verified = VerifiedFiles()
         self._base_digests: dict[str, bytes] = {}
         self._base_lock = threading.Lock()
         self._threads = FairThreads(
@@ -266,10 +268,7 @@ class HostCache:
             folder = self._store.path(digest)
         if folder is None:
             raise AdapterNotFound("adapter", f"no adapter with digest {digest}")
-        checkpoint = open_checkpoint(folder)
-        if checkpoint.digest != digest:
-            raise AdapterError("adapter", f"its files have changed since it was named {digest}")
-        return checkpoint
+        return self._verified.open(folder, digest)
 
     def _check(self, checkpoint: Checkpoint) -> int:
         """Return the adapter's bytes in host memory.

@@ -75,6 +75,10 @@ class Reservations:
     def __contains__(self, digest: str) -> bool:
         return digest in self._queue
 
+    def has_tenant(self, tenant: str) -> bool:
+        """Return whether a request of the tenant has a reservation."""
+        return tenant in self._tenants
+
     @property
     def overdue(self) -> list[Reservation]:
         """Return the overdue reservations, oldest first."""

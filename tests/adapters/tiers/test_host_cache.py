@@ -11,7 +11,7 @@ from adapters.checkpoint import open_checkpoint
 from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.store import DirectoryStore
-from adapters.tiers import host_cache
+from adapters.tiers import host_cache, verified_files
 from adapters.tiers.host_cache import HostAdapter, HostCache
 from testing.adapter_files import BASE, key, tensors, write
 
@@ -311,8 +311,10 @@ def test_a_failing_adapter_is_read_once_for_all_who_wait(make, store, digests, m
     weights = store.path(digests[0]) / "adapter_model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    cache, opened, really = make(), [], host_cache.open_checkpoint
-    monkeypatch.setattr(host_cache, "open_checkpoint", lambda folder: (opened.append(folder), really(folder))[1])
+    cache, opened, really = make(), [], verified_files.open_checkpoint
+    monkeypatch.setattr(
+        verified_files, "open_checkpoint", lambda folder, known=None: (opened.append(folder), really(folder, known))[1]
+    )
     for _ in range(20):
         with pytest.raises(AdapterError, match="its files have changed"):
             load(cache, digests[0])

@@ -49,6 +49,7 @@ def test_pages_beyond_a_reservation_serve_others(make: Make, adapter: Callable[.
     wait_for(pool, outside)
     pool.pin(outside)
     big = adapter(rank=16, seed=22)
+    pool._host.fetch(cold).result(60)
     wait_for(pool, big, Residency.NO_ROOM)
     wait_for(pool, cold, Residency.NO_ROOM)
     pool.unpin(outside)
