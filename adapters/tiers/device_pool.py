@@ -79,9 +79,8 @@ class AdapterPool:
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._total = Amount(self.num_slots, self.num_pages, self._max_outside_bytes)
-        # Each resident is in one of four states: copying, unused, pinned or idle. An unused one has been copied for a
-        # request that has not pinned it yet: it is not evicted for `PAGE_WAIT_S`, or two adapters that wait for these
-        # pages could evict each other before either is used.
+        # A resident is copying, unused, pinned or idle. An unused one, copied but not pinned yet, is not evicted for
+        # `PAGE_WAIT_S`: two adapters that wait for the same pages could evict each other before either is used.
         self._residents: dict[str, Resident] = {}
         self._idle = IdleAdapters()
         self._copying: dict[str, Resident] = {}
@@ -161,9 +160,7 @@ class AdapterPool:
         return Residency.NO_ROOM
 
     def _may_fetch(self, digest: str, tenant: str) -> bool:
-        """Return whether a load into host memory helps: an adapter that can be neither placed nor reserved then would
-        only evict others from host memory.
-        """
+        """Return whether the adapter could be placed or reserved once it is in host memory."""
         is_of_use = digest in self._reservations or not self._reservations.has_tenant(tenant)
         return is_of_use and len(self._fetching) < MAX_FETCHING
 
@@ -245,10 +242,7 @@ class AdapterPool:
         return loaded
 
     def error(self, digest: str) -> Exception:
-        """Return and clear the error of `ensure`'s FAILED, so that the next request tries again.
-
-        An AdapterError means that the adapter itself is at fault.
-        """
+        """Return and clear the error of FAILED, so that the next request tries again. AdapterError: the adapter's fault."""
         return self._errors.pop(digest)
 
     def no_longer_wanted(self, digest: str) -> None:
