@@ -35,10 +35,10 @@ def data_dir(root: Path) -> Path:
     return root
 
 
-def loraplex(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end."""
+def loraplex(*arguments: str, timeout: float = 60.0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end. timeout: in seconds. Raises subprocess.TimeoutExpired."""
     command = (sys.executable, "-m", "loraplex.cli", *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT, **options)
 
 
 def children(pid: int) -> list[int]:

@@ -194,7 +194,10 @@ class Load:
     def check_size(self, source: Source) -> None:
         """Raise LoadError if a source's plan is empty or has more than a million requests."""
         if not is_endless(source):
-            count = sum(1 for _ in itertools.islice(self.plan(source), MAX_PLANNED + 1))
+            # Only the times are needed, and they take a tenth of the whole plan's time.
+            times = self._replayed(source) if isinstance(source.arrival, Trace) else self._times(source)
+            most = MAX_PLANNED + 1 if source.requests is None else min(source.requests, MAX_PLANNED + 1)
+            count = sum(1 for _ in itertools.islice(times, most))
             if not 0 < count <= MAX_PLANNED:
                 much = "no request" if not count else f"more than {MAX_PLANNED} requests"
                 raise LoadError(f"gives {much} until the end; expected 1 to {MAX_PLANNED}")

@@ -145,7 +145,7 @@ async def test_bench_shows_an_engine_the_internal_token(run: Run, upstream: Upst
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     engine = ("bench", "--url", upstream.url, "--models", BASE_MODEL, "--n", "2", "--warmup", "0")
     (tmp_path / "wrong").write_text("not this one")
-    assert "status 401" in (await run(*engine, "--internal-token-file", str(tmp_path / "wrong"), code=1)).stderr
+    assert "http 401" in (await run(*engine, "--internal-token-file", str(tmp_path / "wrong"), code=1)).stderr
     assert "/dev/null is empty" in (await run(*engine, "--internal-token-file", "/dev/null", code=2)).stderr
     await run(*engine, "--internal-token-file", str(tmp_path / "token"))
     assert len(upstream.requests) == 2
