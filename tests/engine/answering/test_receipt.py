@@ -68,7 +68,12 @@ async def test_pages_of_another_adapter_show_in_the_receipt(client: Client, serv
         await ask(client, "/v1/completions", {"model": digest, "prompt": "hi", "max_tokens": 1})
     pool = server.server._engine.adapters
     pin = pool.pin
-    pool.pin = lambda digest: (pin(digest), pool._residents[other].slot)[1] if digest == one else pin(digest)
+
+    def pin_wrongly(digest: str, tenant: str) -> int:
+        slot = pin(digest, tenant)
+        return pool._residents[other].slot if digest == one else slot
+
+    pool.pin = pin_wrongly
     try:
         header, answer = await ask(client, "/v1/completions", {"model": digests[0], "prompt": "hi", "max_tokens": 3})
     finally:
