@@ -186,6 +186,43 @@ def test_functions_are_small():
     assert set(found) >= LONG_FUNCTIONS, "a mended file leaves the list"
 
 
+# Lines of the shortest run that may stand only once.
+RUN_LINES = 6
+# Pairs of files that may repeat each other, with the reason. Ops repeat the signatures of their interface and their
+# reference; migrations are never edited.
+REPEATED = {
+    ("engine/model/gemma.py", "engine/model/llama.py"): "each family owns its layers",
+    ("wire/text/tokenizer.py", "wire/text/tokenizer.py"): "the parameters of encode_chat and render_chat",
+}
+
+
+def runs(path: Path) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield each run of RUN_LINES lines with its first line's number, without comments, imports and punctuation."""
+    lines = [(number, line.strip()) for number, line in enumerate(path.read_text().splitlines(), 1)]
+    lines = [
+        (number, text)
+        for number, text in lines
+        if any(c.isalnum() for c in text) and not text.startswith(("#", "import ", "from "))
+    ]
+    for first in range(len(lines) - RUN_LINES + 1):
+        yield tuple(text for _, text in lines[first : first + RUN_LINES]), lines[first][0]
+
+
+def test_no_runs_are_repeated():
+    """No six lines of the product stand in two places; kernels and migrations are exempt."""
+    seen: dict[tuple[str, ...], tuple[str, int]] = {}
+    found: dict[tuple[str, str], str] = {}
+    for path in SOURCES:
+        name = str(path.relative_to(ROOT))
+        if not name.startswith(("kernels/", "migrations/")):
+            for run, line in runs(path):
+                first, at = seen.setdefault(run, (name, line))
+                if (first, at) != (name, line):
+                    found.setdefault((first, name), f"line {at} and line {line}: {run[0]}")
+    assert not {pair: where for pair, where in found.items() if pair not in REPEATED}
+    assert set(found) >= set(REPEATED), "a mended pair leaves the list"
+
+
 def test_no_circles_of_files():
     """No file imports itself through others, imports for type checking included."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}

@@ -34,7 +34,8 @@ class Checked(Protocol):
 
 RequestT = TypeVar("RequestT", bound=Checked)
 
-_WORDS = {
+# JSON's names for the Python types in msgspec's messages, and the words for its bounds.
+TYPE_WORDS = {
     "int": "an integer",
     "float": "a number",
     "str": "a string",
@@ -44,8 +45,8 @@ _WORDS = {
     "null": "null",
 }
 _LIMIT = re.compile(r"Expected `(\w+)` (of length )?(<=|>=|<|>) (\S+)")
-_LIMIT_WORDS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
-_UNITS = {"str": "characters", "array": "entries", "object": "entries"}
+BOUND_WORDS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 
 
 def decode(kind: type[RequestT], body: bytes) -> RequestT:
@@ -88,8 +89,8 @@ def _explain(error: str, kind: type, body: bytes) -> BadRequest:
     if limit := _LIMIT.fullmatch(what):
         return BadRequest(param, _out_of_range(param, limit, _types_at(kind, path), body))
     if expected := re.fullmatch(r"Expected `([^`]+)`, got `([^`]+)`", what):
-        kinds = [_WORDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
-        what = f"expected {' or '.join(kinds)}, got {_WORDS.get(expected[2], expected[2])}"
+        kinds = [TYPE_WORDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
+        what = f"expected {' or '.join(kinds)}, got {TYPE_WORDS.get(expected[2], expected[2])}"
     elif what.startswith("Invalid enum value"):
         what = f"{what[0].lower()}{what[1:120]}{_choices(_types_at(kind, path))}"
     elif pattern := re.fullmatch(r"Expected `str` matching regex '(.*?)(\(\?!.*\))?'", what):
@@ -101,7 +102,7 @@ def _out_of_range(param: str, limit: re.Match[str], types: list[msgspec.inspect.
     """Return a message with the number's whole range, and the given value for a field at the body's top level."""
     name, of_length, sign, bound = limit.groups()
     if of_length:
-        return f"{param} must have {_LIMIT_WORDS[sign]} {bound} {_UNITS[name]}"
+        return f"{param} must have {BOUND_WORDS[sign]} {bound} {UNITS[name]}"
     for part in types:
         if isinstance(part, msgspec.inspect.IntType | msgspec.inspect.FloatType):
             low = f"at least {_plain(part.ge)}" if part.ge is not None else ""
@@ -112,7 +113,7 @@ def _out_of_range(param: str, limit: re.Match[str], types: list[msgspec.inspect.
             else:
                 wanted = " and ".join(filter(None, (low, high)))
             return f"{param} must be {wanted}{_given(param, body)}"
-    return f"{param}: expected {_WORDS[name]} {_LIMIT_WORDS[sign]} {bound}"
+    return f"{param}: expected {TYPE_WORDS[name]} {BOUND_WORDS[sign]} {bound}"
 
 
 def _choices(types: list[msgspec.inspect.Type]) -> str:

@@ -6,7 +6,7 @@ from functools import cache
 
 from benchmarks.hostile.attack import attack
 from benchmarks.hostile.attacker import BOUNDARY, Attacker
-from benchmarks.hostile.connections import JSON, KIND, close, status_of
+from benchmarks.hostile.connections import JSON, KIND, close, connection, status_of
 
 
 @cache
@@ -82,14 +82,9 @@ async def send_headers(attacker: Attacker) -> None:
 
     async def one(index: int) -> None:
         while attacker.going:
-            reader, writer = await attacker.connect()
-            try:
+            async with connection(attacker) as (reader, writer):
                 writer.write(kinds[index % len(kinds)])
                 await status_of(attacker, reader, 1.0)
-            except OSError:
-                attacker.count("cut off")
-            finally:
-                await close(writer)
             await attacker.pause(0.05)
 
     await attacker.side_by_side(12, one)
@@ -112,16 +107,11 @@ async def send_large(attacker: Attacker) -> None:
     async def one(index: int) -> None:
         while attacker.going:
             field, body = large_bodies()[index // 2 % len(large_bodies())]
-            reader, writer = await attacker.connect()
-            try:
+            async with connection(attacker) as (reader, writer):
                 head = attacker.head("POST", "/v1/completions", len(body), JSON)
                 writer.write(head[:-2] + field + b"\r\n")
                 writer.write(body[: -100 if index % 2 else len(body)])
                 await status_of(attacker, reader, attacker.left)
-            except OSError:
-                attacker.count("cut off")
-            finally:
-                await close(writer)
             await attacker.pause(0.5)
 
     await attacker.side_by_side(500, one)
@@ -140,15 +130,10 @@ async def send_chunks(attacker: Attacker) -> None:
     async def one(index: int) -> None:
         path, kind = kinds[index % len(kinds)]
         while attacker.going:
-            reader, writer = await attacker.connect()
-            try:
+            async with connection(attacker) as (reader, writer):
                 writer.write(attacker.head("POST", path, None, kind) + tiny_chunks())
                 writer.write(b"2\r\n{}\r\n0\r\n\r\n")
                 await status_of(attacker, reader, attacker.left)
-            except OSError:
-                attacker.count("cut off")
-            finally:
-                await close(writer)
             await attacker.pause(0.05)
 
     await attacker.side_by_side(3, one)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from collections.abc import AsyncIterator
 
 from benchmarks.hostile.archives import good
 from benchmarks.hostile.attack import attack
@@ -29,11 +30,22 @@ async def close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
+@contextlib.asynccontextmanager
+async def connection(attacker: Attacker) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Open a connection to the gateway and close it after the block. Count it if the gateway cuts it off."""
+    reader, writer = await attacker.connect()
+    try:
+        yield reader, writer
+    except OSError:
+        attacker.count("cut off")
+    finally:
+        await close(writer)
+
+
 async def trickle(attacker: Attacker, head: bytes, first: bytes, drop: bytes, every: float) -> None:
     """Send `head` and `first`, then one `drop` every few seconds, while the gateway accepts them."""
     while attacker.going:
-        reader, writer = await attacker.connect()
-        try:
+        async with connection(attacker) as (reader, writer):
             writer.write(head + first)
             status = asyncio.ensure_future(status_of(attacker, reader, attacker.left))
             while attacker.going and not status.done():
@@ -42,10 +54,6 @@ async def trickle(attacker: Attacker, head: bytes, first: bytes, drop: bytes, ev
                     await writer.drain()
                 await attacker.pause(every)
             status.cancel()
-        except OSError:
-            attacker.count("cut off")
-        finally:
-            await close(writer)
         await attacker.pause(0.2)
 
 
@@ -79,17 +87,12 @@ async def leave_uploads(attacker: Attacker) -> None:
         while attacker.going:
             turn += 1
             body = form({"name": b"gone-%d-%d" % (index, turn)} | good())
-            _, writer = await attacker.connect()
-            try:
+            async with connection(attacker) as (_, writer):
                 cut = len(body) if turn % 2 else random.randrange(len(body))
                 writer.write(attacker.head("POST", "/v1/adapters", len(body), KIND) + body[:cut])
                 await writer.drain()
                 await asyncio.sleep(random.random() / 1000)
                 attacker.count("left")
-            except OSError:
-                attacker.count("cut off")
-            finally:
-                await close(writer)
             await attacker.pause(0.02)
 
     await attacker.side_by_side(4, one)
@@ -133,15 +136,10 @@ async def send_bad_heads(attacker: Attacker) -> None:
 
     async def one(index: int) -> None:
         while attacker.going:
-            reader, writer = await attacker.connect()
-            try:
+            async with connection(attacker) as (reader, writer):
                 writer.write(kinds[index % len(kinds)])
                 status = await status_of(attacker, reader, attacker.left)
                 attacker.check(status is not None or not attacker.going, "a bad head without an answer")
-            except OSError:
-                attacker.count("cut off")
-            finally:
-                await close(writer)
 
     await attacker.side_by_side(8, one)
 

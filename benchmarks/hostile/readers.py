@@ -7,7 +7,7 @@ import time
 
 from benchmarks.hostile.attack import attack
 from benchmarks.hostile.attacker import Attacker
-from benchmarks.hostile.connections import JSON, close, status_of
+from benchmarks.hostile.connections import JSON, close, connection, status_of
 
 STREAM = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 400, "ignore_eos": True}
 
@@ -30,18 +30,13 @@ async def storm(attacker: Attacker) -> None:
 
     async def one(index: int) -> None:
         while attacker.going:
-            reader, writer = await attacker.connect()
-            try:
+            async with connection(attacker) as (reader, writer):
                 writer.write(request)
                 if index % 2:
                     await status_of(attacker, reader, 2.0)
                 else:
                     await asyncio.sleep(random.random() / 100)
                     attacker.count("left")
-            except OSError:
-                attacker.count("cut off")
-            finally:
-                await close(writer)
             await attacker.pause(0.02)
 
     await attacker.side_by_side(8, one)

@@ -13,8 +13,8 @@ from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.changes import OPERATORS, count_change
 from gateway.records.database import Database
-from gateway.records.limits import FORMER_COLUMNS, Limits, read_limits, write_limits
-from gateway.records.tables import api_keys, tenants
+from gateway.records.limits import Limits, read_limits, write_limits
+from gateway.records.tables import FORMER_COLUMNS, api_keys, tenants
 from gateway.records.tenants import Tenant, read_tenant
 
 KEY_ID = re.compile(r"[0-9a-f]{16}")

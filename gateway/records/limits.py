@@ -12,15 +12,7 @@ import msgspec
 from sqlalchemy import Row
 
 from gateway.quota.kinds import REQUEST_KINDS, Kind
-
-FORMER_COLUMNS = (
-    "requests_per_minute",
-    "tokens_per_minute",
-    "tokens_per_day",
-    "max_concurrent",
-    "max_concurrent_tokens",
-    "budget_per_month",
-)
+from gateway.records.tables import FORMER_COLUMNS
 
 
 def limit_struct(name: str, kinds: tuple[Kind, ...], *, defaults: bool) -> Any:

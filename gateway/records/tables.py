@@ -50,18 +50,28 @@ metadata = MetaData(
     }
 )
 
+# Limits that the previous release stores in columns of their own, in `tenants` and `api_keys`; see
+# gateway.records.limits. NULL: not limited.
+FORMER_COLUMNS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "tokens_per_day",
+    "max_concurrent",
+    "max_concurrent_tokens",
+    "budget_per_month",
+)
+
+
+def _former_limits() -> list[Column[int]]:
+    return [Column(name, BigInteger, nullable=True) for name in FORMER_COLUMNS]
+
+
 tenants = Table(
     "tenants",
     metadata,
     Column("id", String(32), primary_key=True),
     Column("name", String(64), nullable=False, unique=True),
-    # Limits as the previous release stores them, here and in api_keys (gateway/records/limits.py). NULL: not limited.
-    Column("requests_per_minute", BigInteger, nullable=True),
-    Column("tokens_per_minute", BigInteger, nullable=True),
-    Column("tokens_per_day", BigInteger, nullable=True),
-    Column("max_concurrent", BigInteger, nullable=True),
-    Column("max_concurrent_tokens", BigInteger, nullable=True),
-    Column("budget_per_month", BigInteger, nullable=True),
+    *_former_limits(),
     Column("weight", Float, nullable=False),
     Column("priority", Integer, nullable=False),
     Column("on_token_limit", String(16), nullable=False),
@@ -89,12 +99,7 @@ api_keys = Table(
     Column("secret_hash", String(64), nullable=False),
     # JSON: a list of names; NULL is "all of them".
     Column("allowed_models", Text, nullable=True),
-    Column("requests_per_minute", BigInteger, nullable=True),
-    Column("tokens_per_minute", BigInteger, nullable=True),
-    Column("tokens_per_day", BigInteger, nullable=True),
-    Column("max_concurrent", BigInteger, nullable=True),
-    Column("max_concurrent_tokens", BigInteger, nullable=True),
-    Column("budget_per_month", BigInteger, nullable=True),
+    *_former_limits(),
     Column("created_at", UtcDateTime, nullable=False),
     Column("expires_at", UtcDateTime, nullable=True),
     Column("revoked_at", UtcDateTime, nullable=True),

@@ -14,6 +14,7 @@ from gateway.api.requests.memory import BODY_MEMORY, FREE_BYTES, OPERATOR, BodyS
 from gateway.api.requests.pieces import COST, Pieces
 from gateway.errors import BadRequest, TooSlow
 from wire import http_body
+from wire.decoding import BOUND_WORDS, TYPE_WORDS, UNITS
 
 T = TypeVar("T")
 
@@ -31,19 +32,6 @@ YEARS = range(1970, 9000)
 # Unicode categories that texts of a body must not contain: control characters (databases refuse a NUL, others forge
 # lines of logs and tables), lone surrogates, and separators of lines and paragraphs.
 UNFIT = {"Cc", "Cs", "Zl", "Zp"}
-
-# JSON's names for the Python types in msgspec's messages.
-WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
-LIMITS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
-UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 
 
 async def read_raw(request: web.Request) -> bytes:
@@ -176,11 +164,11 @@ def _explain(message: str) -> BadRequest:
         param, what = _within(param, unknown[1]), "there is no such field"
     elif limit := re.fullmatch(r"Expected `(\w+)` (of length )?(<=|>=|<|>) (\S+)", what):
         kind, of_length, sign, bound = limit.groups()
-        of = f"{LIMITS[sign]} {bound}"
-        what = f"expected {WORDS[kind]} of {of}" + (f" {UNITS[kind]}" if of_length else "")
+        of = f"{BOUND_WORDS[sign]} {bound}"
+        what = f"expected {TYPE_WORDS[kind]} of {of}" + (f" {UNITS[kind]}" if of_length else "")
     elif types := re.fullmatch(r"Expected `([^`]+)`, got `([^`]+)`", what):
-        wanted = " or ".join(WORDS.get(kind, kind) for kind in types[1].split(" | "))
-        what = f"expected {wanted}, got {WORDS.get(types[2], types[2])}"
+        wanted = " or ".join(TYPE_WORDS.get(kind, kind) for kind in types[1].split(" | "))
+        what = f"expected {wanted}, got {TYPE_WORDS.get(types[2], types[2])}"
     return BadRequest(f"{param or 'the body'}: {what.replace('`', chr(39))}.", param=param)
 
 
