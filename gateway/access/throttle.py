@@ -114,7 +114,7 @@ class FailedLogins:
         if shared is not None:
             self._remember(address, max(self._paid_off.get(address, 0.0), time.monotonic() + shared))
         if was_calm and self._wait(address) > 0:
-            log.warning("many wrong API keys from %s: refused until it is calm", address)
+            log.warning("too many wrong API keys from %s: further guesses are refused", address)
 
     def _wait(self, address: str) -> float:
         """Return the seconds until a guess from the address is compared again; 0 or less means now."""
@@ -146,7 +146,7 @@ class FailedLogins:
             async with asyncio.timeout(SHARE_SECONDS):
                 debt = await self._script(keys=[f"{self._scope}:{address}"], args=[SECONDS_EACH])
         except (RedisError, OSError, TimeoutError) as error:
-            self._outage.failed(type(error).__name__, "each process counts by itself")
+            self._outage.failed(type(error).__name__, "each process counts alone")
             return None
         self._outage.over()
         return int(debt) / 1000

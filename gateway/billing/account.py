@@ -331,7 +331,7 @@ class Accounting:
             self._outage.over()
         except Unavailable as error:
             # The row goes to the journal. The quota corrects the limits when Redis is back.
-            self._outage.failed(str(error), "what requests took of their limits is corrected when redis is back")
+            self._outage.failed(str(error), "limits are corrected when redis is reachable again")
         if entry_id is None:
             await self._ledger.keep(row)
         else:

@@ -62,7 +62,7 @@ class FinishedClient:
                     raise ClientPayloadError(f"/finished answered {response.status}, expected 200")
                 found = msgspec.json.decode(await response.read(), type=FinishedRequestList).data
         except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-            outage = Outage(log, f"asking engine {engine_url} what requests have cost")
+            outage = Outage(log, f"reading the usage log of engine {engine_url}")
             self._outages.setdefault(engine_url, outage).failed(type(error).__name__)
             return None
         if engine_url in self._outages:

@@ -106,7 +106,11 @@ class JournalFile:
             event = os.pread(self._descriptor, length, at + HEADER.size) if length <= self.size else b""
             if len(event) < length or zlib.crc32(event) != checksum:
                 # This can happen to the last record, if its process died during the write, before `append` returned.
-                log.critical("usage journal %s: the record at byte %d is not whole; the file ends there", self.path, at)
+                log.critical(
+                    "usage journal %s is damaged: the record at byte %d is incomplete, the rest is not read",
+                    self.path,
+                    at,
+                )
                 self.damaged = True
                 break
             events.append(event)
@@ -224,7 +228,7 @@ class Journal:
         with contextlib.suppress(FileNotFoundError):
             for path in sorted(self._folder.iterdir()):
                 if path.suffix == SUFFIX and path not in mine and (file := JournalFile.adopt(path)) is not None:
-                    log.warning("usage journal: %d bytes of a process that died are taken over", file.size)
+                    log.warning("usage journal: took over %d bytes of a dead process", file.size)
                     self._adopted.append(file)
 
     async def _thread(self, work: Callable[[], T]) -> T:

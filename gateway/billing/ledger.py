@@ -104,7 +104,7 @@ class Ledger:
             await self._write_held()
             await self._replay()
         except (Unavailable, OSError) as error:
-            log.warning("usage rows stay behind, to be written by the next gateway: %s", error)
+            log.warning("unwritten usage rows are left to the next gateway: %s", error)
         await self._journal.close()
 
     def _describe_rows(self) -> str:
@@ -126,7 +126,7 @@ class Ledger:
         text, empty if there is none; only then is an outage not logged.
         """
         delay = FIRST_RETRY_SECONDS
-        outage = Outage(log, "writing usage down")
+        outage = Outage(log, "writing usage rows")
         while not self._ended:
             try:
                 is_done = await work()
@@ -138,7 +138,7 @@ class Ledger:
                 continue
             except Exception:
                 # A bug must not end the ledger, because the rows still have to be written.
-                log.exception("usage could not be written; tried again")
+                log.exception("writing usage rows failed; the gateway retries")
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
                 continue

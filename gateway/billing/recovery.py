@@ -71,10 +71,10 @@ class Abandoned:
                     await self.settle_all()
             except Unavailable as error:
                 # The part that is away logs its own outage.
-                log.debug("requests of gateways that died wait to be settled: %s", error)
+                log.debug("requests of dead gateways are not settled yet: %s", error)
             except Exception:
                 # A bug must not end the task, because other requests wait.
-                log.exception("requests of gateways that died could not be settled; tried again")
+                log.exception("settling the requests of dead gateways failed; the gateway retries")
 
     async def settle_all(self) -> None:
         """Settle the expired leases of all tenants once. Raises Unavailable."""
@@ -88,10 +88,10 @@ class Abandoned:
             except Unavailable as error:
                 if self._quota.away:
                     raise
-                log.error("leases of tenant %s wait: %s", tenant_id, error.__cause__)
+                log.error("expired leases of tenant %s are not settled yet: %s", tenant_id, error.__cause__)
             except Exception:
                 # An error of one tenant must not stop the others.
-                log.exception("leases of tenant %s could not be settled; tried again", tenant_id)
+                log.exception("settling the expired leases of tenant %s failed; the gateway retries", tenant_id)
 
     async def _settle_of(self, tenant_id: str) -> None:
         leases = await self._quota.expired(tenant_id)
@@ -116,14 +116,14 @@ class Abandoned:
         except (KeyError, TypeError, msgspec.ValidationError):
             # The note has another form, perhaps a newer gateway's. Settle it with an event that is set aside for the
             # operator, so that nothing stays held.
-            log.critical("request %s of a gateway that died cannot be read", lease.reservation.request_id)
+            log.critical("the lease of request %s, left by a dead gateway, is malformed", lease.reservation.request_id)
             event = msgspec.json.encode({**lease.lease, "request_id": lease.reservation.request_id, "outcome": outcome})
             await self._quota.settle(lease.reservation, tokens=lease.reservation.tokens, cost=0, event=event)
             return
         used = row.prompt_tokens + row.completion_tokens + row.surcharge
         entry_id = await self._quota.settle(lease.reservation, tokens=used, cost=row.cost, event=encode(row))
         if entry_id is not None:
-            log.warning("request %s, given up by its gateway or with it, is settled: %d tokens", row.request_id, used)
+            log.warning("abandoned request %s is settled with %d tokens", row.request_id, used)
             self._metrics.finished(row)
             self._ledger.settled(entry_id, row)
 

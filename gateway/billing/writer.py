@@ -62,7 +62,7 @@ class UsageWriter:
                         await connection.execute(self._upserts[table], _sums(new, period))
         except (DBAPIError, OverflowError) as error:
             if isinstance(error, DBAPIError) and not is_datas_fault(error):
-                log.error("usage: the database cannot take rows", exc_info=error)
+                log.error("the database refuses usage rows", exc_info=error)
                 raise Unavailable("The database cannot take usage rows.", code="database_unavailable") from error
             if len(rows) == 1:
                 await self._reject(encode(rows[0]), f"{type(error).__name__}: {getattr(error, 'orig', error)}")
@@ -102,7 +102,7 @@ class UsageWriter:
         async with self._database.write() as connection:
             await connection.execute(insert)
         self.rejected += 1
-        log.critical("usage event set aside in usage_rejected as %s: %s", values["id"], reason)
+        log.critical("usage event moved to usage_rejected as %s: %s", values["id"], reason)
 
 
 def _sums(rows: Iterable[UsageRow], period: str) -> list[dict[str, Any]]:

@@ -42,7 +42,9 @@ def allow_descriptors(connections: int) -> None:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < wanted:
-        log.warning("%d files may be open: expected %d for LORAPLEX_MAX_CONNECTIONS=%d", most, wanted, connections)
+        log.warning(
+            "the limit of open files is %d, but LORAPLEX_MAX_CONNECTIONS=%d needs %d", most, connections, wanted
+        )
 
 
 @dataclass(slots=True)

@@ -113,7 +113,7 @@ class Supervisor:
         for number, process in list(self._workers.items()):
             if process.is_alive() or self._stopping:
                 continue
-            log.error("worker %d (pid %d) ended with code %s", number, process.pid, process.exitcode)
+            log.error("worker %d (pid %d) exited with code %s", number, process.pid, process.exitcode)
             if time.monotonic() - self._started[number] > LAST_RESTART_SECONDS:
                 self._restart_seconds = FIRST_RESTART_SECONDS
             # A signal ends the pause.
@@ -135,7 +135,7 @@ class Supervisor:
         for process in self._workers.values():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
-                log.critical("worker %s did not end; killed", process.name)
+                log.critical("worker %s did not exit in time and was killed", process.name)
                 process.kill()
                 process.join()
 

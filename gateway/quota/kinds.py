@@ -110,7 +110,7 @@ KINDS = (
         help="Concurrent requests",
         largest=100_000,
         default=32,
-        heading="At once",
+        heading="Concurrent",
     ),
     Kind(
         name="max_concurrent_tokens",
@@ -119,7 +119,7 @@ KINDS = (
         unit="concurrent token{s}",
         help="Prompt and output tokens of all concurrent requests",
         largest=10_000_000_000,
-        heading="Tokens at once",
+        heading="Concurrent tokens",
     ),
     Kind(
         name="budget_per_month",

@@ -68,7 +68,7 @@ class Leases:
                 await self.extend_all()
             except Unavailable:
                 # The requests continue. If Redis stays away, their leases end and are restored when it is back.
-                log.debug("leases of running requests could not be extended: redis is away, as its own log says")
+                log.debug("redis is unreachable; the leases of running requests are not extended")
 
     async def extend_all(self) -> None:
         """Extend the leases of all tenants, TENANTS_AT_ONCE in a round trip. One tenant's error does not affect others.

@@ -171,7 +171,7 @@ class Quota:
         try:
             await self.settle(taken, tokens=0, cost=0, event=b"")
         except Unavailable:
-            log.debug("the place of upload %s is released when redis answers", taken.request_id)
+            log.debug("the upload slot of request %s is released when redis is reachable again", taken.request_id)
 
     async def _take(self, limits: Sequence[Limit], demand: Demand, note: bytes, model: Model | str = "") -> Reservation:
         tenant_id, request_id, price = demand.tenant_id, demand.request_id, demand.price
@@ -258,7 +258,7 @@ class Quota:
         try:
             await self.settle(reservation, tokens=0, cost=0, event=b"", counts=False)
         except Unavailable:
-            log.debug("the reservation of request %s is released when redis answers", reservation.request_id)
+            log.debug("the reservation of request %s is released when redis is reachable again", reservation.request_id)
 
     async def hand_over(self, reservation: Reservation) -> bool:
         """Send a request's progress to Redis and hand its settlement over to the sweep for dead gateways.
@@ -338,7 +338,7 @@ class Quota:
         try:
             await self._store.call(self._presence.unregister)
         except Unavailable:
-            log.info("redis is away; this gateway is missed by it in a few seconds")
+            log.info("redis is unreachable; the registration of this gateway expires in a few seconds")
         await self._store.close()
 
     async def _acquire_unknown(
@@ -383,7 +383,7 @@ class Quota:
             try:
                 await self._store.call(self._presence.register)
             except Unavailable:
-                log.debug("redis is away; %d gateways live as far as is known", self._presence.count)
+                log.debug("redis is unreachable; the last known number of gateways is %d", self._presence.count)
             await asyncio.sleep(PRESENCE_SECONDS)
 
 

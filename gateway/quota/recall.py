@@ -71,7 +71,7 @@ class Recall:
         if not task.cancelled() and (error := task.exception()) is not None:
             # Waiting requests get the exception. After a failed repetition the script asks for another one.
             level = logging.WARNING if isinstance(error, Unavailable) else logging.ERROR
-            log.log(level, "usage of limit %s could not be recalled: %s", key[1], error)
+            log.log(level, "the past usage of limit %s cannot be read from the ledger: %s", key[1], error)
 
     async def _load(self, tenant_id: str, limit: Limit, since: int) -> None:
         counted, known = (0.0, 0) if self._past is None else await self._used(self._past, tenant_id, limit, since)

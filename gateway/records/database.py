@@ -108,7 +108,7 @@ class Database:
         if now - self._reconnected_at < RECONNECT_SECONDS:
             return
         self._reconnected_at = now
-        log.warning("the database is connected to anew: %s", reason)
+        log.warning("reconnecting to the database: %s", reason)
         await self._engine.dispose()
         await self._reserved.dispose()
 
@@ -277,4 +277,4 @@ def _upgrade(connection: Connection) -> None:
     command.upgrade(config, "head")
     after = MigrationContext.configure(connection).get_current_revision()
     if before != after:
-        log.info("the database's schema went from %s to %s", before or "nothing", after)
+        log.info("the schema of the database was migrated from %s to %s", before or "nothing", after)

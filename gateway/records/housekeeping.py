@@ -51,14 +51,14 @@ class Housekeeping:
                 return await is_first(self._redis, TURN, EVERY_SECONDS)
         except (RedisError, OSError, TimeoutError) as error:
             # The quota code logs an outage of Redis.
-            log.debug("housekeeping waits for Redis: %s", error)
+            log.debug("housekeeping is postponed, because redis is unreachable: %s", error)
             return False
 
     async def _do(self, name: str, chore: Chore) -> None:
         try:
             log.info("housekeeping: %s: %s", name, await chore())
         except Unavailable as error:
-            log.warning("housekeeping: %s is put off until the next turn: %s", name, error)
+            log.warning("housekeeping: %s is postponed to the next run: %s", name, error)
         except Exception:
             # The other chores and the next turn do not depend on this one.
             log.exception("housekeeping: %s failed", name)

@@ -151,7 +151,7 @@ class Store:
                 answer = await command()
         except ResponseError as error:
             # The server answers, but cannot do this call: a key has another type, a shard has no master.
-            self._refusals.failed(str(error), "whoever asked is refused")
+            self._refusals.failed(str(error), "the request is refused")
             raise unavailable() from error
         except self._faults as error:
             self._failed(error)
@@ -188,10 +188,10 @@ class Store:
         self._failures += 1
         if self._failures >= FAILURES and not self.away:
             self.away = True
-            self._outage.failed(type(error).__name__, "limits hold as LORAPLEX_QUOTA_FALLBACK says")
+            self._outage.failed(type(error).__name__, "LORAPLEX_QUOTA_FALLBACK applies")
             self._probe = asyncio.create_task(self._wait_until_back())
         elif not self.away:
-            log.info("redis: %s", type(error).__name__)
+            log.info("a call to redis failed: %s", type(error).__name__)
 
     async def _wait_until_back(self) -> None:
         if self._pipeline is not None:
@@ -202,7 +202,7 @@ class Store:
             try:
                 await self.ping()
             except Unavailable as error:
-                self._outage.failed(type(error.__cause__).__name__, "limits hold as LORAPLEX_QUOTA_FALLBACK says")
+                self._outage.failed(type(error.__cause__).__name__, "LORAPLEX_QUOTA_FALLBACK applies")
                 continue
             self._failures = 0
             self.away = False

@@ -32,7 +32,7 @@ class StoreCheck:
             try:
                 self._tell(await self._store.call(self._problems))
             except Unavailable:
-                log.debug("redis' settings are not known: it does not answer")
+                log.debug("the settings of redis are unknown: it is unreachable")
             await asyncio.sleep(CHECK_SECONDS)
 
     def _tell(self, problems: list[str] | None) -> None:
@@ -45,7 +45,7 @@ class StoreCheck:
             self.state = ("refused: " if self._mode == "refuse" else "ok: ") + "; ".join(problems)
         if self.state != before:
             level = logging.WARNING if problems or problems is None else logging.INFO
-            log.log(level, "redis' settings: %s", self.state)
+            log.log(level, "settings of redis: %s", self.state)
 
     async def _problems(self) -> list[str] | None:
         """Return the problems in the settings of all servers, None if a server forbids reading them."""

@@ -123,7 +123,7 @@ async def test_a_torn_record_ends_its_file_and_is_put_aside(tmp_path: Path, capl
     path.write_bytes(path.read_bytes()[:-3])
     journal = Journal(tmp_path, ROOM)
     assert await read(journal) == [b"whole"]
-    assert "is not whole" in caplog.text
+    assert "is incomplete" in caplog.text
     assert [p.suffix for p in files(tmp_path)] == [".damaged"]
     await journal.append(b"goes on")
     assert await read(journal) == [b"goes on"]

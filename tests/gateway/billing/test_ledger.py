@@ -229,7 +229,7 @@ async def test_the_log_says_which_part_keeps_usage_waiting(
     ledger = make_ledger(database, nobody, tmp_path)
     ledger._left_behind = 3  # of the last sweep, before the outage
     async with running(ledger):
-        await until(lambda: is_said(caplog, "writing usage down fails: redis does not answer; 3 rows wait"), PATIENCE)
+        await until(lambda: is_said(caplog, "writing usage rows fails: redis does not answer; 3 rows wait"), PATIENCE)
     await nobody.aclose()
 
 

@@ -69,7 +69,7 @@ async def test_redis_going_and_coming_back_is_a_few_true_lines(
         again.stop()
     # Twenty refusals and countless sweeps and pings: one line at the start of the outage and one at its end.
     of_redis = [line for line in lines if line.startswith("redis ")]
-    assert of_redis[0].endswith("; limits hold as LORAPLEX_QUOTA_FALLBACK says")
+    assert of_redis[0].endswith("; LORAPLEX_QUOTA_FALLBACK applies")
     assert of_redis[-1].startswith("redis works again; it failed ")
     assert not [line for line in lines if "0 rows" in line or "0 bytes" in line]
 
