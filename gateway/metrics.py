@@ -181,8 +181,8 @@ class Metrics:
         if row.ttft_ms is not None:
             self._ttft.labels(row.endpoint).observe(row.ttft_ms / 1000)
 
-    def refused(self, tenant: str, limit: str) -> None:
-        self._refusals.labels(tenant, limit).inc()
+    def refused(self, tenant_name: str, limit: str) -> None:
+        self._refusals.labels(tenant_name, limit).inc()
 
     def admitted_without_redis(self, mode: str) -> None:
         """Count a request that was admitted without Redis. mode: "open" or "local"."""

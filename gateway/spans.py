@@ -31,8 +31,8 @@ def describe_caller(span: Span, caller: Caller) -> None:
     attributes: dict[str, Value] = {"client.address": caller.address, "loraplex.request_id": caller.request_id}
     if caller.key_id is not None:
         attributes["loraplex.key_id"] = caller.key_id
-    if caller.tenant is not None:
-        attributes["loraplex.tenant"] = caller.tenant
+    if caller.tenant_name is not None:
+        attributes["loraplex.tenant"] = caller.tenant_name
     span.set(attributes)
 
 

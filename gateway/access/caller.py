@@ -12,23 +12,23 @@ from functools import lru_cache
 
 @dataclass(slots=True)
 class Caller:
-    """Caller. address: the client's. key_id: the verified key's id. tenant: by name, None for an admin."""
+    """Caller. address: the client's. key_id: the verified key's id. tenant_name: None for an admin."""
 
     address: str
     request_id: str
     key_id: str | None = None
-    tenant: str | None = None
+    tenant_name: str | None = None
 
 
 # Caller of the request that the running task answers; None outside of requests.
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
-def note_key(key_id: str, tenant: str | None) -> None:
+def note_key(key_id: str, tenant_name: str | None) -> None:
     """Record the verified key of the running request."""
     caller = CALLER.get()
     if caller is not None:
-        caller.key_id, caller.tenant = key_id, tenant
+        caller.key_id, caller.tenant_name = key_id, tenant_name
 
 
 def find_address(

@@ -60,7 +60,7 @@ def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
                 level,
                 "%s %s %s %d %.1f ms client=%s tenant=%s key=%s%s%s",
                 *(request_id, request.method, route, status, seconds * 1000),
-                *(caller.address, caller.tenant or "-", caller.key_id or "-"),
+                *(caller.address, caller.tenant_name or "-", caller.key_id or "-"),
                 _failure(request),
                 f" trace={span.trace_id}" if span.trace_id else "",
             )

@@ -61,9 +61,9 @@ class Admission:
         share = held.enter_context(request.config_dict[BODY_MEMORY].share(tenant.id))
         raw = await read_shared(request, share)
         async with self._turns.turn(tenant.id):
-            return await self._reserve(request, endpoint, principal, raw, share, arrived)
+            return await self._check_and_reserve(request, endpoint, principal, raw, share, arrived)
 
-    async def _reserve(
+    async def _check_and_reserve(
         self,
         request: web.Request,
         endpoint: Endpoint,

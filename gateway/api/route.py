@@ -14,7 +14,7 @@ class Upload:
     """Body of an upload: a form with the adapter's name and its files."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Route:
     """Entry of the table of routes.
 

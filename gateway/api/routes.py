@@ -1,6 +1,7 @@
 """Table of all routes: source of the application's routes, `/openapi.json`, and the checks of scopes and parameters."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -29,20 +30,13 @@ FORCE = ("force",)
 REPORT = ("since", "until", "group_by", "limit", "after")
 TENANT = "/admin/api/tenants/{tenant}"
 
-
-def _route(method: str, path: str, handler: Any, summary: str, **more: Any) -> Route:
-    return Route(method=method, path=path, handler=handler, summary=summary, **more)
-
-
-def _admin(method: str, path: str, handler: Any, summary: str, **more: Any) -> Route:
-    """Return a route of the admin API, which takes no query parameters unless `query` lists them."""
-    return _route(method, path, handler, summary, **{"scope": "admin", "query": (), **more})
-
+# Route of the admin API, which takes no query parameters unless `query` lists them.
+_admin = partial(Route, scope="admin", query=())
 
 # Routes by the class that has their handlers.
 TABLE: Mapping[type, tuple[Route, ...]] = {
     Completions: (
-        _route(
+        Route(
             "POST",
             "/v1/chat/completions",
             Completions.chat,
@@ -52,7 +46,7 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
             response=ChatCompletion,
             streams=True,
         ),
-        _route(
+        Route(
             "POST",
             "/v1/completions",
             Completions.completions,
@@ -64,7 +58,7 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
         ),
     ),
     Models: (
-        _route(
+        Route(
             "GET",
             "/v1/models",
             Models.list,
@@ -72,10 +66,10 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
             scope="inference",
             response=ModelList,
         ),
-        _route("GET", "/v1/models/{name:.+}", Models.get, "Return a model.", scope="inference", response=Model),
+        Route("GET", "/v1/models/{name:.+}", Models.get, "Return a model.", scope="inference", response=Model),
     ),
     Adapters: (
-        _route(
+        Route(
             "POST",
             "/v1/adapters",
             Adapters.push,
@@ -83,11 +77,11 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
             scope="adapters",
             request=Upload,
         ),
-        _route("GET", "/v1/adapters", Adapters.list, "List the tenant's adapters.", scope="adapters"),
-        _route("GET", "/v1/adapters/{name}", Adapters.get, "Return an adapter.", scope="adapters"),
-        _route("DELETE", "/v1/adapters/{name}", Adapters.delete, "Delete an adapter's name.", scope="adapters"),
+        Route("GET", "/v1/adapters", Adapters.list, "List the tenant's adapters.", scope="adapters"),
+        Route("GET", "/v1/adapters/{name}", Adapters.get, "Return an adapter.", scope="adapters"),
+        Route("DELETE", "/v1/adapters/{name}", Adapters.delete, "Delete an adapter's name.", scope="adapters"),
     ),
-    Usage: (_route("GET", "/v1/usage", Usage.get, "Report the tenant's usage.", scope="usage", query=REPORT),),
+    Usage: (Route("GET", "/v1/usage", Usage.get, "Report the tenant's usage.", scope="usage", query=REPORT),),
     Admin: (
         _admin("POST", f"{TENANT}/adapters", Admin.push_adapter, "Upload an adapter for a tenant.", request=Upload),
         _admin("GET", f"{TENANT}/adapters", Admin.list_adapters, "List a tenant's adapters."),
@@ -98,8 +92,8 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
         _admin("GET", "/admin/api/queue", Admin.queue, "Show each tenant's requests, service and share."),
     ),
     Engines: (
-        _route("POST", "/internal/engines", Engines.announce, "Announce an engine.", request=Announcement),
-        _route("DELETE", "/internal/engines", Engines.withdraw, "Withdraw an engine.", request=Announcement),
+        Route("POST", "/internal/engines", Engines.announce, "Announce an engine.", request=Announcement),
+        Route("DELETE", "/internal/engines", Engines.withdraw, "Withdraw an engine.", request=Announcement),
     ),
     AdminAudit: (
         _admin(
@@ -158,9 +152,9 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
         _admin("DELETE", "/admin/api/keys/{id}", AdminKeys.revoke, "Revoke a key."),
     ),
     Dashboard: (
-        _route("GET", "/admin", Dashboard.redirect, "Redirect to the status page.", is_open=True, response=None),
-        _route("GET", "/admin/", Dashboard.page, "Return the status page, for browsers.", response=None),
-        _route(
+        Route("GET", "/admin", Dashboard.redirect, "Redirect to the status page.", is_open=True, response=None),
+        Route("GET", "/admin/", Dashboard.page, "Return the status page, for browsers.", response=None),
+        Route(
             "GET",
             "/admin/static/style.css",
             Dashboard.style,
@@ -168,10 +162,10 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
             **{"is_open": True, "response": None},
         ),
     ),
-    Description: (_route("GET", "/openapi.json", Description.get, "Return this description.", is_open=True),),
+    Description: (Route("GET", "/openapi.json", Description.get, "Return this description.", is_open=True),),
     Health: (
-        _route("GET", "/healthz", Health.live, "Return whether the process runs.", is_open=True),
-        _route(
+        Route("GET", "/healthz", Health.live, "Return whether the process runs.", is_open=True),
+        Route(
             "GET",
             "/readyz",
             Health.ready,
@@ -180,7 +174,7 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
         ),
     ),
     MetricsPage: (
-        _route("GET", "/metrics", MetricsPage.get, "Return Prometheus metrics.", scope="admin", response=None),
+        Route("GET", "/metrics", MetricsPage.get, "Return Prometheus metrics.", scope="admin", response=None),
     ),
 }
 ROUTES = tuple(route for routes in TABLE.values() for route in routes)

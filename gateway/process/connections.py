@@ -59,7 +59,7 @@ class _Use:
     def owner(self) -> str:
         if self.caller is None or self.caller.key_id is None:
             return KEYLESS
-        return self.caller.tenant or OPERATOR
+        return self.caller.tenant_name or OPERATOR
 
 
 class Connections:

@@ -11,7 +11,7 @@ from gateway.errors import Unavailable
 from gateway.quota.kinds import TAKES_ONE, WINDOW
 from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH, Progress, Reservation
-from gateway.redis.client import Store
+from gateway.redis.client import QuotaStore
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class _Lease(msgspec.Struct):
 
 
 class Leases:
-    def __init__(self, store: Store, lease_ms: int, register: Callable[[set[str]], Awaitable[None]]) -> None:
+    def __init__(self, store: QuotaStore, lease_ms: int, register: Callable[[set[str]], Awaitable[None]]) -> None:
         """register: registers tenants with leases for the sweeps that settle for dead gateways."""
         self._store = store
         self._lease_ms = lease_ms

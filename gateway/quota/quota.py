@@ -29,8 +29,8 @@ from gateway.quota.refusals import check_possible, rate_headers, refusal
 from gateway.quota.reservation import EPOCH, ExpiredLease, Progress, Reservation
 from gateway.quota.without_redis import WithoutRedis, reservation
 from gateway.records.catalog import Model
-from gateway.redis.client import Client, Store, unavailable
-from gateway.redis.settings_check import StoreCheck
+from gateway.redis.client import Client, QuotaStore, unavailable
+from gateway.redis.settings_check import SettingsCheck
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class Quota:
         past: the ledger's sums, for a month's spend and a day's tokens that Redis has lost.
         """
         self._redis = redis
-        self._store = Store(redis, timeout)
-        self._check = StoreCheck(redis, self._store, check)
+        self._store = QuotaStore(redis, timeout)
+        self._check = SettingsCheck(redis, self._store, check)
         self._recall = Recall(self._store.script, past)
         self._lease_ms = int(lease_seconds * 1000)
         self.fallback = fallback

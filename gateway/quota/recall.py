@@ -34,7 +34,7 @@ class Past(Protocol):
 
 
 class Recall:
-    """Recall of lost usage. script: `Store.script`. past: None without a ledger, that is without earlier usage."""
+    """Recall of lost usage. script: `QuotaStore.script`. past: None without a ledger, that is without earlier usage."""
 
     def __init__(self, script: Script, past: Past | None) -> None:
         self._script = script

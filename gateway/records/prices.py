@@ -133,13 +133,13 @@ class PriceList:
         self._base_model = base_model
         self._known: dict[str, Price] = {}
 
-    def price(self, tenant: str, model: Model) -> Price:
-        """Return the price for a tenant's request. tenant: its name."""
+    def price(self, tenant_name: str, model: Model) -> Price:
+        """Return the price of a tenant's request to a model."""
         known = self._known
-        own = [known[key] for name in model.names if (key := f"{tenant}/{name}") in known]
+        own = [known[key] for name in model.names if (key := f"{tenant_name}/{name}") in known]
         if own:
             return own[0] if len(own) == 1 else _dearest(own)
-        rule = known.get(f"{tenant}/{EVERYTHING}") if model.digest is not None else None
+        rule = known.get(f"{tenant_name}/{EVERYTHING}") if model.digest is not None else None
         return rule or known.get(self._base_model) or known.get(EVERYTHING, FREE)
 
     async def refresh(self) -> None:

@@ -52,7 +52,7 @@ def connect(url: str, timeout: float) -> Client:
     if scheme.endswith("+cluster"):
         cluster = RedisCluster.from_url(
             f"{scheme.removesuffix('+cluster')}://{rest}",
-            # Connections to each node. The client does not wait for a free one, so `Store` stays below this number.
+            # Connections to each node. The client does not wait for a free one; `QuotaStore` stays below this number.
             max_connections=2 * MAX_CONNECTIONS,
             socket_timeout=None,
             socket_connect_timeout=CONNECT_PATIENCE * timeout,
@@ -74,7 +74,7 @@ def connect(url: str, timeout: float) -> Client:
     return Redis.from_pool(pool)
 
 
-class Store:
+class QuotaStore:
     """Redis behind deadlines. away: True while the server does not answer; calls then raise Unavailable at once, until
     it answers a ping.
     """

@@ -9,7 +9,7 @@ from redis.exceptions import ResponseError
 
 from gateway.errors import Unavailable
 from gateway.quota.fallback import Check
-from gateway.redis.client import Client, Store
+from gateway.redis.client import Client, QuotaStore
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +17,10 @@ CHECK_SECONDS = 30.0
 SETTINGS = ("maxmemory-policy", "appendonly", "save")
 
 
-class StoreCheck:
+class SettingsCheck:
     """Check at the start and every 30 s. state: the result for `/readyz`, which fails unless it begins with "ok"."""
 
-    def __init__(self, redis: Client, store: Store, mode: Check) -> None:
+    def __init__(self, redis: Client, store: QuotaStore, mode: Check) -> None:
         self._redis = redis
         self._store = store
         self._mode = mode

@@ -75,7 +75,7 @@ class UnservedRate:
 
     def charge(self, request: web.Request, caller: Caller) -> None:
         """Count a request that no engine served. Operators' requests do not count."""
-        if caller.key_id is not None and caller.tenant is None:
+        if caller.key_id is not None and caller.tenant_name is None:
             return
         owner, longest = self._owner(request, caller)
         cost = self._seconds_each * (1 + request.get(COST, 0) // PIECE_BYTES)

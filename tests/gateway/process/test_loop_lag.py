@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from gateway.errors import Unavailable
 from gateway.process.background import running
 from gateway.process.loop_lag import LoopLag, deadline
-from gateway.redis.client import Store, connect
+from gateway.redis.client import QuotaStore, connect
 from testing.gateway.running import Gateway, until
 
 
@@ -84,7 +84,7 @@ class Asked:
     """Pending calls on a separate store: some the server answers at once, one after a delay."""
 
     def __init__(self, redis: Redis) -> None:
-        self.redis, self.store = redis, Store(redis, timeout=1.0)
+        self.redis, self.store = redis, QuotaStore(redis, timeout=1.0)
 
     async def begin(self, fresh: bool) -> None:
         if not fresh:
@@ -126,7 +126,7 @@ async def test_a_silent_server_is_given_up_though_the_loop_stalls_now_and_then()
     silent.bind(("127.0.0.1", 0))
     silent.listen()
     redis = connect(f"redis://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2)
-    store = Store(redis, timeout=0.2)
+    store = QuotaStore(redis, timeout=0.2)
 
     async def stall() -> None:
         while True:

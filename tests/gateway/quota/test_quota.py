@@ -19,7 +19,7 @@ from gateway.quota.quota import Quota
 from gateway.quota.refusals import check_possible, describe_wait, format_duration, refusal
 from gateway.quota.reservation import Reservation
 from gateway.records.prices import Price
-from gateway.redis.client import Client, Store, connect
+from gateway.redis.client import Client, QuotaStore, connect
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, settle, take
 from testing.gateway.running import until
@@ -237,7 +237,7 @@ async def test_one_tenants_broken_state_is_its_own_trouble(quota: Quota, redis: 
 
 async def test_an_answer_that_came_too_late_is_nobody_elses(redis: Client):
     busy = "local start = os.clock() repeat until os.clock() > start + 0.3 return 'late'"
-    store = Store(redis, timeout=0.1)
+    store = QuotaStore(redis, timeout=0.1)
     with contextlib.suppress(Unavailable):
         await store.call(lambda: redis.execute_command("EVAL", busy, 1, "{a}"))
     answers = await asyncio.gather(*(redis.execute_command("EVAL", f"return {i}", 1, "{a}") for i in range(20)))
