@@ -196,7 +196,9 @@ async def test_a_schema_that_is_new_already_is_nothing_to_tell(tmp_path: Path, c
     caplog.set_level(logging.INFO)
     database = Database(f"sqlite:///{tmp_path}/a.db")
     await database.upgrade()
-    assert [record.getMessage().split(" from ")[0] for record in caplog.records] == ["the schema of the database was migrated"]
+    assert [record.getMessage().split(" from ")[0] for record in caplog.records] == [
+        "the schema of the database was migrated"
+    ]
     caplog.clear()
     await database.upgrade()
     await database.check_schema()
