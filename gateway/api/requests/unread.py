@@ -41,7 +41,7 @@ class UnreadBodies:
         transport = request.transport
         if transport is not None:
             caller = CALLER.get()
-            owner = "" if caller is None else caller.tenant or caller.address
+            owner = "" if caller is None else caller.tenant_name or caller.address
             transport.set_protocol(_Dropping(request.protocol, transport, partial(self._delay, owner)))
             transport.resume_reading()
 
