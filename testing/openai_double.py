@@ -21,8 +21,8 @@ class Double(Echo):
 
     per_event: tokens in one event. extra: tokens that the usage block counts beyond those sent; None: no usage block.
     fails: by the request's number, from 0, in the order of arrival: an HTTP status, `drop` (the stream breaks after its
-    first token), `event` (an error event after it), `stall` (no answer), `empty` (no token). keys: those of tenants by
-    their models, if the server wants one. seats: answers at a time.
+    first token), `event` (an error event after it), `stall` (no answer), `empty` (no token). lists: names in
+    `/v1/models`; all but `base` are adapters. seats: maximum concurrent answers.
     """
 
     ttft: float = 0.0

@@ -25,7 +25,7 @@ from adapters.tiers.reservations import PAGE_WAIT_S, Amount, Reservation, Reserv
 from kernels.ops import EmbeddingLora, HeadLora, PackedLinear, dense_linear
 from kernels.platform import Fence, Lane, platform_of
 
-# Limit of the copies under way: an adapter that a later copy would replace serves until its turn.
+# Limit of the copies in progress, so that the adapters which later copies evict can serve until then.
 MAX_COPYING = 16
 # Limit of the loads into host memory under way, so that loads follow the order of `ensure`.
 MAX_FETCHING = 4
@@ -196,6 +196,7 @@ class AdapterPool:
         return resident.slot
 
     def unpin(self, digest: str) -> None:
+        """Remove one pin. An adapter without pins is idle and can be evicted."""
         resident = self._residents[digest]
         resident.pins -= 1
         if not resident.pins:
@@ -350,13 +351,13 @@ class AdapterPool:
     def _refusal(self, adapter: HostAdapter, size: Amount) -> AdapterError | None:
         if adapter.rank > self._max_rank:
             return AdapterError(
-                "adapter", f"rank {adapter.rank} is over this engine's --max-lora-rank {self._max_rank}"
+                "adapter", f"rank {adapter.rank} exceeds this engine's --max-lora-rank {self._max_rank}"
             )
         if size.outside_bytes > self._max_outside_bytes:
             return AdapterError(
                 "adapter",
                 f"its LoRA on embed_tokens and lm_head takes {size.outside_bytes} bytes, "
-                f"a quarter of this engine's --adapter-memory is {self._max_outside_bytes}",
+                f"the limit is {self._max_outside_bytes}, a quarter of --adapter-memory",
             )
         return None
 

@@ -15,16 +15,16 @@ from adapters.tiers.reservations import Amount
 HALF_LIFE_S = 30.0
 # An adapter unused for this time is evicted first, regardless of its owner.
 STALE_S = 60.0
-# The adapters of a tenant are spared while another tenant with idle adapters has loaded this many times as much.
-MUCH = 2.0
+# A tenant's adapters are not evicted while another tenant with idle adapters has loaded this many times as much.
+HEAVY_RATIO = 2.0
 
 
 @dataclass(eq=False, slots=True)
 class Resident:
     """An adapter that owns pages.
 
-    owner: of the tenants that used it, the one with the least recent loads. asked_in: the last step in which a request
-    asked for it while it was idle. ready_at: the time at which its copy ended, infinite until then.
+    owner: the tenant with the fewest recently loaded bytes among those that used it. asked_in: the last step in which a
+    request asked for it while it was idle. ready_at: the time at which its copy ended, infinite until then.
     """
 
     slot: int
@@ -80,7 +80,7 @@ class IdleAdapters:
             del self._by_owner[resident.owner]
 
     def victim(self, step: int, now: float, *, needs_outside: bool = False) -> str:
-        """Return the adapter to evict next. Raises StopIteration if every idle adapter was asked for in this step.
+        """Return the adapter to evict next. Raises StopIteration if no idle adapter may be evicted in this step.
 
         needs_outside: only an adapter with LoRA outside the layers makes room.
         """
@@ -93,5 +93,5 @@ class IdleAdapters:
         first_of = {owner: next(iter(own.items())) for owner, own in self._by_owner.items()}
         loads = {owner: self._loaded.of(owner) for owner, (_, first) in first_of.items() if first.asked_in != step}
         heaviest = max(loads, key=loads.__getitem__, default=resident.owner)
-        is_much = loads.get(heaviest, 0.0) > MUCH * self._loaded.of(resident.owner)
-        return first_of[heaviest][0] if is_much else oldest
+        is_heavy = loads.get(heaviest, 0.0) > HEAVY_RATIO * self._loaded.of(resident.owner)
+        return first_of[heaviest][0] if is_heavy else oldest

@@ -344,7 +344,7 @@ class HostCache:
     def _compare(self, name: str, file: BinaryIO, span: TensorSpan) -> None:
         """Compare a copy of the base model's embedding or head by hash, in pieces, so that neither is held whole."""
         if self._base_tensor is None:
-            raise AdapterError(span.name, f"a copy of the base model's {name} can't be checked here; save without it")
+            raise AdapterError(span.name, f"cannot be compared with the base model's {name} here; save without it")
         dtype, found = FILE_DTYPES[span.dtype], hashlib.sha256()
         for start in range(span.start, span.end, PIECE_BYTES):
             piece = self._read_bytes(file, span, start, min(start + PIECE_BYTES, span.end))

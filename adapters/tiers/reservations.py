@@ -33,8 +33,8 @@ class Amount:
         self.outside_bytes -= other.outside_bytes
 
     def fits(self, total: "Amount", *held: "Amount") -> bool:
-        """Return whether this amount fits into `total` beside the amounts held. A resource that it does not need may be
-        over-reserved.
+        """Return whether this amount fits into `total` beside the amounts held. Pages and bytes are not compared if
+        it needs none.
         """
         slots, pages, outside = self.slots, self.pages, self.outside_bytes
         for other in held:
@@ -60,7 +60,7 @@ class Reservation:
 
 
 class Reservations:
-    """Reservations in order of age: at most one per tenant, and no more than the device holds together."""
+    """Reservations in order of age: at most one per tenant, and together no more than the device has."""
 
     def __init__(self, total: Amount) -> None:
         self._total = total
@@ -88,8 +88,8 @@ class Reservations:
         return iter(list(self._queue.values()))
 
     def add(self, digest: str, tenant: str, weight: float, size: Amount, now: float) -> bool:
-        """Reserve. Return whether there is a reservation: none is made if the tenant has one or the device is reserved
-        already.
+        """Add a reservation, and return whether the adapter has one. None is added if the tenant has another, or if the
+        device is fully reserved.
         """
         if digest in self._queue:
             return True

@@ -27,13 +27,14 @@ class Growth:
         self._mean: float | None = None
 
     def observe(self, request: Request) -> None:
-        """Learn from a request that ended by itself."""
+        """Update the average output with a request that ended without an abort or error."""
         outputs = float(request.num_output_tokens)
         self._mean = outputs if self._mean is None else _MEMORY * self._mean + (1 - _MEMORY) * outputs
 
     def peak(self, requests: Iterable[Request]) -> int:
-        """Return the greatest number of blocks that the requests are expected to hold at once, if they share none. It
-        includes one more block for each, because a block may hold a single token.
+        """Return the expected maximum number of blocks that the requests hold together, if they share none.
+
+        It includes one more block for each request, because its last block may hold a single token.
         """
         expected = PRIOR if self._mean is None else MARGIN * self._mean
         size = self._block_size
@@ -42,7 +43,7 @@ class Growth:
             outputs = request.num_output_tokens
             final = expected if outputs < expected else outputs * (1 + BEYOND) + size
             sizes.append((min(final, request.params.max_tokens) - outputs, request.num_tokens))
-        # The n requests with most tokens left are all there when the n-th of them ends, each grown as much as it.
+        # When the request with the n-th most tokens left ends, the n - 1 before it still run and have grown as much.
         sizes.sort(reverse=True)
         held, peak = 0, 0.0
         for n, (left, tokens) in enumerate(sizes, 1):

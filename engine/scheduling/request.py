@@ -17,20 +17,20 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 BASE_SERVED = "base"
 MIXED_SERVED = "mixed"
-"""Values of `Request.served_digest` that name no adapter: the base model's weights alone, and more than one."""
+"""Values of `Request.served_digest` without an adapter's name: only the base model's weights; several adapters'."""
 
-# Time to first token that a request without a target of its own is ordered by, in seconds.
+# Target of the time to first token that orders a request without a target of its own, in seconds.
 USUAL_TARGET_S = 10.0
-# Waiting time that one step of priority is worth. Priorities age: a request that has waited this much longer goes
-# before one of the next higher priority.
+# Waiting time that equals one step of priority, in seconds. Priorities age: a request that has waited this much longer
+# goes before one of the next higher priority.
 PRIORITY_S = 10.0
-# Limit of priorities in both directions, so that no request waits for ever behind newer ones.
+# Limit of a priority's absolute value, so that no request starves.
 MOST_PRIORITY = 100
 # Tokens that a request computes after each admission before it may give way for fairness.
 QUANTUM = 16
 
 NOT_FINITE = -1
-"""Stands in for a sampled token where the model gave NaN or infinity."""
+"""Value in place of a sampled token for a row with NaN or infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +142,14 @@ class NewRequest:
         if not prompt:
             raise BadRequest("prompt", "expected at least one token, got an empty prompt")
         if len(prompt) >= max_model_len:
-            message = f"{len(prompt)} tokens leave no room to answer in this model's context of {max_model_len} tokens"
+            message = f"the prompt's {len(prompt)} tokens fill this model's context of {max_model_len} tokens"
             raise BadRequest("prompt", message)
         if params.max_tokens < 1:
             raise BadRequest("max_tokens", f"expected at least 1, got {params.max_tokens}")
         if len(prompt) + params.max_tokens > max_model_len:
             raise BadRequest.of(
                 "max_tokens",
-                f"{len(prompt)} prompt tokens and max_tokens {params.max_tokens} are together over this model's "
+                f"{len(prompt)} prompt tokens and max_tokens {params.max_tokens} together exceed this model's "
                 f"context of {max_model_len} tokens",
             )
         if self.weight <= 0:
@@ -275,17 +275,17 @@ class Request:
 
     @property
     def due(self) -> float:
-        """Return the time that orders it among its tenant's requests: the end of its target, moved by its priority.
+        """Return the time that orders the request within its tenant: arrival plus target, shifted by the priority.
 
-        It does not change while the request waits, so every request is first some day.
+        It does not change while the request waits, so no request starves.
         """
         target = USUAL_TARGET_S if self.ttft_target is None else self.ttft_target
         return self.arrived + target + PRIORITY_S * max(-MOST_PRIORITY, min(self.priority, MOST_PRIORITY))
 
     @property
     def had_quantum(self) -> bool:
-        """Return whether it has computed enough since its admission to give way for fairness: `QUANTUM` new tokens, and
-        as many as it had to compute again. So preemption for fairness at most doubles the work.
+        """Return whether the request may be preempted for fairness: since its admission it has computed `QUANTUM` new
+        tokens, and as many as it had to compute again. So preemption for fairness at most doubles the work.
         """
         return self.num_computed >= self.quantum_end
 
@@ -327,7 +327,7 @@ class Request:
         self.token_ids.append(token_id)
         if self.matcher is not None and not self.matcher.advance(token_id):
             self.error_param = self.matcher.param
-            self.finish("error", f"{self.matcher.param} is too complex to follow: {self.matcher.error}")
+            self.finish("error", f"{self.matcher.param} is too complex: {self.matcher.error}")
         elif self._is_stop(token_id):
             self.finish("stop")
         elif self.num_output_tokens >= self.params.max_tokens:
@@ -339,10 +339,10 @@ class Request:
         """
         self.logprobs.clear()
         if self.adapter_digest is None:
-            self.finish("error", "the model gave NaN or infinity in place of a number for each next token")
+            self.finish("error", "the model computed NaN or infinity as the score of every token")
             return
         self.error_param = "model"
-        self.finish("error", "the adapter's weights make NaN or infinity of this prompt: they are too large")
+        self.finish("error", "the adapter's weights are too large: they give NaN or infinity for this prompt")
 
     def _is_stop(self, token_id: int) -> bool:
         if self.matcher is not None and self.matcher.ended:

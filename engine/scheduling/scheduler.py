@@ -31,12 +31,12 @@ Plan = dict[Request, int]
 # Share of max_num_batched_tokens at which a step takes no further prompt. More prompt tokens would cost the same in the
 # next step, and here they would delay the first tokens of the prompts that end in this step.
 FULL = 1 / 3
-# Limit of blocks of the prompts that start in one step: finding and taking a block costs a microsecond, cached or new.
+# Maximum blocks of the prompts that start in one step: finding and taking a block costs a microsecond, cached or new.
 STARTED_BLOCKS = 8192
-# Limit of waiting requests whose adapters are not ready that a step passes over: while a seat is free, about 1 ms of
-# look-ups; while none is free, so many that the adapters of the next ones load in advance.
+# Maximum number of waiting requests without a ready adapter that a step passes over. While a seat is free, this is about
+# 1 ms of look-ups; while none is free, it is enough to load the next requests' adapters in advance.
 PASSED_OVER, PREFETCHED = 1024, 8
-# Limit of requests that one step admits in the place of streams that give way.
+# Maximum number of requests that one step admits by preempting streams of tenants that are ahead.
 RECLAIMED = 4
 
 
@@ -81,7 +81,7 @@ class Scheduler:
         self._failed: list[Request] = []
         self._by_adapter: dict[str, dict[str, Request]] = {}
         self._free_seats = list(range(limits.max_num_seqs - 1, -1, -1))
-        # The requests that this step preempted, and the number that it admitted in their place.
+        # The requests that this step preempted, and the number of requests that it admitted by preemption.
         self._gave_way: set[Request] = set()
         self._num_reclaimed = 0
 
@@ -108,7 +108,7 @@ class Scheduler:
         self._gave_way.clear()
         self._num_reclaimed = 0
         self.adapters.poll()
-        # The tenant that caused a load pays for it, also if its request left before the load ended.
+        # The tenant that caused a load pays for it, even if its request left before the load ended.
         for tenant, num_bytes in self.adapters.take_loaded_bytes().items():
             self.policy.charge_tenant(tenant, load_cost(num_bytes / self.adapters.page_bytes))
         self._free_reserved_pages(plan)
@@ -178,9 +178,7 @@ class Scheduler:
         return budget
 
     def _plan(self, plan: Plan, request: Request, num_tokens: int) -> None:
-        """Plan and charge a request's next tokens. Charging before the next choice makes the shares those of single
-        choices, not of steps.
-        """
+        """Plan a request's next tokens and charge them at once, so that the next choice already counts them."""
         plan[request] = num_tokens
         request.charged = step_cost(request, num_tokens)
         self.policy.charge(request, request.charged)
@@ -200,7 +198,7 @@ class Scheduler:
             if request.status is Status.FINISHED or request in plan:
                 continue
             if request in self._gave_way:
-                admits = False  # those behind it have no better right to the room
+                admits = False  # requests behind it have no better claim to its seat
                 continue
             if request.wants_prompt_logprobs and not logits_left:
                 continue
@@ -256,7 +254,7 @@ class Scheduler:
         return True
 
     def _leaves_room_to_grow(self, request: Request, prefix: list[int]) -> bool:
-        """Return whether the blocks suffice for the running requests' expected ends too. The first one always runs."""
+        """Return whether the blocks suffice for the expected growth of all running requests, or if none runs."""
         if not self.running:
             return True
         cache = self.cache
@@ -264,8 +262,8 @@ class Scheduler:
         return self._growth.peak((*self.running, request)) - max(0, shared) <= cache.num_blocks
 
     def _reclaim(self, request: Request, plan: Plan, lacking: tuple[int, int]) -> bool:
-        """Preempt streams of tenants that are ahead until the request fits. Return False, without effect, if that is
-        not its right yet or would not suffice.
+        """Preempt streams of tenants that are ahead until the request fits. Return False, without effect, if the policy
+        does not allow that yet or if it would not suffice.
         """
         if self._num_reclaimed >= RECLAIMED:
             return False
@@ -325,8 +323,8 @@ class Scheduler:
         return True
 
     def _free_reserved_pages(self, plan: Plan) -> None:
-        """Preempt the holders of pages that an adapter has waited for too long, of the tenants furthest ahead. A tenant
-        that is itself furthest ahead waits for its own requests to end.
+        """Preempt requests whose adapters hold pages for overdue reservations, of the tenants furthest ahead first. A
+        tenant that is itself furthest ahead waits for its own requests to end.
         """
         overdue = self.adapters.overdue
         if not overdue:

@@ -56,7 +56,7 @@ _line = msgspec.json.Decoder(ReportLine)
 # its host's paths.
 FAILURES = {
     "engine_overloaded": "The engine is overloaded; try again shortly.",
-    "engine_unavailable": "The engine takes no requests; send the request again.",
+    "engine_unavailable": "The engine accepts no requests; send the request again.",
     "generation_failed": "The engine could not generate an answer to this request.",
 }
 FAILED = "The engine failed; send the request again."
@@ -104,8 +104,8 @@ class AnswerTooLarge(BadRequest):
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"The answer is larger than {limit} bytes, the most this gateway takes. "
-            "Ask for fewer log-probabilities, choices or tokens.",
+            f"The answer is larger than this gateway's limit of {limit} bytes. "
+            "Request fewer log-probabilities, choices or tokens.",
             code="answer_too_large",
         )
 
@@ -172,7 +172,7 @@ async def read_events(response: Incoming, limit: int) -> AsyncIterator[Fields]:
         del buffer[:start]
         if len(buffer) > limit:
             raise UpstreamFailed("The engine sent an event larger than this gateway accepts.")
-    raise UpstreamFailed("The engine's stream ended before its end.")
+    raise UpstreamFailed("The engine's stream ended without its last event.")
 
 
 async def read_error(response: Incoming) -> bytes:
@@ -207,8 +207,8 @@ async def read_chunks(response: Incoming, seconds: float | None = None) -> Async
 
 def _how_it_broke(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return "The engine sent nothing for too long in the middle of its answer."
-    return "The connection to the engine ended in the middle of its answer."
+        return "The engine's answer stopped: nothing arrived within the time limit."
+    return "The connection to the engine broke during its answer."
 
 
 class EngineBroke(UpstreamFailed):

@@ -88,7 +88,7 @@ class Discovery:
             self._last[ANNOUNCEMENTS] = _valid(await announcements.all())
             self._outages[ANNOUNCEMENTS].over()
         except (RedisError, OSError, TimeoutError) as error:
-            self._outages[ANNOUNCEMENTS].failed(type(error).__name__, "the engines that were last listed stay")
+            self._outages[ANNOUNCEMENTS].failed(type(error).__name__, "the last listed engines stay in use")
         return self._last.get(ANNOUNCEMENTS, [])
 
     async def _resolve(self, address: Address) -> list[Address]:
@@ -98,7 +98,7 @@ class Discovery:
             async with asyncio.timeout(DNS_SECONDS):
                 infos = await loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError) as error:
-            self._outages[address.url].failed(type(error).__name__, "the engines that were last found stay")
+            self._outages[address.url].failed(type(error).__name__, "the last resolved engines stay in use")
         else:
             self._outages[address.url].over()
             hosts = sorted({str(info[4][0]) for info in infos})
@@ -114,5 +114,5 @@ def _valid(announced: Sequence[str]) -> list[Address]:
         try:
             addresses.append(parse_address(text))
         except ValueError:
-            log.debug("an announced engine has an address that this gateway does not know")
+            log.debug("an announced engine has an address in a form that this gateway does not support")
     return addresses

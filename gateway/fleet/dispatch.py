@@ -26,7 +26,7 @@ from gateway.spans import upstream
 # Deaths and failures of engines after which a request is sent to no further engine: it may be the cause.
 MAX_FAILURES = 2
 ENGINES_DIED = (
-    "The engines ended while they worked on this request. It costs no money; tokens that were computed for it count "
+    "The engines died while they worked on this request. It costs nothing, but the tokens computed for it count "
     "against the token rates."
 )
 
@@ -185,7 +185,7 @@ class Fleet:
         except EngineWithdrew:
             # The engine counts as absent. Its message, such as "shutting down", is not for the client.
             bill.unsent()
-            engine.mark_down("it refused a request: it takes none at present")
+            engine.mark_down("it refused a request, because it accepts none at present")
         except EngineRefused as error:
             tries.failed += isinstance(error.error, UpstreamFailed)
             if tries.are_enough or not error.may_succeed_elsewhere:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 # Assumed until an engine reports its own number.
 DEFAULT_SLOTS = 32
-MISMATCH = "engine answered with another adapter than the request's; restart it and report its log"
+MISMATCH = "it answered with another adapter than the request's; restart it and report its log"
 DEFAULT_LOAD_SECONDS = 0.05
 # Minimum, because an engine measures its loads only into host memory, without the copy to the device.
 LEAST_LOAD_SECONDS = 0.02
@@ -160,7 +160,7 @@ class EngineRecord:
 
     @property
     def fullness(self) -> int:
-        """Return 0 with a free place, 1 without one, 2 if the engine cannot take more requests than it has places."""
+        """Return 0 if a place is free. If none is, return 1 for an engine that queues further requests, else 2."""
         if self.load < self.max_in_flight:
             return 0
         return 1 if self.address.traits.orders_tenants else 2
@@ -219,7 +219,7 @@ class EngineRecord:
         self.mark_misconfigured(MISMATCH)
 
     def mark_up(self) -> None:
-        """Send requests to the engine, unless this instance answered with another adapter than a request's."""
+        """Send requests to the engine, unless its present instance answered with another adapter than the request's."""
         if self.mismatched is not None and self.mismatched == str(self.state.instance):
             self.mark_misconfigured(MISMATCH)
             return

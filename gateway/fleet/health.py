@@ -40,7 +40,7 @@ class Condition:
     misses: int = 0
 
     def change(self, health: Health, reason: str) -> bool:
-        """Set the health. Returns whether the health or its reason is another than before."""
+        """Set the health and its reason. Return whether either changed."""
         changed = (health, reason) != (self.health, self.reason)
         if health is not self.health:
             self.since = time.monotonic()
@@ -51,7 +51,7 @@ class Condition:
         return changed
 
     def miss(self, reason: str) -> bool:
-        """Count an unanswered health check. Returns whether there were enough in a row to call the engine silent."""
+        """Count an unanswered health check. Return whether the engine counts as silent."""
         self.misses += 1
         if self.health is Health.UNKNOWN:
             self.reason = reason

@@ -12,9 +12,9 @@ from typing import Any
 class OwnRequests:
     """This process's requests on an engine.
 
-    in_flight: number of requests that the engine has not finished. by_digest: number by adapter, None for the base
-    model, until the gateway has passed on the answer. by_tenant: the same by tenant. unanswered: a time-out for each
-    request that the engine has not begun to answer.
+    in_flight: number of requests that the engine has not finished. by_digest: number of requests whose answers the
+    gateway has not yet passed on, by adapter (None: the base model). by_tenant: the same by tenant. unanswered: a
+    time-out for each request that the engine has not begun to answer.
     """
 
     in_flight: int = 0
@@ -24,7 +24,7 @@ class OwnRequests:
 
     @contextmanager
     def count(self, digest: str | None, tenant_id: str = "") -> Iterator["InFlight"]:
-        """Count a request for the block."""
+        """Count a request until the block ends."""
         self.in_flight += 1
         self.by_digest[digest] += 1
         self.by_tenant[tenant_id] += 1
@@ -52,7 +52,7 @@ class InFlight:
         self.is_counted = True
 
     def free(self) -> None:
-        """Stop counting the request, because the engine has finished its part. Its adapter still counts."""
+        """Remove the request from `in_flight`, because the engine has finished its part. It stays in `by_digest`."""
         self._requests.in_flight -= self.is_counted
         self.is_counted = False
 

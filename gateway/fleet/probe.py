@@ -85,7 +85,7 @@ class Probe:
         except TimeoutError:
             # An engine that has sent no line yet may have to finish a long step first.
             if pushed:
-                engine.mark_down("its state stream fell silent", Health.SILENT)
+                engine.mark_down("its state stream stopped sending", Health.SILENT)
             else:
                 engine.note_missed_probe("its state stream did not begin in time")
         except (ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
@@ -109,7 +109,7 @@ def _unread_reason(error: BaseException) -> str:
     if isinstance(error, ClientResponseError):
         return f"{error.request_info.url.path} answered {error.status}, expected 200"
     if isinstance(error, msgspec.MsgspecError):
-        return "an answer has not the expected form"
+        return "an answer does not have the expected form"
     return network_reason(error)
 
 

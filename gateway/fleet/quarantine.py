@@ -47,7 +47,7 @@ class Quarantined(GatewayError):
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(
-            f"Engines ended while they worked on this {what}; it is not tried again for {math.ceil(seconds)} s.",
+            f"Engines died while they worked on this {what}; it is refused for {math.ceil(seconds)} s.",
             headers={"Retry-After": str(math.ceil(seconds))},
         )
 
@@ -123,7 +123,7 @@ class Quarantine:
                 await self.read()
             except Exception:
                 # A bug, or an entry of another release. The next reports are read regardless.
-                log.exception("reports of engines' deaths could not be read; tried again")
+                log.exception("reports of engines' deaths could not be read; retrying")
             await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else POLL_SECONDS)
 
     async def read(self) -> None:
@@ -162,7 +162,7 @@ class Quarantine:
                 self._announced.add(key)
                 self._count(key.kind)
                 what = key.kind, len(self._deaths[key]), key.tenant_id
-                log.error("quarantine: a tenant's %s was with %d engines that died: tenant %s", *what)
+                log.error("quarantine: the %s was on %d engines when they died: tenant %s", *what)
 
     def _apply(self, report: Report, at: float) -> None:
         """Add a report to the known deaths. at: the time of the report on this process's clock."""

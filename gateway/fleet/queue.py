@@ -28,8 +28,10 @@ LONGEST_RETRY_SECONDS = 60
 
 
 class TenantPlaces(NamedTuple):
-    """A tenant's requests at the gate. service: its counter. share: the places that it gets without a wait. waited: the
-    longest wait of a request that still waits, in seconds.
+    """A tenant's requests at the gate.
+
+    service: the tenant's counter. share: number of places that the tenant gets without a wait. waited: longest wait of
+    its waiting requests, in seconds.
     """
 
     tenant: str
@@ -46,8 +48,10 @@ def _no_tokens() -> int:
 
 
 class Capacity(NamedTuple):
-    """Capacity of all engines together. own: the most requests that this process may have inside, apart from late
-    tenants'. places: the places, also those that other processes use, of engines that order tenants fairly.
+    """Capacity of all engines together.
+
+    own: maximum requests of this process on the engines, unless a tenant is below its share. places: places of the
+    engines that order tenants fairly, including those that other processes use.
     """
 
     own: int
@@ -58,8 +62,9 @@ class Capacity(NamedTuple):
 class Place:
     """The place of a request, waiting or with an engine.
 
-    Lower priorities go first. tokens: of its prompt. completion_tokens: returns the number of generated tokens so far,
-    of which `charged` are charged. tenant: its id; name: for operators.
+    tenant: the tenant's id. name: the tenant's name, for operators. priority: lower numbers go first. tokens: number of
+    the prompt's tokens. completion_tokens: returns the number of tokens generated so far. charged: number of generated
+    tokens that the tenant has been charged for.
     """
 
     tenant: str
@@ -77,8 +82,10 @@ class Place:
 
 
 class Gate:
-    """Admission to the engines. capacity: called each time; returns None while no engine is available: then requests
-    are admitted at once, to fail at once.
+    """Admission of requests to the engines.
+
+    capacity: returns the present capacity, or None while no engine is available. Requests are then admitted at once, so
+    that they fail without a wait.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class Gate:
         self._max_waiting = max_waiting
         self._max_seconds = max_seconds
         self._waiting: list[Place] = []
-        # Admitted requests until their end, and those among them that hold a place, by tenant.
+        # Admitted requests that have not ended, and by tenant the number of those that still hold a place.
         self._admitted: set[Place] = set()
         self._inside: Counter[str] = Counter()
         self._num_inside = 0
@@ -106,8 +113,9 @@ class Gate:
 
     @asynccontextmanager
     async def enter(self, place: Place) -> AsyncIterator[None]:
-        """Wait for the place and hold it for the block or until `free`. The tenant is charged for the prompt when the
-        request is admitted, and for generated tokens by `charge` and at the end. Raises Overloaded.
+        """Wait for admission, then hold the place until the block ends or `free` is called. Raises Overloaded.
+
+        The tenant is charged for the prompt at admission, and for generated tokens by `charge` and at the end.
         """
         self._counters.enter(place.tenant, place.weight)
         self._arrivals += 1
@@ -137,7 +145,7 @@ class Gate:
             self._charge(place)
 
     def admit(self) -> None:
-        """Admit as many waiting requests as there is room for. Call it also when the engines' room may have grown.
+        """Admit as many waiting requests as there is room for. Call it also when the engines may have more room.
 
         Each prompt is charged before the next request is chosen (VTC, algorithm 2); otherwise one tenant would get all
         places that become free together.
@@ -150,7 +158,7 @@ class Gate:
 
     @property
     def longest_wait(self) -> float:
-        """Return the longest wait of a request that still waits, in seconds."""
+        """Return the longest wait of the waiting requests, in seconds."""
         return time.monotonic() - min((place.arrived for place in self._waiting), default=time.monotonic())
 
     def by_tenant(self) -> list[TenantPlaces]:
@@ -180,13 +188,14 @@ class Gate:
         capacity = self._capacity() if self._waiting else None
         if capacity is None or self._num_inside < capacity.own:
             return min(self._waiting, key=self._order, default=None)
-        # Twice the places bound the excess, because each of many tenants may have at least one request inside.
+        # Every share is at least one request, so many tenants could exceed the places without this limit.
         if self._num_inside >= capacity.own + capacity.places:
             return None
         below = [p for p in self._waiting if self._inside[p.tenant] < self._share(p.tenant, capacity.places)]
         return min(below, key=self._order, default=None)
 
     def _share(self, tenant: str, places: int) -> int:
+        """Return the number of places that the tenant gets without a wait: at least one."""
         return max(1, int(places * self._counters.share(tenant)))
 
     def _charge(self, place: Place) -> None:
@@ -242,7 +251,7 @@ class Gate:
         return (place.priority, self._counters.counter(place.tenant), place.arrival)
 
     def _refusal(self, reason: str) -> Overloaded:
-        """Build the refusal. Its Retry-After is an estimate of when the present requests are done."""
+        """Build the refusal. Its Retry-After is the estimated time until the present requests have ended."""
         turns = (len(self._waiting) + 1) / max(1, self.inside)
         seconds = math.ceil(self._seconds_inside * turns)
         return Overloaded(

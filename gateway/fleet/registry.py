@@ -57,7 +57,7 @@ class Registry:
 
     @property
     def capacity(self) -> Capacity | None:
-        """Return the places of the available engines. None without any: requests then fail at once, without waiting."""
+        """Return the capacity of the available engines, or None without one, so that requests fail without a wait."""
         available = [engine for engine in self._engines.values() if engine.available]
         if not available:
             return None

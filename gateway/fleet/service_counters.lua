@@ -32,13 +32,13 @@ local function set_weight(tenant, weight)
     end
 end
 
--- A process that ended without a word renews nothing.
+-- A process that died does not renew its presences.
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', presences, '-inf', now - alive)) do
     redis.call('ZREM', presences, member)
     end_presence(string.sub(member, #process + 2))
 end
 if redis.call('ZCARD', active) == 0 then
-    -- Without active tenants there is nothing to be fair about, so all counters start again at 0.
+    -- Without active tenants all counters restart at 0.
     redis.call('DEL', active, presences, idle, processes, weights)
 end
 local first = redis.call('ZRANGE', active, 0, 0, 'WITHSCORES')

@@ -60,8 +60,8 @@ class ServiceCounters:
         self._unshared[tenant] = self._unshared.get(tenant, 0.0) + cost / self._weights[tenant]
 
     def share(self, tenant: str) -> float:
-        """Return the part of all engines' places that is the tenant's in this process: its weight over the weights of
-        all active tenants, divided evenly among the processes where it is active.
+        """Return the tenant's part of all engines' places in this process: its weight over the weights of all active
+        tenants, divided by the number of processes where it is active.
         """
         weight = self._weight_here + self._weight_elsewhere
         return self._weights[tenant] / weight / self._processes.get(tenant, 1)
@@ -90,7 +90,7 @@ class ServiceCounters:
                 self._forget(tenant)
 
     def forget_idle(self) -> None:
-        """Drop the counters if no tenant is active here: without exchanges, nothing else ends them."""
+        """Drop the counters if no tenant is active here. Call it when an exchange fails: only exchanges drop others."""
         if not self._requests:
             for tenant in list(self._weights):
                 self._forget(tenant)

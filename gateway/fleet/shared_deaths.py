@@ -90,7 +90,7 @@ class SharedDeaths:
                 result = await script(keys=[self._key], args=arguments)
         except (RedisError, OSError, TimeoutError) as error:
             self.is_away = True
-            self._outage.failed(type(error).__name__, "each process goes by the deaths that it saw")
+            self._outage.failed(type(error).__name__, "each process knows only the deaths that it saw")
             return None
         self.is_away = False
         self._outage.over()
@@ -101,5 +101,5 @@ def _decode(encoded: bytes) -> Report | None:
     try:
         return msgspec.json.decode(encoded, type=Report)
     except msgspec.DecodeError as error:
-        log.warning("the report of an engine's death cannot be read, and is not applied: %s", error)
+        log.warning("dropped a report of an engine's death that cannot be decoded: %s", error)
         return None

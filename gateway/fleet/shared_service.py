@@ -18,10 +18,10 @@ from gateway.process.outage import Outage
 
 log = logging.getLogger(__name__)
 
-# Interval of the exchanges. A process decides by counters of this age; at 1,000 tokens a second and tenant that is an
-# error of 250 tokens, less than one answer.
+# Interval of the exchanges, and so the maximum age of the counters. At 1,000 tokens a second for a tenant, the error is
+# 250 tokens, less than one answer.
 SECONDS = 0.25
-# Time-out of an exchange, and the time after which a process that renews nothing counts as gone.
+# Time-out of an exchange, and the time without an exchange after which a process counts as dead.
 CALL_SECONDS = 1.0
 ALIVE_SECONDS = 5.0
 SCRIPT = "service_counters.lua"
@@ -52,7 +52,7 @@ class SharedService:
             async with asyncio.timeout(CALL_SECONDS):
                 weight, *values = await self._script(keys=self._keys, args=arguments)
         except (RedisError, OSError, TimeoutError) as error:
-            self._outage.failed(type(error).__name__, "each process shares its places by its own counters")
+            self._outage.failed(type(error).__name__, "each process orders its queue by its own counters")
             self._counters.forget_idle()
             return
         self._outage.over()

@@ -16,7 +16,7 @@ States = Sequence[tuple[int, int, int]]
 # Suffix of the headers -> the kinds of limits that they report.
 HEADERS = {"requests": TAKES_ONE & WINDOW.keys() & {kind.letter for kind in REQUEST_KINDS}, "tokens": TOKEN_RATE}
 WHOLE_ANSWER = (
-    " Behind an engine that knows no allowances, such as vLLM, an answer that is not streamed holds all of max_tokens: "
+    " Behind an engine without allowances, such as vLLM, an answer that is not streamed holds all of max_tokens: "
     "stream it, and its hold grows with it."
 )
 

@@ -114,12 +114,12 @@ async def measure(server: Server, load: Load, run: Run, stop: asyncio.Event) -> 
     """Send the load and fill the run. If `stop` is set, the requests in flight are cut and the run is `interrupted`."""
     runner = Runner(server, load, run)
 
-    async def all_of_it() -> None:
+    async def send_all() -> None:
         await warm_up(server, load)
         run.monitor.start()
         await runner.drive()
 
-    work, stopped = asyncio.create_task(all_of_it()), asyncio.create_task(stop.wait())
+    work, stopped = asyncio.create_task(send_all()), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
         run.interrupted = not work.done()

@@ -28,7 +28,8 @@ def describe(message: str, root: type[msgspec.Struct], value: Any) -> tuple[Path
     if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
         return path, f"the key {missing[1]} is missing{_choices(root, path, value, missing[1])}"
     if text.startswith("Invalid value ") and path and path[-1] == "kind":
-        return path, f"{text.removeprefix('Invalid value ')} is no kind{_choices(root, path[:-1], value, 'kind')}"
+        kind, choices = text.removeprefix("Invalid value "), _choices(root, path[:-1], value, "kind")
+        return path, f"{kind} is not a known kind{choices}"
     text = re.sub(r"`(.*?)`", lambda found: _in_words(found[1]), text[:1].lower() + text[1:])
     return path, text + _got(path, value)
 

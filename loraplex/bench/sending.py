@@ -22,7 +22,7 @@ ERROR_LENGTH = 200
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a request without a whole answer. kind: `http 429 code`, `timeout`, `connection`, `cut`, ..."""
+    """Cause of a missing or incomplete answer. kind: `http 429 code`, `timeout`, `connection`, `cut`, ..."""
 
     kind: str
     text: str

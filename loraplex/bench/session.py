@@ -43,7 +43,7 @@ class Plan:
 
 
 def fixed(load: Load) -> MakeLoad:
-    """Return a function that needs nothing of the server."""
+    """Return a function that makes a load independently of the server's models."""
 
     async def make(server: Server) -> Load:
         return load
@@ -52,7 +52,7 @@ def fixed(load: Load) -> MakeLoad:
 
 
 def of_scenario(scenario: Scenario, keys: Mapping[str, str | None], seed: int | None) -> MakeLoad:
-    """Return a function that asks the server for its models and then makes the scenario's load."""
+    """Return a function that makes the scenario's load from the server's list of models."""
 
     async def make(server: Server) -> Load:
         return scenario.load(await list_models(server, keys), seed)

@@ -113,7 +113,7 @@ def _plan(context: click.Context, flags: dict[str, Any]) -> "Plan":
     for name in SHORT_FORM:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             flag = "--c" if name == "concurrency" else "--" + name.replace("_", "-")
-            raise click.UsageError(f"{flag} is not used with --scenario, whose file says it")
+            raise click.UsageError(f"{flag} cannot be combined with --scenario: the file sets it")
     scenario = Scenario(flags["scenario"])
     url, keys = _keys_of_scenario(scenario, flags)
     make = of_scenario(scenario, keys, flags["seed"] if seed_is_given else None)
@@ -132,7 +132,8 @@ def _token(file: Path | None) -> str | None:
 def _keys_of_scenario(scenario: "Scenario", flags: dict[str, Any]) -> tuple[str, dict[str, str | None]]:
     """Return the server's URL and each tenant's key: from its `key_env`, from --tenants, or --api-key.
 
-    A tenant that --tenants does not name gets the key of the file's next tenant that no other one has by name.
+    A tenant of the scenario that is not in --tenants gets the key of the next tenant there that the scenario does not
+    name.
     """
     given = scenario.keys_from_environment()
     url = flags["url"]
@@ -151,7 +152,7 @@ def _keys_of_scenario(scenario: "Scenario", flags: dict[str, Any]) -> tuple[str,
 
 
 def _read_tenants(flags: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the server's URL and the tenants of a file like demo.json. Its keys go to its own gateway only."""
+    """Return the server's URL and the tenants of --tenants. Their keys are sent to the file's own gateway only."""
     file, url = flags["tenants"], flags["url"]
     with one_line(DataDirError):
         demo = read_json(file)

@@ -1,6 +1,6 @@
 """Double of SGLang's server (0.5.11 to 0.5.23) as a gateway sees it: routes, statuses, messages, and made-up tokens.
 
-Its behaviour is taken from SGLang's sources. No test has met a real SGLang. It is stricter in one point: SGLang ignores
+Its behaviour is taken from SGLang's sources; no test runs a real SGLang. It is stricter in one point: SGLang ignores
 a field that it does not know, and the double records it in `ignored`.
 """
 

@@ -64,7 +64,7 @@ class Upstream:
         self.model = "base"
         # Refusal of every request: a status and an error code, or None to cut the connection.
         self.refuses: tuple[int, str] | Literal[False] | None = False
-        # The structured outputs that are compiled, and whether others are compiled too or refused.
+        # The structured outputs compiled so far, and whether further ones are compiled or refused.
         self.compiled: list[Any] = []
         self.compiles = True
         # False: an engine without our extensions, like vLLM.

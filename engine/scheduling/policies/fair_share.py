@@ -16,20 +16,20 @@ from engine.scheduling.policies.policy import Nearness
 from engine.scheduling.policies.tenants import Tenants, TenantState
 from engine.scheduling.request import Request
 
-# Least counters among which the nearest request is chosen. It bounds the look-ups of an admission.
+# Maximum number of least served tenants among which the nearest request is chosen. It bounds an admission's look-ups.
 COMPARED = 16
-# Waiting requests of one tenant that a step looks at. It bounds a step's time with thousands of waiting requests whose
-# adapters are on the way.
+# Maximum number of one tenant's waiting requests that a step considers. It bounds a step's time while thousands of
+# requests wait for adapters that are loading.
 LOOKED_AT = 64
 
 
 class FairShare:
-    """Tenants by service per weight.
+    """Policy that serves the tenant with the least service per weight first.
 
-    slack: among tenants within this much service of the least served, the nearest request is admitted first; 0: always
-    the least served tenant's. preempt_behind, preempt_after: a waiting request may take a stream's place once its
-    tenant is this much service behind the stream's, or, if its tenant has nothing running, once it has waited this many
-    seconds and its tenant is behind.
+    slack: the nearest request is admitted first among the tenants whose counters exceed the least by at most this; 0:
+    always the least served tenant's. preempt_behind: difference of counters from which a stream gives way to a waiting
+    request. preempt_after: seconds of waiting after which any difference suffices, if the request's tenant has nothing
+    running.
     """
 
     def __init__(self, slack: float = 0.0, preempt_behind: float = 512.0, preempt_after: float = 0.25) -> None:
@@ -71,27 +71,27 @@ class FairShare:
         return FairTurns(self._tenants, in_progress, nearness if self._slack else None, self._slack)
 
     def victim(self, running: Sequence[Request]) -> Request:
-        """Return the newest stream of the tenant furthest ahead, if possible one that has had its quantum."""
+        """Return the newest stream of the tenant furthest ahead; streams that have had their quantum come first."""
         return max(running, key=lambda r: (r.had_quantum, self.counter(r.tenant), r.arrival))
 
     def debtors(self, claimant: Request, running: Sequence[Request], now: float) -> list[Request]:
-        """Return the streams that have had their quantum, of tenants that are ahead, the newest of the furthest first.
+        """Return streams of tenants that are ahead, if they have had their quantum: furthest ahead first, then newest.
 
         While the claimant's tenant has streams of its own, a stream gives way only if its tenant is so far ahead that
         computing it again is at most a quarter of the difference.
         """
         seats = {r.tenant for r in running}
-        is_idle, least = claimant.tenant not in seats, self.counter(claimant.tenant)
+        is_idle, threshold = claimant.tenant not in seats, self.counter(claimant.tenant)
         if not is_idle or now - claimant.queued_at < self._preempt_after:
-            least += self._preempt_behind
-        ahead = {tenant: counter for tenant in seats if (counter := self.counter(tenant)) > least}
+            threshold += self._preempt_behind
+        ahead = {tenant: counter for tenant in seats if (counter := self.counter(tenant)) > threshold}
         streams = [
             r
             for r in running
             if r.tenant in ahead
             and r.tenant != claimant.tenant
             and r.had_quantum
-            and (is_idle or ahead[r.tenant] - 4 * r.num_computed / r.weight > least)
+            and (is_idle or ahead[r.tenant] - 4 * r.num_computed / r.weight > threshold)
         ]
         return sorted(streams, key=lambda r: (ahead[r.tenant], r.arrival), reverse=True)
 
@@ -115,7 +115,7 @@ class FairTurns:
             prompts.sort(key=attrgetter("turn"), reverse=True)
         self._running = [(tenants.counter(t), p[-1].arrival, t) for t, p in self._prompts.items()]
         heapify(self._running)
-        # The tenants that wait, by counter, and the place in each one's queue. Built on the first admission.
+        # Heap of the waiting tenants, built on the first admission, and the rest of each one's queue.
         self._waiting: list[tuple[float, int, str]] | None = None
         self._queues: dict[str, list[Request]] = {}
         self._last: str | None = None
@@ -135,7 +135,7 @@ class FairTurns:
         return None if self._last is None else self._queues[self._last].pop()
 
     def _put_last_back(self) -> None:
-        """Order the tenant of the last request by its counter as it is now."""
+        """Put the tenant of the last request back into its heap, by its present counter."""
         tenant, self._last = self._last, None
         if tenant is None:
             return
@@ -164,7 +164,7 @@ class FairTurns:
         return found[2]
 
     def _queue(self, tenant: str) -> list[Request]:
-        """Return the rest of the tenant's first waiting requests, last first; requests that left since stay in it."""
+        """Return the tenant's next waiting requests in reverse order; it may contain requests that have left."""
         queue = self._queues.get(tenant)
         if queue is None:
             account = self._tenants.waiting.get(tenant)

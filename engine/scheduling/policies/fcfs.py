@@ -9,14 +9,14 @@ from engine.scheduling.policies.policy import Nearness
 from engine.scheduling.policies.tenants import Tenants, TenantState
 from engine.scheduling.request import Request
 
-# Waiting requests that a step looks at.
+# Maximum number of waiting requests that a step considers.
 LOOKED_AT = 256
 
 _arrival = attrgetter("arrival")
 
 
 class FirstCome:
-    """Requests in order of arrival. One that finds no room waits until running requests end."""
+    """Policy that serves requests in order of arrival and preempts none for fairness."""
 
     def __init__(self) -> None:
         self._tenants = Tenants()

@@ -11,9 +11,7 @@ from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import Request
 
 Nearness = Callable[[Request], tuple[bool, bool]]
-"""Return whether a waiting request's adapter is off the device, and whether its prompt's start is not cached. Lower is
-nearer.
-"""
+"""Key that sorts nearer requests first: whether the adapter is off the device, whether the prompt's start is uncached."""
 
 
 class Turns(Protocol):
@@ -65,7 +63,11 @@ class Policy(Protocol):
         ...
 
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> Turns:
-        """Begin a step. nearness: None if no seat is free; the request that may claim one then comes first."""
+        """Begin a step.
+
+        nearness: sorts requests of almost equally served tenants; None if no seat is free, so that the least served
+        tenant's request comes first, because it may claim a seat.
+        """
         ...
 
     def victim(self, running: Sequence[Request]) -> Request:
@@ -73,8 +75,8 @@ class Policy(Protocol):
         ...
 
     def debtors(self, claimant: Request, running: Sequence[Request], now: float) -> list[Request]:
-        """Return the running requests that may give way to a waiting one that finds no room, first those that should;
-        empty if it has to wait for running requests to end.
+        """Return the running requests that may be preempted for the waiting claimant, the first choice first. The list
+        is empty if the claimant has to wait until running requests end.
         """
         ...
 

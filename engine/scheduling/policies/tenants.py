@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from engine.scheduling.request import Request
 
-# Period over which a tenant's share is reported: the current window and the one before it.
+# Length of a window of the reported shares, which cover the current window and the one before it.
 WINDOW_S = 30.0
 
 _turn = attrgetter("turn")
@@ -16,9 +16,11 @@ _turn = attrgetter("turn")
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """Account of a tenant. counter: service divided by weight, since its last idle time. oldest_wait: seconds.
+    """Account of a tenant.
 
-    share: its part of the service of the last minute. entitled: its weight's part of the weights of the active tenants.
+    counter: service divided by weight, since the tenant was last idle. oldest_wait: longest wait of its waiting
+    requests, in seconds. share: its part of the service of the last minute. entitled: its weight's part of the weights
+    of the active tenants.
     """
 
     tenant: str
@@ -47,9 +49,9 @@ class Account:
 class Tenants:
     """The accounts and waiting requests of all tenants.
 
-    A tenant whose first request begins to wait is raised to the least counter of a tenant that waits already, or to the
-    tenant's that was admitted last if none waits. So neither idling nor asking for little earns credit (VTC, algorithm
-    2, lines 6 to 14).
+    When a tenant begins to wait, its counter is raised to the least counter of the waiting tenants. If none waits, it is
+    raised to that of the tenant whose request last left the queue. So neither idling nor low demand earns credit (VTC,
+    algorithm 2, lines 6 to 14).
     """
 
     def __init__(self) -> None:

@@ -26,9 +26,9 @@ FORM = web.RequestKey("form", bytes)
 # An engine keeps 16 compiled forms of a tenant (engine/answering/grammars.py).
 MAX_KNOWN = 16
 MAX_TENANTS = 1000
-# Interval of new forms that pass during a refusal, and the time in which one of them is expected to be answered.
+# Interval at which a new form passes during a refusal, and the time allowed for its answer before the next one passes.
 PROBE_SECONDS, ANSWER_SECONDS = 5.0, 1.0
-# A longer body is read on a thread, and only during a refusal. So a form that is sent in long bodies only is not known.
+# A longer body is parsed on a thread, and only during a refusal, so the forms of long bodies are not recorded before.
 INLINE_BYTES = 2**18
 # A body that contains none of these texts has no form, unless it escapes the fields' names.
 _MARKS = (b'"response_format"', b'"structured_outputs"', b'"guided_', b'"tool_choice"')

@@ -101,8 +101,8 @@ class PromptReader:
         """Return the checked body. Unknown fields are refused if foreign servers are listed, else ignored."""
         if len(raw) <= INLINE_BYTES:
             return share.run_here(partial(self._parse, raw, endpoint))
-        count = partial(_count_values, raw)
-        share.decode(len(raw), count() if len(raw) <= COUNTED_INLINE_BYTES else await share.run(count))
+        size = partial(_decoded_bytes, raw)
+        share.decode(len(raw), size() if len(raw) <= COUNTED_INLINE_BYTES else await share.run(size))
         return await share.run(partial(self._parse, raw, endpoint))
 
     def _parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
@@ -177,7 +177,7 @@ class PromptReader:
         return [len(encode(p) if isinstance(p, str) else p) for p in request.prompts()]
 
 
-def _count_values(raw: bytes) -> int:
+def _decoded_bytes(raw: bytes) -> int:
     """Return the memory that a decoded body takes, in bytes. Raises BadRequest for a body with too many values."""
     containers = values = members = 0
     for start in range(0, len(raw), COUNTED_BYTES):

@@ -111,7 +111,7 @@ def _refuse_unknown(fields: dict[str, Any], kind: RequestType, own: Sequence[typ
             raise BadRequest(name[:64], f"{name[:64]} is not served by this gateway", "unsupported_parameter")
     variables = fields.get("chat_template_kwargs")
     if isinstance(variables, dict) and (taken := RENDERERS_OWN & variables.keys()):
-        message = f"chat_template_kwargs: {min(taken)} cannot be given here"
+        message = f"chat_template_kwargs: {min(taken)} is not allowed here"
         raise BadRequest("chat_template_kwargs", message, "unsupported_parameter")
 
 

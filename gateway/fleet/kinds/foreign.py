@@ -62,7 +62,7 @@ class Models(NamedTuple):
     adapters: list[str]
 
     def base_name(self, wanted: str) -> str:
-        """Return the base model's name: `wanted` if it is one of its names."""
+        """Return `wanted` if the base model has this name, else the list of its names, for messages."""
         return wanted if wanted in self.bases else ", ".join(self.bases)
 
 
@@ -86,8 +86,8 @@ def is_release(version: str, least: tuple[int, int, int]) -> bool:
 
 
 def describe_version(version: str) -> str:
-    """Return what a server says about its version, for messages."""
-    return f"is of version {version[:40]!r}" if version else "does not say its version"
+    """Return a phrase about a server's version, for messages."""
+    return f"is of version {version[:40]!r}" if version else "does not report its version"
 
 
 class _Model(Struct):

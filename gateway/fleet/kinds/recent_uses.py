@@ -84,7 +84,7 @@ class RecentUses:
                     keys=[key], args=[KEEP_SECONDS, *(part for use in news.items() for part in use)]
                 )
         except (RedisError, OSError, TimeoutError) as error:
-            self._outage.failed(type(error).__name__, "each process goes by its own uses")
+            self._outage.failed(type(error).__name__, "each process knows only its own uses")
             return {}
         self._outage.over()
         reported.update(dict.fromkeys(news, now))

@@ -75,8 +75,8 @@ class RuntimeAdapters:
     def note_running(self, engine: EngineRecord) -> None:
         """Record a use of each adapter that requests of this process use now.
 
-        A long answer then keeps its adapter among the recently used ones, so no other process unloads it. SGLang would
-        wait for the answer's end and start no other load meanwhile.
+        So an adapter with a long answer counts as recently used, and no other process unloads it. SGLang delays an
+        unload, and all loads after it, until the adapter's answers have ended.
         """
         for digest in engine.requests.by_digest:
             if digest is not None:

@@ -1,14 +1,14 @@
 """SGLang servers: polled, with adapters loaded at runtime and a cache salt for each tenant and adapter.
 
-Written from the sources of SGLang 0.5.11 to 0.5.23. No real SGLang has been met.
+Written from the sources of SGLang 0.5.11 to 0.5.23. It has never run against a real SGLang.
 
 Before SAFE, SGLang accepted a `cache_salt` and ignored it: the salt never reached the scheduler, so all tenants shared
-the prefix cache (sgl-project/sglang#23300: 0.5.10.post1 lacks the fix, 0.5.11 has it). Caches outside of the server's
-memory still leave the salt out of their keys; a server that uses one is refused, as are other settings under which
-tenants or adapters would meet (`check_server`).
+the prefix cache (sgl-project/sglang#23300: 0.5.10.post1 lacks the fix, 0.5.11 has it). The keys of caches outside the
+server's memory still lack the salt. A server with such a cache is refused, or with another setting that can mix up
+tenants or adapters (`check_server`).
 
-A request selects its adapter by `lora_path`. Its `model` is a word without a colon, because SGLang reads what follows a
-colon as an adapter's name. SGLang ignores fields that it does not know, so all others are refused here.
+A request selects its adapter by `lora_path`. Its `model` has no colon, because SGLang reads the text after a
+colon as an adapter's name. SGLang ignores fields that it does not know, so this module refuses them.
 """
 
 import re
@@ -34,7 +34,7 @@ SAFE = (0, 5, 11)
 ANY_MODEL = "default"
 ADAPTER_PREFIX = "sha256-"
 _ADAPTER_NAME = re.compile(ADAPTER_PREFIX + "([0-9a-f]{64})")
-# Parts of the messages of a 400 for an adapter that is not loaded, or that SGLang could not load again by itself.
+# Texts in a 400 for an adapter that is not loaded, or that SGLang could not load again by itself.
 ADAPTER_AWAY = (b"has never been loaded", b"are not loaded", b"Failed to implicitly load LoRA adapter")
 
 MAX_REPETITION_PENALTY = 2.0
@@ -70,7 +70,7 @@ SERVED = frozenset(
         "top_p",
     }
 )
-# Values of other fields that ask for nothing beyond what SGLang does.
+# Values of other fields that are SGLang's behaviour without the field, so the field is dropped.
 WITHOUT_EFFECT: dict[str, Any] = {
     "add_generation_prompt": True,
     "add_special_tokens": True,
@@ -81,10 +81,10 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "return_token_ids": False,
     "return_tokens_as_token_ids": False,
 }
-# Members of `chat_template_kwargs` that SGLang itself uses, with the types that it handles. An object as
-# `spaces_between_special_tokens` ends the process that turns all requests' tokens into text.
+# Members of `chat_template_kwargs` that SGLang itself reads, with their accepted types. An object as
+# `spaces_between_special_tokens` would end SGLang's detokenizer process, which all requests share.
 NOT_VARIABLES: dict[str, tuple[type, ...]] = {"reasoning_effort": (str,), "spaces_between_special_tokens": ()}
-# Fields that are sent in another form, that the gateway has checked to have no effect, or that serve the client alone.
+# Fields that are sent in another form, or dropped because they have no effect on the answer.
 TRANSLATED = frozenset(
     {"best_of", "cache_salt", "model", "response_format", "structured_outputs", "user", *(f"guided_{k}" for k in KINDS)}
 )
@@ -139,7 +139,7 @@ class Sglang(ForeignKind):
         models = read_models(await self.get(engine, "/v1/models"))
         state = {
             "model": models.base_name(self._services.base_model),
-            # An adapter of another name is its operator's: no request selects it, and it is never unloaded.
+            # An adapter with another name belongs to the server's operator: no request selects it, and it stays loaded.
             "adapters_resident": [
                 digest_name(m[1]) for name in models.adapters if (m := _ADAPTER_NAME.fullmatch(name))
             ],
@@ -187,7 +187,7 @@ def request_body(
     if sent.get("top_k") == 0:
         sent["top_k"] = -1
     if sent.get("stream"):
-        # SGLang counts each of several sequences alone, and the gateway would take one count for the total.
+        # SGLang counts each sequence separately, but the gateway reads a count as the total of the request.
         sent["stream_options"] = {**sent["stream_options"], "continuous_usage_stats": is_one_sequence(sent)}
     sent["cache_salt"] = cache_salt(tenant_id, digest, given.get("cache_salt"))
     sent["model"] = ANY_MODEL
@@ -209,7 +209,7 @@ def _check_values(sent: dict[str, Any], reported: dict[str, Any]) -> None:
     for name, kind in NOT_VARIABLES.items():
         if name in variables and not isinstance(variables[name], kind):
             raise BadRequest(
-                "chat_template_kwargs", f"chat_template_kwargs: {name} cannot be given here", "unsupported_parameter"
+                "chat_template_kwargs", f"chat_template_kwargs: {name} is not allowed here", "unsupported_parameter"
             )
     if "seed" in sent and not reported.get("keeps_seeds"):
         raise _not_served("seed")
@@ -234,7 +234,7 @@ def _not_served(field: str) -> BadRequest:
 
 
 def check_server(info: ServerInfo, adapters: int, *, any_version: bool = False) -> None:
-    """Raise Misconfigured for a server on which tenants or adapters would meet, or that cannot load adapters.
+    """Raise Misconfigured for a server that can mix up tenants or adapters, or that cannot load adapters.
 
     adapters: the number of adapters that the gateway keeps loaded.
     """
@@ -250,7 +250,7 @@ def check_server(info: ServerInfo, adapters: int, *, any_version: bool = False) 
 
 
 def _faults(info: ServerInfo, adapters: int) -> list[tuple[bool, str]]:
-    """Return each setting that rules a server out, with the reason and the remedy."""
+    """Return pairs: whether a setting rules the server out, and the reason with the remedy."""
     outside = "keeps a cache whose keys lack the request's salt, so tenants would share cached prompts"
     caches = {
         "--enable-lmcache": info.enable_lmcache,

@@ -23,7 +23,7 @@ MISSING = "missing"
 
 
 class Disk:
-    """Host tier whose loads end when `finish` is called; it holds at most two adapters that nobody pins."""
+    """Host tier whose loads end when `finish` is called; it holds at most two adapters without pins."""
 
     def __init__(self) -> None:
         self.held: dict[str, HostAdapter] = {}
@@ -68,7 +68,7 @@ class Worker:
 
 
 class Engine:
-    """A scheduler in small: waiting requests in order, seats, and preemption of adapters' holders."""
+    """A minimal scheduler: waiting requests in order, seats, and preemption of requests whose adapters hold pages."""
 
     def __init__(self, clock: list[float]) -> None:
         self.clock = clock

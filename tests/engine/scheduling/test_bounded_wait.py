@@ -72,7 +72,7 @@ class Asked:
 
 
 class World:
-    """A scheduler with a clock, that runs what is asked and keeps account of it from outside."""
+    """A scheduler with a simulated clock. It counts tenants' costs, tokens and waits independently of the scheduler."""
 
     def __init__(self, seats: int = 4, blocks: int = 64, policy: FairShare | FirstCome | None = None) -> None:
         self.now, self.steps = 0.0, 0
@@ -89,7 +89,7 @@ class World:
         self.cost: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.arrivals = 0
-        # By tenant: the step since which it waits with nothing running, and the longest such wait.
+        # By tenant: the step since which it has waited with nothing running, and its longest such wait.
         self.idle_since: dict[str, int] = {}
         self.longest: Counter[str] = Counter()
 

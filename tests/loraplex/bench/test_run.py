@@ -257,7 +257,7 @@ def test_a_wrong_scenario_is_one_line_and_2(tmp_path):
     assert result.exit_code == 2
     assert result.stderr == f"Error: {path}:10: tenants[0].arrival.rate: expected a number > 0.0: -20\n"
     result = CliRunner().invoke(main, ("bench", "--scenario", str(path), "--n", "3"))
-    assert (result.exit_code, result.stderr) == (2, "Error: --n is not used with --scenario, whose file says it\n")
+    assert (result.exit_code, result.stderr) == (2, "Error: --n cannot be combined with --scenario: the file sets it\n")
 
 
 async def test_ctrl_c_writes_the_report_of_what_was_measured(tmp_path):

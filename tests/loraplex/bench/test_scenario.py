@@ -87,7 +87,7 @@ def test_a_scenario_becomes_a_load(tmp_path):
         ("rate = 2", "rate = nan", 9, "tenants[0].arrival.rate: expected a number"),
         ("rate = 2", "rat = 2", 9, "tenants[0].arrival.rat: unknown key; known are kind, rate"),
         ("rate = 2", "rate = 2, cv = 3", 9, "tenants[0].arrival.cv: unknown key; known are kind, rate"),
-        ('kind = "poisson", rate = 2', 'kind = "poison", rate = 2', 9, "is no kind; expected one of closed, even,"),
+        ('kind = "poisson", rate = 2', 'kind = "poison", rate = 2', 9, "is not a known kind; expected one of closed,"),
         ('kind = "poisson", rate = 2', "rate = 2", 9, "the key kind is missing; expected one of closed,"),
         ('arrival = {kind = "poisson", rate = 2}', "", 7, "tenants[0]: the key arrival is missing"),
         ('input = {kind = "fixed", tokens = 8}', "", 7, "tenants[0]: input is missing"),

@@ -1,4 +1,4 @@
-"""SGLang servers behind the gateway, by a double with SGLang's protocol. No real SGLang has been met."""
+"""SGLang servers behind the gateway, by a double with SGLang's protocol. No test runs a real SGLang."""
 
 import asyncio
 import shutil
@@ -94,7 +94,7 @@ async def test_the_least_recently_used_adapter_is_unloaded(both: tuple[Gateway, 
     assert (await acme.complete(model=second, max_tokens=1)).status == 200
 
 
-async def test_its_messages_reach_no_client_for_they_name_all_adapters(both: tuple[Gateway, SglangDouble]):
+async def test_messages_of_the_server_reach_no_client(both: tuple[Gateway, SglangDouble]):
     gateway, sglang = both
     acme, other = await gateway.tenant("acme"), await gateway.tenant("other")
     [name] = await adapters(other, 1)
@@ -120,12 +120,12 @@ async def test_its_messages_reach_no_client_for_they_name_all_adapters(both: tup
 
 
 @pytest.mark.parametrize("version", ["0.5.11", "0.5.12.post1", "0.5.23", "0.6.0rc1", "1.0", "0.5.11+g0123abc"])
-def test_releases_that_heed_cache_salts(version: str):
+def test_releases_that_use_cache_salts_are_accepted(version: str):
     check_server(info(version=version), 64)
 
 
 @pytest.mark.parametrize("version", ["0.5.10.post1", "0.5.11rc0", "0.5.11.dev3+g0123abc", "0.4.9", "0.0.0", "dev", ""])
-def test_releases_that_may_not(version: str):
+def test_releases_that_may_ignore_cache_salts_are_refused(version: str):
     with pytest.raises(Misconfigured, match="23300"):
         check_server(info(version=version), 64)
     check_server(info(version=version), 64, any_version=True)
@@ -153,7 +153,7 @@ SHARING: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_settings_under_which_tenants_would_meet_are_refused_whatever_the_version(name: str):
+def test_settings_that_can_mix_up_tenants_are_refused_for_every_version(name: str):
     value, remedy = SHARING[name]
     with pytest.raises(Misconfigured, match=remedy):
         check_server(info(**{name: value}), 64, any_version=True)
@@ -163,7 +163,7 @@ def test_settings_that_keep_tenants_apart_are_not_refused():
     check_server(info(speculative_algorithm="EAGLE3", max_loaded_loras=65, admin_api_key="a", api_key="a"), 64)
 
 
-async def test_a_server_is_refused_with_its_reason_until_it_is_mended(both: tuple[Gateway, SglangDouble]):
+async def test_a_server_is_refused_with_the_reason_until_its_settings_are_corrected(both: tuple[Gateway, SglangDouble]):
     gateway, sglang = both
     acme = await gateway.tenant("acme")
     assert (await acme.complete(max_tokens=1)).status == 200
@@ -197,7 +197,7 @@ async def test_a_server_whose_settings_cannot_be_read_gets_no_request(
         assert sglang.requests == []
 
 
-async def test_operators_see_its_state_and_none_of_its_secrets(both: tuple[Gateway, SglangDouble]):
+async def test_operators_see_a_servers_state_and_none_of_its_secrets(both: tuple[Gateway, SglangDouble]):
     gateway, sglang = both
     shown = await gateway.admin.get("/admin/api/engines")
     [engine] = shown.json["data"]

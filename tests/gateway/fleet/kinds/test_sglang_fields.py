@@ -193,7 +193,7 @@ def test_values_that_sglang_refuses_or_ignores_are_named(body: dict[str, Any], f
 
 
 @pytest.mark.parametrize("name", ["seed", "tools"])
-def test_what_one_server_was_not_started_for_is_named(name: str):
+def test_fields_that_need_a_flag_of_the_server_are_refused_by_name(name: str):
     value = {"seed": 1, "tools": [{"type": "function", "function": {"name": "f"}}]}[name]
     with pytest.raises(BadRequest) as refused:
         sent({name: value}, reported={})
@@ -212,7 +212,7 @@ def test_what_one_server_was_not_started_for_is_named(name: str):
     ],
 )
 def test_chat_template_kwargs_cannot_reach_sglangs_processes(variables: dict[str, Any]):
-    """An object as `spaces_between_special_tokens` would end the process that turns all requests' tokens into text."""
+    """An object as `spaces_between_special_tokens` would end SGLang's detokenizer process, which all requests share."""
     with pytest.raises(BadRequest) as refused:
         sent({"chat_template_kwargs": variables})
     assert refused.value.param == "chat_template_kwargs"

@@ -45,7 +45,7 @@ def test_versions_that_may_not(version: str):
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"version": 26}', b"<html>"])
 def test_a_server_that_names_no_version_is_refused(body: bytes):
-    with pytest.raises(Misconfigured, match="does not say its version"):
+    with pytest.raises(Misconfigured, match="does not report its version"):
         check_version(body)
 
 
