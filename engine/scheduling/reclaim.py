@@ -29,9 +29,9 @@ def find_victims(
 ) -> list[Request] | None:
     """Return the requests whose seats and blocks make room for the claimant; None if there are not enough.
 
-    debtors: the requests that may give way, in order. lacking: the missing seats and blocks. If both are 0, the claimant
-    fits, but only into blocks that running requests are expected to need; then a tenant with nothing running is
-    admitted without victims.
+    debtors: the requests that may give way, in order. lacking: the missing seats and blocks. If both are 0, the
+    claimant fits, but only into blocks that running requests are expected to need; then a tenant with nothing running
+    is admitted without victims.
 
     A tenant with nothing running may take from any debtor. Another may only take from a tenant that afterwards still
     holds as much per weight as it does itself, so that two tenants never take the same seat from each other in turn.

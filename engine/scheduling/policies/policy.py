@@ -11,7 +11,7 @@ from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import Request
 
 Nearness = Callable[[Request], tuple[bool, bool]]
-"""Key that sorts nearer requests first: whether the adapter is off the device, whether the prompt's start is uncached."""
+"""Key that sorts nearer requests first: whether the adapter is off the device, and the prompt's start uncached."""
 
 
 class Turns(Protocol):

@@ -49,9 +49,9 @@ class Account:
 class Tenants:
     """The accounts and waiting requests of all tenants.
 
-    When a tenant begins to wait, its counter is raised to the least counter of the waiting tenants. If none waits, it is
-    raised to that of the tenant whose request last left the queue. So neither idling nor low demand earns credit (VTC,
-    algorithm 2, lines 6 to 14).
+    When a tenant begins to wait, its counter is raised to the least counter of the waiting tenants. If none waits, it
+    is raised to that of the tenant whose request last left the queue. So neither idling nor low demand earns credit
+    (VTC, algorithm 2, lines 6 to 14).
     """
 
     def __init__(self) -> None:
