@@ -43,7 +43,7 @@ class Growth:
             outputs = request.num_output_tokens
             final = expected if outputs < expected else outputs * (1 + BEYOND) + size
             sizes.append((min(final, request.params.max_tokens) - outputs, request.num_tokens))
-        # When the request with the n-th most tokens left ends, the n - 1 before it still run and have grown as much.
+        # At the end of the request with the n-th most tokens left, the n - 1 before it still run and grew equally.
         sizes.sort(reverse=True)
         held, peak = 0, 0.0
         for n, (left, tokens) in enumerate(sizes, 1):
