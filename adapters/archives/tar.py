@@ -78,7 +78,7 @@ class Gunzip:
         if self._inflate.eof:
             if not raw.startswith(GZIP_MAGIC[:1]):  # padding
                 if raw.strip(b"\0"):
-                    raise ArchiveError("There are bytes after the gzip stream that belong to no archive.")
+                    raise ArchiveError("The file has data after its gzip stream.")
                 self._raw = b""
                 return b""
             self._inflate = zlib.decompressobj(31)

@@ -94,11 +94,11 @@ async def serve(kind: str) -> None:
     control = Control()
     async with AsyncExitStack() as exits:
         url = await exits.enter_async_context(serving(control.app()))
-        told: dict[str, Any] = {"control": url}
+        description: dict[str, Any] = {"control": url}
         if kind == "vllm":
             vllm = await exits.enter_async_context(VllmDouble().serving())
-            told["engines"] = [f"vllm+{vllm.url}?key_env=KEY_OF_VLLM"]
-            told["environment"] = {"KEY_OF_VLLM": vllm.api_key}
+            description["engines"] = [f"vllm+{vllm.url}?key_env=KEY_OF_VLLM"]
+            description["environment"] = {"KEY_OF_VLLM": vllm.api_key}
             control.seen["fields"] = lambda: sorted({name for _, body in vllm.requests for name in body})
             control.seen["salts"] = lambda: sorted({body.get("cache_salt", "") for _, body in vllm.requests})
             control.seen["requests"] = lambda: len(vllm.requests)
@@ -106,18 +106,18 @@ async def serve(kind: str) -> None:
             good = await exits.enter_async_context(Upstream().serving())
             bad = await exits.enter_async_context(Redirecting().serving())
             bad.trap = f"{url}/trap"
-            told["engines"] = [good.url, bad.url]
+            description["engines"] = [good.url, bad.url]
         elif kind == "slow":
-            told["engines"] = [(await exits.enter_async_context(Upstream().serving())).url]
+            description["engines"] = [(await exits.enter_async_context(Upstream().serving())).url]
         else:
             assert kind == "poison", kind
             ports = [free_port() for _ in range(ENGINES)]
             deaths: list[int] = []
             control.seen["deaths"] = lambda: len(deaths)
-            told["engines"] = [f"http://127.0.0.1:{port}" for port in ports]
+            description["engines"] = [f"http://127.0.0.1:{port}" for port in ports]
             keepers = [asyncio.ensure_future(keep_alive(port, deaths)) for port in ports]
             exits.callback(lambda: [keeper.cancel() for keeper in keepers])
-        print(json.dumps(told), flush=True)
+        print(json.dumps(description), flush=True)
         over = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(15, over.set)
         await over.wait()

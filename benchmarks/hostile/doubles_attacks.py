@@ -47,10 +47,10 @@ async def vllm_fields(attacker: Attacker) -> None:
             await attacker.complete("Hi", max_tokens=2, **{name: value})
         await attacker.chat(max_tokens=2, cache_salt="s" * 1024)
         await attacker.pause(0.3)
-    told = await seen(attacker)
-    passed = sorted(set(told["fields"]) & set(INTERNAL))
+    record = await seen(attacker)
+    passed = sorted(set(record["fields"]) & set(INTERNAL))
     attacker.check(not passed, f"vLLM was given {', '.join(passed)}")
-    attacker.check(all(len(salt) <= 1024 for salt in told["salts"]), "vLLM was given a cache_salt of more than 1,024")
+    attacker.check(all(len(salt) <= 1024 for salt in record["salts"]), "vLLM was given a cache_salt of more than 1,024")
 
 
 @attack("redirects", "one of two engines answers 307 to another host", place="redirecting")

@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 30.0
 
 
 @dataclass
-class Felt:
+class Measurements:
     """The neighbour's measurements, in seconds. failures: failed answers, as text."""
 
     whole: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Felt:
     uploads: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def add(self, other: "Felt") -> None:
+    def add(self, other: "Measurements") -> None:
         self.whole += other.whole
         self.first += other.first
         self.uploads += other.uploads
@@ -56,25 +56,25 @@ class Neighbour:
 
     async def calibrate(self) -> None:
         """Warm up the service with single chats, one after the other, and set the interval from their duration."""
-        felt = Felt()
+        measured = Measurements()
         for _ in range(2 * LONE_CHATS):
-            await self._guarded(self._chat, felt)
-        lone = percentile(felt.whole[LONE_CHATS:], 0.5)
+            await self._guarded(self._chat, measured)
+        lone = percentile(measured.whole[LONE_CHATS:], 0.5)
         self.chat_interval = max(LEAST_CHAT_INTERVAL, CHAT_INTERVAL_FACTOR * lone)
 
-    async def measure(self, until: asyncio.Event) -> Felt:
+    async def measure(self, until: asyncio.Event) -> Measurements:
         """Measure until the event is set and every started request has ended."""
-        felt = Felt()
-        beats = [self._beat(self.chat_interval, self._chat, felt, until)]
+        measured = Measurements()
+        beats = [self._beat(self.chat_interval, self._chat, measured, until)]
         if self._uploads:
-            beats.append(self._beat(UPLOAD_SECONDS, self._upload, felt, until))
+            beats.append(self._beat(UPLOAD_SECONDS, self._upload, measured, until))
         await asyncio.gather(*beats)
-        return felt
+        return measured
 
-    async def _beat(self, seconds: float, one: Any, felt: Felt, until: asyncio.Event) -> None:
+    async def _beat(self, seconds: float, one: Any, measured: Measurements, until: asyncio.Event) -> None:
         began, turn, tasks = time.monotonic(), 0, []
         while not until.is_set():
-            tasks.append(asyncio.ensure_future(self._guarded(one, felt)))
+            tasks.append(asyncio.ensure_future(self._guarded(one, measured)))
             turn += 1
             try:
                 await asyncio.wait_for(until.wait(), max(0.0, began + turn * seconds - time.monotonic()))
@@ -82,40 +82,40 @@ class Neighbour:
                 continue
         await asyncio.gather(*tasks)
 
-    async def _guarded(self, one: Any, felt: Felt) -> None:
+    async def _guarded(self, one: Any, measured: Measurements) -> None:
         began = time.monotonic()
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                await one(felt, began)
+                await one(measured, began)
         except TimeoutError:
-            felt.failures.append(f"no answer after {PATIENCE_SECONDS:g} s")
-            (felt.whole if one == self._chat else felt.uploads).append(PATIENCE_SECONDS)
+            measured.failures.append(f"no answer after {PATIENCE_SECONDS:g} s")
+            (measured.whole if one == self._chat else measured.uploads).append(PATIENCE_SECONDS)
         except (aiohttp.ClientError, OSError) as error:
-            felt.failures.append(type(error).__name__)
+            measured.failures.append(type(error).__name__)
 
-    async def _chat(self, felt: Felt, began: float) -> None:
+    async def _chat(self, measured: Measurements, began: float) -> None:
         body = {"model": self._model, "messages": [{"role": "user", "content": "Say hello."}], "stream": True}
         body |= {"max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0}
         url = f"{self._url}/v1/chat/completions"
         async with self._session.post(url, json=body, headers=self._headers) as response:
             if response.status != 200:
-                felt.failures.append(f"chat {response.status}: {(await response.text())[:120]}")
+                measured.failures.append(f"chat {response.status}: {(await response.text())[:120]}")
                 return
             first, text = 0.0, b""
             async for chunk in response.content.iter_any():
                 first = first or time.monotonic() - began
                 text = text[-200:] + chunk
         if b"[DONE]" not in text:
-            felt.failures.append("a stream without its end")
-        felt.first.append(first)
-        felt.whole.append(time.monotonic() - began)
+            measured.failures.append("a stream without its end")
+        measured.first.append(first)
+        measured.whole.append(time.monotonic() - began)
 
-    async def _upload(self, felt: Felt, began: float) -> None:
+    async def _upload(self, measured: Measurements, began: float) -> None:
         headers = self._headers | {"Content-Type": f"multipart/form-data; boundary={BOUNDARY.decode()}"}
         data = form({"name": b"pirate"} | good())
         post = self._session.post
         async with self._one_upload, post(f"{self._url}/v1/adapters", data=data, headers=headers) as response:
             text = await response.text()
         if response.status != 201:
-            felt.failures.append(f"upload {response.status}: {text[:120]}")
-        felt.uploads.append(time.monotonic() - began)
+            measured.failures.append(f"upload {response.status}: {text[:120]}")
+        measured.uploads.append(time.monotonic() - began)

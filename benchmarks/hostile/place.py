@@ -103,13 +103,13 @@ def before_doubles(folder: Path, kind: str) -> Iterator[Place]:
         redis_url = exits.enter_context(ValkeyServer()).connection_url
         doubles = exits.enter_context(_process(folder / "doubles.log", "benchmarks.hostile.doubles", kind))
         line = doubles.stdout.readline() if doubles.stdout else ""
-        told = json.loads(line)
+        description = json.loads(line)
         temporary, port = folder / "tmp", free_port()
         temporary.mkdir()
         environment = {
             "LORAPLEX_DATABASE_URL": f"sqlite:///{folder}/gateway.db",
             "LORAPLEX_REDIS_URL": redis_url,
-            "LORAPLEX_ENGINES": ",".join(told["engines"]),
+            "LORAPLEX_ENGINES": ",".join(description["engines"]),
             "LORAPLEX_INTERNAL_TOKEN": TOKEN,
             "LORAPLEX_ADAPTER_STORE": str(folder / "adapters"),
             "LORAPLEX_MODEL_DIR": str(save_model(folder / "model")),
@@ -121,7 +121,7 @@ def before_doubles(folder: Path, kind: str) -> Iterator[Place]:
             "LORAPLEX_MIGRATE_ON_START": "yes",
             "LORAPLEX_PORT": str(port),
             "TMPDIR": str(temporary),
-        } | told.get("environment", {})
+        } | description.get("environment", {})
         gateway = exits.enter_context(_process(folder / "gateway.log", "loraplex.cli", "gateway", **environment))
         url = f"http://127.0.0.1:{port}"
         _wait_ready(url, gateway, folder / "gateway.log")
@@ -134,7 +134,7 @@ def before_doubles(folder: Path, kind: str) -> Iterator[Place]:
             store=folder / "adapters",
             temporary=temporary,
             has_real_engine=False,
-            control=told["control"],
+            control=description["control"],
         )
 
 

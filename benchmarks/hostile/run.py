@@ -16,7 +16,7 @@ import aiohttp
 from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.attacker import GRACE_SECONDS, Round, Target
 from benchmarks.hostile.catalogue import ATTACKS
-from benchmarks.hostile.neighbour import Felt, Neighbour
+from benchmarks.hostile.neighbour import Measurements, Neighbour
 from benchmarks.hostile.place import Place
 from benchmarks.hostile.ratios import NO_RATIO, Ratio, percentile, ratio
 from benchmarks.hostile.watch import Seen, Watch
@@ -94,8 +94,8 @@ class Child:
             line = await self._process.stdout.readline()
         if not line:
             raise RuntimeError("the attacker's process ended; its error is above")
-        told = json.loads(line)
-        return Round(**told | {"statuses": Counter(told["statuses"])})
+        fields = json.loads(line)
+        return Round(**fields | {"statuses": Counter(fields["statuses"])})
 
 
 @contextlib.asynccontextmanager
@@ -149,8 +149,8 @@ async def run_attack(
         uploads = place.has_real_engine
         neighbour = Neighbour(session, place.url, neighbour_key, place.base_model, uploads=uploads)
         await neighbour.calibrate()
-        calm_rounds: list[Felt] = []
-        felt, seen, told = Felt(), Seen(), Round()
+        calm_rounds: list[Measurements] = []
+        measured, seen, attacked = Measurements(), Seen(), Round()
         quiet_stall, left = 0.0, []
         for _ in range(pairs):
             before, calm, _ = await measure(neighbour, watch, honest, seconds)
@@ -158,24 +158,26 @@ async def run_attack(
             quiet_stall = max(quiet_stall, calm.stall)
             remains = await watch.settled()
             after, one, outcome = await measure(neighbour, watch, hostile, seconds)
-            felt.add(after)
-            merge(seen, told, one, outcome)
-            accepted = set(told.accepted)
+            measured.add(after)
+            merge(seen, attacked, one, outcome)
+            accepted = set(attacked.accepted)
             began = time.monotonic()
             left += (await watch.settled(remains, accepted)).beyond(remains, accepted)
             if time.monotonic() - began > SLOW_TO_SETTLE:
-                told.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
-        result = judge(attack, limits, calm_rounds, felt, seen, told, quiet_stall, left)
+                attacked.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
+        result = judge(attack, limits, calm_rounds, measured, seen, attacked, quiet_stall, left)
         result.chat_interval = neighbour.chat_interval
         result.seconds = time.monotonic() - started
         return result
 
 
-async def measure(neighbour: Neighbour, watch: Watch, child: Child | None, seconds: float) -> tuple[Felt, Seen, Round]:
+async def measure(
+    neighbour: Neighbour, watch: Watch, child: Child | None, seconds: float
+) -> tuple[Measurements, Seen, Round]:
     """Measure the neighbour for a round: beside an attacker, beside an honest tenant, or alone."""
     over = asyncio.Event()
-    feeling = asyncio.ensure_future(neighbour.measure(over))
-    seeing = asyncio.ensure_future(watch.observe(over))
+    measuring = asyncio.ensure_future(neighbour.measure(over))
+    observing = asyncio.ensure_future(watch.observe(over))
     try:
         if child is None:
             await asyncio.sleep(seconds)
@@ -184,64 +186,64 @@ async def measure(neighbour: Neighbour, watch: Watch, child: Child | None, secon
             outcome = await child.run(seconds)
     finally:
         over.set()
-        felt, seen = await asyncio.gather(feeling, seeing)
-    return felt, seen, outcome
+        measured, seen = await asyncio.gather(measuring, observing)
+    return measured, seen, outcome
 
 
-def merge(seen: Seen, told: Round, one: Seen, outcome: Round) -> None:
+def merge(seen: Seen, attacked: Round, one: Seen, outcome: Round) -> None:
     """Add a round to the sums and maxima."""
     for name in ("memory", "children", "stall"):
         setattr(seen, name, max(getattr(seen, name), getattr(one, name)))
     seen.cpu += one.cpu
     seen.failures += one.failures
-    told.statuses += outcome.statuses
-    told.accepted += outcome.accepted
-    told.slowest = max(told.slowest, outcome.slowest)
-    told.largest_error = max(told.largest_error, outcome.largest_error)
-    told.breaches += [words for words in outcome.breaches if words not in told.breaches]
-    told.notes += [words for words in outcome.notes if words not in told.notes]
+    attacked.statuses += outcome.statuses
+    attacked.accepted += outcome.accepted
+    attacked.slowest = max(attacked.slowest, outcome.slowest)
+    attacked.largest_error = max(attacked.largest_error, outcome.largest_error)
+    attacked.breaches += [words for words in outcome.breaches if words not in attacked.breaches]
+    attacked.notes += [words for words in outcome.notes if words not in attacked.notes]
 
 
 def judge(
     attack: Attack,
     limits: Limits,
-    calm_rounds: list[Felt],
-    felt: Felt,
+    calm_rounds: list[Measurements],
+    measured: Measurements,
     seen: Seen,
-    told: Round,
+    attacked: Round,
     quiet_stall: float,
     left: list[str],
 ) -> Result:
     """Compare a result with the limits. calm_rounds: the neighbour's measurements in the quiet rounds."""
-    quiet = Felt()
+    quiet = Measurements()
     for before in calm_rounds:
         quiet.add(before)
     result = Result(
         name=attack.name,
-        p50=ratio(0.5, felt.whole, quiet.whole),
-        p99=ratio(0.99, felt.whole, quiet.whole),
-        first_p50=ratio(0.5, felt.first, quiet.first),
-        first_p99=ratio(0.99, felt.first, quiet.first),
+        p50=ratio(0.5, measured.whole, quiet.whole),
+        p99=ratio(0.99, measured.whole, quiet.whole),
+        first_p50=ratio(0.5, measured.first, quiet.first),
+        first_p99=ratio(0.99, measured.first, quiet.first),
         quiet_ms=(percentile(quiet.whole, 0.5) * 1000, percentile(quiet.whole, 0.99) * 1000),
         quiet_spread=(spread(0.5, calm_rounds), spread(0.99, calm_rounds)),
-        samples=len(felt.whole),
-        upload=max(felt.uploads, default=0.0),
+        samples=len(measured.whole),
+        upload=max(measured.uploads, default=0.0),
         memory=seen.memory,
         children=seen.children,
         stall=seen.stall,
         quiet_stall=quiet_stall,
         cpu=seen.cpu,
-        largest_error=told.largest_error,
-        slowest=told.slowest,
-        statuses=told.statuses,
+        largest_error=attacked.largest_error,
+        slowest=attacked.slowest,
+        statuses=attacked.statuses,
         left=left,
-        notes=told.notes,
+        notes=attacked.notes,
     )
-    failures = Counter(felt.failures)
+    failures = Counter(measured.failures)
     missed = [f"the neighbour's {words} (x{number})" for words, number in failures.most_common(3)]
     missed += [f"before the attack: {words} (x{number})" for words, number in Counter(quiet.failures).most_common(2)]
     if limits.latency is not None:
-        missed += [] if felt.whole else ["no chat of the neighbour ended"]
+        missed += [] if measured.whole else ["no chat of the neighbour ended"]
         for name, found in (("p50", result.p50), ("p99", result.p99)):
             if found.value > limits.latency:
                 verdict = missed if found.low > limits.latency else result.undecided
@@ -253,12 +255,12 @@ def judge(
     if result.stall > limits.stall:
         missed.append(f"stall of {result.stall * 1000:.0f} ms")
     missed += [f"left: {words}" for words in dict.fromkeys(left)]
-    missed += told.breaches[:6] + list(dict.fromkeys(seen.failures))
+    missed += attacked.breaches[:6] + list(dict.fromkeys(seen.failures))
     result.missed = missed
     return result
 
 
-def spread(part: float, rounds: list[Felt]) -> float:
+def spread(part: float, rounds: list[Measurements]) -> float:
     """Return the largest percentile of the rounds as a factor of the smallest."""
     found = [percentile(each.whole, part) for each in rounds if each.whole]
     return max(found) / min(found) if found else 0.0

@@ -50,7 +50,7 @@ class Remains:
             words for words, name in zip(more, self.counts, strict=True) if self.counts[name] > before.counts[name]
         ]
         unknown = self.digests - before.digests - accepted
-        return found + ([f"{len(unknown)} adapters in the store that nobody was told of"] if unknown else [])
+        return found + ([f"{len(unknown)} adapters in the store without an accepted upload"] if unknown else [])
 
 
 class Watch:

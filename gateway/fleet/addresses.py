@@ -37,7 +37,7 @@ def parse_address(text: str, read_key: ReadKey | None = None) -> Address:
     if parts.scheme == "dns" and parts.port is None:
         raise ValueError("expected a port in dns://name:port")
     if parts.query and not traits.has_own_secret:
-        raise ValueError(f"only {PREFIXES} before http:// allows options after a ?")
+        raise ValueError(f"options after a ? need {PREFIXES} before the URL")
     url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
     return Address(url, traits, **_options(parts.query, read_key))
 
@@ -60,7 +60,7 @@ def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:
         elif read_key is not None and name in ("key_env", "key_file") and value and "key" not in options:
             options["key"] = read_key(name, value).strip()
             if not _KEY.fullmatch(options["key"]):
-                raise ValueError(f"{name} names an empty key, or one with spaces or characters beyond ASCII")
+                raise ValueError(f"expected a key of ASCII characters without spaces in {name}")
         else:
             raise ValueError(f"expected options among {OPTIONS} after the ?, with numbers above 0 and at most one key")
     return options

@@ -13,7 +13,7 @@ from gateway.fleet.kinds.table import Kinds
 
 log = logging.getLogger(__name__)
 
-OUR_KEY = "the engine refuses the internal token; it must be LORAPLEX_INTERNAL_TOKEN's there"
+OUR_KEY = "it refuses the internal token; start it with this gateway's LORAPLEX_INTERNAL_TOKEN"
 ITS_KEY = "{} refuses this gateway's key; name its API key by ?key_env= or ?key_file= in LORAPLEX_ENGINES"
 
 

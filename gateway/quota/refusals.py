@@ -76,8 +76,8 @@ def cut_off(limit: Limit, wait: int) -> RateLimited:
     """Build the error that ends an answer when a limit has no more room. wait: ms until it has some."""
     seconds = math.ceil(wait / 1000)
     return RateLimited(
-        f"Rate limit reached for this {limit.owner}: {_value(limit)}. The answer ends here; what was "
-        f"generated is charged. Try again in {describe_wait(seconds)}.",
+        f"Rate limit reached for this {limit.owner}: {_value(limit)}. The answer ends here; the "
+        f"generated tokens are charged. Try again in {describe_wait(seconds)}.",
         limit=CLASSES[limit.kind],
         headers={"Retry-After": str(seconds), "retry-after-ms": str(wait)},
     )

@@ -60,7 +60,7 @@ class Upstream:
         self.keeps_allowances = False
         self.allowances: dict[str, int] = {}
         self._generation = 0
-        self._told: tuple[object, ...] = ()
+        self._last_push: tuple[object, ...] = ()
         self.model = "base"
         # Refusal of every request: a status and an error code, or None to cut the connection.
         self.refuses: tuple[int, str] | Literal[False] | None = False
@@ -125,9 +125,9 @@ class Upstream:
 
     def _state_now(self) -> dict[str, Any]:
         running = self.running + (self._active if self.seats else 0)
-        told = (self.instance, self.model, tuple(self.resident), running, self.draining, self.keeps_allowances)
-        if told != self._told:
-            self._told = told
+        pushed = (self.instance, self.model, tuple(self.resident), running, self.draining, self.keeps_allowances)
+        if pushed != self._last_push:
+            self._last_push = pushed
             self._generation += 1
         return {
             "instance": self.instance,

@@ -37,8 +37,8 @@ def test_the_digest_does_not_see_order_or_provenance(tmp_path):
     expected = digest(tmp_path / "a")
     backwards = dict(reversed(tensors().items()))
     assert digest(tmp_path / "b", backwards) == expected
-    told = {"lora_dropout": 0.1, "base_model_name_or_path": "x", "inference_mode": True, "init_lora_weights": False}
-    config = dict(reversed({**CONFIG, **told}.items()))
+    reported = {"lora_dropout": 0.1, "base_model_name_or_path": "x", "inference_mode": True, "init_lora_weights": False}
+    config = dict(reversed({**CONFIG, **reported}.items()))
     assert digest(tmp_path / "c", config=config) == expected
     assert digest(tmp_path / "d", config=json.dumps(CONFIG, indent=4).encode()) == expected
     named = {name.replace(".weight", ".default.weight"): value for name, value in tensors().items()}

@@ -78,11 +78,11 @@ def check(trace: list[Seen], key: str, request_id: str) -> None:
     assert upstream.start <= inside.start
     assert upstream.end <= whole.end
 
-    told = {"gen_ai.request.model": "tiny", "gen_ai.usage.output_tokens": 5, "http.response.status_code": 200}
-    told |= {"gen_ai.response.finish_reasons": ["length"], "http.route": "/v1/chat/completions"}
-    told |= {"gen_ai.operation.name": "chat"}
+    reported = {"gen_ai.request.model": "tiny", "gen_ai.usage.output_tokens": 5, "http.response.status_code": 200}
+    reported |= {"gen_ai.response.finish_reasons": ["length"], "http.route": "/v1/chat/completions"}
+    reported |= {"gen_ai.operation.name": "chat"}
     for span in (whole, inside):
-        assert span.attributes | told == span.attributes
+        assert span.attributes | reported == span.attributes
     prompt = whole.attributes["gen_ai.usage.input_tokens"]
     assert prompt == inside.attributes["gen_ai.usage.input_tokens"] > 5
     who = {"loraplex.tenant": "acme", "loraplex.key_id": key.split("_")[1], "loraplex.request_id": request_id}

@@ -82,7 +82,7 @@ def test_the_receipt_follows_a_slot_through_its_owners(make_engine: Make) -> Non
     assert small.adapters.slot_digests == [""]
 
 
-def test_pages_of_another_adapter_are_told(make_engine: Make) -> None:
+def test_pages_of_another_adapter_are_reported(make_engine: Make) -> None:
     """The receipt shows a slot that holds another adapter's weights, by whatever defect, against the request's name.
 
     A change between two steps makes it mixed.

@@ -64,7 +64,7 @@ async def test_what_failed_says_so_and_where(traced: Gateway, collector: Collect
     assert line.endswith(f" trace={refused.trace_id}")
 
 
-async def test_what_is_not_sampled_is_not_sent_and_the_engine_is_told(
+async def test_an_unsampled_trace_is_not_sent_and_the_engine_is_informed(
     collector: Collector, tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip

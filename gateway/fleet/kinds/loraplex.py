@@ -119,5 +119,5 @@ class Loraplex(EngineKind):
                 response.raise_for_status()
         except (ClientError, OSError, TimeoutError) as error:
             log.warning(
-                "request %s: its allowance at %s was not raised: %s", request_id, engine.url, type(error).__name__
+                "raising the allowance of request %s on %s failed: %s", request_id, engine.url, type(error).__name__
             )

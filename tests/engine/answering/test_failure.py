@@ -94,9 +94,9 @@ async def test_a_failed_engine_ends_its_requests_and_exits(
         "stream": "error",
         "killer": "error",
     }
-    told = books.get("stream")
-    assert told is not None
-    assert told.completion_tokens > 0
+    reported = books.get("stream")
+    assert reported is not None
+    assert reported.completion_tokens > 0
     books.close()
 
 

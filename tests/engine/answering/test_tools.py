@@ -39,11 +39,11 @@ def server(
 async def test_tools_and_their_messages_are_part_of_the_prompt(client: Client):
     fields = {"max_tokens": 1, "messages": [USER]}
     plain = (await client.chat(**fields))["usage"]["prompt_tokens"]
-    told = (await client.chat(**fields, tools=TOOLS))["usage"]["prompt_tokens"]
-    assert told > plain + 50
-    assert (await client.chat(**fields, tools=TOOLS, tool_choice="auto"))["usage"]["prompt_tokens"] == told
+    reported = (await client.chat(**fields, tools=TOOLS))["usage"]["prompt_tokens"]
+    assert reported > plain + 50
+    assert (await client.chat(**fields, tools=TOOLS, tool_choice="auto"))["usage"]["prompt_tokens"] == reported
     assert (await client.chat(**fields, tools=TOOLS, tool_choice="none"))["usage"]["prompt_tokens"] == plain
-    assert (await client.ok("/tokenize", {"messages": [USER], "tools": TOOLS}))["count"] == told
+    assert (await client.ok("/tokenize", {"messages": [USER], "tools": TOOLS}))["count"] == reported
     text = (await client.ok("/detokenize", await client.ok("/tokenize", {"messages": HISTORY, "tools": TOOLS})))[
         "prompt"
     ]

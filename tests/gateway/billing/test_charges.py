@@ -31,7 +31,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
 
 
 @pytest.mark.parametrize(
-    ("ending", "told", "requests", "tokens", "billed"),
+    ("ending", "reported", "requests", "tokens", "billed"),
     [
         (Ending.FINISHED, None, 1, 14, HEARD),
         (Ending.CANCELLED, None, 1, 14, HEARD),
@@ -53,10 +53,10 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         (Ending.MISMATCHED, None, 0, 0, Used()),
     ],
 )
-def test_who_pays(ending: Ending, told: Used | None, requests: int, tokens: int, billed: Used):
-    charged = charge(ending, 9, HEARD, told, Weights())
+def test_who_pays(ending: Ending, reported: Used | None, requests: int, tokens: int, billed: Used):
+    charged = charge(ending, 9, HEARD, reported, Weights())
     assert (charged.requests, charged.rate_tokens, charged.billed) == (requests, tokens, billed)
-    assert charged.is_recorded == (ending is not Ending.UNSERVED or told is not None)
+    assert charged.is_recorded == (ending is not Ending.UNSERVED or reported is not None)
     # Money is charged only for an answer that a client could receive.
     has_answer = ending is Ending.FINISHED or ending in CUT
     assert charged.is_free == (not has_answer and ending is not Ending.MISMATCHED)

@@ -221,7 +221,7 @@ async def test_a_conversation_stays_with_its_engine(pair: tuple[Gateway, Upstrea
 
 
 @pytest.mark.parametrize("refuses", [(503, "engine_overloaded"), (429, "engine_share_used")])
-async def test_if_none_begins_the_last_ones_reason_is_told(
+async def test_if_no_engine_begins_the_last_ones_reason_is_returned(
     pair: tuple[Gateway, Upstream, Upstream], refuses: tuple[int, str]
 ):
     gateway, one, two = pair

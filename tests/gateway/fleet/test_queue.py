@@ -144,7 +144,7 @@ async def test_a_full_queue_refuses_who_would_be_last():
     assert (gate.inside, gate.waiting) == (0, 0)
 
 
-async def test_nobody_waits_longer_than_told():
+async def test_no_request_waits_longer_than_the_limit():
     gate = make_gate(lambda: 0, max_waiting=10, max_seconds=0.05)
     crowd = Crowd(gate)
     with pytest.raises(Overloaded, match=r"this request waited 0\.05 s for one"):

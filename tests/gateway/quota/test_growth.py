@@ -67,7 +67,7 @@ def test_what_is_expected_follows_a_tenants_completions_and_no_others():
     assert expectations.expect("a", "other") == expectations.expect("c", "m")
 
 
-def test_growth_is_refused_while_others_hold_the_window_and_granted_as_told(client: redis.Redis):
+def test_growth_is_refused_while_others_hold_the_window_and_granted_after_the_stated_wait(client: redis.Redis):
     script = Script(client)
     assert script.acquire("stream", [LIMIT], 0, 50_000, 50_000, FREE, expected=100)[0]
     assert script.acquire("whole", [LIMIT], 0, 59_000, 59_000, FREE)[0]

@@ -101,9 +101,9 @@ async def test_headers_tell_of_a_days_tokens_where_fewer_are_left_of_them(quota:
     assert (headers["x-ratelimit-limit-tokens"], headers["x-ratelimit-remaining-tokens"]) == ("500", "400")
     with pytest.raises(RateLimited) as refused:
         await take(quota, who, 450)
-    told = refused.value.headers
-    assert told["x-ratelimit-limit-tokens"] == "500"
-    assert 400 <= int(told["x-ratelimit-remaining-tokens"]) < 450
+    reported = refused.value.headers
+    assert reported["x-ratelimit-limit-tokens"] == "500"
+    assert 400 <= int(reported["x-ratelimit-remaining-tokens"]) < 450
 
 
 @pytest.mark.parametrize("limit", ["tokens_per_minute", "tokens_per_day", "max_concurrent_tokens", "budget_per_month"])

@@ -150,13 +150,13 @@ async def test_the_command(gateway: Gateway):
     assert head.split() == ["CHANGED_AT", "ACTION", "TARGET", "ACTOR", "ADDRESS", "REQUEST", "DETAIL"]
     assert row.split()[1] == "key.create"
     assert row.split()[3:5] == ["bootstrap", "127.0.0.1"]
-    [told] = await entries(gateway.admin, limit=1)
-    assert told["request_id"].removeprefix("req_").startswith(row.split()[5])
-    for name in told["detail"]:
+    [reported] = await entries(gateway.admin, limit=1)
+    assert reported["request_id"].removeprefix("req_").startswith(row.split()[5])
+    for name in reported["detail"]:
         assert f"{name}=" in row
     [written] = csv.DictReader((await run("--limit", "1", "--csv")).stdout.splitlines())
-    assert {**written, "detail": json.loads(written["detail"])} == {n: v or "" for n, v in told.items()} | {
-        "detail": told["detail"],
+    assert {**written, "detail": json.loads(written["detail"])} == {n: v or "" for n, v in reported.items()} | {
+        "detail": reported["detail"],
         "own": "false",
     }
     after = first.stderr.split("--after ")[1].strip()

@@ -146,7 +146,7 @@ async def test_a_name_that_another_gateway_loaded_is_taken_as_it_is(both: tuple[
 
 
 @pytest.mark.parametrize("both", ["?adapters=2"], indirect=True)
-async def test_no_more_names_are_kept_than_it_was_told(both: tuple[Gateway, VllmDouble]):
+async def test_no_more_names_are_kept_than_the_option_allows(both: tuple[Gateway, VllmDouble]):
     gateway, vllm = both
     acme = await gateway.tenant("acme")
     first, second, third = await adapters(acme, 3)
