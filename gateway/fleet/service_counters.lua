@@ -59,7 +59,8 @@ for i = 3, #ARGV, 4 do
         if redis.call('ZADD', presences, now, member) == 1 then begin_presence(tenant) end
         set_weight(tenant, weight)
     end
-    if tonumber(service) > 0 then
+    -- It is negative if a request left that was charged in the exchange before.
+    if tonumber(service) ~= 0 then
         redis.call('ZINCRBY', redis.call('ZSCORE', active, tenant) and active or idle, service, tenant)
     end
     if not is_active and redis.call('ZREM', presences, member) == 1 then end_presence(tenant) end

@@ -14,6 +14,7 @@ from functools import partial
 from aiohttp import hdrs, web
 
 from gateway.access.caller import CALLER
+from gateway.access.throttle import client_network
 
 # A body of 8 MiB is dropped within half a second. An owner's bodies take some 1 % of a core.
 BYTES_PER_SECOND = 16 * 2**20
@@ -21,7 +22,7 @@ MAX_OWNERS = 1000
 
 
 class UnreadBodies:
-    """The unread rests of refused bodies, by owner: a tenant, or the address of a client without a key."""
+    """The unread rests of refused bodies, by owner: a tenant, or the network of a client without a key."""
 
     def __init__(self, bytes_per_second: float = BYTES_PER_SECOND) -> None:
         self._seconds_each = 1 / bytes_per_second
@@ -40,9 +41,7 @@ class UnreadBodies:
         request.protocol.close()
         transport = request.transport
         if transport is not None:
-            caller = CALLER.get()
-            owner = "" if caller is None else caller.tenant_name or caller.address
-            transport.set_protocol(_Dropping(request.protocol, transport, partial(self._delay, owner)))
+            transport.set_protocol(_Dropping(request.protocol, transport, partial(self._delay, _owner())))
             transport.resume_reading()
 
     def _delay(self, owner: str, size: int) -> float:
@@ -53,6 +52,12 @@ class UnreadBodies:
         if len(self._next) > MAX_OWNERS:
             self._next.popitem(last=False)
         return self._next[owner] - now
+
+
+def _owner() -> str:
+    """Return the running request's tenant, or the network of a client without one, who may have many addresses."""
+    caller = CALLER.get()
+    return "" if caller is None else caller.tenant_name or client_network(caller.address)
 
 
 class _Dropping(asyncio.Protocol):

@@ -156,6 +156,17 @@ async def test_without_redis_each_process_counts_its_own_service():
     assert process.counters.changes() == []
 
 
+async def test_service_that_is_returned_after_an_exchange_counts_nowhere(pair: tuple[Process, Process]):
+    one, other = pair
+    for process in pair:
+        process.counters.enter("a", 1.0)
+    for cost in (10.0, -10.0, 0.0):
+        one.counters.charge("a", cost)
+        for process in pair:
+            await process.exchange()
+    assert one.counters.counter("a") == other.counters.counter("a") == 0.0
+
+
 async def test_deployments_on_one_redis_do_not_share(redis: Redis):
     one, other = Process(redis, "one"), Process(redis, "other")
     for process in (one, other):

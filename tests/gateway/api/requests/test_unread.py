@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.api.requests.unread import UnreadBodies
+from gateway.access.caller import CALLER, Caller
+from gateway.api.requests.unread import UnreadBodies, _owner
 from testing.gateway.running import Client, Gateway
 from tests.gateway.api.requests.test_bodies import answered, connected, head
 
@@ -50,3 +51,12 @@ async def test_a_tenants_refused_bodies_are_dropped_at_a_limited_rate(serve: Any
         # Eight bodies of one tenant share its rate; the other tenant does not wait for them.
         assert max(seconds for _, seconds in slow) > 2.0
         assert sent < max(seconds for _, seconds in slow) / 2
+
+
+def test_all_addresses_of_an_ipv6_network_share_a_rate():
+    owners = set()
+    for address in ("2001:db8::1", "2001:db8::2", "2001:db8:1::1"):
+        token = CALLER.set(Caller(address, "r"))
+        owners.add(_owner())
+        CALLER.reset(token)
+    assert len(owners) == 2
