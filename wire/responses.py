@@ -247,6 +247,8 @@ class EngineStateResponse(Struct):
 # Header with the gateway's allowance of completion tokens, and the content type of a report: a whole (non-streamed)
 # answer whose progress is sent while it runs.
 ALLOWANCE_HEADER = "x-loraplex-allowance"
+# Header with the target of the time to first token, in seconds.
+TTFT_HEADER = "x-loraplex-ttft-target"
 REPORT_TYPE = "application/x-loraplex-report"
 # Remaining tokens per choice below which the engine reports a whole answer's counts at each step and the gateway
 # reserves more tokens. A fast engine uses them in half a second.

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from engine.answering.usage_log import MAX_ID_BYTES
 from engine.http.errors import ApiError
-from wire.responses import ALLOWANCE_HEADER
+from wire.responses import ALLOWANCE_HEADER, TTFT_HEADER
 
 # Maximum length of a number in a header; a longer integer could overflow a float.
 MAX_NUMBER_LENGTH = 32
-# Header with the target of the time to first token, in seconds.
-TTFT_HEADER = "x-loraplex-ttft-target"
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,8 @@ tenants = Table(
     Column("adapter_limits", Text, nullable=True),
     # All limits on requests, as JSON, here and in api_keys (gateway/records/limits.py).
     Column("limits", Text, nullable=True),
+    # Seconds; NULL means no target.
+    Column("ttft_target", Float, nullable=True),
 )
 
 api_keys = Table(

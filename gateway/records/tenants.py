@@ -33,8 +33,9 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant.
 
     weight: its share of a full engine, relative to others. priority: 0 (served first) to 9 (refused first under
-    overload). on_token_limit: whether a request for more tokens than are left is refused or shortened. model_limits:
-    further limits, by the tenant's own name of a model; "*" covers all adapters without limits of their own.
+    overload). ttft_target: time to first token that the tenant wants, in seconds; None: no target. on_token_limit:
+    whether a request for more tokens than are left is refused or shortened. model_limits: further limits, by the
+    tenant's own name of a model; "*" covers all adapters without limits of their own.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = DEFAULT_LIMITS
     weight: float = 1.0
     priority: int = 5
+    ttft_target: float | None = None
     on_token_limit: OnTokenLimit = "refuse"
     suspended: bool = False
     model_limits: dict[str, Limits] = {}
@@ -145,6 +147,7 @@ def read_tenant(row: Row[Any]) -> Tenant:
         limits=read_limits(row),
         weight=row.weight,
         priority=row.priority,
+        ttft_target=row.ttft_target,
         on_token_limit=row.on_token_limit,
         suspended=row.suspended,
         model_limits=msgspec.json.decode(row.model_limits, type=dict[str, Limits]),

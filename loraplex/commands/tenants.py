@@ -9,7 +9,7 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.output import BUDGET, json_option, limits_text, moment, money, print_json, print_table
-from loraplex.commands.values import Money, TenantCommand, given, limit_names
+from loraplex.commands.values import Money, Target, TenantCommand, given, limit_names
 
 
 @click.group()
@@ -52,6 +52,11 @@ def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Refuse a request that exceeds the remaining tokens, or shorten its answer.",
         ),
         click.option("--priority", type=int, help="Priority from 0 (served first) to 9 (shed first)."),
+        click.option(
+            "--ttft-target",
+            type=Target(),
+            help="Wanted time to first token in seconds, or 'none'; the engines' metrics count the answers within it.",
+        ),
         click.option("--weight", type=float, help="Share of a busy engine, relative to other tenants' weights."),
     ):
         command = option(command)

@@ -28,6 +28,20 @@ class Limit(click.ParamType):
             self.fail(f"{value!r} is not a whole number, nor 'none'", param, ctx)
 
 
+class Target(click.ParamType):
+    """A number of seconds, or `none` for no target."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        if value == NO_LIMIT:
+            return NO_LIMIT
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds, nor 'none'", param, ctx)
+
+
 class Money(click.ParamType):
     """An amount of the deployment's currency with up to six decimals, in micro-units.
 

@@ -38,7 +38,7 @@ def run(gateway: Gateway, tmp_path: Path) -> Run:
 
 async def test_a_tenant_from_create_to_delete(run: Run, gateway: Gateway):
     limits = ("--requests-per-minute", "60", "--tokens-per-minute", "none", "--budget-per-month", "12.50")
-    others = ("--priority", "2", "--weight", "1.5", "--on-token-limit", "shorten")
+    others = ("--priority", "2", "--weight", "1.5", "--on-token-limit", "shorten", "--ttft-target", "0.5")
     of_models = ("--model-limits", '{"base": {"max_concurrent": 1, "budget_per_month": 2.50}}')
     await run("tenant", "create", "initech", *limits, *others, *of_models)
     shown = json.loads((await run("tenant", "show", "initech", "--json")).stdout)
@@ -50,6 +50,7 @@ async def test_a_tenant_from_create_to_delete(run: Run, gateway: Gateway):
         "budget_per_month": 12_500_000,
         "priority": 2,
         "weight": 1.5,
+        "ttft_target": 0.5,
         "on_token_limit": "shorten",
         "model_limits": {"base": {"max_concurrent": 1, "budget_per_month": 2_500_000}},
         "suspended": False,

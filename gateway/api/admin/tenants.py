@@ -58,6 +58,7 @@ else:
 class TenantChanges(_TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(ge=0.01, le=1000)] | UnsetType = UNSET
     priority: Annotated[int, Meta(ge=0, le=9)] | UnsetType = UNSET
+    ttft_target: Annotated[float, Meta(gt=0, le=3600)] | UnsetType | None = UNSET
     on_token_limit: OnTokenLimit | UnsetType = UNSET
     suspended: bool | UnsetType = UNSET
     model_limits: Annotated[dict[ModelName, LimitFields], Meta(max_length=100)] | UnsetType = UNSET

@@ -24,7 +24,7 @@ from gateway.fleet.kinds.kind import (
 )
 from wire.digests import digest_name
 from wire.requests import AllowanceRequest
-from wire.responses import ALLOWANCE_HEADER
+from wire.responses import ALLOWANCE_HEADER, TTFT_HEADER
 
 if TYPE_CHECKING:
     from gateway.records.catalog import Model
@@ -77,6 +77,8 @@ class Loraplex(EngineKind):
             "x-loraplex-weight": repr(call.tenant.weight),
             "x-loraplex-priority": str(call.tenant.priority),
         }
+        if call.tenant.ttft_target is not None:
+            headers[TTFT_HEADER] = repr(call.tenant.ttft_target)
         if call.hold is not None and engine.keeps_allowances:
             call.hold.raise_allowance = partial(self._raise_allowance, engine, call.request_id)
             if call.hold.allowance is not None:

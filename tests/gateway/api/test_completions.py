@@ -56,6 +56,18 @@ async def test_a_whole_answer(route: str, tenant: Client, upstream: Upstream):
     }
 
 
+async def test_the_engine_gets_the_tenants_target_and_no_clients(gateway: Gateway, upstream: Upstream):
+    eager, usual = await gateway.tenant("eager", ttft_target=0.5), await gateway.tenant("usual")
+    forged = {"x-loraplex-ttft-target": "0.001"}
+    for client in (eager, usual):
+        assert (
+            await client.post("/v1/completions", {"model": BASE_MODEL, "prompt": "Hi"}, headers=forged)
+        ).status == 200
+    assert [headers.get("x-loraplex-ttft-target") for headers, _ in upstream.requests] == ["0.5", None]
+    wrong = await gateway.admin.call("PATCH", "/admin/api/tenants/eager", json={"ttft_target": 0})
+    assert (wrong.status, wrong.error["param"]) == (400, "ttft_target")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_has_the_end_of_an_answer_has_the_slot_back(stream: bool, gateway: Gateway):
     """The slot is free at the end of an answer, although the answer does not wait for its settlement."""

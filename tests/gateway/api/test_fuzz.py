@@ -40,7 +40,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": BASE_MODEL, "messages": HI, "max_tokens": 2, "stream": True},
     "/v1/completions": {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 2, "n": 1, "stream_options": None},
     "/admin/api/tenants": {"name": "made", "requests_per_minute": 5, "weight": 1.0, "model_limits": {}},
-    "/admin/api/tenants/{tenant}": {"priority": 3, "suspended": False, "on_token_limit": "shorten"},
+    "/admin/api/tenants/{tenant}": {"priority": 3, "ttft_target": 0.5, "suspended": False, "on_token_limit": "shorten"},
     "/admin/api/tenants/{tenant}/keys": {"label": "k", "scopes": ["usage"], "allowed_models": ["a"]},
     "/admin/api/prices/{model}": {"input": 1, "output": 2},
 }

@@ -96,8 +96,9 @@ async def test_a_tenant_from_birth_to_death(tenants: Tenants, catalog: Catalog, 
     assert changed == replace(made, limits=replace(DEFAULT_LIMITS, tokens_per_day=5, max_concurrent=3))
     of_pirate = {"pirate": Limits(requests_per_minute=1)}
     changes = {"requests_per_minute": None, "suspended": True, "priority": 9, "model_limits": of_pirate}
-    changed = await tenants.update("acme", changes, actor="op")
+    changed = await tenants.update("acme", changes | {"ttft_target": 0.5}, actor="op")
     assert (changed.limits.requests_per_minute, changed.suspended, changed.priority) == (None, True, 9)
+    assert (await tenants.get("acme")).ttft_target == 0.5
     assert (await tenants.get("acme")).model_limits == of_pirate
     await add(catalog, made, "pirate", "a")
     await tenants.delete("acme", "op", "base")
