@@ -89,12 +89,15 @@ class ServiceCounters:
             if not change.is_active and tenant not in self._seen | self._requests.keys():
                 self._forget(tenant)
 
-    def forget_idle(self) -> None:
-        """Drop the counters if no tenant is active here. Call it when an exchange fails: only exchanges drop others."""
+    def exchange_failed(self) -> None:
+        """Share the places by this process's tenants alone until the next exchange. Their service is kept for it, unless
+        no tenant is active: fairness needs no history then, and nothing else drops the counters.
+        """
+        self._weight_elsewhere = 0.0
+        self._processes.clear()
         if not self._requests:
             for tenant in list(self._weights):
                 self._forget(tenant)
-            self._weight_elsewhere = 0.0
 
     def _forget(self, tenant: str) -> None:
         for values in (self._weights, self._shared, self._unshared, self._processes):

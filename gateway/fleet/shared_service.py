@@ -53,7 +53,7 @@ class SharedService:
                 weight, *values = await self._script(keys=self._keys, args=arguments)
         except (RedisError, OSError, TimeoutError) as error:
             self._outage.failed(type(error).__name__, "each process orders its queue by its own counters")
-            self._counters.forget_idle()
+            self._counters.exchange_failed()
             return
         self._outage.over()
         results = [(float(counter), int(number)) for counter, number in zip(values[::2], values[1::2], strict=True)]

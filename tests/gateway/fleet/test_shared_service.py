@@ -167,6 +167,20 @@ async def test_service_that_is_returned_after_an_exchange_counts_nowhere(pair: t
     assert one.counters.counter("a") == other.counters.counter("a") == 0.0
 
 
+async def test_in_an_outage_the_other_processes_tenants_take_no_share(redis: Redis):
+    here, there = Process(redis, "one"), Process(redis, "one")
+    there.enter("elsewhere", 3.0)
+    await there.exchange()
+    here.enter("a", 1.0)
+    await here.exchange()
+    assert here.counters.share("a") == pytest.approx(1 / 4)
+    away = SharedService(Redis(port=1), "one", here.counters)
+    await away.exchange()
+    assert here.counters.share("a") == pytest.approx(1.0)
+    await here.exchange()
+    assert here.counters.share("a") == pytest.approx(1 / 4)
+
+
 async def test_deployments_on_one_redis_do_not_share(redis: Redis):
     one, other = Process(redis, "one"), Process(redis, "other")
     for process in (one, other):
