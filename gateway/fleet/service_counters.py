@@ -90,8 +90,10 @@ class ServiceCounters:
                 self._forget(tenant)
 
     def exchange_failed(self) -> None:
-        """Share the places by this process's tenants alone until the next exchange. Their service is kept for it, unless
-        no tenant is active: fairness needs no history then, and nothing else drops the counters.
+        """Share the places among this process's tenants alone until the next exchange.
+
+        Their service is kept for it, unless no tenant is active: then fairness needs no history, and nothing else drops
+        the counters.
         """
         self._weight_elsewhere = 0.0
         self._processes.clear()
