@@ -61,7 +61,7 @@ def test_what_is_none(text: str, part: str):
         (["http://user:secret@one"], "no user or password"),
         (["vllm+http://one?key_file=/no/such/secret"], "cannot be read"),
         (["vllm+http://one?key_env=LORAPLEX_NO_SUCH_secret"], "is not set"),
-        (["vllm+http://one?key_file=/dev/null"], "empty key"),
+        (["vllm+http://one?key_file=/dev/null"], "expected a key of ASCII characters"),
         (["vllm+http://one?secret"], "expected options"),
         (["one:8000"], "announced"),
     ],

@@ -148,7 +148,7 @@ async def test_a_report_that_cannot_be_read_is_skipped(any_redis: Any, caplog: p
             await processes.die(one, url)
 
         async def warned() -> bool:
-            return "cannot be read" in caplog.text
+            return "cannot be decoded" in caplog.text
 
         await until(warned)
         async with processes.one() as two:
