@@ -192,10 +192,6 @@ RUN_LINES = 6
 # reference; migrations are never edited.
 REPEATED = {
     ("engine/model/gemma.py", "engine/model/llama.py"): "each family owns its layers",
-    (
-        "engine/scheduling/policies/fair_share.py",
-        "engine/scheduling/policies/fcfs.py",
-    ): "delegation to Tenants, to be shared",
     ("wire/text/tokenizer.py", "wire/text/tokenizer.py"): "the parameters of encode_chat and render_chat",
 }
 

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from engine.scheduling.policies.policy import Nearness
-from engine.scheduling.policies.tenants import Tenants, TenantState
+from engine.scheduling.policies.tenants import TenantPolicy, Tenants
 from engine.scheduling.request import Request
 
 # Maximum number of least served tenants among which the nearest request is chosen. It bounds an admission's look-ups.
@@ -23,7 +23,7 @@ COMPARED = 16
 LOOKED_AT = 64
 
 
-class FairShare:
+class FairShare(TenantPolicy):
     """Policy that serves the tenant with the least service per weight first.
 
     slack: the nearest request is admitted first among the tenants whose counters exceed the least by at most this; 0:
@@ -33,19 +33,10 @@ class FairShare:
     """
 
     def __init__(self, slack: float = 0.0, preempt_behind: float = 512.0, preempt_after: float = 0.25) -> None:
+        super().__init__()
         self._slack = slack
         self._preempt_behind = preempt_behind
         self._preempt_after = preempt_after
-        self._tenants = Tenants()
-
-    def __len__(self) -> int:
-        return len(self._tenants)
-
-    def num_waiting(self, tenant: str) -> int:
-        return self._tenants.num_waiting(tenant)
-
-    def counter(self, tenant: str) -> float:
-        return self._tenants.counter(tenant)
 
     def enter(self, request: Request, now: float) -> None:
         request.turn = (1, request.due, request.arrival)
@@ -54,18 +45,6 @@ class FairShare:
     def put_back(self, request: Request, now: float) -> None:
         request.turn = (0, 0.0, request.arrival)
         self._tenants.push(self._tenants.accounts[request.tenant], request, now)
-
-    def remove(self, request: Request) -> None:
-        self._tenants.remove(request)
-
-    def leave(self, request: Request) -> None:
-        self._tenants.leave(request)
-
-    def charge(self, request: Request, cost: float) -> None:
-        self._tenants.charge(request, cost)
-
-    def charge_tenant(self, tenant: str, cost: float) -> None:
-        self._tenants.charge_tenant(tenant, cost)
 
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> "FairTurns":
         return FairTurns(self._tenants, in_progress, nearness if self._slack else None, self._slack)
@@ -94,9 +73,6 @@ class FairShare:
             and (is_idle or ahead[r.tenant] - 4 * r.num_computed / r.weight > threshold)
         ]
         return sorted(streams, key=lambda r: (ahead[r.tenant], r.arrival), reverse=True)
-
-    def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
-        return self._tenants.states(running, now, limit)
 
 
 class FairTurns:

@@ -6,7 +6,7 @@ from itertools import islice
 from operator import attrgetter
 
 from engine.scheduling.policies.policy import Nearness
-from engine.scheduling.policies.tenants import Tenants, TenantState
+from engine.scheduling.policies.tenants import TenantPolicy, Tenants
 from engine.scheduling.request import Request
 
 # Maximum number of waiting requests that a step considers.
@@ -15,20 +15,8 @@ LOOKED_AT = 256
 _arrival = attrgetter("arrival")
 
 
-class FirstCome:
+class FirstCome(TenantPolicy):
     """Policy that serves requests in order of arrival and preempts none for fairness."""
-
-    def __init__(self) -> None:
-        self._tenants = Tenants()
-
-    def __len__(self) -> int:
-        return len(self._tenants)
-
-    def num_waiting(self, tenant: str) -> int:
-        return self._tenants.num_waiting(tenant)
-
-    def counter(self, tenant: str) -> float:
-        return self._tenants.counter(tenant)
 
     def enter(self, request: Request, now: float) -> None:
         request.turn = (0, 0.0, request.arrival)
@@ -36,18 +24,6 @@ class FirstCome:
 
     def put_back(self, request: Request, now: float) -> None:
         self._tenants.push(self._tenants.accounts[request.tenant], request, now)
-
-    def remove(self, request: Request) -> None:
-        self._tenants.remove(request)
-
-    def leave(self, request: Request) -> None:
-        self._tenants.leave(request)
-
-    def charge(self, request: Request, cost: float) -> None:
-        self._tenants.charge(request, cost)
-
-    def charge_tenant(self, tenant: str, cost: float) -> None:
-        self._tenants.charge_tenant(tenant, cost)
 
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> "ArrivalTurns":
         return ArrivalTurns(self._tenants, in_progress)
@@ -57,9 +33,6 @@ class FirstCome:
 
     def debtors(self, claimant: Request, running: Sequence[Request], now: float) -> list[Request]:
         return []
-
-    def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
-        return self._tenants.states(running, now, limit)
 
 
 class ArrivalTurns:

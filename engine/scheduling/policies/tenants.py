@@ -169,3 +169,34 @@ class Tenants:
             for account in self.accounts.values():
                 account.before, account.recent = account.recent if is_next else 0.0, 0.0
             self._window_began = now
+
+
+class TenantPolicy:
+    """Base of policies: the part of `Policy` that does not depend on the order of requests."""
+
+    def __init__(self) -> None:
+        self._tenants = Tenants()
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def num_waiting(self, tenant: str) -> int:
+        return self._tenants.num_waiting(tenant)
+
+    def counter(self, tenant: str) -> float:
+        return self._tenants.counter(tenant)
+
+    def remove(self, request: Request) -> None:
+        self._tenants.remove(request)
+
+    def leave(self, request: Request) -> None:
+        self._tenants.leave(request)
+
+    def charge(self, request: Request, cost: float) -> None:
+        self._tenants.charge(request, cost)
+
+    def charge_tenant(self, tenant: str, cost: float) -> None:
+        self._tenants.charge_tenant(tenant, cost)
+
+    def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
+        return self._tenants.states(running, now, limit)
