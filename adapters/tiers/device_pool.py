@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, AdapterError, BaseShape
+from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.eviction import IdleAdapters, Resident
-from adapters.tiers.host_cache import HostAdapter, HostCache
+from adapters.tiers.host_cache import HostCache
 from adapters.tiers.page_writer import PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
 from adapters.tiers.reservations import PAGE_WAIT_S, Amount, Reservation, Reservations

@@ -4,29 +4,24 @@ Loads run on a few threads that tenants share fairly, so only `add_path` blocks 
 """
 
 import errno
-import hashlib
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
-from torch import Tensor
 
-from adapters.checkpoint import Checkpoint, TensorSpan, open_checkpoint
+from adapters.checkpoint import Checkpoint, open_checkpoint
 from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
+from adapters.tiers.adapter_reader import AdapterReader, BaseTensor, HostAdapter
 from adapters.tiers.verified_files import VerifiedFiles
-from kernels.dtypes import FILE_DTYPES
 
-# The base model's `[vocab, hidden]` embed_tokens or lm_head, in the dtype that is served, on the CPU.
-BaseTensor = Callable[[str], Tensor]
 # Queued loads in all and per tenant; more are refused.
 MAX_PENDING, MAX_PENDING_PER_TENANT = 1024, 64
 # A failed load is not retried for this time, however many requests need it.
@@ -36,35 +31,6 @@ ROOM_SECONDS = 30.0
 # MAX_ASKED: number of digests whose last requesting tenant is remembered.
 MAX_FAILURES, MAX_ASKED = 1024, 4096
 LIMITLESS = 1 << 62
-# Copies of base weights in adapters are read and compared in pieces of this many bytes.
-PIECE_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class LoraModule:
-    """LoRA on a projection of a layer: y += scale * (x a^T) b^T. a: `[r, in]`, b: `[out, r]`, in the cache's dtype.
-
-    For an embedding x is one-hot: the token's column of a takes the place of x a^T.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class HostAdapter:
-    """An adapter in host memory. rank: the largest of its modules; num_bytes: size of its tensors in this cache."""
-
-    digest: str
-    rank: int
-    modules: Mapping[tuple[int, str], LoraModule]
-    num_bytes: int
-
-    @property
-    def rank_in_layers(self) -> int:
-        """Return the largest rank of its modules in decoder layers; 1 if it has none there."""
-        return max((len(m.a) for (layer, _), m in self.modules.items() if layer != OUTSIDE), default=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +62,7 @@ class HostCache:
         failed: Callable[[], object] = lambda: None,
     ) -> None:
         """failed: called on the load's thread for each failed load."""
-        self._base_tensor, self._failed = base_tensor, failed
+        self._reader, self._failed = AdapterReader(dtype, base_tensor), failed
         self._store, self._base, self._max_bytes, self._dtype = store, base, max_bytes, dtype
         self._changed = threading.Condition()
         self._resident: OrderedDict[str, HostAdapter] = OrderedDict()  # least recently used first
@@ -112,8 +78,6 @@ class HostCache:
         self._asked: OrderedDict[str, str] = OrderedDict()
         self._failures: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
         self._verified = VerifiedFiles()
-        self._base_digests: dict[str, bytes] = {}
-        self._base_lock = threading.Lock()
         self._threads = FairThreads(
             num_threads, "adapter-load", max_pending=MAX_PENDING, max_pending_per_tenant=MAX_PENDING_PER_TENANT
         )
@@ -237,7 +201,7 @@ class HostCache:
             size = self._check(checkpoint)
             self._reserve(size)
             try:
-                adapter = self._read(checkpoint, size)
+                adapter = self._reader.read(checkpoint, size)
             except BaseException:
                 with self._changed:
                     self._num_bytes -= size
@@ -328,57 +292,6 @@ class HostCache:
                     raise OSError(errno.ENOMEM, "host memory is full of adapters that running requests use")
             self._num_bytes += size
 
-    def _read(self, checkpoint: Checkpoint, size: int) -> HostAdapter:
-        with checkpoint.weights_path.open("rb") as file:
-            for name, span in checkpoint.base_copies.items():
-                self._compare(name, file, span)
-            modules = {
-                # Make each rank's column of b contiguous, as the pages store it.
-                key: LoraModule(
-                    self._tensor(file, module.a), self._tensor(file, module.b).T.contiguous().T, module.scale
-                )
-                for key, module in checkpoint.modules.items()
-            }
-        return HostAdapter(checkpoint.digest, checkpoint.rank, modules, size)
-
-    def _compare(self, name: str, file: BinaryIO, span: TensorSpan) -> None:
-        """Compare a copy of the base model's embedding or head by hash, in pieces, so that neither is held whole."""
-        if self._base_tensor is None:
-            raise AdapterError(span.name, f"cannot be compared with the base model's {name} here; save without it")
-        dtype, found = FILE_DTYPES[span.dtype], hashlib.sha256()
-        for start in range(span.start, span.end, PIECE_BYTES):
-            piece = self._read_bytes(file, span, start, min(start + PIECE_BYTES, span.end))
-            found.update(_raw(torch.frombuffer(piece, dtype=dtype).to(self._dtype)))
-        if found.digest() != self._base_digest(name):
-            raise AdapterError(span.name, f"differs from the base model's {name}; trained embeddings are not served")
-
-    def _base_digest(self, name: str) -> bytes:
-        """Return the hash of the base model's tensor, computed once, because the tensor itself takes gigabytes."""
-        assert self._base_tensor is not None
-        with self._base_lock:
-            if name not in self._base_digests:
-                found = hashlib.sha256()
-                for piece in self._base_tensor(name).flatten().split(PIECE_BYTES):
-                    found.update(_raw(piece))
-                self._base_digests[name] = found.digest()
-            return self._base_digests[name]
-
-    def _read_bytes(self, file: BinaryIO, span: TensorSpan, start: int, end: int) -> bytearray:
-        data = bytearray(end - start)
-        file.seek(start)
-        if file.readinto(data) != len(data):  # type: ignore[attr-defined]
-            raise AdapterError(span.name, "the file was cut off while it was read")
-        return data
-
-    def _tensor(self, file: BinaryIO, span: TensorSpan) -> Tensor:
-        data = self._read_bytes(file, span, span.start, span.end)
-        tensor = torch.frombuffer(data, dtype=FILE_DTYPES[span.dtype]).view(span.shape)
-        if tensor.dtype is not self._dtype:
-            tensor = tensor.to(self._dtype)
-            if not torch.isfinite(tensor).all():
-                raise AdapterError(span.name, f"holds values too large for {self._dtype}")
-        return tensor
-
     def _touch(self, digest: str) -> HostAdapter | None:
         adapter = self._resident.get(digest)
         if adapter is not None:
@@ -391,8 +304,3 @@ class HostCache:
         if adapter is not None:
             self._num_bytes -= adapter.num_bytes
             self._num_evictions += 1
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor's values in order. Negative zeros become zeros, because the two compare equal."""
-    return (tensor + 0).contiguous().view(torch.uint8).numpy().data

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adapters.tiers.host_cache import HostAdapter, LoraModule
+from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from kernels.platform import Fence, Lane, platform_of
 from kernels.reference import LARGEST, LoraGroup, quantize_rows
 

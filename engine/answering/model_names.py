@@ -12,7 +12,8 @@ from pathlib import Path
 
 from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError, AdapterNotFound
-from adapters.tiers.host_cache import HostAdapter, HostCache
+from adapters.tiers.adapter_reader import HostAdapter
+from adapters.tiers.host_cache import HostCache
 from adapters.tiers.pages import PAGE_RANK
 from engine.answering.engine_thread import EngineThread
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from adapters.manifest import AdapterError
 from adapters.tiers import device_pool
+from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.device_pool import AdapterPool, Residency
-from adapters.tiers.host_cache import HostAdapter, LoraModule
 from adapters.tiers.reservations import PAGE_WAIT_S, Amount
 from testing.adapter_files import BASE
 

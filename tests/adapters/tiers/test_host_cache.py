@@ -12,7 +12,8 @@ from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.store import DirectoryStore
 from adapters.tiers import host_cache, verified_files
-from adapters.tiers.host_cache import HostAdapter, HostCache
+from adapters.tiers.adapter_reader import AdapterReader, HostAdapter
+from adapters.tiers.host_cache import HostCache
 from testing.adapter_files import BASE, key, tensors, write
 
 SIZE = sum(len(data) for _, _, data in tensors().values())  # of one adapter in float32
@@ -149,14 +150,14 @@ def test_a_pin_before_arrival_counts(make, digests):
 
 def test_one_load_serves_all_who_ask(make, digests, monkeypatch):
     cache, gate, reads = make(), threading.Event(), []
-    read = HostCache._read
+    read = AdapterReader.read
 
     def slow(self, checkpoint, size):
         reads.append(checkpoint.digest)
         gate.wait(TIMEOUT)
         return read(self, checkpoint, size)
 
-    monkeypatch.setattr(HostCache, "_read", slow)
+    monkeypatch.setattr(AdapterReader, "read", slow)
     futures: list[Future[HostAdapter]] = []
     threads = [threading.Thread(target=lambda: futures.append(cache.fetch(digests[0]))) for _ in range(16)]
     for thread in threads:
@@ -187,7 +188,7 @@ def test_a_failed_read_gives_its_room_back(make, digests, monkeypatch):
         raise OSError("disk on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostCache, "_read", broken)
+        patch.setattr(AdapterReader, "read", broken)
         patch.setattr(host_cache, "FAILURE_SECONDS", 0.0)
         with pytest.raises(OSError, match="disk on fire"):
             load(cache, digests[0])
@@ -260,14 +261,14 @@ def test_drop_waits_for_the_pins(make, digests):
 
 def test_drop_during_a_load_keeps_nothing(make, digests, monkeypatch):
     cache, gate, begun = make(), threading.Event(), threading.Event()
-    read = HostCache._read
+    read = AdapterReader.read
 
     def slow(self, checkpoint, size):
         begun.set()
         gate.wait(TIMEOUT)
         return read(self, checkpoint, size)
 
-    monkeypatch.setattr(HostCache, "_read", slow)
+    monkeypatch.setattr(AdapterReader, "read", slow)
     future = cache.fetch(digests[0])
     assert begun.wait(TIMEOUT)
     cache.drop(digests[0])
@@ -279,13 +280,13 @@ def test_drop_during_a_load_keeps_nothing(make, digests, monkeypatch):
 
 
 def test_fetch_returns_at_once(make, digests, monkeypatch):
-    read, gate = HostCache._read, threading.Event()
+    read, gate = AdapterReader.read, threading.Event()
 
     def slow(self, checkpoint, size):
         gate.wait(TIMEOUT)
         return read(self, checkpoint, size)
 
-    monkeypatch.setattr(HostCache, "_read", slow)
+    monkeypatch.setattr(AdapterReader, "read", slow)
     cache = make()
     futures = [cache.fetch(digest) for digest in digests[:3]]
     assert not any(future.done() for future in futures)
@@ -330,7 +331,7 @@ def test_a_failing_adapter_is_read_once_for_all_who_wait(make, store, digests, m
 def test_what_the_device_cannot_place_is_refused_before_it_is_read(make, digests, monkeypatch):
     cache = make()
     cache.refuse_beyond(max_rank=3, max_outside_bytes=0)
-    monkeypatch.setattr(HostCache, "_read", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(AdapterReader, "read", lambda *_: pytest.fail("it was read"))
     for _ in range(2):
         with pytest.raises(AdapterError, match="its rank is 4, the limit is 3"):
             load(cache, digests[0])
@@ -338,7 +339,7 @@ def test_what_the_device_cannot_place_is_refused_before_it_is_read(make, digests
 
 def test_a_tenants_loads_wait_for_themselves_only(make, digests, monkeypatch):
     cache, gates = make(10 * SIZE), {digest: threading.Event() for digest in digests}
-    read = HostCache._read
+    read = AdapterReader.read
     begun = []
 
     def slow(self, checkpoint, size):
@@ -346,7 +347,7 @@ def test_a_tenants_loads_wait_for_themselves_only(make, digests, monkeypatch):
         gates[checkpoint.digest].wait(TIMEOUT)
         return read(self, checkpoint, size)
 
-    monkeypatch.setattr(HostCache, "_read", slow)
+    monkeypatch.setattr(AdapterReader, "read", slow)
     greedy = [cache.fetch(digest, "greedy") for digest in digests[:5]]
     gates[digests[5]].set()
     assert cache.fetch(digests[5], "neighbour").result(TIMEOUT).digest == digests[5]
@@ -361,8 +362,8 @@ def test_a_tenants_loads_wait_for_themselves_only(make, digests, monkeypatch):
 
 def test_a_load_that_nobody_waits_for_leaves_the_queue(make, digests, monkeypatch):
     cache, gate = make(10 * SIZE), threading.Event()
-    read = HostCache._read
-    monkeypatch.setattr(HostCache, "_read", lambda *call: gate.wait(TIMEOUT) and read(*call))
+    read = AdapterReader.read
+    monkeypatch.setattr(AdapterReader, "read", lambda *call: gate.wait(TIMEOUT) and read(*call))
     running = [cache.fetch(digest, "a") for digest in digests[:2]]
     waiting, again = cache.fetch(digests[2], "a"), cache.fetch(digests[2], "a")
     assert waiting is again
@@ -378,8 +379,8 @@ def test_a_load_that_nobody_waits_for_leaves_the_queue(make, digests, monkeypatc
 def test_a_tenant_has_a_bounded_number_of_loads_waiting(make, digests, monkeypatch):
     monkeypatch.setattr(host_cache, "MAX_PENDING_PER_TENANT", 2)
     cache, gate = make(10 * SIZE), threading.Event()
-    read = HostCache._read
-    monkeypatch.setattr(HostCache, "_read", lambda *call: gate.wait(TIMEOUT) and read(*call))
+    read = AdapterReader.read
+    monkeypatch.setattr(AdapterReader, "read", lambda *call: gate.wait(TIMEOUT) and read(*call))
     for digest in digests[:4]:
         cache.fetch(digest, "greedy")
     with pytest.raises(TooManyPending, match="2 requests of this tenant"):
