@@ -91,9 +91,12 @@ def loraplex(model: Path, adapters: list[Path], port: int) -> tuple[list[str], d
     return command, {}
 
 
-def vllm(binary: str, model: Path, adapters: list[Path], port: int) -> tuple[list[str], dict[str, str]]:
+def vllm(
+    binary: str, model: Path, adapters: list[Path], port: int, seats: int = 32
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command and environment of a vLLM server. seats: requests that it runs at once."""
     command = [binary, "serve", str(model), "--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "32"]
+    command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", str(seats)]
     if adapters:
         n = str(len(adapters))
         command += ["--enable-lora", "--max-loras", n, "--max-cpu-loras", n, "--max-lora-rank", "16"]

@@ -1,7 +1,11 @@
-"""A line chart as an SVG file, on logarithmic axes, without a plotting library."""
+"""Charts as SVG files without a plotting library: lines on logarithmic axes, and bars with the values of each run."""
 
 import math
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
+from statistics import median_low
+from typing import NamedTuple
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 210, 40, 55
@@ -48,4 +52,51 @@ def line_chart(path: Path, title: str, x_label: str, y_label: str, series: dict[
         y, x = TOP + 18 * i, WIDTH - RIGHT + 14
         out.append(f'<line x1="{x}" x2="{x + 26}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="2"{dash}/>')
         out.append(f'<text x="{x + 32}" y="{y + 4}">{name}</text>')
+    path.write_text("\n".join([*out, "</svg>"]) + "\n")
+
+
+class Bar(NamedTuple):
+    """A bar of a panel. values: one for each run; infinite ones are drawn to the panel's edge."""
+
+    name: str
+    values: Sequence[float]
+
+
+def bar_chart(path: Path, title: str, panels: Mapping[str, Sequence[Bar]]) -> None:
+    """Draw a panel of horizontal bars for each key: a bar to the median, and a dot for each run's value."""
+    columns, panel_width, bar, head = 2, 440, 20, 30
+    most_bars = max((len(bars) for bars in panels.values()), default=0)
+    panel_height = head + bar * most_bars + 14
+    rows = math.ceil(len(panels) / columns)
+    width, height = columns * panel_width + 20, 44 + rows * panel_height
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"',
+        ' font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="12" y="24" font-size="15">{escape(title)}</text>',
+    ]
+    for number, (name, bars) in enumerate(panels.items()):
+        left, top = 12 + number % columns * panel_width, 44 + number // columns * panel_height
+        out.append(f'<text x="{left}" y="{top + 14}" font-weight="bold">{escape(name)}</text>')
+        known = [value for each in bars for value in each.values if math.isfinite(value)]
+        start, length = left + 60, panel_width - 170
+        scale = length / (max(known, default=0.0) or 1.0)
+        for place, each in enumerate(bars):
+            y = top + head - 6 + place * bar
+            colour = COLOURS[place % len(COLOURS)]
+            out.append(f'<text x="{left}" y="{y + 11}">{escape(each.name)}</text>')
+            if not each.values:
+                continue
+            middle = median_low(each.values)
+            end = length if math.isinf(middle) else middle * scale
+            dash = ' stroke-dasharray="4 3"' if math.isinf(middle) else ""
+            out.append(
+                f'<rect x="{start}" y="{y}" width="{end:.1f}" height="14" fill="{colour}" fill-opacity="0.35" '
+                f'stroke="{colour}"{dash}/>'
+            )
+            for value in each.values:
+                x = start + min(length, value * scale)
+                out.append(f'<circle cx="{x:.1f}" cy="{y + 7}" r="3" fill="{colour}"/>')
+            text = "not served" if math.isinf(middle) else f"{middle:.3g}" if middle < 1000 else f"{middle:.0f}"
+            out.append(f'<text x="{start + length + 10}" y="{y + 11}">{text}</text>')
     path.write_text("\n".join([*out, "</svg>"]) + "\n")

@@ -97,6 +97,7 @@ def load_report(load: Load) -> dict[str, Any]:
         "warmup": load.warmup,
         "api": load.api,
         "timeout": load.timeout,
+        "drain": load.drain,
         "service": {"input": load.input_weight, "output": load.output_weight},
         "sources": [_source_report(source) for source in load.sources],
         "plan": {

@@ -111,18 +111,22 @@ async def warm_up(server: Server, load: Load) -> None:
 
 
 async def measure(server: Server, load: Load, run: Run, stop: asyncio.Event) -> None:
-    """Send the load and fill the run. If `stop` is set, the requests in flight are cut and the run is `interrupted`."""
+    """Send the load and fill the run. The requests in flight are cut at the end of the load's `drain`, or when `stop`
+    is set, which makes the run `interrupted`.
+    """
     runner = Runner(server, load, run)
 
     async def send_all() -> None:
         await warm_up(server, load)
         run.monitor.start()
-        await runner.drive()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(load.longest):
+                await runner.drive()
 
     work, stopped = asyncio.create_task(send_all()), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
-        run.interrupted = not work.done()
+        run.interrupted = stop.is_set() and not work.done()
     finally:
         stopped.cancel()
         work.cancel()

@@ -83,6 +83,7 @@ class Spec(Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Seconds | None = None
     warmup: Annotated[int, Meta(ge=0, le=1000)] = 2
     timeout: Seconds = 600.0
+    drain: Offset | None = None
     api: Api = "completions"
     ignore_eos: bool = True
     window: Seconds | None = None
@@ -142,6 +143,7 @@ class Scenario:
             spec.service.input,
             spec.service.output,
             spec.window,
+            drain=spec.drain,
         )
         for number, source in enumerate(sources):
             try:
@@ -218,6 +220,8 @@ class Scenario:
 
     def _check(self) -> None:
         spec = self.spec
+        if spec.drain is not None and spec.seconds is None:
+            self._fail(("drain",), "needs seconds, after which the requests in flight are drained")
         seen: set[str] = set()
         for number, tenant in enumerate(spec.tenants):
             at: Keys = ("tenants", number)

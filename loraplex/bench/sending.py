@@ -28,7 +28,7 @@ class Failure:
     text: str
 
 
-UNFINISHED = Failure("unfinished", "the run was interrupted")
+UNFINISHED = Failure("unfinished", "the run ended before the answer")
 
 
 @dataclass(slots=True)

@@ -284,3 +284,15 @@ async def test_ctrl_c_writes_the_report_of_what_was_measured(tmp_path):
     assert measured["interrupted"]
     assert (measured["all"]["unfinished"], measured["all"]["failed"]) == (4, 0)
     assert "interrupted; 4 requests were in flight" in report["warnings"]
+
+
+async def test_requests_in_flight_are_cut_after_the_drain():
+    """They count as unfinished, which neither interrupts the run nor fails it."""
+    double = Double(gap=0.01)
+    load = replace(short(n=4, concurrency=4, output_tokens=50_000), seconds=0.3, drain=0.2)
+    async with double.serving() as url:
+        report = await run(url, load)
+    [measured] = report["runs"]
+    assert (measured["all"]["unfinished"], measured["all"]["failed"], measured["interrupted"]) == (4, 0, False)
+    assert 0.5 <= measured["seconds"] < 20
+    assert len(measured["ttft_points"]["acme"]) + len(measured["ttft_points"]["globex"]) == 4

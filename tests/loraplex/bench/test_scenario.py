@@ -108,6 +108,8 @@ def test_a_scenario_becomes_a_load(tmp_path):
         ("[slo]", '[baseline]\nwithout = ["flod"]\n[slo]', 5, "baseline.without[0]: no tenant is named 'flod'"),
         ("[slo]", '[baseline]\nwithout = ["flood", "quiet"]\n[slo]', 5, "expected at least one tenant to remain"),
         ("seconds = 10", "seconds = 10\nwindow = 20", 3, "window: expected at most the run's 10 seconds, got 20"),
+        ("seconds = 10", "drain = 5", 2, "drain: needs seconds, after which the requests in flight are drained"),
+        ("seconds = 10\n", "seconds = 10\ndrain = -1\n", 3, "drain: expected a number >= 0.0: -1"),
         ("seconds = 10", "seconds = 10\napi = \"chats\"", 3, "api"),
         ("rate = 2", "rate = 10000", 9, "tenants[0].arrival: gives more than 1000000 requests"),
         ("weight = 2", 'key_env = "NO_SUCH_VARIABLE_OF_OURS"', 15, "the environment has no variable NO_SUCH"),
