@@ -21,7 +21,7 @@ from adapters.archives.members import ArchiveError, ArchiveTooLarge
 from adapters.archives.unpack import unpack
 from adapters.checkpoint import Checkpoint
 from adapters.manifest import AdapterError, BaseShape
-from adapters.store import DirectoryStore
+from adapters.store import prepare
 
 # Names of the archive and of the canonical form within the job's folder.
 ARCHIVE, PREPARED = "upload.archive", "adapter"
@@ -86,7 +86,7 @@ def _limit(job: dict[str, Any]) -> None:
 def _answer(job: dict[str, Any]) -> dict[str, Any] | None:
     """Return the result, or a refusal with its code, the field at fault and the message."""
     try:
-        checkpoint, stored = _check(job)
+        checkpoint = _check(job)
     except ArchiveTooLarge as error:
         return _refusal("too_large", "file", str(error))
     except ArchiveError as error:
@@ -99,7 +99,6 @@ def _answer(job: dict[str, Any]) -> dict[str, Any] | None:
         "digest": checkpoint.digest,
         "rank": checkpoint.rank,
         "num_bytes": checkpoint.num_bytes,
-        "stored": stored,
     }
 
 
@@ -107,7 +106,7 @@ def _refusal(code: str, field: str, message: str) -> dict[str, Any]:
     return {"refused": code, "field": field, "message": message}
 
 
-def _check(job: dict[str, Any]) -> tuple[Checkpoint, str]:
+def _check(job: dict[str, Any]) -> Checkpoint:
     folder, archive = Path(job["folder"]), Path(job["folder"]) / ARCHIVE
     if archive.exists():
         unpack(archive, folder, job["max_bytes"])
@@ -117,7 +116,6 @@ def _check(job: dict[str, Any]) -> tuple[Checkpoint, str]:
         projections={name: tuple(shape) for name, shape in job["base"]["projections"].items()},
         outside={name: tuple(shape) for name, shape in job["base"]["outside"].items()},
     )
-    store = DirectoryStore(job["store"])
-    checkpoint, stored = store.prepare(folder, folder / PREPARED, base)
+    checkpoint = prepare(folder, folder / PREPARED, base)
     checkpoint.check_served(job["max_rank"], job["max_adapter_bytes"])
-    return checkpoint, stored
+    return checkpoint

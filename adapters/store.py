@@ -1,8 +1,8 @@
-"""Store of adapters by digest: `<root>/<digest[:2]>/<digest>/{adapter_config.json, adapter_model.safetensors}`.
+"""Stores of adapters by digest: a directory, or a bucket of an S3 service (adapters/store_s3.py).
 
-A folder is either complete or absent: it is written in its canonical form (adapters/canonical.py) under a temporary
-name, synced, checked as written, then renamed. Several processes (gateways, engines) may share the root; engines only
-read and may mount it read-only. Knows nothing about names, versions or tenants.
+Gateways write a store, engines only read it. An adapter is either complete or absent, and is stored in its canonical
+form (adapters/canonical.py), so that the same digest always stands for the same bytes. Knows nothing about names,
+versions or tenants.
 """
 
 import errno
@@ -12,99 +12,124 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
-from urllib.parse import unquote, urlsplit
+from typing import Protocol
 
 from adapters.canonical import write_canonical
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME, Checkpoint, check_files, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
+from adapters.parts import DirectoryParts, Parts
 from adapters.spool import PREFIX, Spool, clean
 
-Stored = Literal["absent", "same", "different"]
-FILES = (CONFIG_NAME, WEIGHTS_NAME)
+# The order of writing: an adapter is complete as soon as it has its last file.
+FILES = (WEIGHTS_NAME, CONFIG_NAME)
 # Name of an adapter within its temporary folder between `set_aside` and its removal.
 ASIDE = "adapter"
+# Attempts to publish an adapter whose stored copy is removed and put again meanwhile.
+ATTEMPTS = 64
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_CHUNK = 1 << 20
+
+
+class Aside(Protocol):
+    """An adapter that no reader finds any longer. Its holder calls one of the two methods."""
+
+    num_bytes: int
+
+    def remove(self) -> None: ...
+    def bring_back(self) -> None: ...
 
 
 class AdapterStore(Protocol):
-    root: Path
+    """A store. root: a local folder for spools. parts: the bytes of unfinished uploads.
 
-    def put(self, folder: str | Path, base: BaseShape) -> Checkpoint: ...
+    Methods raise OSError if the store cannot be read or written, and AdapterNotFound for a malformed digest.
+    """
+
+    root: Path
+    parts: Parts
+
     def path(self, digest: str) -> Path | None: ...
-    def delete(self, digest: str) -> bool: ...
+    def use(self, digest: str) -> AbstractContextManager[Path | None]: ...
+    def discard(self, digest: str) -> None: ...
     def list(self) -> Iterator[str]: ...
     def spool(self) -> Spool: ...
-    def publish(self, folder: Path, digest: str, stored: Stored) -> None: ...
+    def publish(self, folder: Path, digest: str) -> None: ...
     def clean(self) -> None: ...
-    def set_aside(self, digest: str, unused_seconds: float) -> Spool | None: ...
-    def bring_back(self, aside: Spool, digest: str) -> None: ...
+    def unused_bytes(self, digest: str, unused_seconds: float) -> int | None: ...
+    def set_aside(self, digest: str, unused_seconds: float) -> Aside | None: ...
+    def close(self) -> None: ...
+
+
+def prepare(source: Path, target: Path, base: BaseShape) -> Checkpoint:
+    """Write the canonical form of `source` into the folder `target` and check the written files.
+
+    Raises AdapterError if the adapter cannot be served on this base model, and OSError.
+    """
+    check_files(source)
+    for name in FILES:
+        if (source / name).is_symlink():
+            raise AdapterError(name, "is a symbolic link; expected a file")
+    target.mkdir(mode=0o755)
+    write_canonical(source, target)
+    checkpoint = open_checkpoint(target)  # checks the written files, which are the ones that are stored
+    checkpoint.check_base(base)
+    sync_directory(target)
+    return checkpoint
+
+
+def put(store: AdapterStore, folder: str | Path, base: BaseShape) -> Checkpoint:
+    """Store an adapter folder in its canonical form. Raises what `prepare` and `publish` raise."""
+    with store.spool() as spool:
+        target = spool.folder / "adapter"
+        checkpoint = prepare(Path(folder), target, base)
+        store.publish(target, checkpoint.digest)
+    return checkpoint
+
+
+def check_digest(digest: str) -> str:
+    """Return the digest. Raises AdapterNotFound for a text that is none, which could be a path."""
+    if not _DIGEST.fullmatch(digest):
+        raise AdapterNotFound("adapter", "expected a digest of 64 hexadecimal digits")
+    return digest
 
 
 class DirectoryStore:
-    """Adapters in a local or shared directory, which is created if missing. Safe for threads and processes."""
+    """Adapters in a local or shared directory, which is created if missing. Safe for threads and processes.
+
+    Layout: `<root>/<digest[:2]>/<digest>/{adapter_config.json, adapter_model.safetensors}`. Engines may mount the
+    directory read-only.
+    """
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
         self.root.mkdir(parents=True, exist_ok=True)
+        self.parts: Parts = DirectoryParts(self.root)
 
     def put(self, folder: str | Path, base: BaseShape) -> Checkpoint:
-        """Write an adapter folder in its canonical form and return it as stored.
+        """Store an adapter folder and return it as stored. Raises what `put` raises."""
+        checkpoint = put(self, folder, base)
+        return replace(checkpoint, folder=self.folder(checkpoint.digest))
 
-        Storing the same content again has no effect. Raises AdapterError if it cannot be served on this base model,
-        OSError if it cannot be written.
+    def publish(self, folder: Path, digest: str) -> None:
+        """Move a prepared folder into place. Raises OSError.
+
+        Files that the store already has are replaced: this repairs damaged ones, and an upload takes as long whether
+        or not another tenant has stored the same content.
         """
-        source = Path(folder)
-        with self.spool() as spool:
-            target = spool.folder / "adapter"
-            checkpoint, stored = self.prepare(source, target, base)
-            self.publish(target, checkpoint.digest, stored)
-        return replace(checkpoint, folder=self._folder(checkpoint.digest))
-
-    def prepare(self, source: Path, target: Path, base: BaseShape) -> tuple[Checkpoint, Stored]:
-        """Write the canonical form of `source` into the folder `target` and check the written files.
-
-        Returns the checkpoint, and how the store's existing copy compares with it. Raises AdapterError, OSError.
-        """
-        check_files(source)
-        for name in FILES:
-            if (source / name).is_symlink():
-                raise AdapterError(name, "is a symbolic link; expected a file")
-        target.mkdir(mode=0o755)
-        write_canonical(source, target)
-        checkpoint = open_checkpoint(target)  # checks the written files, which are the ones that are stored
-        checkpoint.check_base(base)
-        _sync_directory(target)
-        return checkpoint, self._stored(target, self._folder(checkpoint.digest))
-
-    def publish(self, folder: Path, digest: str, stored: Stored) -> None:
-        """Rename a prepared folder into place. stored: the comparison that `prepare` returned. Raises OSError."""
-        final = self._folder(digest)
-        if stored == "same":
-            try:
-                os.utime(final)  # `set_aside` reads this time
-            except FileNotFoundError:
-                stored = "absent"
-            else:
-                return
+        final = self.folder(digest)
         final.parent.mkdir(exist_ok=True)
-        for _ in range(8):
-            try:
-                folder.rename(final)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            else:
-                _sync_directory(final.parent)
+        for _ in range(ATTEMPTS):
+            with suppress(FileNotFoundError):  # the stored adapter was removed or set aside in between
+                if _moved(folder, final):
+                    sync_directory(final.parent)
+                else:
+                    os.utime(final)  # from here on `set_aside` does not take it, or brings it back
+                    _replace_files(folder, final)
                 return
-            if stored == "absent":
-                return  # a parallel call has put the same bytes there
-            self.delete(digest)
-        raise OSError(f"could not replace a damaged adapter in the store: {digest}")
+        raise OSError(errno.EAGAIN, "the stored adapter was removed and put again all the time")
 
     def spool(self) -> Spool:
         """Return a temporary folder inside the store for an upload; it is not created yet."""
@@ -115,104 +140,129 @@ class DirectoryStore:
         clean(self.root)
 
     def path(self, digest: str) -> Path | None:
-        """Return the folder of an adapter, or None.
-
-        Its content was checked when put; open_checkpoint checks it again.
-        """
-        folder = self._folder(digest)
+        """Return the folder of an adapter, or None. Its content was checked when it was put, and may have changed."""
+        folder = self.folder(digest)
         return folder if (folder / WEIGHTS_NAME).is_file() else None
+
+    def use(self, digest: str) -> AbstractContextManager[Path | None]:
+        """Return `path` as a context, in which the files stay where they are."""
+        return nullcontext(self.path(digest))
+
+    def discard(self, digest: str) -> None:
+        """Do nothing: a damaged adapter stays until it is uploaded again, because there is no other copy."""
 
     def delete(self, digest: str) -> bool:
         """Remove an adapter, at once for new readers. Returns False if it did not exist."""
         doomed = self.root / f"{PREFIX}{uuid.uuid4().hex}"
         try:
-            self._folder(digest).rename(doomed)
+            self.folder(digest).rename(doomed)
         except FileNotFoundError:
             return False
         os.utime(doomed, (time.time(), time.time()))
         shutil.rmtree(doomed)
         return True
 
-    def set_aside(self, digest: str, unused_seconds: float) -> Spool | None:
+    def unused_bytes(self, digest: str, unused_seconds: float) -> int | None:
+        """Return the size of an adapter's files; None if it was put within `unused_seconds` or does not exist."""
+        folder = self.folder(digest)
+        try:
+            is_old = folder.stat().st_mtime <= time.time() - unused_seconds
+        except FileNotFoundError:
+            return None
+        return _size(folder) if is_old else None
+
+    def set_aside(self, digest: str, unused_seconds: float) -> Aside | None:
         """Move an adapter into a temporary folder for removal; None if it was put within `unused_seconds` or does not
         exist.
 
-        The folder is locked, so that no other process's `clean` removes it. The caller removes the folder or calls
-        `bring_back`. Raises OSError.
+        The folder is locked, so that no other process's `clean` removes it. Raises OSError.
         """
-        final, latest = self._folder(digest), time.time() - unused_seconds
-        aside = self.spool()
-        aside.make()
-        kept = aside.folder / ASIDE
+        final, latest = self.folder(digest), time.time() - unused_seconds
+        spool = self.spool()
+        spool.make()
+        kept = spool.folder / ASIDE
         try:
             if final.stat().st_mtime <= latest:
                 final.rename(kept)
         except FileNotFoundError:
             pass
         if not kept.exists():
-            aside.remove()
+            spool.remove()
             return None
+        aside = _DirectoryAside(spool, final)
         if kept.stat().st_mtime > latest:  # put again between the check and the rename
-            self.bring_back(aside, digest)
+            aside.bring_back()
             return None
         return aside
-
-    def bring_back(self, aside: Spool, digest: str) -> None:
-        """Undo `set_aside`, unless the same content has been put again. Raises OSError."""
-        try:
-            (aside.folder / ASIDE).rename(self._folder(digest))
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        aside.remove()
 
     def list(self) -> Iterator[str]:
         for folder in sorted(self.root.glob("[0-9a-f][0-9a-f]/*")):
             if _DIGEST.fullmatch(folder.name) and (folder / WEIGHTS_NAME).is_file():
                 yield folder.name
 
-    def _folder(self, digest: str) -> Path:
-        if not _DIGEST.fullmatch(digest):
-            raise AdapterNotFound("adapter", "expected a digest of 64 hexadecimal digits")
-        return self.root / digest[:2] / digest
+    def close(self) -> None:
+        """Do nothing: a directory needs no connection."""
 
-    def _stored(self, folder: Path, final: Path) -> Stored:
-        """Compare a canonical folder with the stored one, which may be damaged or in an earlier release's form."""
-        if not final.is_dir():
-            return "absent"
+    def folder(self, digest: str) -> Path:
+        """Return the place of an adapter, which may be absent. Raises AdapterNotFound for a malformed digest."""
+        return self.root / check_digest(digest)[:2] / digest
+
+
+class _DirectoryAside:
+    """An adapter in the temporary folder `spool`. final: its place in the store."""
+
+    def __init__(self, spool: Spool, final: Path) -> None:
+        self._spool, self._final = spool, final
+        self.num_bytes = _size(spool.folder)
+
+    def remove(self) -> None:
+        self._spool.remove()
+
+    def bring_back(self) -> None:
+        """Undo `set_aside`, unless the same content has been put again. Raises OSError."""
         try:
-            same = all(_equal(folder / name, final / name) for name in FILES)
-        except FileNotFoundError:
-            return "different"
-        return "same" if same else "different"
+            (self._spool.folder / ASIDE).rename(self._final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        self._spool.remove()
 
 
-def open_store(url_or_path: str | Path) -> AdapterStore:
-    """Open a store by path or `file://` URL. Raises ValueError for other schemes."""
-    text = str(url_or_path)
-    if not text:
-        raise ValueError("adapter store: expected a directory or a file:// URL, got an empty string")
-    if "://" not in text:
-        return DirectoryStore(text)
-    url = urlsplit(text)
-    if url.scheme != "file" or url.netloc not in ("", "localhost"):
-        raise ValueError(f"adapter store: expected a directory or a file:// URL, got scheme {url.scheme!r}")
-    return DirectoryStore(unquote(url.path))
-
-
-def _equal(one: Path, other: Path) -> bool:
-    with one.open("rb") as first, other.open("rb") as second:
-        while True:
-            chunk = first.read(_CHUNK)
-            if chunk != second.read(_CHUNK):
-                return False
-            if not chunk:
-                return True
-
-
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _moved(folder: Path, final: Path) -> bool:
+    """Rename a folder and return True, or return False if `final` exists. Raises OSError."""
+    try:
+        folder.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _replace_files(folder: Path, final: Path) -> None:
+    """Replace a stored adapter's files one by one, so that readers always find both. Raises OSError.
+
+    The two folders have the same digest, so a mixture of their files is the same adapter. The prepared folder keeps its
+    files, so that it can still be published as a whole if the stored adapter is removed in between.
+    """
+    for name in FILES:
+        link = folder.parent / f"{name}.{uuid.uuid4().hex}"
+        try:
+            os.link(folder / name, link)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(folder / name, link)
+        os.replace(link, final / name)
+    os.utime(final)
+    sync_directory(final)

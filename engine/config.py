@@ -109,7 +109,13 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", help="Address to listen on.")
     port: int = option(8000, least=0, most=65535, help="Port to listen on; 0: a free one.")
-    adapter_store: str | None = option(None, help="Folder of adapters by digest, for models named `sha256:...`.")
+    adapter_store: str | None = option(
+        None, help="Folder or s3://bucket/prefix of adapters by digest, for models named `sha256:...`."
+    )
+    adapter_cache: Path = option(
+        Path("~/.cache/loraplex/adapters"), help="Local folder for copies of adapters at s3://."
+    )
+    adapter_cache_bytes: int = option(16 * 2**30, least=1, is_size=True, help="Size limit of the local copies.")
     lora_modules: tuple[tuple[str, Path], ...] = option((), help="Adapter folders to serve under given names.")
     max_waiting: int = option(1024, least=0, help="Maximum waiting requests; further requests get 503.")
     finished_file: Path | None = option(None, help="File that keeps the usage of finished requests over restarts.")

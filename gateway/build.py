@@ -56,7 +56,7 @@ from gateway.quota.quota import Quota
 from gateway.records.audit import Audit
 from gateway.records.catalog import Catalog
 from gateway.records.changes import TRUST_SECONDS, Changes
-from gateway.records.housekeeping import Housekeeping
+from gateway.records.housekeeping import Chore, Housekeeping
 from gateway.records.keys import Keys
 from gateway.records.prices import PriceList, Prices
 from gateway.records.tenants import Tenants
@@ -273,7 +273,7 @@ def _build_recovery(resources: Resources, billing: Billing, serving: Serving) ->
 
 def _build_housekeeping(resources: Resources, records: Records, intake: AdapterIntake) -> Housekeeping:
     kept = timedelta(days=resources.settings.tenant_audit_days)
-    chores = {
+    chores: dict[str, Chore] = {
         "adapters and bytes collected": intake.collect,
         "audit entries removed": lambda: records.audit.sweep(kept),
     }

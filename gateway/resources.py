@@ -8,7 +8,8 @@ from typing import Any
 import aiohttp
 
 from adapters.manifest import BaseShape
-from adapters.store import AdapterStore, open_store
+from adapters.open_store import open_store
+from adapters.store import AdapterStore
 from gateway.fleet.client import new_session
 from gateway.metrics import Metrics
 from gateway.process.loop_lag import LoopLag
@@ -85,7 +86,7 @@ def _read_model(settings: Settings) -> Model:
 
 def _open_store(settings: Settings) -> AdapterStore:
     try:
-        return open_store(settings.adapter_store)
+        return open_store(settings.adapter_store, settings.adapter_cache, settings.adapter_cache_bytes)
     except (ValueError, OSError) as error:
         raise SettingsError("LORAPLEX_ADAPTER_STORE", str(error)) from error
 

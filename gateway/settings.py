@@ -88,6 +88,9 @@ class Settings:
     # Time limit of an adapter upload including its check, and its minimum average rate in bytes a second.
     upload_timeout: types.Seconds = 3600.0
     upload_min_rate: types.Bytes = 16 * 2**10
+    # Local folder for the copies and uploads of a store at s3://, and its size limit.
+    adapter_cache: Path = Path("~/.cache/loraplex/adapters")
+    adapter_cache_bytes: types.Bytes = 16 * 2**30
     # Maximum rank of an uploaded adapter. None: the largest that an engine reports, 64 before any report.
     max_lora_rank: types.Number | None = None
     # A client with unread bytes of an answer is disconnected if it reads less than `least_read_rate` bytes a second for

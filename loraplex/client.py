@@ -127,9 +127,11 @@ class GatewayClient:
     async def delete_adapter(self, tenant: str | None, name: str) -> None:
         await self.call("DELETE", _path(_adapters_path(tenant), name))
 
-    async def collect_adapters(self) -> dict[str, Any]:
+    async def collect_adapters(self, *, dry_run: bool = False) -> dict[str, Any]:
         """Remove content from the store that no tenant's adapter name refers to."""
-        done: dict[str, Any] = await self.call("POST", "/admin/api/adapters/collect")
+        done: dict[str, Any] = await self.call(
+            "POST", "/admin/api/adapters/collect", params={"dry_run": "true"} if dry_run else {}
+        )
         return done
 
     async def push_adapter(self, tenant: str | None, name: str, path: Path) -> dict[str, Any]:

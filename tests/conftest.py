@@ -149,3 +149,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         Running.may_listen = True
+
+
+@pytest.fixture(scope="session")
+def s3(starts_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from testing.s3_server import s3_server
+
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server

@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
 from adapters.tiers.adapter_reader import AdapterReader, BaseTensor, HostAdapter
-from adapters.tiers.verified_files import VerifiedFiles
+from adapters.verified_files import VerifiedFiles
 
 # Queued loads in all and per tenant; more are refused.
 MAX_PENDING, MAX_PENDING_PER_TENANT = 1024, 64
@@ -197,16 +198,8 @@ class HostCache:
 
     def _load(self, digest: str) -> HostAdapter:
         try:
-            checkpoint = self._open(digest)
-            size = self._check(checkpoint)
-            self._reserve(size)
-            try:
-                adapter = self._reader.read(checkpoint, size)
-            except BaseException:
-                with self._changed:
-                    self._num_bytes -= size
-                    self._changed.notify_all()
-                raise
+            with self._open(digest) as checkpoint:
+                adapter = self._place(checkpoint)
             with self._changed:
                 self._resident[digest] = adapter
                 self._num_loads += 1
@@ -225,14 +218,25 @@ class HostCache:
                 if digest not in self._resident:
                     self._dropped.discard(digest)
 
-    def _open(self, digest: str) -> Checkpoint:
+    def _open(self, digest: str) -> AbstractContextManager[Checkpoint]:
         with self._changed:
             folder = self._paths.get(digest)
-        if folder is None and self._store is not None:
-            folder = self._store.path(digest)
-        if folder is None:
-            raise AdapterNotFound("adapter", f"no adapter with digest {digest}")
-        return self._verified.open(folder, digest)
+        if folder is not None:
+            return nullcontext(self._verified.open(folder, digest))
+        if self._store is not None:
+            return self._verified.use(self._store, digest)
+        raise AdapterNotFound("adapter", f"no adapter with digest {digest}")
+
+    def _place(self, checkpoint: Checkpoint) -> HostAdapter:
+        size = self._check(checkpoint)
+        self._reserve(size)
+        try:
+            return self._reader.read(checkpoint, size)
+        except BaseException:
+            with self._changed:
+                self._num_bytes -= size
+                self._changed.notify_all()
+            raise
 
     def _check(self, checkpoint: Checkpoint) -> int:
         """Return the adapter's bytes in host memory.

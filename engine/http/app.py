@@ -16,7 +16,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from adapters.manifest import BaseShape
-from adapters.store import AdapterStore, open_store
+from adapters.open_store import open_store
+from adapters.store import AdapterStore
 from adapters.tiers.host_cache import HostCache
 from engine.answering.completions import GenerationRoutes
 from engine.answering.engine_thread import EngineThread
@@ -68,7 +69,7 @@ class Server:
         """Create a server without loading the model. Raises ConfigError."""
         self._config = config
         self._server_config = server = server or ServerConfig()
-        self._store = _open_store(server.adapter_store)
+        self._store = _open_store(server)
         self.access = Access(server.internal_token, server.api_keys)
         self._drain_seconds = server.drain_seconds
         self._metrics = Metrics()
@@ -309,9 +310,10 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
         await runner.cleanup()
 
 
-def _open_store(url: str | None) -> AdapterStore | None:
+def _open_store(server: ServerConfig) -> AdapterStore | None:
     """Open the adapter store, if there is one. Raises ConfigError for a URL of an unknown scheme."""
+    url = server.adapter_store
     try:
-        return None if url is None else open_store(url)
+        return None if url is None else open_store(url, server.adapter_cache, server.adapter_cache_bytes)
     except ValueError as error:
         raise ConfigError("adapter_store", str(error).removeprefix("adapter store: ")) from error

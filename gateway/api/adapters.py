@@ -9,7 +9,6 @@ from typing import Any
 from aiohttp import web
 
 from adapters.manifest import BaseShape
-from adapters.spool import Spool
 from adapters.store import AdapterStore
 from gateway.access.auth import Authenticator
 from gateway.access.scopes import PRINCIPAL
@@ -52,7 +51,7 @@ class AdapterIntake:
         self._store = store
         self._rules = rules
         self._idempotency = idempotency
-        self._checker = Checker(store.root, base, rules.max_bytes, served)
+        self._checker = Checker(base, rules.max_bytes, served)
 
     async def push(
         self,
@@ -94,7 +93,7 @@ class AdapterIntake:
         """Add the version and publish its content, only once for one Idempotency-Key."""
 
         async def publish() -> None:
-            await asyncio.to_thread(self._store.publish, checked.folder, checked.digest, checked.stored)
+            await asyncio.to_thread(self._store.publish, checked.folder, checked.digest)
 
         async def add_version() -> web.Response:
             adapter = await self._catalog.add_version(
@@ -110,8 +109,10 @@ class AdapterIntake:
 
         return await self._idempotency.once(request, actor, f"{name} {checked.digest}".encode(), add_version)
 
-    async def collect(self) -> tuple[int, int]:
+    async def collect(self, *, dry_run: bool = False) -> tuple[int, int]:
         """Remove stored content that no version has had for UNUSED_SECONDS. Returns (adapters, bytes) removed.
+
+        dry_run: remove nothing, and return what would be removed.
 
         A concurrent upload is safe: it renews the timestamp of content that it finds in the store. Either its version
         is on record at the second check, or it stores the content again.
@@ -122,20 +123,26 @@ class AdapterIntake:
         for start in range(0, len(stored), COLLECT_AT_ONCE):
             some = stored[start : start + COLLECT_AT_ONCE]
             for digest in sorted(set(some) - await self._catalog.referenced(some, since)):
+                if dry_run:
+                    size = await asyncio.to_thread(self._store.unused_bytes, digest, UNUSED_SECONDS)
+                    removed, num_bytes = removed + (size is not None), num_bytes + (size or 0)
+                    continue
                 aside = await asyncio.to_thread(self._store.set_aside, digest, UNUSED_SECONDS)
                 if aside is None:
                     continue
                 try:
                     is_used = bool(await self._catalog.referenced([digest], since))
                 except BaseException:
-                    self._store.bring_back(aside, digest)
+                    aside.bring_back()
                     raise
                 if is_used:
-                    await asyncio.to_thread(self._store.bring_back, aside, digest)
+                    await asyncio.to_thread(aside.bring_back)
                     continue
-                num_bytes += await asyncio.to_thread(_remove, aside)
+                await asyncio.to_thread(aside.remove)
+                num_bytes += aside.num_bytes
                 removed += 1
-        await self._catalog.collected(since)
+        if not dry_run:
+            await self._catalog.collected(since)
         return removed, num_bytes
 
     async def run(self, _: web.Application) -> AsyncIterator[None]:
@@ -144,6 +151,7 @@ class AdapterIntake:
         yield
         await Workplace.all_closed()
         self._checker.close()
+        self._store.close()
 
     async def list(self, tenant: Tenant, may_see: Callable[[str], bool] = lambda name: True) -> web.Response:
         """Return the tenant's adapters. may_see: whether the key may see a name."""
@@ -186,12 +194,6 @@ class Adapters:
         await self._quota.change(tenant.id, request[REQUEST_ID], tenant.adapter_limits.adapter_changes_per_minute)
         await self._catalog.delete(principal.tenant, name, principal.key_id)
         return json_response({"object": "adapter", "name": name, "deleted": True})
-
-
-def _remove(aside: Spool) -> int:
-    size = sum(file.stat().st_size for file in aside.folder.rglob("*") if file.is_file())
-    aside.remove()
-    return size
 
 
 def upload_rules(settings: Settings) -> UploadRules:

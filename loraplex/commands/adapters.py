@@ -50,11 +50,13 @@ def delete(name: str, tenant: str | None, gateway: Gateway) -> None:
     click.echo(f"deleted adapter {name}")
 
 
-@adapter.command("collect", epilog=examples("loraplex adapter collect"))
+@adapter.command("gc", epilog=examples("loraplex adapter gc", "loraplex adapter gc --dry-run"))
+@click.option("--dry-run", is_flag=True, help="Remove nothing; print what would be removed.")
 @admin_options
-def collect(gateway: Gateway) -> None:
+def collect(dry_run: bool, gateway: Gateway) -> None:
     """Remove content from the store that no adapter of any tenant has referred to for an hour. The gateways do this
     hourly.
     """
-    done = gateway.run(lambda client: client.collect_adapters())
-    click.echo(f"removed {done['removed']} adapters, {done['bytes']} bytes")
+    done = gateway.run(lambda client: client.collect_adapters(dry_run=dry_run))
+    verb = "would remove" if dry_run else "removed"
+    click.echo(f"{verb} {done['removed']} adapters, {done['bytes']} bytes")

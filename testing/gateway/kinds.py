@@ -5,7 +5,7 @@ from typing import Any
 
 from aiohttp import ClientSession
 
-from adapters.store import open_store
+from adapters.open_store import open_store
 from gateway.fleet.kinds.kind import Services
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.table import Kinds, make_kinds

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.access.scopes import ACTOR
 from gateway.api.adapters import AdapterIntake
-from gateway.api.requests.fields import json_response
+from gateway.api.requests.fields import json_response, read_flag
 from gateway.api.uploads.checking import OPERATOR
 from gateway.api.usage import usage_answer
 from gateway.errors import RecordNotFound
@@ -55,9 +55,12 @@ class Admin:
         return json_response({"object": "adapter", "name": name, "deleted": True})
 
     async def collect(self, request: web.Request) -> web.Response:
-        """Remove stored content of deleted names and tenants."""
-        removed, num_bytes = await self._intake.collect()
-        return json_response({"object": "collection", "removed": removed, "bytes": num_bytes})
+        """Remove stored content of deleted names and tenants; with `?dry_run=true`, count it only."""
+        dry_run = read_flag(request, "dry_run")
+        removed, num_bytes = await self._intake.collect(dry_run=dry_run)
+        return json_response(
+            {"object": "collection", "removed": removed, "bytes": num_bytes, **({"dry_run": True} if dry_run else {})}
+        )
 
     async def usage(self, request: web.Request) -> web.Response:
         """Report the usage of one tenant (`?tenant=`, also of a deleted one) or of all."""

@@ -20,7 +20,6 @@ from adapters.check import PREPARED
 from adapters.check_server import BOOT
 from adapters.manifest import AdapterError, BaseShape
 from adapters.recent_use import RecentUse
-from adapters.store import Stored
 from gateway.api.uploads.receiving import Workplace, too_large
 from gateway.errors import BadRequest, CheckFailed, Unavailable
 from gateway.sharing.turns import Turns
@@ -52,20 +51,18 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked adapter in its canonical form. folder: its files. stored: how the store's own copy compares with it."""
+    """A checked adapter in its canonical form. folder: its files."""
 
     digest: str
     rank: int
     num_bytes: int
-    stored: Stored
     folder: Path
 
 
 class Checker:
     """Runner of checks. Raises AdapterError, BadRequest and TooLarge for a refusal, Unavailable if the disk is full."""
 
-    def __init__(self, store: Path, base: BaseShape, max_bytes: int, served: Callable[[], Served]) -> None:
-        self._store = store
+    def __init__(self, base: BaseShape, max_bytes: int, served: Callable[[], Served]) -> None:
         self._base = base
         self._max_bytes = max_bytes
         self._served = served
@@ -95,7 +92,6 @@ class Checker:
         seconds = CLOCK_FACTOR * cpu_seconds
         job = {
             "folder": str(folder),
-            "store": str(self._store),
             "base": {
                 "num_layers": self._base.num_layers,
                 "projections": dict(self._base.projections),

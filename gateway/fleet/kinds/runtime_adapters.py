@@ -9,12 +9,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
 import msgspec
 from aiohttp import ClientError, ClientTimeout
 
+from adapters.manifest import AdapterError, AdapterNotFound
+from adapters.verified_files import VerifiedFiles
 from gateway.errors import UpstreamFailed
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.kinds.kind import Services, read_detail
@@ -47,6 +49,7 @@ class RuntimeAdapters:
         self._session = services.session
         self._store = services.store
         self._uses = services.uses
+        self._verified = VerifiedFiles()
         self._api = api
         self._moving: WeakKeyDictionary[EngineRecord, _Moving] = WeakKeyDictionary()
 
@@ -83,12 +86,17 @@ class RuntimeAdapters:
                 self._uses.note(engine.url, digest)
 
     async def _load(self, engine: EngineRecord, digest: str) -> None:
-        path = await asyncio.to_thread(self._store.path, digest)
-        if path is None:
-            raise UpstreamFailed("The adapter is not in the adapter store.")
-        started = time.monotonic()
-        body = {"lora_name": self._api.name(digest), "lora_path": str(path)}
-        status, answer = await self._post(engine, self._api.load, body)
+        with ExitStack() as stack:
+            try:
+                opened = self._verified.use(self._store, digest)
+                checkpoint = await asyncio.to_thread(stack.enter_context, opened)
+            except AdapterNotFound as error:
+                raise UpstreamFailed("The adapter is not in the adapter store.") from error
+            except AdapterError as error:
+                raise UpstreamFailed("The adapter in the adapter store is damaged.") from error
+            started = time.monotonic()
+            body = {"lora_name": self._api.name(digest), "lora_path": str(checkpoint.folder)}
+            status, answer = await self._post(engine, self._api.load, body)
         if not self._api.is_loaded(status, answer, body["lora_name"]):
             log.error("engine %s could not load adapter %s: %d %s", engine.url, digest, status, _message(answer))
             raise UpstreamFailed(f"The engine could not load the adapter (it answered {status}).")

@@ -7,11 +7,12 @@ from concurrent.futures import Future, wait
 import pytest
 import torch
 
+from adapters import verified_files
 from adapters.checkpoint import open_checkpoint
 from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.store import DirectoryStore
-from adapters.tiers import host_cache, verified_files
+from adapters.tiers import host_cache
 from adapters.tiers.adapter_reader import AdapterReader, HostAdapter
 from adapters.tiers.host_cache import HostCache
 from testing.adapter_files import BASE, key, tensors, write
@@ -127,7 +128,7 @@ def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(m
     cache = make(2 * SIZE)
     load(cache, digests[0])
     cache.pin(digests[0])
-    large = {digest: cache._check(cache._open(digest)) for digest in digests[1:4]}
+    large = {digest: _size(cache, digest) for digest in digests[1:4]}
     check = HostCache._check
     monkeypatch.setattr(HostCache, "_check", lambda self, given: check(self, given) + SIZE * (given.digest in large))
     stuck = [cache.fetch(digest, tenant) for digest, tenant in zip(large, "aab", strict=True)]
@@ -388,3 +389,8 @@ def test_a_tenant_has_a_bounded_number_of_loads_waiting(make, digests, monkeypat
     neighbours = cache.fetch(digests[4], "neighbour")
     gate.set()
     assert neighbours.result(TIMEOUT).digest == digests[4]
+
+
+def _size(cache: HostCache, digest: str) -> int:
+    with cache._open(digest) as checkpoint:
+        return cache._check(checkpoint)

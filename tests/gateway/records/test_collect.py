@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from adapters.open_store import open_store
 from adapters.spool import PREFIX
-from adapters.store import open_store
 from gateway.errors import Unavailable
 from gateway.records import housekeeping
 from gateway.records.catalog import Catalog

@@ -1,11 +1,14 @@
-"""Adapter folders whose content has been hashed, so that later loads of unchanged files read only the headers."""
+"""Adapters whose content has been hashed, so that later loads of unchanged files read only the headers."""
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from adapters.checkpoint import Checkpoint, files_version, open_checkpoint
-from adapters.manifest import AdapterError
+from adapters.manifest import AdapterError, AdapterNotFound
+from adapters.store import AdapterStore
 
 # Number of folders that are remembered.
 MAX_VERIFIED = 1 << 16
@@ -17,6 +20,22 @@ class VerifiedFiles:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: OrderedDict[str, tuple[Path, object]] = OrderedDict()
+
+    @contextmanager
+    def use(self, store: AdapterStore, digest: str) -> Iterator[Checkpoint]:
+        """Open a store's adapter, whose files stay in place during the block.
+
+        Raises AdapterNotFound, AdapterError if it is damaged, and OSError if the store cannot be read.
+        """
+        with store.use(digest) as folder:
+            if folder is None:
+                raise AdapterNotFound("adapter", f"no adapter with digest {digest}")
+            try:
+                checkpoint = self.open(folder, digest)
+            except AdapterError:
+                store.discard(digest)
+                raise
+            yield checkpoint
 
     def open(self, folder: Path, digest: str) -> Checkpoint:
         """Open the adapter with this digest. Raises AdapterError if the folder holds another, and OSError."""

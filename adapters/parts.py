@@ -1,0 +1,67 @@
+"""Bytes of unfinished uploads in a directory store: `<root>/uploads/<upload id>/<part id>`.
+
+Several gateways share them, so an upload goes on at any gateway. Which parts count, and in which order, is on record in
+the gateway's database; a part that is not on record is removed with its upload.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+FOLDER = "uploads"
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class Parts(Protocol):
+    """Parts of uploads, by random ids of 32 hexadecimal digits. Methods raise OSError."""
+
+    def save(self, upload_id: str, part_id: str, file: Path) -> None: ...
+    def read(self, upload_id: str, part_id: str) -> Iterator[bytes]: ...
+    def remove(self, upload_id: str, part_id: str) -> None: ...
+    def remove_upload(self, upload_id: str) -> None: ...
+    def list(self) -> Iterator[tuple[str, float]]: ...
+
+
+def check_id(text: str) -> str:
+    """Return the id. Raises ValueError for a text that is none, which could be a path."""
+    if not _ID.fullmatch(text):
+        raise ValueError("expected an id of 32 hexadecimal digits")
+    return text
+
+
+class DirectoryParts:
+    """Parts as files below the store's directory."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root / FOLDER
+
+    def save(self, upload_id: str, part_id: str, file: Path) -> None:
+        """Move a synced file of the same file system into place."""
+        folder = self._folder(upload_id)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        os.replace(file, folder / check_id(part_id))
+
+    def read(self, upload_id: str, part_id: str) -> Iterator[bytes]:
+        """Yield the part's bytes in pieces of at most 1 MiB. Raises FileNotFoundError."""
+        with (self._folder(upload_id) / check_id(part_id)).open("rb") as file:
+            while piece := file.read(1 << 20):
+                yield piece
+
+    def remove(self, upload_id: str, part_id: str) -> None:
+        (self._folder(upload_id) / check_id(part_id)).unlink(missing_ok=True)
+
+    def remove_upload(self, upload_id: str) -> None:
+        shutil.rmtree(self._folder(upload_id), ignore_errors=True)
+
+    def list(self) -> Iterator[tuple[str, float]]:
+        """Yield (upload id, seconds since the epoch at which a part was last saved or removed)."""
+        if self._root.is_dir():
+            for folder in self._root.iterdir():
+                if _ID.fullmatch(folder.name):
+                    yield folder.name, folder.stat().st_mtime
+
+    def _folder(self, upload_id: str) -> Path:
+        return self._root / check_id(upload_id)
