@@ -56,6 +56,7 @@ class AdapterStore(Protocol):
     def discard(self, digest: str) -> None: ...
     def list(self) -> Iterator[str]: ...
     def spool(self) -> Spool: ...
+    def stage(self, folder: Path, digest: str) -> None: ...
     def publish(self, folder: Path, digest: str) -> None: ...
     def clean(self) -> None: ...
     def unused_bytes(self, digest: str, unused_seconds: float) -> int | None: ...
@@ -85,6 +86,7 @@ def put(store: AdapterStore, folder: str | Path, base: BaseShape) -> Checkpoint:
     with store.spool() as spool:
         target = spool.folder / "adapter"
         checkpoint = prepare(Path(folder), target, base)
+        store.stage(target, checkpoint.digest)
         store.publish(target, checkpoint.digest)
     return checkpoint
 
@@ -112,6 +114,9 @@ class DirectoryStore:
         """Store an adapter folder and return it as stored. Raises what `put` raises."""
         checkpoint = put(self, folder, base)
         return replace(checkpoint, folder=self.folder(checkpoint.digest))
+
+    def stage(self, folder: Path, digest: str) -> None:
+        """Do nothing: a prepared folder is on the store's file system already."""
 
     def publish(self, folder: Path, digest: str) -> None:
         """Move a prepared folder into place. Raises OSError.

@@ -195,12 +195,18 @@ class S3Store:
     def close(self) -> None:
         self._closed.set()
 
+    def stage(self, folder: Path, digest: str) -> None:
+        """Write a prepared adapter, also if the store has it already: an upload takes as long for every content.
+
+        It may take minutes, so it precedes the database's transaction, in which `publish` is called.
+        """
+        for name in FILES:
+            self._bucket.put(_key(digest, name), folder / name)
+
     def publish(self, folder: Path, digest: str) -> None:
-        """Write a prepared adapter, also if the store has it already: an upload takes as long for every content."""
+        """Check that no collector has removed or is removing a staged adapter; if so, write it again."""
         deadline = time.monotonic() + REMOVAL_SECONDS
         while True:
-            for name in FILES:
-                self._bucket.put(_key(digest, name), folder / name)
             if not self._marked(digest):
                 with suppress(FileNotFoundError):
                     for name in FILES:
@@ -209,6 +215,7 @@ class S3Store:
             if time.monotonic() > deadline:
                 raise S3Error("the adapter is being removed, and the removal does not end")
             time.sleep(LOOK_SECONDS)
+            self.stage(folder, digest)
 
     def unused_bytes(self, digest: str, unused_seconds: float) -> int | None:
         """Return the size of an adapter's objects; None if one was put within `unused_seconds` or none exists."""

@@ -91,6 +91,8 @@ class AdapterIntake:
         self, request: web.Request, tenant: Tenant, name: str, checked: Checked, actor: str, place: Workplace
     ) -> web.Response:
         """Add the version and publish its content, only once for one Idempotency-Key."""
+        await self._catalog.check_declared(tenant, checked.num_bytes)
+        await asyncio.to_thread(self._store.stage, checked.folder, checked.digest)
 
         async def publish() -> None:
             await asyncio.to_thread(self._store.publish, checked.folder, checked.digest)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
+from adapters.tiers.adapter_reader import AdapterReader
 from adapters.tiers.device_pool import Residency
-from adapters.tiers.host_cache import HostCache
 from testing.engine import Client, RunningServer
 from testing.tiny import save_adapter
 
@@ -264,8 +264,8 @@ async def test_an_adapter_lost_while_its_request_waits_is_a_400(session, model, 
 
 async def test_requests_that_wait_for_a_load_count_among_those_that_wait(session, model, tmp_path, monkeypatch):
     gate = threading.Event()
-    read = HostCache._read
-    monkeypatch.setattr(HostCache, "_read", lambda *call: gate.wait(60) and read(*call))
+    read = AdapterReader.read
+    monkeypatch.setattr(AdapterReader, "read", lambda *call: gate.wait(60) and read(*call))
     store = DirectoryStore(tmp_path / "store")
     save_adapter(tmp_path / "a", seed=7)
     digest = store.put(tmp_path / "a", BaseShape.from_config_dir(model)).digest
