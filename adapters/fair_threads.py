@@ -22,11 +22,26 @@ T = TypeVar("T")
 
 # Half-life of recent use, in seconds.
 HALF_LIFE_S = 30.0
-# Above this recent use, a tenant's work runs at low priority, so that the engine's steps get the cores.
-HEAVY_SECONDS = 1.0
 # A job that runs longer than this continues at low priority, regardless of its tenant.
 LONG_SECONDS = 0.05
-HEAVY_NICE = 10
+# Maximum rest after a job, in seconds, so that a slow job does not delay its tenant for long.
+MAX_REST_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Yielding:
+    """How jobs make way for other work on the same cores.
+
+    after_seconds: the recent thread time of a tenant from which on the tenant is heavy. nice: niceness of the threads
+    of heavy tenants and of long jobs. rest: after a job, a heavy tenant's next job waits for `rest` times the job's CPU
+    time, so that its jobs take at most 1 / (1 + rest) of a core. Niceness does not suffice where many threads wait for
+    each other: a step's threads sleep for less than a millisecond at a time, and the scheduler lets a thread that runs
+    in between finish its slice of milliseconds.
+    """
+
+    after_seconds: float = 1.0
+    nice: int = 10
+    rest: float = 0.0
 
 
 class TooManyPending(RuntimeError):
@@ -53,8 +68,9 @@ class FairThreads:
     """A pool that runs at most `num_threads` jobs at once. Thread-safe.
 
     A tenant occupies at most `num_threads - 1` threads, but at least one.
-    max_pending, max_pending_per_tenant: maximum number of waiting jobs. max_cpu_seconds: maximum recent CPU time of a
-    tenant's jobs. It halves every `HALF_LIFE_S`, so this also limits the rate: 2.3 % of it per second.
+    max_pending, max_pending_per_tenant: maximum number of waiting jobs. yielding: None: jobs keep their priority.
+    max_cpu_seconds: maximum recent CPU time of a tenant's jobs. It halves every `HALF_LIFE_S`, so this also limits the
+    rate: 2.3 % of it per second.
     """
 
     def __init__(
@@ -64,11 +80,11 @@ class FairThreads:
         *,
         max_pending: int,
         max_pending_per_tenant: int,
-        lowers_priority: bool = True,
+        yielding: Yielding | None = Yielding(),
         max_cpu_seconds: float | None = None,
     ) -> None:
         self._max_cpu_seconds = max_cpu_seconds
-        self._num_threads, self._name, self._lowers_priority = num_threads, name, lowers_priority
+        self._num_threads, self._name, self._yielding = num_threads, name, yielding
         self._max_pending, self._max_pending_per_tenant = max_pending, max_pending_per_tenant
         self._lock = threading.Lock()
         self._queues: dict[str, deque[_Job]] = {}
@@ -76,6 +92,8 @@ class FairThreads:
         self._threads: set[threading.Thread] = set()
         # Thread seconds, for turns and priority, and CPU time, for the limit.
         self._used, self._cpu_used = RecentUse(HALF_LIFE_S), RecentUse(HALF_LIFE_S)
+        # Tenants that rest after a job, and the ends of their rests (monotonic).
+        self._rests: dict[str, float] = {}
         self._num_pending = 0
         self._closed = False
 
@@ -122,7 +140,7 @@ class FairThreads:
     def is_heavy(self, tenant: str) -> bool:
         """Return whether the tenant's work currently runs at low priority."""
         with self._lock:
-            return self._use(tenant, time.monotonic()) > HEAVY_SECONDS
+            return self._is_heavy(tenant, time.monotonic())
 
     def close(self, *, wait: bool = True) -> None:
         """Cancel the waiting jobs; with `wait`, also wait for the running ones."""
@@ -159,7 +177,7 @@ class FairThreads:
             now = time.monotonic()
             held = Counter(tenant for job in self._running for tenant in job.tenants)
             most = max(1, self._num_threads - 1)
-            turns = [tenant for tenant in self._queues if held[tenant] < most]
+            turns = [tenant for tenant in self._queues if held[tenant] < most and tenant not in self._rests]
             if not turns:
                 return
             tenant = min(turns, key=lambda tenant: (self._use(tenant, now), held[tenant]))
@@ -170,7 +188,7 @@ class FairThreads:
             # Charge only the tenant that has the turn.
             job.tenants, job.started = {tenant}, now
             self._running.add(job)
-            heavy = self._lowers_priority and self._use(tenant, now) > HEAVY_SECONDS
+            heavy = self._is_heavy(tenant, now)
             thread = threading.Thread(target=self._run, args=(job, heavy), name=self._name, daemon=True)
             self._threads.add(thread)
             thread.start()
@@ -179,11 +197,27 @@ class FairThreads:
         """Return the thread seconds that the tenant has used recently, including its running jobs."""
         return self._used.of(tenant) + sum(now - job.started for job in self._running if tenant in job.tenants)
 
+    def _is_heavy(self, tenant: str, now: float) -> bool:
+        return self._yielding is not None and self._use(tenant, now) > self._yielding.after_seconds
+
     def _charge(self, job: _Job, seconds: float, cpu_seconds: float) -> None:
         self._running.discard(job)
         for tenant in job.tenants:
             self._used.add(tenant, seconds)
             self._cpu_used.add(tenant, cpu_seconds)
+            self._rest(tenant, cpu_seconds)
+
+    def _rest(self, tenant: str, cpu_seconds: float) -> None:
+        """Keep a heavy tenant's next job from starting for a while. Work of no tenant ("") never rests."""
+        now = time.monotonic()
+        if self._yielding is None or not tenant or not self._is_heavy(tenant, now):
+            return
+        rest = min(MAX_REST_SECONDS, self._yielding.rest * cpu_seconds)
+        if rest > 0:
+            self._rests[tenant] = now + rest
+            timer = threading.Timer(rest, self._end_rest, (tenant,))
+            timer.daemon = True
+            timer.start()
 
     def _check_cpu(self, tenant: str) -> None:
         """Raise TooManyPending if the tenant's CPU time is used up. Work of no tenant ("") has no limit."""
@@ -207,6 +241,13 @@ class FairThreads:
 
     # The methods below take the lock.
 
+    def _end_rest(self, tenant: str) -> None:
+        with self._lock:
+            # A job shared with another tenant may have ended in between, with a later rest.
+            if self._rests.get(tenant, math.inf) <= time.monotonic():
+                del self._rests[tenant]
+            self._start_jobs()
+
     def _left(self, job: _Job) -> None:
         """Remove a cancelled job from the queues."""
         if job.future.cancelled():
@@ -215,10 +256,10 @@ class FairThreads:
 
     def _run(self, job: _Job, heavy: bool) -> None:
         if heavy:
-            _lower_priority(threading.get_native_id())
+            self._lower_priority(threading.get_native_id())
         slow_down = threading.Timer(LONG_SECONDS, self._slow_down, (job, threading.get_native_id()))
         slow_down.daemon = True
-        if self._lowers_priority:
+        if self._yielding is not None:
             slow_down.start()
         try:
             if job.future.set_running_or_notify_cancel():
@@ -242,10 +283,9 @@ class FairThreads:
         """
         with self._lock:  # the job's thread cannot end while the lock is held
             if job in self._running:
-                _lower_priority(thread_id)
+                self._lower_priority(thread_id)
 
-
-def _lower_priority(thread_id: int) -> None:
-    """Lower the priority of this thread. Linux only: elsewhere threads have no priority of their own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, thread_id, HEAVY_NICE)
+    def _lower_priority(self, thread_id: int) -> None:
+        """Lower the priority of this thread. Linux only: elsewhere threads have no priority of their own."""
+        if sys.platform == "linux" and self._yielding is not None:
+            os.setpriority(os.PRIO_PROCESS, thread_id, self._yielding.nice)

@@ -154,6 +154,19 @@ class TooMuchRefused(GatewayError):
         super().__init__(message, headers={"Retry-After": str(retry_after)})
 
 
+class TooManyRefusedUploads(GatewayError):
+    """The checks of the tenant's refused uploads have recently cost too much CPU time."""
+
+    status, kind, code = 429, "invalid_request_error", "too_many_refused_uploads"
+
+    def __init__(self, retry_after: int) -> None:
+        message = (
+            f"Too many of your uploads were refused after an expensive check. Correct what their errors name, and try "
+            f"again in {retry_after} s."
+        )
+        super().__init__(message, headers={"Retry-After": str(retry_after)})
+
+
 class TooManyFailures(GatewayError):
     """Too many wrong keys came from the client's address."""
 

@@ -285,6 +285,10 @@ async def send_mutated(attacker: Attacker) -> None:
         for upload in pending:
             headers = {"Content-Type": upload.content_type}
             answer = await attacker.call("POST", "/v1/adapters", data=upload.body, headers=headers)
+            if answer is not None and answer.code == "too_many_refused_uploads":
+                # Expensive ones came before it. It is sent again, because each one has its own reason of refusal.
+                await asyncio.sleep(int(answer.headers["Retry-After"]))
+                answer = await attacker.call("POST", "/v1/adapters", data=upload.body, headers=headers)
             if answer is None:
                 attacker.check(False, f"{upload.kind}: no answer")
                 continue

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from adapters.fair_threads import FairThreads, TooManyPending
+from adapters.fair_threads import FairThreads, TooManyPending, Yielding
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.structured.compiler import Grammar, GrammarCompiler
 from wire.errors import BadRequest
@@ -30,6 +30,9 @@ QUEUE_SECONDS = 5.0
 # It allows 200 ordinary grammars of 5 ms at once and 5 a second after that, or two of the most expensive and one every
 # 30 s. In the long run it is at most 2.3 % of a core.
 TENANT_CPU_SECONDS = 1.0
+# A tenant's first 0.1 s of CPU time, 20 ordinary grammars, are compiled at once. What follows takes at most a fifth of
+# a core, at the lowest priority: at full speed it doubled the duration of other tenants' steps (docs/lab-notes.md).
+YIELDING = Yielding(after_seconds=0.1, nice=19, rest=4.0)
 MAX_PENDING, MAX_PENDING_PER_TENANT = 256, 16
 
 
@@ -60,6 +63,7 @@ class Grammars:
             "grammar",
             max_pending=MAX_PENDING,
             max_pending_per_tenant=MAX_PENDING_PER_TENANT,
+            yielding=YIELDING,
             max_cpu_seconds=TENANT_CPU_SECONDS,
         )
         # Tenants and each one's grammars, least recently used first.
@@ -70,8 +74,8 @@ class Grammars:
         """Return the tenant's compiled grammar.
 
         Raises BadRequest for a grammar that does not compile, or not within `COMPILE_SECONDS`; TenantQueueFull if too
-        many of the tenant's grammars wait, or its compilations have used up their CPU time; QueueFull if its turn does
-        not come within `QUEUE_SECONDS`, or too many grammars of all tenants wait.
+        many of the tenant's grammars wait, its compilations have used up their CPU time, or they delay this one beyond
+        `QUEUE_SECONDS`; QueueFull if other tenants' grammars do, or too many grammars of all tenants wait.
         """
         self._charge_masks(tenant)
         grammar = self._cached(tenant, spec)
@@ -79,7 +83,7 @@ class Grammars:
             pending = self._pending.get((tenant, spec)) or self._start(tenant, spec)
             pending.waiting += 1
             try:
-                await self._wait(pending, spec)
+                await self._wait(pending, tenant, spec)
             finally:
                 self._leave(pending, tenant, spec)
             grammar = self._result(pending, spec)
@@ -121,13 +125,15 @@ class Grammars:
         pending.started = time.monotonic()
         return self._compiler.compile(spec)
 
-    async def _wait(self, pending: _Pending, spec: GrammarSpec) -> None:
+    async def _wait(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
         queued_until = time.monotonic() + QUEUE_SECONDS
         while not pending.compiled.done():
             until = queued_until if pending.started is None else pending.started + COMPILE_SECONDS
             left = until - time.monotonic()
             if left > 0:
                 await asyncio.wait([pending.compiled], timeout=left)
+            elif tenant and (pending.is_slow or self._threads.is_heavy(tenant)):
+                raise TenantQueueFull("this tenant's other grammars are still being compiled", 1, spec.param)
             elif pending.started is None or pending.is_slow:
                 raise QueueFull("other grammars are still being compiled", retry_after=1)
             else:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from adapters import fair_threads
-from adapters.fair_threads import FairThreads, TooManyPending
+from adapters.fair_threads import FairThreads, TooManyPending, Yielding
 
 TIMEOUT = 20
 
@@ -182,20 +182,43 @@ def test_a_panic_reaches_the_caller_and_ends_no_thread_for_good(threads):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
-def test_a_tenant_of_much_recent_use_runs_at_low_priority(threads, monkeypatch):
+def test_a_tenant_of_much_recent_use_runs_at_low_priority():
+    yielding = Yielding(after_seconds=0.01, nice=12)
+    threads = FairThreads(3, "test", max_pending=9, max_pending_per_tenant=9, yielding=yielding)
+
     def nice() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     normal = nice()
-    monkeypatch.setattr(fair_threads, "HEAVY_SECONDS", 0.01)
     assert threads.submit("greedy", nice).result(TIMEOUT) == normal
     threads.submit("greedy", lambda: time.sleep(0.05)).result(TIMEOUT)
     deadline = time.monotonic() + TIMEOUT
     while not threads.is_heavy("greedy"):
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert threads.submit("greedy", nice).result(TIMEOUT) == fair_threads.HEAVY_NICE
+    assert threads.submit("greedy", nice).result(TIMEOUT) == yielding.nice
     assert threads.submit("neighbour", nice).result(TIMEOUT) == normal
+    threads.close()
+
+
+def test_a_heavy_tenants_jobs_take_a_part_of_a_core_and_others_do_not_wait():
+    yielding = Yielding(after_seconds=0.01, rest=4.0)
+    pool = FairThreads(2, "test", max_pending=50, max_pending_per_tenant=50, yielding=yielding)
+    try:
+        began = time.monotonic()
+        jobs = [pool.submit("greedy", lambda: burn(0.02)) for _ in range(6)]
+        jobs[1].result(TIMEOUT)
+        neighbour = [pool.submit("neighbour", time.monotonic).result(TIMEOUT) for _ in range(5)]
+        jobs[-1].result(TIMEOUT)
+        # Five rests of 4 * 0.02 s.
+        assert time.monotonic() - began >= 0.4
+        assert neighbour[-1] - began < 0.4
+        # Work of no tenant never rests.
+        for _ in range(3):
+            pool.submit("", lambda: burn(0.02)).result(TIMEOUT)
+        wait_until(lambda: not pool._rests)
+    finally:
+        pool.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
@@ -211,7 +234,7 @@ def test_a_first_job_that_runs_long_goes_on_at_low_priority(threads, monkeypatch
         return before, now
 
     before, after = threads.submit("light", slowed).result(TIMEOUT)
-    assert after == fair_threads.HEAVY_NICE > before
+    assert after == Yielding().nice > before
     now = threads.submit("light", lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(TIMEOUT)
     assert now == before
 

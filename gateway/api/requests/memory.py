@@ -161,9 +161,7 @@ class BodyMemory:
         self._tenants, self._operators = Budget(total_bytes, leaves_room=True), Budget(total_bytes, total_bytes)
         self.places = Budget(sys.maxsize, SMALL_AT_ONCE)
         # The budgets bound the jobs that wait for a thread.
-        self.threads = FairThreads(
-            NUM_THREADS, "bodies", max_pending=0, max_pending_per_tenant=0, lowers_priority=False
-        )
+        self.threads = FairThreads(NUM_THREADS, "bodies", max_pending=0, max_pending_per_tenant=0, yielding=None)
         self.refused_work = RefusedWork()
 
     @property

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from adapters.check_server import BOOT
 from adapters.manifest import AdapterError, BaseShape
 from adapters.recent_use import RecentUse
 from gateway.api.uploads.receiving import Workplace, too_large
-from gateway.errors import BadRequest, CheckFailed, Unavailable
+from gateway.errors import BadRequest, CheckFailed, TooManyRefusedUploads, Unavailable
 from gateway.sharing.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,10 @@ CLOCK_FACTOR = 6
 # tenants run one at a time, so that the engine's steps and other tenants' uploads hardly wait for them. An ordinary
 # check takes 0.01 s, so busy tenants send expensive uploads.
 BUSY_SECONDS, HALF_LIFE_S = 0.7, 10.0
+# Limit of the CPU time that the checks of a tenant's refused uploads have used recently. An ordinary refusal takes
+# 0.003 s, the most expensive one 1 to 2 s, and a tenant's checks run one after the other: without the limit, the fifth
+# expensive upload was refused after 20 s.
+REFUSED_SECONDS = 1.5
 # Time limit for the end of a killed check.
 KILL_SECONDS = 5.0
 OPERATOR = "operator"
@@ -68,7 +73,8 @@ class Checker:
         self._served = served
         self._turns, self._busy = Turns(TENANTS_CHECKS), Turns(BUSY_CHECKS)
         self._operators = Turns(OPERATORS_CHECKS)
-        self._used = RecentUse(HALF_LIFE_S)
+        # CPU time of all checks, and of those whose upload was refused.
+        self._used, self._refused = RecentUse(HALF_LIFE_S), RecentUse(HALF_LIFE_S)
         self._server = CheckServer()
 
     def close(self) -> None:
@@ -76,14 +82,25 @@ class Checker:
         self._server.close()
 
     async def check(self, place: Workplace, owner: str) -> Checked:
-        """Unpack and check the upload in the workplace. owner: a tenant's id, or OPERATOR."""
+        """Unpack and check the upload in the workplace. owner: a tenant's id, or OPERATOR.
+
+        Raises TooManyRefusedUploads if the checks of the owner's refused uploads have used up their CPU time.
+        """
+        self._check_refused(owner)
         turns = self._turns
         if owner == OPERATOR:
             turns = self._operators
         elif self._used.of(owner) > BUSY_SECONDS:
             turns = self._busy
         async with turns.turn(owner):
+            # Other uploads may have been refused while this one waited.
+            self._check_refused(owner)
             return await place.run(self._run(place.folder, owner))
+
+    def _check_refused(self, owner: str) -> None:
+        used = self._refused.of(owner)
+        if used >= REFUSED_SECONDS and owner != OPERATOR:
+            raise TooManyRefusedUploads(max(1, math.ceil(HALF_LIFE_S * math.log2(used / REFUSED_SECONDS))))
 
     async def _run(self, folder: Path, owner: str) -> Checked:
         served = self._served()
@@ -112,7 +129,10 @@ class Checker:
             cpu_used = answer.pop("cpu_seconds", None)
         finally:
             # A killed check does not report its CPU time, so its wall-clock time counts.
-            self._used.add(owner, time.monotonic() - began if cpu_used is None else cpu_used)
+            used = time.monotonic() - began if cpu_used is None else cpu_used
+            self._used.add(owner, used)
+            if cpu_used is None or "refused" in answer:
+                self._refused.add(owner, used)
         if code != 0:
             raise _failed(code, out)
         if "refused" in answer:

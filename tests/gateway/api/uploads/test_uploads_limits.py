@@ -72,6 +72,21 @@ async def test_dear_patterns_are_refused_by_their_cost(gateway: Gateway):
     assert "too costly" in got.error["message"]
 
 
+async def test_expensive_refusals_of_a_tenant_end_its_checks_for_a_while(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gateway.api.uploads.checking.REFUSED_SECONDS", 0.1)
+    acme = await gateway.tenant("acme", max_concurrent_uploads=5)
+    answers = await asyncio.gather(*(push(acme, f"dear-{number}", dear()) for number in range(5)))
+    # The first check is refused for its cost, and the others, which wait for their turn, are not checked.
+    assert sorted(answer.status for answer in answers) == [400, 429, 429, 429, 429]
+    late = await push(acme, "mine", files())
+    assert (late.status, late.error["code"]) == (429, "too_many_refused_uploads"), late.body
+    assert 1 <= int(late.headers["Retry-After"]) <= 60
+    assert (await push(await gateway.tenant("other"), "mine", files())).status == 201
+    assert (await acme.get("/v1/adapters")).json["data"] == []
+
+
 async def test_checks_of_busy_tenants_run_one_at_a_time(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gateway.api.uploads.checking.BUSY_SECONDS", 0.1)
     tenants = [await gateway.tenant(name) for name in ("acme", "other")]
