@@ -30,7 +30,7 @@ MAX_REST_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Yielding:
-    """How jobs make way for other work on the same cores.
+    """Priority and pauses of jobs that share the cores with more urgent work.
 
     after_seconds: the recent thread time of a tenant from which on the tenant is heavy. nice: niceness of the threads
     of heavy tenants and of long jobs. rest: after a job, a heavy tenant's next job waits for `rest` times the job's CPU
