@@ -1,131 +1,187 @@
-"""Delay until every worker of a gateway knows that an engine holds another adapter: pushed, and polled every second.
+"""Adapters that do not fit on the device: throughput, loads and waits, and the cost for a neighbour of a tenant that
+cycles through many.
 
-    python -m benchmarks.residency [--rounds 40] [--workers 4]
+    python -m benchmarks.residency [--before CHECKOUT] [--only zipf cycle] [--requests 480]
 
-One real engine of two random layers and one registry per worker, each with its own connections, like the gateway's
-workers. Each round requests an adapter that the engine does not hold. Times are in ms, from this request to the last
-registry's update, so they include the load and the first token.
+Real engines on the demo model, rank 16 on all projections, requests over HTTP with the gateway's headers. `--before`:
+a checkout of an earlier release, which runs the same requests in the same run.
+
+zipf: 64 adapters of zipf popularity (exponent 1) of 8 tenants, 32 streams at once, with device memory for 64 adapters
+and for 8. A wait is the time to the first token. It is compared with the bound of docs/design/step-loop.md: there are
+seats for all, so this is the bound for pages.
+
+cycle: a neighbour sends one request after the other to its only adapter; beside it another tenant has 4 streams, with
+one adapter and with a new one of 1,000 for each request.
 """
 
 import argparse
 import asyncio
-import os
+import itertools
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from bisect import bisect
+from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from benchmarks.adapter_engine import (
+    Adapters,
+    EngineClient,
+    Stream,
+    make_session,
+    percentile,
+    random_prompt,
+    running_engine,
+)
+from testing.stack import ROOT
 
-from aiohttp import ClientSession
-
-from adapters.manifest import BaseShape
-from adapters.store import DirectoryStore
-from benchmarks.routing_engines import start_engine
-from gateway.fleet.engine import Address, EngineRecord
-from gateway.fleet.probe import Probe
-from gateway.fleet.registry import Registry
-from testing.gateway.kinds import kinds_of
-from testing.gateway.running import BASE_MODEL
-from testing.gateway.upstream import TOKEN
-from testing.ports import free_port
-from testing.tiny import save_adapter, save_model
-
-START_SECONDS, KNOWN_SECONDS = 60.0, 10.0
-LOOK_SECONDS = 0.0005
+NUM_ADAPTERS, NUM_TENANTS, ON_DEVICE, AT_ONCE, PROMPT = 64, 8, 8, 32, 32
+CYCLED, CYCLING_STREAMS = 1000, 4
+# Times of adapters/tiers/reservations.py and upper limits of a host load, a copy and a step here.
+PAGE_WAIT, REPEATED_WAIT, LOAD, COPY, STEP = 0.5, 3.0, 0.1, 0.1, 0.3
 
 
-class Asking:
-    """Follower that polls, as the gateway does for engines that push nothing."""
-
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
-
-    async def __call__(self, engine: EngineRecord) -> None:
-        await self._probe(engine)
-
-    async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
-        return False
+@dataclass(frozen=True)
+class Planned:
+    tenant: str
+    digest: str
+    prompt: list[int]
+    tokens: int
 
 
-async def until_all(registries: list[Registry], true_of: Callable[[Registry], bool], seconds: float) -> None:
-    async with asyncio.timeout(seconds):
-        while not all(map(true_of, registries)):  # noqa: ASYNC110 - measures when the change is visible
-            await asyncio.sleep(LOOK_SECONDS)
+def planned(digests: list[str], count: int) -> list[Planned]:
+    """Return requests of zipf popularity. The tenant of an adapter is that of its rank modulo 8."""
+    chance = random.Random(7)
+    shares = list(itertools.accumulate(1 / (rank + 1) for rank in range(len(digests))))
+    found = []
+    for _ in range(count):
+        rank = bisect(shares, chance.random() * shares[-1])
+        prompt = random_prompt(chance, PROMPT)
+        found.append(Planned(f"t{rank % NUM_TENANTS}", digests[rank], prompt, chance.randint(16, 96)))
+    return found
 
 
-async def bring(client: ClientSession, url: str, digest: str, registries: list[Registry]) -> float:
-    """Make the engine load an adapter; return the milliseconds until all registries know it."""
-    body = {"model": f"sha256:{digest}", "prompt": "hi", "max_tokens": 1}
-    assert not any(registry.engines[0].holds(digest) for registry in registries)
-    sent = time.perf_counter()
-    async with client.post(f"{url}/v1/completions", json=body) as answer:
-        assert answer.status == 200, await answer.text()
-        await until_all(registries, lambda registry: registry.engines[0].holds(digest), KNOWN_SECONDS)
-    return 1000 * (time.perf_counter() - sent)
+@dataclass(frozen=True)
+class Zipf:
+    """Result of a run. beyond: requests whose wait exceeds the bound; worst: largest quotient of wait and bound."""
+
+    tokens_per_second: float
+    loads: int
+    waits: list[float]
+    beyond: int
+    worst: float
+
+    def row(self, name: str, resident: "Zipf | None") -> str:
+        ratio = "" if resident is None else f"{self.tokens_per_second / resident.tokens_per_second:.2f}"
+        times = " | ".join(f"{percentile(self.waits, share):.2f} s" for share in (0.5, 0.99, 1.0))
+        return (
+            f"| {name} | {self.tokens_per_second:.0f} | {ratio} | {self.loads} | {times} | {self.beyond} | "
+            f"{self.worst:.2f} |"
+        )
 
 
-async def measure(url: str, digests: list[str], workers: int, *, pushed: bool) -> list[float]:
-    async with AsyncExitStack() as stack:
-        registries = []
+async def run_zipf(url: str, warm: list[str], requests: list[Planned]) -> Zipf:
+    async with make_session() as session:
+        engine = EngineClient(session, url)
+        await engine.ready()
+        for digest in warm:
+            await engine.stream("warm", digest, [1000, 1001], 1)
+        before = (await engine.state())["adapter_loads"]
+        left, streams = iter(requests), list[Stream]()
+        all_sent: list[float] = []
 
-        async def listed() -> list[Address]:
-            return [Address(url)]
+        async def work() -> None:
+            for one in left:
+                streams.append(await engine.stream(one.tenant, one.digest, one.prompt, one.tokens))
+            # From here on fewer streams than `AT_ONCE` run.
+            all_sent.append(asyncio.get_running_loop().time())
 
-        for _ in range(workers):
-            session = await stack.enter_async_context(ClientSession())
-            probe = Probe(session, kinds_of(session), BASE_MODEL)
-            registry = Registry(listed, probe if pushed else Asking(probe))
-            task = asyncio.create_task(registry.watch(lambda: None))
-            stack.callback(task.cancel)
-            registries.append(registry)
-            # Workers do not start at the same moment.
-            await asyncio.sleep(random.random() / workers)
-        await until_all(registries, lambda registry: bool(registry.up), START_SECONDS)
-        client = await stack.enter_async_context(ClientSession(headers={"x-loraplex-internal-token": TOKEN}))
-        times = []
-        for digest in digests:
-            await asyncio.sleep(random.uniform(0.1, 1.1))
-            times.append(await bring(client, url, digest, registries))
-        return times
+        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+        start = min(stream.sent for stream in streams)
+        full = min(all_sent) - start
+        tokens = sum(time - start <= full for stream in streams for time in stream.token_times)
+        loads = (await engine.state())["adapter_loads"] - before
+    ratios = [stream.ttft / bound(stream, streams) for stream in streams]
+    return Zipf(tokens / full, loads, [s.ttft for s in streams], sum(r > 1 for r in ratios), max(ratios))
 
 
-async def started(url: str) -> None:
-    async with ClientSession() as session, asyncio.timeout(START_SECONDS):
-        while True:
-            try:
-                async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
-                        return
-            except OSError:
-                pass
-            await asyncio.sleep(0.1)
+def bound(stream: Stream, streams: list[Stream]) -> float:
+    """Return the documented bound of a wait: a round of reservations for each adapter for which the tenant waits
+    already, and one for this request's.
+    """
+    waiting = {
+        other.digest
+        for other in streams
+        if other.tenant == stream.tenant and other.sent < stream.sent < other.token_times[0]
+    }
+    return LOAD + (len(waiting | {stream.digest})) * (REPEATED_WAIT + PAGE_WAIT + COPY + STEP) + STEP
+
+
+async def run_cycle(url: str, mine: str, digests: list[str], seconds: float) -> list[tuple[str, list[float], int]]:
+    """Return the name, the neighbour's times to the first token and the device loads of each phase."""
+    chance = random.Random(5)
+    results = []
+    async with make_session() as session:
+        engine = EngineClient(session, url)
+        await engine.ready()
+        await engine.stream("neighbour", mine, [1000, 1001], 1)
+
+        async def other(cycle: "itertools.cycle[str]") -> None:
+            while True:
+                await engine.stream("other", next(cycle), random_prompt(chance, PROMPT), 8)
+
+        for name, used in (("alone", []), ("beside one adapter", digests[:1]), ("beside 1,000", digests)):
+            before = (await engine.state())["adapter_loads"]
+            cycle = itertools.cycle(used)
+            others = [asyncio.create_task(other(cycle)) for _ in range(CYCLING_STREAMS if used else 0)]
+            await asyncio.sleep(1)
+            loop, times = asyncio.get_running_loop(), list[float]()
+            end = loop.time() + seconds
+            while loop.time() < end:
+                times.append((await engine.stream("neighbour", mine, random_prompt(chance, PROMPT), 4)).ttft)
+                await asyncio.sleep(chance.uniform(0, 0.1))
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            results.append((name, times, (await engine.state())["adapter_loads"] - before))
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=4)
-    flags = parser.parse_args()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        save_model(folder / "model")
-        store = DirectoryStore(folder / "store")
-        base = BaseShape.from_config_dir(folder / "model")
-        digests = []
-        for number in range(2 * flags.rounds):
-            save_adapter(folder / f"adapter-{number}", seed=number)
-            digests.append(store.put(folder / f"adapter-{number}", base).digest)
-        url = start_engine(folder / "model", folder / "store", free_port(), stack)
-        asyncio.run(started(url))
-        print("| | p50 | max |\n|---|---|---|")
-        for name, pushed in (("asked every second", False), ("pushed", True)):
-            mine, digests = digests[: flags.rounds], digests[flags.rounds :]
-            times = asyncio.run(measure(url, mine, flags.workers, pushed=pushed))
-            print(f"| {name} | {statistics.median(times):.0f} ms | {max(times):.0f} ms |", flush=True)
+    parser.add_argument("--before", type=Path, help="checkout of an earlier release")
+    parser.add_argument("--only", nargs="+", default=["zipf", "cycle"], choices=["zipf", "cycle"])
+    parser.add_argument("--requests", type=int, default=480, help="requests of zipf")
+    parser.add_argument("--seconds", type=float, default=12.0, help="seconds of each phase of cycle")
+    options = parser.parse_args()
+    trees = {"now": ROOT} | ({"before": options.before.absolute()} if options.before else {})
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = Adapters(Path(folder))
+        common = ("--max-lora-rank", "16", "--kv-cache-memory", "1GiB")
+        few = (*common, "--adapter-memory", str(ON_DEVICE * adapters.num_bytes))
+        if "zipf" in options.only:
+            digests = adapters.make(NUM_ADAPTERS)
+            requests = planned(digests, options.requests)
+            print("| engine | tokens/s | of all resident | loads | wait p50 | p99 | max | above the bound | worst |")
+            print("|" + "---|" * 9, flush=True)
+            many = (*common, "--adapter-memory", str((NUM_ADAPTERS + 1) * adapters.num_bytes))
+            with running_engine(adapters.root, *many) as url:
+                resident = asyncio.run(run_zipf(url, digests, requests))
+            print(resident.row("all resident", None), flush=True)
+            for name, tree in trees.items():
+                with running_engine(adapters.root, *few, tree=tree) as url:
+                    print(asyncio.run(run_zipf(url, digests, requests)).row(f"8 of 64, {name}", resident), flush=True)
+        if "cycle" in options.only:
+            digests = adapters.make(CYCLED)
+            print("\n| engine | neighbour's TTFT | p50 | p99 | p50 of alone | requests | loads |\n|" + "---|" * 7)
+            for name, tree in trees.items():
+                with running_engine(adapters.root, *few, "--host-adapter-memory", "1GiB", tree=tree) as url:
+                    phases = asyncio.run(run_cycle(url, digests[-1], digests[:-1], options.seconds))
+                alone = statistics.median(phases[0][1])
+                for phase, times, loads in phases:
+                    middle = statistics.median(times)
+                    figures = f"{1000 * middle:.0f} ms | {1000 * percentile(times, 0.99):.0f} ms | {middle / alone:.2f}"
+                    print(f"| {name} | {phase} | {figures} | {len(times)} | {loads} |", flush=True)
 
 
 if __name__ == "__main__":

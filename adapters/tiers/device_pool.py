@@ -16,8 +16,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, AdapterError, BaseShape
+from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, BaseShape
 from adapters.tiers.adapter_reader import HostAdapter
+from adapters.tiers.device_size import device_size, refusal
 from adapters.tiers.eviction import IdleAdapters, Resident
 from adapters.tiers.host_cache import HostCache
 from adapters.tiers.page_writer import PageWriter
@@ -146,7 +147,7 @@ class AdapterPool:
                 fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
             return Residency.LOADING
         size = self._size(digest, adapter)
-        error = self._refusal(adapter, size)
+        error = refusal(adapter, size, max_rank=self._max_rank, max_outside_bytes=self._max_outside_bytes)
         if error is not None:
             self._errors[digest] = error
             return Residency.FAILED
@@ -228,13 +229,15 @@ class AdapterPool:
                 if resident is not None and resident.pins and self._now - resident.ready_at >= PAGE_WAIT_S:
                     victims.append(holder)
                     held.remove(resident.size)
+            if len(victims) > needed:
+                self._reservations.note_preemption(reservation.tenant, self._now)
             needed = len(victims)
         return victims
 
     @property
     def overdue(self) -> list[Reservation]:
-        """Return the reservations that have waited for `PAGE_WAIT_S`, oldest first, as of the last `poll`."""
-        return self._reservations.overdue
+        """Return the reservations for which requests may be preempted, oldest first, as of the last `poll`."""
+        return self._reservations.preempting(self._now)
 
     def take_loaded_bytes(self) -> dict[str, int]:
         """Return the bytes loaded for each tenant since the last call. A load counts for the tenant whose request
@@ -344,23 +347,10 @@ class AdapterPool:
     def _size(self, digest: str, adapter: HostAdapter) -> Amount:
         size = self._wanted.get(digest)
         if size is None:
-            size = Amount(1, -(-adapter.rank_in_layers // PAGE_RANK), _outside_bytes(adapter))
+            size = device_size(adapter)
             if digest in self._wanted:
                 self._wanted[digest] = size
         return size
-
-    def _refusal(self, adapter: HostAdapter, size: Amount) -> AdapterError | None:
-        if adapter.rank > self._max_rank:
-            return AdapterError(
-                "adapter", f"rank {adapter.rank} exceeds this engine's --max-lora-rank {self._max_rank}"
-            )
-        if size.outside_bytes > self._max_outside_bytes:
-            return AdapterError(
-                "adapter",
-                f"its LoRA on embed_tokens and lm_head takes {size.outside_bytes} bytes, "
-                f"the limit is {self._max_outside_bytes}, a quarter of --adapter-memory",
-            )
-        return None
 
     def _place(self, digest: str, adapter: HostAdapter, size: Amount, tenant: str, weight: float) -> None:
         """Start the adapter's copy, after evicting idle adapters. It must fit beside the others in use."""
@@ -394,7 +384,3 @@ class AdapterPool:
         if head is not None:
             a, b = self._lane.upload(head.a), self._lane.upload(head.b)
             self.heads[slot] = HeadLora(self._pack(a), self._pack(b), head.scale)
-
-
-def _outside_bytes(adapter: HostAdapter) -> int:
-    return sum(m.a.nbytes + m.b.nbytes for (layer, _), m in adapter.modules.items() if layer == OUTSIDE)

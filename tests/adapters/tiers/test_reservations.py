@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from adapters.tiers.device_pool import AdapterPool, Residency
 from adapters.tiers.eviction import STALE_S
-from adapters.tiers.reservations import PAGE_WAIT_S
+from adapters.tiers.reservations import CALM_S, PAGE_WAIT_S, REPEATED_WAIT_S
 from testing.device_pools import Make, wait_for
 
 
@@ -108,7 +108,7 @@ def test_overdue_reservations_name_the_holders_to_preempt(
     wait_for(pool, big)
     pool.pin(big)
     # The adapter that got the pages keeps them for a while.
-    wait_for(pool, streams[0], Residency.NO_ROOM)
+    assert pool.ensure(streams[0], "other") is Residency.NO_ROOM
     later(PAGE_WAIT_S * 0.9)
     pool.poll()
     assert pool.holders_to_preempt([big, streams[1]]) == []
@@ -202,3 +202,43 @@ def test_loads_are_counted_for_the_tenant_that_caused_them(make: Make, adapter: 
     wait_for_tenant(pool, small, "b")
     assert pool.take_loaded_bytes() == {"a": pool.page_bytes, "b": 2 * pool.page_bytes}
     assert pool.take_loaded_bytes() == {}
+
+
+def test_a_tenant_preempts_again_only_after_a_longer_wait(
+    make: Make, adapter: Callable[..., str], later: Callable[[float], None]
+) -> None:
+    """A tenant whose requests come for more adapters than fit would otherwise exchange the pages all the time."""
+    pool = make(1, max_rank=8)
+    first, second, third = (adapter(seed=i) for i in range(3))
+    pinned(pool, first)
+    wait_for_reservation(pool, second, "a")
+    later(PAGE_WAIT_S)
+    pool.poll()
+    assert pool.holders_to_preempt([first]) == [first]
+    pool.unpin(first)
+    wait_for_tenant(pool, second, "a")
+    pool.pin(second, "a")
+    wait_for_reservation(pool, third, "a")
+    later(REPEATED_WAIT_S - 0.5)
+    pool.poll()
+    assert pool.holders_to_preempt([second]) == []
+    pool.no_longer_wanted(third)
+    wait_for_reservation(pool, third, "b")
+    later(PAGE_WAIT_S)
+    pool.poll()
+    assert pool.holders_to_preempt([second]) == [second], "another tenant has waited long enough"
+    pool.no_longer_wanted(third)
+    later(CALM_S)
+    pool.poll()
+    wait_for_reservation(pool, third, "a")
+    later(PAGE_WAIT_S)
+    pool.poll()
+    assert pool.holders_to_preempt([second]) == [second]
+
+
+def wait_for_reservation(pool: AdapterPool, digest: str, tenant: str) -> None:
+    """Load an adapter into host memory and reserve pages for it."""
+    pool._host.fetch(digest).result(60)
+    pool.poll()
+    assert pool.ensure(digest, tenant) is Residency.NO_ROOM
+    assert pool.num_reservations == 1

@@ -1,0 +1,24 @@
+"""Device memory that an adapter needs, and the error of one that the device tier cannot place."""
+
+from adapters.manifest import OUTSIDE, AdapterError
+from adapters.tiers.adapter_reader import HostAdapter
+from adapters.tiers.pages import PAGE_RANK
+from adapters.tiers.reservations import Amount
+
+
+def device_size(adapter: HostAdapter) -> Amount:
+    outside = sum(m.a.nbytes + m.b.nbytes for (layer, _), m in adapter.modules.items() if layer == OUTSIDE)
+    return Amount(1, -(-adapter.rank_in_layers // PAGE_RANK), outside)
+
+
+def refusal(adapter: HostAdapter, size: Amount, *, max_rank: int, max_outside_bytes: int) -> AdapterError | None:
+    """Return the error of an adapter beyond the limits; None if it can be placed."""
+    if adapter.rank > max_rank:
+        return AdapterError("adapter", f"rank {adapter.rank} exceeds this engine's --max-lora-rank {max_rank}")
+    if size.outside_bytes > max_outside_bytes:
+        return AdapterError(
+            "adapter",
+            f"its LoRA on embed_tokens and lm_head takes {size.outside_bytes} bytes, the limit is "
+            f"{max_outside_bytes}, a quarter of --adapter-memory",
+        )
+    return None
