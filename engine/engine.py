@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from adapters.tiers.host_cache import HostCache
+from adapters.tiers.tier_state import TierState
 from engine.build import build
 from engine.config import EngineConfig
 from engine.execution.runner import Sampling
@@ -68,6 +69,7 @@ class EngineState:
     num_in_target: int
     num_over_target: int
     tenants: tuple[TenantState, ...]
+    tiers: TierState
 
 
 class Engine:
@@ -218,6 +220,7 @@ class Engine:
             num_in_target=scheduler.num_in_target,
             num_over_target=scheduler.num_over_target,
             tenants=scheduler.tenants(REPORTED_TENANTS),
+            tiers=pool.tier_state(),
         )
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 from adapters.tiers.device_pool import AdapterPool, Residency
 
@@ -14,3 +16,21 @@ def wait_for(pool: AdapterPool, digest: str, wanted: Residency = Residency.READY
         assert time.monotonic() < deadline, f"{found}, not {wanted}"
         time.sleep(0.002)
         pool.poll()
+
+
+class Worker:
+    """Copy thread whose copies end when `finish` is called."""
+
+    def __init__(self) -> None:
+        self.copies: list[Future[None]] = []
+
+    def submit(self, *_: Any) -> Future[None]:
+        self.copies.append(Future())
+        return self.copies[-1]
+
+    def finish(self) -> None:
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            copy.set_result(None)
+
+    def shutdown(self, **_: Any) -> None: ...

@@ -16,14 +16,16 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, BaseShape
+from adapters.manifest import BaseShape
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.device_size import device_size, refusal
 from adapters.tiers.eviction import IdleAdapters, Resident
 from adapters.tiers.host_cache import HostCache
+from adapters.tiers.outside_layers import outside_layers
 from adapters.tiers.page_writer import PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
 from adapters.tiers.reservations import PAGE_WAIT_S, Amount, Reservation, Reservations
+from adapters.tiers.tier_state import EvictionReason, TierState
 from kernels.ops import EmbeddingLora, HeadLora, PackedLinear, dense_linear
 from kernels.platform import Fence, Lane, platform_of
 
@@ -77,7 +79,7 @@ class AdapterPool:
         # Incremented when the set of resident adapters changes.
         self.residency_version = 0
         self.num_loads = 0
-        self.num_evictions = 0
+        self.num_evictions, self._evictions = 0, Counter[EvictionReason]()
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._total = Amount(self.num_slots, self.num_pages, self._max_outside_bytes)
@@ -112,6 +114,21 @@ class AdapterPool:
     @property
     def num_free_pages(self) -> int:
         return len(self._free_pages)
+
+    def tier_state(self) -> TierState:
+        """Return the counters of this tier and of the host tier."""
+        in_use, new = self._pinned_held.pages, self._new_held.pages
+        idle = self._all_held.pages - in_use - new
+        pages = {"in_use": in_use, "new": new, "idle": idle, "free": self.num_free_pages}
+        waits = self._reservations
+        return TierState(
+            pages,
+            waits.reserved.pages,
+            waits.num_placed,
+            waits.placed_seconds,
+            dict(self._evictions),
+            self._host.stats(),
+        )
 
     @property
     def is_loading(self) -> bool:
@@ -258,8 +275,8 @@ class AdapterPool:
         self._reservations.remove(digest)
         self._unused_to_idle(digest)
 
-    def evict(self, digest: str) -> bool:
-        """Free the adapter's pages. Returns False while a request uses them."""
+    def evict(self, digest: str, reason: EvictionReason = "unloaded") -> bool:
+        """Free the adapter's pages. Returns False while a request uses them. reason: for the metrics."""
         resident = self._residents.get(digest)
         if resident is None:
             return True
@@ -269,10 +286,10 @@ class AdapterPool:
         self._idle.remove(digest)
         if resident.asked_in == self._step:
             self._asked_held.remove(resident.size)
-        self._free(digest, resident)
+        self._free(digest, resident, reason)
         return True
 
-    def _free(self, digest: str, resident: Resident) -> None:
+    def _free(self, digest: str, resident: Resident, reason: EvictionReason) -> None:
         del self._residents[digest]
         self._all_held.remove(resident.size)
         self._free_pages.extend(reversed(resident.pages))
@@ -280,6 +297,7 @@ class AdapterPool:
         self.slot_digests[resident.slot] = ""
         self.embeddings.pop(resident.slot, None)
         self.heads.pop(resident.slot, None)
+        self._evictions[reason] += 1
         self.num_evictions += 1
         self.residency_version += 1
 
@@ -320,7 +338,7 @@ class AdapterPool:
         self._new_held.remove(resident.size)
         if digest in self._wanted:  # otherwise a later request would get another request's error
             self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
-        self._free(digest, resident)
+        self._free(digest, resident, "copy_failed")
 
     def _unused_to_idle(self, digest: str) -> None:
         resident = self._unused.pop(digest, None)
@@ -338,7 +356,7 @@ class AdapterPool:
             if adapter is None or not reservation.size.fits(self._total, self._pinned_held, self._new_held, ahead):
                 ahead.add(reservation.size)
                 continue
-            self._reservations.remove(reservation.digest)
+            self._reservations.end_wait(reservation, self._now)
             self._place(reservation.digest, adapter, reservation.size, reservation.tenant, reservation.weight)
 
     def close(self) -> None:
@@ -356,7 +374,7 @@ class AdapterPool:
         """Start the adapter's copy, after evicting idle adapters. It must fit beside the others in use."""
         while not size.fits(self._total, self._all_held):
             needs_outside = replace(size, outside_bytes=0).fits(self._total, self._all_held)
-            self.evict(self._idle.victim(self._step, self._now, needs_outside=needs_outside))
+            self.evict(self._idle.victim(self._step, self._now, needs_outside=needs_outside), "room")
         pages = [self._free_pages.pop() for _ in range(size.pages)]
         slot = self._free_slots.pop()
         # Steps in flight may still read the evicted pages; a step launched from now on does not.
@@ -373,14 +391,9 @@ class AdapterPool:
     def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: Fence) -> None:
         """Copy an adapter, on the copy thread, which owns its pages and slot until the copy is done."""
         self._writer.write(adapter, slot, pages, behind)
-        self._copy_outside(adapter, slot)
-        self.slot_digests[slot] = adapter.digest
-
-    def _copy_outside(self, adapter: HostAdapter, slot: int) -> None:
-        embedding, head = adapter.modules.get((OUTSIDE, EMBEDDING)), adapter.modules.get((OUTSIDE, LM_HEAD))
+        embedding, head = outside_layers(adapter, self._lane, self._pack)
         if embedding is not None:
-            table = self._lane.upload(embedding.a.T.contiguous())
-            self.embeddings[slot] = EmbeddingLora(table, self._pack(self._lane.upload(embedding.b)), embedding.scale)
+            self.embeddings[slot] = embedding
         if head is not None:
-            a, b = self._lane.upload(head.a), self._lane.upload(head.b)
-            self.heads[slot] = HeadLora(self._pack(a), self._pack(b), head.scale)
+            self.heads[slot] = head
+        self.slot_digests[slot] = adapter.digest

@@ -10,7 +10,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
 from adapters.tiers.adapter_reader import AdapterReader, BaseTensor, HostAdapter
+from adapters.tiers.tier_state import HostCacheStats, LoadResult
 from adapters.verified_files import VerifiedFiles
 
 # Queued loads in all and per tenant; more are refused.
@@ -32,15 +32,6 @@ ROOM_SECONDS = 30.0
 # MAX_ASKED: number of digests whose last requesting tenant is remembered.
 MAX_FAILURES, MAX_ASKED = 1024, 4096
 LIMITLESS = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class HostCacheStats:
-    num_adapters: int
-    num_bytes: int
-    max_bytes: int
-    loads: int
-    evictions: int
 
 
 class HostCache:
@@ -60,10 +51,10 @@ class HostCache:
         dtype: torch.dtype,
         num_threads: int = 3,
         base_tensor: BaseTensor | None = None,
-        failed: Callable[[], object] = lambda: None,
+        ended: Callable[[LoadResult, float], object] = lambda *_: None,
     ) -> None:
-        """failed: called on the load's thread for each failed load."""
-        self._reader, self._failed = AdapterReader(dtype, base_tensor), failed
+        """ended: called on the load's thread with each load's result and the seconds since its start."""
+        self._reader, self._ended = AdapterReader(dtype, base_tensor), ended
         self._store, self._base, self._max_bytes, self._dtype = store, base, max_bytes, dtype
         self._changed = threading.Condition()
         self._resident: OrderedDict[str, HostAdapter] = OrderedDict()  # least recently used first
@@ -197,6 +188,7 @@ class HostCache:
         self._threads.close()
 
     def _load(self, digest: str) -> HostAdapter:
+        started = time.monotonic()
         try:
             with self._open(digest) as checkpoint:
                 adapter = self._place(checkpoint)
@@ -206,10 +198,11 @@ class HostCache:
                 if digest in self._dropped and digest not in self._pins:
                     self._evict(digest)
                 self._changed.notify_all()
+            self._ended("loaded", time.monotonic() - started)
             return adapter
         except BaseException as exc:
             self._remember(digest, exc)
-            self._failed()
+            self._ended(_result(exc), time.monotonic() - started)
             raise
         finally:
             with self._changed:
@@ -308,3 +301,9 @@ class HostCache:
         if adapter is not None:
             self._num_bytes -= adapter.num_bytes
             self._num_evictions += 1
+
+
+def _result(error: BaseException) -> LoadResult:
+    if isinstance(error, AdapterNotFound):
+        return "missing"
+    return "refused" if isinstance(error, AdapterError) else "failed"

@@ -73,6 +73,8 @@ class Reservations:
         # Time at which requests were last preempted for a tenant, oldest first; `CALM_S` later it is dropped.
         self._preempted: OrderedDict[str, float] = OrderedDict()
         self.reserved, self.reserved_overdue = Amount(), Amount()
+        # Reservations that ended with their adapter's placement, and the sum of their waits.
+        self.num_placed, self.placed_seconds = 0, 0.0
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -110,6 +112,12 @@ class Reservations:
         self._tenants.add(tenant)
         self.reserved.add(size)
         return True
+
+    def end_wait(self, reservation: Reservation, now: float) -> None:
+        """Remove a reservation whose adapter is placed now."""
+        self.num_placed += 1
+        self.placed_seconds += now - reservation.since
+        self.remove(reservation.digest)
 
     def remove(self, digest: str) -> None:
         reservation = self._queue.pop(digest, None)

@@ -218,7 +218,7 @@ class Server:
             self._config.host_adapter_memory,
             dtype,
             base_tensor=partial(base_tensor, path, model_config, dtype),
-            failed=self._metrics.adapter_load_failures.inc,
+            ended=self._metrics.host_load_ended,
         )
         self._engine = Engine(self._config, self._host_cache, progress)
         return tokenizer, self._engine

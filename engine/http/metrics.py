@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from adapters.tiers.tier_state import EVICTION_REASONS, LoadResult, TierState
+from engine.http.tier_metrics import TierMetrics
 from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import RequestOutput
 
@@ -30,9 +32,6 @@ class Metrics:
         self.adapter_loads = Counter(
             f"{PREFIX}_adapter_loads", "Adapters loaded into device memory.", registry=registry
         )
-        self.adapter_evictions = Counter(
-            f"{PREFIX}_adapter_evictions", "Adapters evicted from device memory.", registry=registry
-        )
         self.in_target = Counter(
             f"{PREFIX}_ttft_target_met", "First tokens within their request's target.", registry=registry
         )
@@ -40,10 +39,11 @@ class Metrics:
             f"{PREFIX}_ttft_target_missed", "First tokens beyond their request's target.", registry=registry
         )
         self._tenants = _tenant_gauges(registry)
-        self._counted: dict[Counter, int] = {}
+        self._counted: dict[Counter, float] = {}
         self.adapter_load_failures = Counter(
             f"{PREFIX}_adapter_load_failures", "Adapter loads that failed.", registry=registry
         )
+        self._tiers = TierMetrics(registry)
         self.prompt_tokens = Counter(f"{PREFIX}_prompt_tokens", "Prompt tokens of requests.", registry=registry)
         self.cached_tokens = Counter(
             f"{PREFIX}_prompt_tokens_cached", "Prompt tokens found in the prefix cache.", registry=registry
@@ -91,7 +91,27 @@ class Metrics:
             for name, gauge in self._tenants.items():
                 gauge.labels(tenant.tenant).set(getattr(tenant, name))
 
-    def count(self, counter: Counter, total: int) -> None:
+    def host_load_ended(self, result: LoadResult, seconds: float) -> None:
+        """Record the end of a load into host memory. Called on the load's thread."""
+        self._tiers.host_loads.labels(result).inc()
+        self._tiers.host_load_seconds.observe(seconds)
+        if result != "loaded":
+            self.adapter_load_failures.inc()
+
+    def show_tiers(self, state: TierState) -> None:
+        tiers = self._tiers
+        for name, pages in state.pages.items():
+            tiers.pages.labels(name).set(pages)
+        tiers.reserved.set(state.reserved_pages)
+        tiers.host_bytes.set(state.host.num_bytes)
+        tiers.host_adapters.set(state.host.num_adapters)
+        for reason in EVICTION_REASONS:
+            self.count(tiers.evictions.labels(reason), state.evictions.get(reason, 0))
+        self.count(tiers.host_evictions, state.host.evictions)
+        self.count(tiers.page_waits, state.page_waits)
+        self.count(tiers.page_wait_seconds, state.page_wait_seconds)
+
+    def count(self, counter: Counter, total: float) -> None:
         """Raise a counter to the engine's own total."""
         counter.inc(max(0, total - self._counted.get(counter, 0)))
         self._counted[counter] = total

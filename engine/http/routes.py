@@ -154,5 +154,5 @@ class EngineRoutes:
         self.metrics.count(self.metrics.in_target, state.num_in_target)
         self.metrics.count(self.metrics.over_target, state.num_over_target)
         self.metrics.show_tenants(state.tenants)
+        self.metrics.show_tiers(state.tiers)
         self.metrics.count(self.metrics.adapter_loads, state.num_adapter_loads)
-        self.metrics.count(self.metrics.adapter_evictions, state.num_adapter_evictions)

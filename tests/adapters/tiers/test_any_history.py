@@ -15,6 +15,7 @@ from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.device_pool import AdapterPool, Residency
 from adapters.tiers.reservations import PAGE_WAIT_S, Amount
 from testing.adapter_files import BASE
+from testing.device_pools import Worker
 
 TENANTS, RANKS = "abc", (4, 8, 16, 20, 32, 32)
 DIGESTS = [f"{tenant}{i}" for tenant in TENANTS for i in range(len(RANKS))]
@@ -47,24 +48,6 @@ class Disk:
             module = LoraModule(torch.zeros(rank, 16), torch.zeros(16, rank), 1.0)
             self.held[digest] = HostAdapter(digest, rank, {(0, "q_proj"): module}, rank * 128)
             load.set_result(self.held[digest])
-
-
-class Worker:
-    """Copy thread whose copies end when `finish` is called."""
-
-    def __init__(self) -> None:
-        self.copies: list[Future[None]] = []
-
-    def submit(self, *_: Any) -> Future[None]:
-        self.copies.append(Future())
-        return self.copies[-1]
-
-    def finish(self) -> None:
-        copies, self.copies = self.copies, []
-        for copy in copies:
-            copy.set_result(None)
-
-    def shutdown(self, **_: Any) -> None: ...
 
 
 class Engine:

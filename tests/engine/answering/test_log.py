@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from adapters.tiers.tier_state import HostCacheStats, TierState
 from engine.answering import throughput_log
 from engine.answering.throughput_log import throughput_line
 from engine.engine import EngineState
@@ -32,6 +33,7 @@ IDLE = EngineState(
     num_in_target=0,
     num_over_target=0,
     tenants=(),
+    tiers=TierState({}, 0, 0, 0.0, {}, HostCacheStats(0, 0, 0, 0, 0)),
 )
 
 

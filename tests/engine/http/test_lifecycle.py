@@ -14,6 +14,7 @@ import time
 import aiohttp
 import pytest
 
+from adapters.tiers.tier_state import EVICTION_REASONS
 from engine.http.app import Server
 from testing.engine import Client, RunningServer
 from testing.ports import free_port
@@ -199,7 +200,8 @@ async def test_metrics_count_what_was_done(client, session):
     state = await client.state()
     assert after["loraplex_engine_preemptions_total"] == state["preemptions"]
     assert after["loraplex_engine_adapter_loads_total"] == state["adapter_loads"]
-    assert after["loraplex_engine_adapter_evictions_total"] == state["adapter_evictions"]
+    evictions = [after[f'loraplex_engine_adapter_evictions_total{{reason="{reason}"}}'] for reason in EVICTION_REASONS]
+    assert sum(evictions) == state["adapter_evictions"]
     assert after["loraplex_engine_kv_blocks_total"] == (await client.state())["kv_blocks_total"]
 
 

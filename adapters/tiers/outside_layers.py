@@ -1,0 +1,23 @@
+"""Copies of an adapter's LoRA on embed_tokens and lm_head, which has tensors of its own beside the pages."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE
+from adapters.tiers.adapter_reader import HostAdapter
+from kernels.ops import EmbeddingLora, HeadLora, PackedLinear
+from kernels.platform import Lane
+
+
+def outside_layers(
+    adapter: HostAdapter, lane: Lane, pack: Callable[[Tensor], PackedLinear]
+) -> tuple[EmbeddingLora | None, HeadLora | None]:
+    """Upload the adapter's LoRA on the embedding and on the head. None: it has none there."""
+    embedding, head = adapter.modules.get((OUTSIDE, EMBEDDING)), adapter.modules.get((OUTSIDE, LM_HEAD))
+    return (
+        None
+        if embedding is None
+        else EmbeddingLora(lane.upload(embedding.a.T.contiguous()), pack(lane.upload(embedding.b)), embedding.scale),
+        None if head is None else HeadLora(pack(lane.upload(head.a)), pack(lane.upload(head.b)), head.scale),
+    )

@@ -1,0 +1,78 @@
+"""A step's work while 10,000 requests for 1,000 adapters wait is bounded."""
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import torch
+
+from adapters.tiers.adapter_reader import HostAdapter, LoraModule
+from adapters.tiers.device_pool import AdapterPool
+from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.policies.fair_share import FairShare
+from engine.scheduling.request import NewRequest, Request, SamplingParams
+from engine.scheduling.scheduler import PASSED_OVER, Scheduler, StepLimits
+from testing.adapter_files import BASE
+from testing.device_pools import Worker
+
+WAITING, ADAPTERS, TENANTS, SEATS, ON_DEVICE = 10_000, 1000, 100, 64, 8
+# Calls of functions in a step. Today 17,000 at most: each of the requests that a step passes over takes about 15.
+MOST_CALLS = 40_000
+
+
+class Host:
+    """Host tier that holds every adapter."""
+
+    def refuse_beyond(self, **_: int) -> None: ...
+
+    def get(self, digest: str) -> HostAdapter:
+        module = LoraModule(torch.zeros(8, 16), torch.zeros(16, 8), 1.0)
+        return HostAdapter(digest, 8, {(0, "q_proj"): module}, 1024)
+
+
+def make_scheduler(worker: Worker) -> Scheduler:
+    options: Any = {"max_rank": 8, "dtype": torch.float32, "device": torch.device("cpu")}
+    host: Any = Host()
+    page_bytes = AdapterPool(BASE, host, memory=1 << 22, **options).page_bytes
+    pool = AdapterPool(BASE, host, memory=ON_DEVICE * page_bytes, **options)
+    pool._copier.shutdown()
+    pool._copier = worker  # type: ignore[assignment]
+    scheduler = Scheduler(KVCache(4000, 16), pool, StepLimits(SEATS, 640), policy=FairShare(256.0))
+    for i in range(WAITING):
+        tenant, adapter = i % TENANTS, (i % TENANTS) * (ADAPTERS // TENANTS) + i // TENANTS % (ADAPTERS // TENANTS)
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        scheduler.add(Request(NewRequest(f"r{i}", [i, i + 1], params, f"a{adapter}", f"t{tenant}", 1.0), arrival=i))
+    return scheduler
+
+
+def step(scheduler: Scheduler, worker: Worker) -> None:
+    worker.finish()
+    plan = scheduler.schedule()
+    ready = {r: 1 for r, n in plan.items() if r.num_computed + n == r.num_tokens}
+    scheduler.advance(plan)
+    scheduler.commit(ready)
+
+
+def test_a_step_makes_a_bounded_number_of_calls() -> None:
+    worker = Worker()
+    scheduler = make_scheduler(worker)
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            calls[frame.f_code.co_name] += 1
+
+    worst = 0
+    for _ in range(60):
+        calls.clear()
+        sys.setprofile(count)
+        try:
+            step(scheduler, worker)
+        finally:
+            sys.setprofile(None)
+        worst = max(worst, calls.total())
+        assert calls["ensure"] <= PASSED_OVER + SEATS
+    assert scheduler.adapters.num_loads >= ON_DEVICE
+    assert scheduler.running
+    assert worst < MOST_CALLS, worst
