@@ -20,9 +20,10 @@ import aiohttp
 import torch
 from safetensors.torch import save_file
 
-from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME, open_checkpoint
+from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
+from testing.many_adapters import make_scaled
 from testing.ports import free_port
 from testing.stack import CACHE, ROOT
 
@@ -77,26 +78,8 @@ class Adapters:
         self.num_bytes = self._first.num_bytes
 
     def make(self, count: int) -> list[str]:
-        """Return the digests of `count` adapters in the store."""
-        config = json.loads((self._first.folder / CONFIG_NAME).read_text())
-        digests = []
-        for number in range(count):
-            spool = self.root.parent / "next"
-            spool.mkdir()
-            scaled = config | {"lora_alpha": config["lora_alpha"] * (1 + number / 4096)}
-            (spool / CONFIG_NAME).write_text(json.dumps(scaled))
-            os.link(self._first.weights_path, spool / WEIGHTS_NAME)
-            digest = open_checkpoint(spool).digest
-            folder = self.root / digest[:2] / digest
-            folder.parent.mkdir(exist_ok=True)
-            if folder.exists():
-                (spool / WEIGHTS_NAME).unlink()
-                (spool / CONFIG_NAME).unlink()
-                spool.rmdir()
-            else:
-                spool.rename(folder)
-            digests.append(digest)
-        return digests
+        """Add `count` adapters to the store and return their digests."""
+        return make_scaled(self._store, self._first.digest, count)
 
 
 class EngineClient:

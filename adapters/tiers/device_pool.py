@@ -8,7 +8,7 @@ with LoRA on embed_tokens or lm_head have separate tensors for these, within a s
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
@@ -222,24 +222,24 @@ class AdapterPool:
             self._idle.add(digest, resident, self._now)
             self._pinned_held.remove(resident.size)
 
-    def holders_to_preempt(self, furthest_ahead: Iterable[str]) -> list[str]:
+    def holders_to_preempt(self, holders: Iterable[str], running: Collection[str] = ()) -> list[str]:
         """Return the adapters whose requests the scheduler must preempt now, so that overdue reservations get pages.
 
         Call it once per step, after `poll` and before the first `ensure`; while no reservation is overdue (see
-        `overdue`), it takes O(1) and reads nothing of the argument. furthest_ahead: the adapters of running requests,
-        those of the tenant furthest ahead first; duplicates are ignored. The list is cut where the reservations fit.
+        `overdue`), it takes O(1) and reads nothing of the arguments. holders: the adapters of running requests, first
+        choice first; duplicates are ignored. The list is cut where the reservations fit. running: their tenants.
         Preempt every running request of each returned adapter: the next `poll` places the reserved adapters, and until
         then `ensure` returns NO_ROOM for the adapters whose pages are needed. An adapter that became resident less than
         `PAGE_WAIT_S` ago is not returned, so that two adapters do not take each other's pages in every step. An adapter
         left out of the argument keeps its pages, and the reservation waits for its requests to end.
         """
-        overdue, held, wanted, victims, needed = self.overdue, Amount(), Amount(), list[str](), 0
+        held, wanted, victims, needed = Amount(), Amount(), list[str](), 0
         held.add(self._pinned_held)
-        holders = iter(dict.fromkeys(furthest_ahead))
-        for reservation in overdue:
+        left = iter(dict.fromkeys(holders))
+        for reservation in self._reservations.preempting(running, self._now):
             wanted.add(reservation.size)
             while not wanted.fits(self._total, held, self._new_held):
-                holder = next(holders, None)
+                holder = next(left, None)
                 if holder is None:
                     return victims[:needed]
                 resident = self._residents.get(holder)
@@ -253,8 +253,8 @@ class AdapterPool:
 
     @property
     def overdue(self) -> list[Reservation]:
-        """Return the reservations for which requests may be preempted, oldest first, as of the last `poll`."""
-        return self._reservations.preempting(self._now)
+        """Return the reservations that have waited for `PAGE_WAIT_S`, oldest first, as of the last `poll`."""
+        return self._reservations.overdue
 
     def take_loaded_bytes(self) -> dict[str, int]:
         """Return the bytes loaded for each tenant since the last call. A load counts for the tenant whose request

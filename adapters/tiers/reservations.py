@@ -3,18 +3,20 @@
 A reservation is a count of pages, not particular pages. Pages that become free go to the oldest reservation first, and
 other adapters are placed in the rest. Until `PAGE_WAIT_S` resident adapters serve new requests as before; from then on
 an idle adapter whose pages are needed serves none, and the scheduler may preempt the requests that hold the rest. For a
-tenant for which requests were preempted lately it may do so only after `REPEATED_WAIT_S`: with 64 adapters of 8 tenants
-and room for 8, preemption after 0.5 s for every reservation caused five times as many loads and longer waits.
+tenant that has running requests, or for which requests were preempted lately, it may do so only after `LONG_WAIT_S`:
+with 64 adapters of 8 tenants and room for 8, preemption after 0.5 s for every reservation caused five times as many
+loads and longer waits.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 # Age from which a reservation is overdue, and time for which a new resident is not preempted.
 PAGE_WAIT_S = 0.5
-# Age from which requests are preempted for a tenant for which that happened within the last `CALM_S`.
-REPEATED_WAIT_S, CALM_S = 3.0, 30.0
+# Age from which requests are preempted for a tenant with running requests, and for one for which that happened within
+# the last `CALM_S`.
+LONG_WAIT_S, CALM_S = 5.0, 30.0
 
 
 @dataclass(slots=True)
@@ -86,10 +88,20 @@ class Reservations:
         """Return whether a request of the tenant has a reservation."""
         return tenant in self._tenants
 
-    def preempting(self, now: float) -> list[Reservation]:
-        """Return the reservations for which requests may be preempted now, oldest first."""
+    @property
+    def overdue(self) -> list[Reservation]:
+        """Return the overdue reservations, oldest first."""
+        return list(self._overdue.values())
+
+    def preempting(self, running: Collection[str], now: float) -> list[Reservation]:
+        """Return the reservations for which requests may be preempted now, oldest first.
+
+        running: the tenants with running requests.
+        """
         return [
-            r for r in self._overdue.values() if r.tenant not in self._preempted or now - r.since >= REPEATED_WAIT_S
+            r
+            for r in self._overdue.values()
+            if now - r.since >= LONG_WAIT_S or not (r.tenant in running or r.tenant in self._preempted)
         ]
 
     def note_preemption(self, tenant: str, now: float) -> None:

@@ -323,20 +323,21 @@ class Scheduler:
         return True
 
     def _free_reserved_pages(self, plan: Plan) -> None:
-        """Preempt requests whose adapters hold pages for overdue reservations, of the tenants furthest ahead first. A
-        tenant that is itself furthest ahead waits for its own requests to end.
+        """Preempt requests whose adapters hold pages for overdue reservations: of tenants that are ahead, and first
+        those whose adapters have the fewest requests. A tenant that is itself furthest ahead waits for requests to end.
         """
         overdue = self.adapters.overdue
         if not overdue:
             return
+        counters = {r.tenant: self.policy.counter(r.tenant) for r in self.running}
+        least = min(self.policy.counter(reservation.tenant) for reservation in overdue)
+        users = Counter(r.adapter_digest for r in self.running)
         ahead = sorted(
-            (r for r in self.running if r.adapter_digest),
-            key=lambda r: (self.policy.counter(r.tenant), r.arrival),
-            reverse=True,
+            (r for r in self.running if r.adapter_digest and counters[r.tenant] > least),
+            key=lambda r: (users[r.adapter_digest], -counters[r.tenant], -r.arrival),
         )
-        if not ahead or all(reservation.tenant == ahead[0].tenant for reservation in overdue):
-            return
-        holders = set(self.adapters.holders_to_preempt(r.adapter_digest for r in ahead if r.adapter_digest))
+        digests = (r.adapter_digest for r in ahead if r.adapter_digest)
+        holders = set(self.adapters.holders_to_preempt(digests, counters.keys()))
         for request in [r for r in ahead if r.adapter_digest in holders]:
             self._preempt(request, plan)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from adapters.tiers.device_pool import AdapterPool, Residency
 from adapters.tiers.eviction import STALE_S
-from adapters.tiers.reservations import CALM_S, PAGE_WAIT_S, REPEATED_WAIT_S
+from adapters.tiers.reservations import CALM_S, LONG_WAIT_S, PAGE_WAIT_S
 from testing.device_pools import Make, wait_for
 
 
@@ -219,14 +219,15 @@ def test_a_tenant_preempts_again_only_after_a_longer_wait(
     wait_for_tenant(pool, second, "a")
     pool.pin(second, "a")
     wait_for_reservation(pool, third, "a")
-    later(REPEATED_WAIT_S - 0.5)
+    later(LONG_WAIT_S - 0.5)
     pool.poll()
     assert pool.holders_to_preempt([second]) == []
     pool.no_longer_wanted(third)
     wait_for_reservation(pool, third, "b")
     later(PAGE_WAIT_S)
     pool.poll()
-    assert pool.holders_to_preempt([second]) == [second], "another tenant has waited long enough"
+    assert pool.holders_to_preempt([second], {"b"}) == [], "the tenant has running requests"
+    assert pool.holders_to_preempt([second], {"a"}) == [second], "another tenant has waited long enough"
     pool.no_longer_wanted(third)
     later(CALM_S)
     pool.poll()
