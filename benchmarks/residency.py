@@ -7,9 +7,9 @@ Real engines on the demo model, rank 16 on all projections, requests over HTTP w
 a checkout of an earlier release, which runs the same requests in the same run.
 
 zipf: 64 adapters of zipf popularity (exponent 1) of 8 tenants, 32 streams at once, with device memory for 64 adapters
-and for 8. A wait is the time to the first token. docs/design/step-loop.md bounds the time in which a tenant with waiting
-requests has nothing running. There are seats for all, so this is the bound for pages. It is compared with the longest time
-during each wait in which the request's tenant got no token.
+and for 8. A wait is the time to the first token. docs/design/step-loop.md bounds the time in which a tenant with
+waiting requests has nothing running. There are seats for all, so this is the bound for pages. It is compared with the
+longest time during each wait in which the request's tenant got no token.
 
 cycle: a neighbour sends one request after the other to its only adapter; beside it another tenant has 4 streams, with
 one adapter and with a new one of 1,000 for each request.
@@ -166,9 +166,7 @@ def main() -> None:
         if "zipf" in options.only:
             digests = adapters.make(NUM_ADAPTERS)
             requests = planned(digests, options.requests)
-            print(
-                "| engine | tokens/s | of all resident | loads | wait p50 | p99 | max | above the bound | longest without a token |"
-            )
+            print("| engine | tokens/s | of all resident | loads | wait p50 | p99 | max | above the bound | longest |")
             print("|" + "---|" * 9, flush=True)
             many = (*common, "--adapter-memory", str((NUM_ADAPTERS + 1) * adapters.num_bytes))
             with running_engine(adapters.root, *many) as url:
