@@ -116,7 +116,7 @@ async def test_500_adapters_of_one_tenant_in_a_slow_store(
             await asyncio.sleep(0.001)
     assert Counter(task.result() for task in asking) == {(200, ""): HALF, (429, "engine_share_used"): 500 - HALF}
     assert 0 < most <= 24 * 4096, "adapters that are being read count against the limit"
-    # Of the digests that were loaded, some were evicted and are read again; none is hashed again.
+    # Some of the loaded adapters were evicted and are read again; none is hashed again.
     loaded = [digest for digest, task in zip(many, asking, strict=True) if task.result()[0] == 200]
     assert set(hashed.values()) == {1}
     assert set(loaded) < set(hashed)

@@ -63,7 +63,7 @@ def test_a_step_makes_a_bounded_number_of_calls() -> None:
         if event == "call":
             calls[frame.f_code.co_name] += 1
 
-    worst = 0
+    worst = most_running = 0
     for _ in range(60):
         calls.clear()
         sys.setprofile(count)
@@ -72,7 +72,8 @@ def test_a_step_makes_a_bounded_number_of_calls() -> None:
         finally:
             sys.setprofile(None)
         worst = max(worst, calls.total())
+        most_running = max(most_running, len(scheduler.running))
         assert calls["ensure"] <= PASSED_OVER + SEATS
     assert scheduler.adapters.num_loads >= ON_DEVICE
-    assert scheduler.running
+    assert most_running > 0
     assert worst < MOST_CALLS, worst
