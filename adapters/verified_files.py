@@ -46,8 +46,22 @@ class VerifiedFiles:
         if checkpoint.digest != digest:
             raise AdapterError("adapter", f"its files have changed since it was named {digest}")
         if version is not None and not known:
-            with self._lock:
-                self._versions[digest] = version
-                if len(self._versions) > MAX_VERIFIED:
-                    self._versions.popitem(last=False)
+            self._remember(digest, version)
         return checkpoint
+
+    def name(self, folder: Path) -> Checkpoint:
+        """Open an adapter and compute its digest. Raises AdapterError, OSError."""
+        try:
+            version = folder, files_version(folder)
+        except OSError:
+            version = None  # the checks of the content name the missing file
+        checkpoint = open_checkpoint(folder)
+        if version is not None:
+            self._remember(checkpoint.digest, version)
+        return checkpoint
+
+    def _remember(self, digest: str, version: tuple[Path, object]) -> None:
+        with self._lock:
+            self._versions[digest] = version
+            if len(self._versions) > MAX_VERIFIED:
+                self._versions.popitem(last=False)

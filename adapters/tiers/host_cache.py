@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from adapters.checkpoint import Checkpoint, open_checkpoint
+from adapters.checkpoint import Checkpoint
 from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
@@ -32,6 +32,8 @@ ROOM_SECONDS = 30.0
 # MAX_ASKED: number of digests whose last requesting tenant is remembered.
 MAX_FAILURES, MAX_ASKED = 1024, 4096
 LIMITLESS = 1 << 62
+# Queue of `register` among those of the tenants; no tenant has this name.
+FOLDERS = "\n"
 
 
 class HostCache:
@@ -167,12 +169,16 @@ class HostCache:
 
         The folder must not change, because it is read again after an eviction. Raises AdapterError, OSError.
         """
-        checkpoint = open_checkpoint(Path(path).absolute())
+        checkpoint = self._verified.name(Path(path).absolute())
         self._check(checkpoint)
         with self._changed:
             self._paths[checkpoint.digest] = checkpoint.folder
             self._failures.pop(checkpoint.digest, None)
         return checkpoint.digest
+
+    def register(self, path: str) -> "Future[str]":
+        """Call `add_path` on a loading thread, at low priority if it takes long, so that steps keep the cores."""
+        return self._threads.submit(FOLDERS, partial(self.add_path, path), bounded=False)
 
     def stats(self) -> HostCacheStats:
         with self._changed:

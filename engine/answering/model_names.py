@@ -128,7 +128,7 @@ class ModelRegistry:
         try:
             async with AsyncExitStack() as stack:
                 async with self._folders:
-                    digest = await asyncio.to_thread(self._add_path, path)
+                    digest = await self._add_path(path)
                     await stack.enter_async_context(self._kept(digest))
                 self._unloaded.add(digest)  # freed at the exit, unless it gets the name
                 adapter = await self._fetch(digest, "")
@@ -214,9 +214,9 @@ class ModelRegistry:
                 return model
         raise ModelNotFound(name)
 
-    def _add_path(self, path: str) -> str:
+    async def _add_path(self, path: str) -> str:
         try:
-            return self._host_cache.add_path(path)
+            return await asyncio.wrap_future(self._host_cache.register(path))
         except (AdapterError, OSError):
             self._refused()
             raise

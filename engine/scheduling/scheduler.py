@@ -34,8 +34,8 @@ FULL = 1 / 3
 # Maximum blocks of the prompts that start in one step: finding and taking a block costs a microsecond, cached or new.
 STARTED_BLOCKS = 8192
 # Maximum number of waiting requests without a ready adapter that a step passes over. While a seat is free, this is
-# about 1 ms of look-ups; while none is free, it is enough to load the next requests' adapters in advance.
-PASSED_OVER, PREFETCHED = 1024, 8
+# 2 to 3 ms of look-ups; while none is free, it is enough to load the next requests' adapters in advance.
+PASSED_OVER, PREFETCHED = 128, 8
 # Maximum number of requests that one step admits by preempting streams of tenants that are ahead.
 RECLAIMED = 4
 
@@ -278,8 +278,9 @@ class Scheduler:
 
     def _nearness(self, request: Request) -> tuple[bool, bool]:
         adapter = request.adapter_digest
-        is_far = adapter is not None and not self.adapters.is_resident(adapter)
-        return is_far, not self.cache.has_start(request)
+        if adapter is not None and not self.adapters.is_resident(adapter):
+            return True, True
+        return False, not self.cache.has_start(request)
 
     def _adapter_ready(self, request: Request) -> bool:
         if request.adapter_digest is None:

@@ -73,7 +73,7 @@ def test_a_step_makes_a_bounded_number_of_calls() -> None:
             sys.setprofile(None)
         worst = max(worst, calls.total())
         most_running = max(most_running, len(scheduler.running))
-        assert calls["ensure"] <= PASSED_OVER + SEATS
+        assert calls["ensure"] <= PASSED_OVER + SEATS + 1
     assert scheduler.adapters.num_loads >= ON_DEVICE
     assert most_running > 0
     assert worst < MOST_CALLS, worst
