@@ -54,7 +54,7 @@ def server(
     starts_servers: None, tmp_path: Path, store: SlowStore, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RunningServer]:
     save_model(tmp_path / "model")
-    monkeypatch.setattr(app, "open_store", lambda _: store)
+    monkeypatch.setattr(app, "open_store", lambda *_: store)
     # Room for 24 of the adapters in host memory, which take 4 KiB each: less than are loaded.
     options = {"max_num_seqs": SEATS, "host_adapter_memory": 24 * 4096}
     running = RunningServer(
