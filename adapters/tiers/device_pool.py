@@ -225,18 +225,15 @@ class AdapterPool:
     def holders_to_preempt(self, holders: Iterable[str], running: Collection[str] = ()) -> list[str]:
         """Return the adapters whose requests the scheduler must preempt now, so that overdue reservations get pages.
 
-        Call it once per step, after `poll` and before the first `ensure`; while no reservation is overdue (see
-        `overdue`), it takes O(1) and reads nothing of the arguments. holders: the adapters of running requests, first
-        choice first; duplicates are ignored. The list is cut where the reservations fit. running: their tenants.
+        Call it once per step, after `poll` and before the first `ensure`. holders: the adapters of running requests,
+        first choice first. The list is cut where the reservations fit. running: the tenants with running requests.
         Preempt every running request of each returned adapter: the next `poll` places the reserved adapters, and until
         then `ensure` returns NO_ROOM for the adapters whose pages are needed. An adapter that became resident less than
-        `PAGE_WAIT_S` ago is not returned, so that two adapters do not take each other's pages in every step. An adapter
-        left out of the argument keeps its pages, and the reservation waits for its requests to end.
+        `PAGE_WAIT_S` ago is not returned, so that two adapters do not take each other's pages in every step.
         """
-        held, wanted, victims, needed = Amount(), Amount(), list[str](), 0
-        held.add(self._pinned_held)
+        held, wanted, victims, needed = replace(self._pinned_held), Amount(), list[str](), 0
         left = iter(dict.fromkeys(holders))
-        for reservation in self._reservations.preempting(running, self._now):
+        for reservation in self.claims(running):
             wanted.add(reservation.size)
             while not wanted.fits(self._total, held, self._new_held):
                 holder = next(left, None)
@@ -255,6 +252,10 @@ class AdapterPool:
     def overdue(self) -> list[Reservation]:
         """Return the reservations that have waited for `PAGE_WAIT_S`, oldest first, as of the last `poll`."""
         return self._reservations.overdue
+
+    def claims(self, running: Collection[str]) -> list[Reservation]:
+        """Return the reservations for which requests may be preempted. running: the tenants with running requests."""
+        return self._reservations.preempting(running, self._now)
 
     def take_loaded_bytes(self) -> dict[str, int]:
         """Return the bytes loaded for each tenant since the last call. A load counts for the tenant whose request

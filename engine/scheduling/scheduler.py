@@ -324,23 +324,24 @@ class Scheduler:
         return True
 
     def _free_reserved_pages(self, plan: Plan) -> None:
-        """Preempt requests whose adapters hold pages for overdue reservations: of tenants that are ahead, and first
-        those whose adapters have the fewest requests. A tenant that is itself furthest ahead waits for requests to end.
+        """Preempt requests whose adapters hold pages for overdue reservations: adapters that only tenants which are
+        ahead use, and those with the fewest requests first. A tenant furthest ahead waits for requests to end.
         """
-        overdue = self.adapters.overdue
-        if not overdue:
+        if not self.adapters.overdue:
             return
         counters = {r.tenant: self.policy.counter(r.tenant) for r in self.running}
-        least = min(self.policy.counter(reservation.tenant) for reservation in overdue)
-        users = Counter(r.adapter_digest for r in self.running)
-        ahead = sorted(
-            (r for r in self.running if r.adapter_digest and counters[r.tenant] > least),
-            key=lambda r: (users[r.adapter_digest], -counters[r.tenant], -r.arrival),
-        )
-        digests = (r.adapter_digest for r in ahead if r.adapter_digest)
-        holders = set(self.adapters.holders_to_preempt(digests, counters.keys()))
-        for request in [r for r in ahead if r.adapter_digest in holders]:
-            self._preempt(request, plan)
+        least = min((self.policy.counter(c.tenant) for c in self.adapters.claims(counters.keys())), default=None)
+        if least is None:
+            return
+        users: dict[str, list[Request]] = {}
+        for request in self.running:
+            if request.adapter_digest:
+                users.setdefault(request.adapter_digest, []).append(request)
+        ahead = {digest: min(counters[r.tenant] for r in requests) for digest, requests in users.items()}
+        order = sorted((d for d in users if ahead[d] > least), key=lambda d: (len(users[d]), -ahead[d]))
+        for digest in self.adapters.holders_to_preempt(order, counters.keys()):
+            for request in users[digest]:
+                self._preempt(request, plan)
 
     def _preempt(self, request: Request, plan: Plan) -> None:
         plan.pop(request, None)
