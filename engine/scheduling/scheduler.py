@@ -34,8 +34,9 @@ FULL = 1 / 3
 # Maximum blocks of the prompts that start in one step: finding and taking a block costs a microsecond, cached or new.
 STARTED_BLOCKS = 8192
 # Maximum number of waiting requests without a ready adapter that a step passes over. While a seat is free, this is
-# 2 to 3 ms of look-ups; while none is free, it is enough to load the next requests' adapters in advance.
-PASSED_OVER, PREFETCHED = 128, 8
+# a few ms of look-ups (fair share stops at a quarter of it); while none is free, it is enough to load the next
+# requests' adapters in advance.
+PASSED_OVER, PREFETCHED = 256, 8
 # Maximum number of requests that one step admits by preempting streams of tenants that are ahead.
 RECLAIMED = 4
 

@@ -22,9 +22,10 @@ COMPARED = 16
 # Maximum number of one tenant's waiting requests that a step considers. It bounds a step's time while thousands of
 # requests wait for adapters that are loading.
 LOOKED_AT = 64
-# Number of one tenant's requests for adapters off the device that a step considers: enough to load them in advance.
-# Further ones are skipped for those whose adapter is on the device, at a fraction of a microsecond each.
-FAR_LOOKED_AT = 4
+# Number of requests for adapters off the device that a step considers, of one tenant and in all: enough to load them in
+# advance. Further ones are skipped for those whose adapter is on the device, at a fraction of a microsecond each.
+# Otherwise adapters that became ready would be evicted before their requests are reached, because loads are charged.
+FAR_LOOKED_AT, FAR_IN_ALL = 4, 64
 
 
 class FairShare(TenantPolicy):
@@ -100,6 +101,7 @@ class FairTurns:
         self._queues: dict[str, list[Request]] = {}
         # Returned requests whose adapter is off the device.
         self._num_far: Counter[str] = Counter()
+        self._num_far_in_all = 0
         self._last: str | None = None
 
     def next(self, *, admits: bool) -> Request | None:
@@ -117,7 +119,9 @@ class FairTurns:
         if self._last is None:
             return None
         request = self._queues[self._last].pop()
-        self._num_far[self._last] += self._is_far(request)
+        if self._is_far(request):
+            self._num_far[self._last] += 1
+            self._num_far_in_all += 1
         return request
 
     def _is_far(self, request: Request) -> bool:
@@ -158,7 +162,7 @@ class FairTurns:
         if queue is None:
             account = self._tenants.waiting.get(tenant)
             queue = self._queues[tenant] = [] if account is None else account.queue[LOOKED_AT - 1 :: -1]
-        if self._num_far[tenant] >= FAR_LOOKED_AT:
+        if self._num_far[tenant] >= FAR_LOOKED_AT or self._num_far_in_all >= FAR_IN_ALL:
             while queue and self._is_far(queue[-1]):
                 queue.pop()
         return queue

@@ -278,6 +278,9 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
     class Broken(AlwaysThere):
         tries = 0
 
+        def is_resident(self, digest: str) -> bool:
+            return False
+
         def ensure(self, digest: str, tenant: str = "", weight: float = 1.0) -> Residency:
             self.tries += 1
             return Residency.FAILED
