@@ -4,18 +4,14 @@ Its behaviour is taken from SGLang's sources; no test runs a real SGLang. It is 
 a field that it does not know, and the double records it in `ignored`.
 """
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from testing.serving import serving
+from testing.gateway.foreign_double import PROMPT_TOKENS, ForeignDouble, token_counts
 
-PROMPT_TOKENS = 7
 API_KEY = "the-key-of-one-sglang-server"
 
 # Fields of both routes in 0.5.11, of `CompletionRequest`, and of `ChatCompletionRequest`.
@@ -82,16 +78,15 @@ CHAT = COMMON | {
 }
 
 
-class SglangDouble:
+class SglangDouble(ForeignDouble):
     """Double of an SGLang server.
 
-    info: what `/server_info` answers. loads, unloads: adapter names in request order. known: every adapter ever loaded,
-    which SGLang loads again by itself after an unload. ignored: fields that a real server would not read. hold: while
-    clear, requests run without ending.
+    info: body of `/server_info`. known: every adapter ever loaded, which SGLang loads again by itself after an unload.
+    ignored: fields that a real server would not read.
     """
 
     def __init__(self, api_key: str = API_KEY, base_model: str = "base") -> None:
-        self.url = ""
+        super().__init__(base_model, root=base_model)
         self.info: dict[str, Any] = {
             "version": "0.5.23",
             "frontend": "python",
@@ -118,47 +113,24 @@ class SglangDouble:
         }
         # Status of `/server_info`.
         self.info_status = 200
-        self.base_model = base_model
-        self.names: dict[str, str] = {}
         self.known: dict[str, str] = {}
-        self.loads: list[str] = []
-        self.unloads: list[str] = []
-        self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.ignored: set[str] = set()
-        self.redirect = ""
-        self.fail_loads: str | None = None
         # Error of the next request: a status, or a stream's error type.
         self.fail_request: tuple[int, str, str] | None = None
-        self.running = 0
-        self.hold = asyncio.Event()
-        self.hold.set()
         # Keys of the prefix cache: the request's salt and adapter, and the prompt.
         self.cache: set[tuple[str, str]] = set()
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator["SglangDouble"]:
-        app = web.Application(middlewares=[self._authenticate], client_max_size=2**26)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/server_info", self._server_info)
-        app.router.add_get("/v1/loads", self._loads)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/load_lora_adapter", self._load)
-        app.router.add_post("/unload_lora_adapter", self._unload)
-        app.router.add_post("/v1/completions", self._generate)
-        app.router.add_post("/v1/chat/completions", self._generate)
-        async with serving(app) as self.url:
-            yield self
+    def _add_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/server_info", self._server_info)
+        router.add_get("/v1/loads", self._loads)
+        router.add_post("/load_lora_adapter", self._load)
+        router.add_post("/unload_lora_adapter", self._unload)
 
-    @web.middleware
-    async def _authenticate(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        keys = self.info["api_key"], self.info["admin_api_key"]
-        wanted = keys[1] if keys[1] and request.path.endswith("_lora_adapter") else keys[0]
-        if wanted and request.path != "/health" and request.headers.get("Authorization") != f"Bearer {wanted}":
-            return web.json_response({"error": "Unauthorized"}, status=401)
-        return await handler(request)
-
-    async def _health(self, _: web.Request) -> web.Response:
-        return web.Response()
+    def _wanted_key(self, path: str) -> str | None:
+        if path == "/health":
+            return None
+        admin_key = self.info["admin_api_key"] if path.endswith("_lora_adapter") else None
+        return admin_key or self.info["api_key"]
 
     async def _server_info(self, _: web.Request) -> web.Response:
         if self.info_status != 200:
@@ -169,14 +141,6 @@ class SglangDouble:
         assert request.query == {"include": "core"}
         load = {"dp_rank": 0, "num_running_reqs": self.running, "num_waiting_reqs": 0, "max_running_requests": 48}
         return web.json_response({"version": self.info["version"], "dp_rank_count": 1, "loads": [load]})
-
-    async def _models(self, _: web.Request) -> web.Response:
-        cards = [{"id": self.base_model, "object": "model", "root": self.base_model, "parent": None}]
-        cards += [
-            {"id": name, "object": "model", "root": path, "parent": self.base_model}
-            for name, path in self.names.items()
-        ]
-        return web.json_response({"object": "list", "data": cards})
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -204,24 +168,13 @@ class SglangDouble:
         result = {"success": reason is None, "error_message": reason or "", "loaded_adapters": self.names}
         return web.json_response(result, status=200 if reason is None else 400)
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        if self.redirect:
-            return web.Response(status=307, headers={"Location": self.redirect + request.path})
-        body = await request.json()
-        self.requests.append(({k.lower(): v for k, v in request.headers.items()}, body))
-        is_chat = request.path.endswith("/chat/completions")
+    def _refusal(self, body: dict[str, Any], is_chat: bool) -> web.Response | None:
         self.ignored |= body.keys() - (CHAT if is_chat else COMPLETION)
         if (reason := self._refused(body, is_chat)) is not None:
             return error(400, "BadRequest", reason)
         if self.fail_request is not None and not body.get("stream"):
-            status, kind, words = self.fail_request
-            return error(status, kind, words)
-        self.running += 1
-        try:
-            await self.hold.wait()
-            return await (self._stream(request, body, is_chat) if body.get("stream") else self._whole(body, is_chat))
-        finally:
-            self.running -= 1
+            return error(*self.fail_request)
+        return None
 
     def _refused(self, body: dict[str, Any], is_chat: bool) -> str | None:
         """Return the reason for a 400, which quotes the input as pydantic does."""
@@ -254,35 +207,17 @@ class SglangDouble:
         self.cache.add(key)
         return PROMPT_TOKENS - 1 if found else 0
 
-    async def _whole(self, body: dict[str, Any], is_chat: bool) -> web.Response:
+    async def _answer(self, request: web.Request, body: dict[str, Any], is_chat: bool) -> web.StreamResponse:
         made = body.get("max_completion_tokens") or body.get("max_tokens") or 16
+        cached, of_all = self.cached_tokens(body), envelope(body, is_chat)
+        if body.get("stream"):
+            pieces = [{"delta": {"content": "a"}} if is_chat else {"text": "a"}] * made
+            failure = None if self.fail_request is None else error_detail(*self.fail_request)
+            options = body["stream_options"]
+            return await self._stream(request, options, of_all, pieces, lambda tokens: usage(tokens, cached), failure)
         content: dict[str, Any] = {"message": {"role": "assistant", "content": "a" * made}} if is_chat else {}
         choice = {"index": 0, "text": "a" * made, "finish_reason": "length", "matched_stop": None, **content}
-        counts = usage(made, self.cached_tokens(body))
-        return web.json_response({**envelope(body, is_chat), "choices": [choice], "usage": counts, "metadata": {}})
-
-    async def _stream(self, request: web.Request, body: dict[str, Any], is_chat: bool) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(request)
-        options, tokens = body["stream_options"], body.get("max_completion_tokens") or body["max_tokens"]
-        cached = self.cached_tokens(body)
-        if self.fail_request is not None:
-            status, kind, words = self.fail_request
-            detail = {"object": "error", "message": words, "type": kind, "param": None, "code": status}
-            await response.write(b"data: " + json.dumps({"error": detail}).encode() + b"\n\n")
-            tokens = 0
-        for made in range(1, tokens + 1):
-            reason = "length" if made == tokens else None
-            piece = {"delta": {"content": "a"}} if is_chat else {"text": "a"}
-            event = {**envelope(body, is_chat), "choices": [{"index": 0, "finish_reason": reason, **piece}]}
-            if options.get("continuous_usage_stats"):
-                event["usage"] = usage(made, cached)
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        if options["include_usage"] and tokens:
-            event = {**envelope(body, is_chat), "choices": [], "usage": usage(tokens, cached)}
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        return web.json_response({**of_all, "choices": [choice], "usage": usage(made, cached), "metadata": {}})
 
 
 def envelope(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
@@ -291,11 +226,13 @@ def envelope(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
 
 
 def usage(tokens: int, cached: int) -> dict[str, Any]:
-    counts = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": tokens, "total_tokens": PROMPT_TOKENS + tokens}
-    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}, "reasoning_tokens": 0}
+    return {**token_counts(tokens), "prompt_tokens_details": {"cached_tokens": cached}, "reasoning_tokens": 0}
 
 
 def error(status: int, kind: str, message: str) -> web.Response:
     """Return an error body: without an outer `error`, and with the status as the code."""
-    detail = {"object": "error", "message": message, "type": kind, "param": None, "code": status}
-    return web.json_response(detail, status=status)
+    return web.json_response(error_detail(status, kind, message), status=status)
+
+
+def error_detail(status: int, kind: str, message: str) -> dict[str, Any]:
+    return {"object": "error", "message": message, "type": kind, "param": None, "code": status}

@@ -11,8 +11,9 @@ import pytest
 
 from gateway.fleet.kinds.kind import Misconfigured
 from gateway.fleet.kinds.sglang import ServerInfo, check_server
+from testing.gateway.foreign_double import PROMPT_TOKENS
 from testing.gateway.running import BASE_MODEL, HI, Gateway, running, settings, until
-from testing.gateway.sglang_double import API_KEY, PROMPT_TOKENS, SglangDouble
+from testing.gateway.sglang_double import API_KEY, SglangDouble
 from testing.gateway.upstream import TOKEN
 from tests.gateway.fleet.kinds.test_fleet_vllm import adapters, billed
 from tests.gateway.fleet.kinds.test_vllm_edge import Elsewhere
@@ -28,14 +29,6 @@ async def served(
         engine = f"sglang+{sglang.url}{options or '?'}&key_file={folder / 'sglang.key'}"
         async with running(settings(folder, model_dir, [engine], redis_url, migrate_on_start=False)) as gateway:
             yield gateway, sglang
-
-
-@pytest.fixture
-async def both(
-    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path, request: pytest.FixtureRequest
-) -> AsyncIterator[tuple[Gateway, SglangDouble]]:
-    async with served(tmp_path, model_dir, redis_url, migrated, getattr(request, "param", "")) as pair:
-        yield pair
 
 
 async def test_the_base_model_and_an_adapter_are_named_as_sglang_knows_them(both: tuple[Gateway, SglangDouble]):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from testing.gateway.foreign_double import PROMPT_TOKENS
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
-from testing.gateway.vllm_double import API_KEY, PROMPT_TOKENS, VllmDouble
+from testing.gateway.vllm_double import API_KEY, VllmDouble
 from tests.gateway.api.test_adapters import files, push
 
 
@@ -38,14 +39,6 @@ def key_file(folder: Path) -> Path:
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Query the server's list of models only at the gateway's start, not later."""
     monkeypatch.setattr("gateway.fleet.registry.POLL_SECONDS", 3600.0)
-
-
-@pytest.fixture
-async def both(
-    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path, request: pytest.FixtureRequest
-) -> AsyncIterator[tuple[Gateway, VllmDouble]]:
-    async with served(tmp_path, model_dir, redis_url, migrated, getattr(request, "param", "")) as pair:
-        yield pair
 
 
 async def billed(client: Client, expected: tuple[int, int, int]) -> bool:

@@ -212,6 +212,22 @@ class Worker:
             await self.adapters.ensure(self.engine, digest, again=True)
 
 
+@asynccontextmanager
+async def two_workers(
+    room: int, stored: list[str], redis: Redis, folder: Path
+) -> AsyncIterator[tuple[VllmDouble, Worker, Worker]]:
+    """Start a server of `room` adapters and two workers that know it. stored: digests in the adapter store."""
+    for digest in stored:
+        (folder / digest).mkdir()
+        (folder / digest / "adapter_config.json").write_text("{}")
+    async with VllmDouble().serving() as vllm, ClientSession() as session:
+        one, two = (Worker(session, vllm.url, room, redis, folder) for _ in range(2))
+        for worker in (one, two):
+            worker.trust(folder)
+            await worker.probe(worker.engine)
+        yield vllm, one, two
+
+
 @pytest.fixture
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
     async with Redis.from_url(redis_url) as client:
@@ -221,14 +237,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 async def test_workers_do_not_unload_each_others_hot_adapters(tmp_path: Path, redis: Redis):
     """The server has four slots and each of two workers keeps two hot; cold adapters of either worker go first."""
     hot_one, hot_two, cold = digests("a", "b"), digests("c", "d"), digests("0", "1", "2", "3")
-    for digest in (*hot_one, *hot_two, *cold):
-        (tmp_path / digest).mkdir()
-        (tmp_path / digest / "adapter_config.json").write_text("{}")
-    async with VllmDouble().serving() as vllm, ClientSession() as session:
-        one, two = (Worker(session, vllm.url, 4, redis, tmp_path) for _ in range(2))
-        for worker in (one, two):
-            worker.trust(tmp_path)
-            await worker.probe(worker.engine)
+    async with two_workers(4, [*hot_one, *hot_two, *cold], redis, tmp_path) as (vllm, one, two):
         for digest in cold:
             await one.ask(digest, vllm)
         await asyncio.sleep(1.2)
@@ -245,14 +254,7 @@ async def test_workers_do_not_unload_each_others_hot_adapters(tmp_path: Path, re
 
 async def test_a_long_answer_keeps_its_adapter_from_being_unloaded_by_another_worker(tmp_path: Path, redis: Redis):
     [long], others = digests("a"), digests("b", "c", "d")
-    for digest in (long, *others):
-        (tmp_path / digest).mkdir()
-        (tmp_path / digest / "adapter_config.json").write_text("{}")
-    async with VllmDouble().serving() as vllm, ClientSession() as session:
-        one, two = (Worker(session, vllm.url, 2, redis, tmp_path) for _ in range(2))
-        for worker in (one, two):
-            worker.trust(tmp_path)
-            await worker.probe(worker.engine)
+    async with two_workers(2, [long, *others], redis, tmp_path) as (vllm, one, two):
         await one.ask(long, vllm)
         with one.engine.requests.count(long, "acme"):
             for digest in others:

@@ -1,0 +1,134 @@
+"""Base of the doubles of foreign servers: authentication, the list of models, requests, and streams."""
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from aiohttp import web
+
+from testing.serving import serving
+
+PROMPT_TOKENS = 7
+Event = dict[str, Any]
+
+
+class ForeignDouble(ABC):
+    """Double of a foreign server.
+
+    names: paths of the loaded adapters by name. loads, unloads: adapter names in request order. requests: headers and
+    body of each. redirect: target of redirects, "" sends none. fail_loads: the error of every load. hold: while clear,
+    requests run without ending.
+    """
+
+    def __init__(self, base_model: str, root: str) -> None:
+        """root: folder of the base model in the list of models."""
+        self.url = ""
+        self.base_model = base_model
+        self._root = root
+        self.names: dict[str, str] = {}
+        self.loads: list[str] = []
+        self.unloads: list[str] = []
+        self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.redirect = ""
+        self.fail_loads: str | None = None
+        self.running = self.most_running = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    @abstractmethod
+    def _add_routes(self, router: web.UrlDispatcher) -> None:
+        """Add the routes that only this server has."""
+
+    @abstractmethod
+    def _wanted_key(self, path: str) -> str | None:
+        """Return the API key that a route requires; "" or None: the route is open."""
+
+    @abstractmethod
+    def _refusal(self, body: dict[str, Any], is_chat: bool) -> web.Response | None:
+        """Return the error of a body that the server refuses, or None."""
+
+    @abstractmethod
+    async def _answer(self, request: web.Request, body: dict[str, Any], is_chat: bool) -> web.StreamResponse:
+        """Answer a completion or a chat."""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Self]:
+        app = web.Application(middlewares=[self._authenticate], client_max_size=2**26)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        self._add_routes(app.router)
+        async with serving(app) as self.url:
+            yield self
+
+    async def _stream(
+        self,
+        request: web.Request,
+        options: dict[str, Any],
+        envelope: Event,
+        pieces: list[Event],
+        usage: Callable[[int], Event],
+        error: Event | None = None,
+    ) -> web.StreamResponse:
+        """Send a stream: one event for each piece of the choice's content, or the error.
+
+        options: the request's `stream_options`. envelope: fields of every event. usage: returns the counts after a
+        number of tokens.
+        """
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        events: list[Event] = [{"error": error}] if error is not None else []
+        if error is None:
+            for made, piece in enumerate(pieces, 1):
+                choice = {"index": 0, "finish_reason": "length" if made == len(pieces) else None, **piece}
+                counts = {"usage": usage(made)} if options.get("continuous_usage_stats") else {}
+                events.append({**envelope, "choices": [choice], **counts})
+            if options["include_usage"]:
+                events.append({**envelope, "choices": [], "usage": usage(len(pieces))})
+        for event in events:
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        wanted = self._wanted_key(request.path)
+        if wanted and request.headers.get("Authorization") != f"Bearer {wanted}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        cards = [{"id": self.base_model, "object": "model", "root": self._root, "parent": None}]
+        cards += [
+            {"id": name, "object": "model", "root": path, "parent": self.base_model}
+            for name, path in self.names.items()
+        ]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if self.redirect:
+            return web.Response(status=307, headers={"Location": self.redirect + request.path})
+        body = await request.json()
+        self.requests.append(({k.lower(): v for k, v in request.headers.items()}, body))
+        is_chat = request.path.endswith("/chat/completions")
+        if (refusal := self._refusal(body, is_chat)) is not None:
+            return refusal
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await self.hold.wait()
+            return await self._answer(request, body, is_chat)
+        finally:
+            self.running -= 1
+
+
+def token_counts(tokens: int) -> dict[str, Any]:
+    """Return the counts of an answer that both servers report."""
+    return {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": tokens, "total_tokens": PROMPT_TOKENS + tokens}
