@@ -1,6 +1,6 @@
 """Limits of a tenant's own adapters: the rate of changes, and the room in the store."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 from sqlalchemy import func, select
@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
 from gateway.quota.kinds import ADAPTER_KINDS
-from gateway.records.limits import limit_struct
+from gateway.records.limits import limit_fields
 from gateway.records.removed_versions import uncollected
 from gateway.records.tables import adapter_versions, adapters, tenants
 
@@ -18,20 +18,16 @@ KEPT_VERSIONS = 20
 # tenant at its limit can still replace all its adapters.
 UNCOLLECTED_FACTOR = 2
 
+_Fields: Any = limit_fields(ADAPTER_KINDS, defaults=True)
 
-if TYPE_CHECKING:
 
-    class AdapterLimits(msgspec.Struct, frozen=True):
-        """Limits of a tenant's adapters: a field for each of ADAPTER_KINDS. None: not limited.
+class AdapterLimits(_Fields):
+    """Limits of a tenant's adapters: a field for each of ADAPTER_KINDS. None: not limited.
 
-        max_adapter_bytes: size of all versions on record, in the files' own dtypes. Together with removed versions that
-        are not collected yet, UNCOLLECTED_FACTOR times as much is allowed.
-        """
+    max_adapter_bytes: size of all versions on record, in the files' own dtypes. Together with removed versions that are
+    not collected yet, UNCOLLECTED_FACTOR times as much is allowed.
+    """
 
-        def __init__(self, **values: int | None) -> None: ...
-        def __getattr__(self, name: str) -> int | None: ...
-else:
-    AdapterLimits = limit_struct("AdapterLimits", ADAPTER_KINDS, defaults=True)
 
 FIELDS = AdapterLimits.__struct_fields__
 

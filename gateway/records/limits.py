@@ -6,7 +6,7 @@ them. The next release can drop them.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from sqlalchemy import Row
@@ -15,24 +15,24 @@ from gateway.quota.kinds import REQUEST_KINDS, Kind
 from gateway.records.tables import FORMER_COLUMNS
 
 
-def limit_struct(name: str, kinds: tuple[Kind, ...], *, defaults: bool) -> Any:
-    """Return a Struct with a field `int | None` for each kind. defaults: use the kinds' defaults instead of None."""
+def limit_fields(kinds: tuple[Kind, ...], *, defaults: bool) -> Any:
+    """Return a Struct with a field `int | None` for each kind, as the base of a class that inherits its options.
+
+    defaults: use the kinds' defaults instead of None, and encode fields that are equal to them.
+    """
     fields = [(kind.name, int | None, kind.default if defaults else None) for kind in kinds]
-    return msgspec.defstruct(name, fields, frozen=True, kw_only=True, omit_defaults=not defaults, module=__name__)
+    return msgspec.defstruct("Fields", fields, frozen=True, kw_only=True, omit_defaults=not defaults)
 
 
-if TYPE_CHECKING:
+_Fields: Any = limit_fields(REQUEST_KINDS, defaults=False)
 
-    class Limits(msgspec.Struct, frozen=True):
-        """Limits of a tenant, or of one of its keys or models: a field for each of REQUEST_KINDS. None: not limited.
 
-        Tokens are prompt and completion tokens together; budgets are in micro-units of the deployment's currency.
-        """
+class Limits(_Fields):
+    """Limits of a tenant, or of one of its keys or models: a field for each of REQUEST_KINDS. None: not limited.
 
-        def __init__(self, **values: int | None) -> None: ...
-        def __getattr__(self, name: str) -> int | None: ...
-else:
-    Limits = limit_struct("Limits", REQUEST_KINDS, defaults=False)
+    Tokens are prompt and completion tokens together; budgets are in micro-units of the deployment's currency.
+    """
+
 
 # Limits of a new tenant, unless the operator sets others.
 DEFAULT_LIMITS = Limits(**{kind.name: kind.default for kind in REQUEST_KINDS})

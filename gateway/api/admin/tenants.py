@@ -1,7 +1,7 @@
 """`/admin/api/tenants`: tenants and their limits."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -29,14 +29,10 @@ def _limit_fields(kinds: Iterable[Kind], base: type[Struct]) -> Any:
     return msgspec.defstruct("Fields", fields, bases=(base,), frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
-if TYPE_CHECKING:
-
-    class _RequestLimits(Struct, frozen=True): ...
-else:
-    _RequestLimits = _limit_fields(REQUEST_KINDS, Struct)
+_RequestLimits: Any = _limit_fields(REQUEST_KINDS, Struct)
 
 
-class LimitFields(_RequestLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LimitFields(_RequestLimits, Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits in a body. null removes a limit; an absent field leaves its limit unchanged."""
 
     def given(self) -> dict[str, Any]:
@@ -48,14 +44,10 @@ class LimitFields(_RequestLimits, frozen=True, kw_only=True, forbid_unknown_fiel
         return Limits(**{name: value for name, value in self.given().items() if name in Limits.__struct_fields__})
 
 
-if TYPE_CHECKING:
-
-    class _TenantLimits(LimitFields, frozen=True): ...
-else:
-    _TenantLimits = _limit_fields(ADAPTER_KINDS, LimitFields)
+_TenantLimits: Any = _limit_fields(ADAPTER_KINDS, LimitFields)
 
 
-class TenantChanges(_TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TenantChanges(_TenantLimits, LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(ge=0.01, le=1000)] | UnsetType = UNSET
     priority: Annotated[int, Meta(ge=0, le=9)] | UnsetType = UNSET
     ttft_target: Annotated[float, Meta(gt=0, le=3600)] | UnsetType | None = UNSET
