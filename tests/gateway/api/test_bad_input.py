@@ -8,14 +8,29 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import pytest_asyncio
 
 from testing.gateway.running import BASE_MODEL, HI, Client, Gateway
 from testing.gateway.upstream import Upstream
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def acme(shared_gateway: Gateway) -> Client:
+    return await shared_gateway.tenant("acme")
+
 
 @pytest.fixture
-async def acme(gateway: Gateway) -> Client:
-    return await gateway.tenant("acme")
+def gateway(shared_gateway: Gateway) -> Gateway:
+    return shared_gateway
+
+
+@pytest.fixture
+def upstream(shared_upstream: Upstream) -> Upstream:
+    """Return the engine's double, without the requests of other tests."""
+    shared_upstream.requests.clear()
+    return shared_upstream
 
 
 CASES: list[tuple[str, dict[str, Any], int, str]] = [
@@ -175,12 +190,11 @@ TENANTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), TENANTS)
-async def test_a_tenant_that_is_none(body: dict[str, Any], param: str, gateway: Gateway):
+async def test_a_tenant_that_is_none(body: dict[str, Any], param: str, acme: Client, gateway: Gateway):
     got = await gateway.admin.post("/admin/api/tenants", body)
     assert got.status == 400, got.body
     assert got.error["param"] == param
     if "name" in body and param != "name":
-        await gateway.tenant("acme")
         changes = {key: value for key, value in body.items() if key != "name"}
         changed = await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json=changes)
         assert (changed.status, changed.error["param"]) == (400, param)
