@@ -9,7 +9,7 @@ thread.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -197,6 +197,11 @@ class Engine:
         needed.
         """
         return self.adapters.evict(digest)
+
+    def add_service_elsewhere(self, tenants: Mapping[str, float]) -> int:
+        """Charge tenants for service at other engines, in cost units. Return the number of those with requests here."""
+        policy, now = self.scheduler.policy, time.monotonic()
+        return sum(policy.charge_elsewhere(tenant, cost, now) for tenant, cost in tenants.items())
 
     def state(self) -> EngineState:
         scheduler, cache, pool = self.scheduler, self.scheduler.cache, self.adapters

@@ -38,6 +38,7 @@ from gateway.fleet.addresses import ANNOUNCED, own_fields
 from gateway.fleet.client import EngineClient
 from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
+from gateway.fleet.engine_service import EngineService
 from gateway.fleet.kinds.kind import Services
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.table import make_kinds
@@ -100,6 +101,7 @@ class Serving:
     registry: Registry
     gate: Gate
     shared_service: SharedService
+    engine_service: EngineService
     quarantine: Quarantine
     fleet: Fleet
 
@@ -246,9 +248,11 @@ def _build_serving(resources: Resources) -> Serving:
         SharedDeaths(redis, settings.database_url),
         resources.metrics.quarantined,
     )
-    fleet = Fleet(registry, EngineClient(kinds), gate, timeout, quarantine)
+    client = EngineClient(kinds)
+    engine_service = EngineService(lambda: registry.up, client.send_service)
+    fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service)
     shared_service = SharedService(redis, settings.database_url, counters)
-    return Serving(announcements, registry, gate, shared_service, quarantine, fleet)
+    return Serving(announcements, registry, gate, shared_service, engine_service, quarantine, fleet)
 
 
 def _build_deliveries(settings: Settings, metrics: Metrics) -> Deliveries:

@@ -81,6 +81,7 @@ class Lifecycle:
         async with (
             running(watching),
             running(sharing),
+            running(serving.engine_service.watch(serving.gate.charge)),
             running(deliveries.watch()),
             running(serving.quarantine.watch()),
         ):

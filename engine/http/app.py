@@ -112,6 +112,7 @@ class Server:
         app.router.add_get("/state", self._route(EngineRoutes.state))
         app.router.add_get("/finished", self._route(EngineRoutes.finished_requests))
         app.router.add_post("/allowances", self._route(EngineRoutes.raise_allowance))
+        app.router.add_post("/service", self._route(EngineRoutes.add_service))
         app.router.add_get("/health", self._health)
         app.router.add_get("/ping", self._health)
         app.router.add_get("/livez", self._live)

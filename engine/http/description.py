@@ -26,6 +26,7 @@ from wire.responses import (
     TokenizeResponse,
     Version,
 )
+from wire.service import ServiceCharged, ServiceElsewhere
 
 ROUTES = (
     Route("POST", "/v1/completions", "Continue a text.", CompletionRequest, Completion, streams=True),
@@ -47,6 +48,7 @@ ROUTES = (
         AllowanceRequest,
         AllowanceRaised,
     ),
+    Route("POST", "/service", "Add tenants' service at other engines.", ServiceElsewhere, ServiceCharged),
     Route("GET", "/health", "Return whether requests can be served.", None, Health),
     Route("GET", "/ping", "Return the same as /health.", None, Health),
     Route("GET", "/livez", "Return whether the engine is alive: 503 once it has failed.", None, Health),

@@ -31,6 +31,7 @@ from wire.responses import (
     ModelList,
     TokenizeResponse,
 )
+from wire.service import ServiceCharged, ServiceElsewhere
 from wire.text.tokenizer import TextTooLong, Tokenizer
 
 # Maximum time that a scrape waits for a step. After that, the gauges keep their last values.
@@ -138,6 +139,12 @@ class EngineRoutes:
         """Raise the token allowance of a gateway's running request."""
         body = decode(AllowanceRequest, await read_body(request))
         return json_response(AllowanceRaised(self.finished.allow(body.id, body.tokens)))
+
+    async def add_service(self, request: web.Request) -> web.Response:
+        """Charge tenants for service that they received at other engines."""
+        body = decode(ServiceElsewhere, await read_body(request))
+        charge = partial(self.engine.add_service_elsewhere, body.tenants)
+        return json_response(ServiceCharged(await self.engine_thread.call(charge)))
 
     async def update_gauges(self) -> None:
         try:

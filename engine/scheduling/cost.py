@@ -10,13 +10,12 @@
   evicts another adapter.
 - A token that a preemption makes the engine compute again costs nothing, because its tenant has paid for it.
 
-The gateway's queue knows the prompt and output tokens only and counts them with the same costs.
+The gateway's queue knows the prompt and output tokens only and counts them with the same costs (`wire/service.py`).
 """
 
 from engine.scheduling.request import Request
+from wire.service import OUTPUT_TOKEN, PROMPT_TOKEN
 
-PROMPT_TOKEN = 1.0
-OUTPUT_TOKEN = 2.0
 CONTEXT_TOKENS = 1024
 HELD_PAGES = 8
 LOADED_PAGE = 64.0

@@ -49,6 +49,10 @@ class EngineClient:
     def __init__(self, kinds: Kinds) -> None:
         self._kinds = kinds
 
+    async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:
+        """Report the tenants' service at other engines. Raises ClientError, OSError, TimeoutError."""
+        await self._kinds[engine.address.traits.name].send_service(engine, service)
+
     @asynccontextmanager
     async def open(self, engine: EngineRecord, call: Call) -> AsyncIterator[Incoming]:
         """Yield the engine's answer of status 200, its body unread. A reported whole answer follows its report.

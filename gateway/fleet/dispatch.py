@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -16,12 +17,14 @@ from gateway.fleet.answers import Incoming
 from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.client import EngineClient
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engine_service import EngineService
 from gateway.fleet.own_requests import InFlight
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.queue import Gate, Place
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.spans import upstream
+from wire.service import PROMPT_TOKEN
 
 # Deaths and failures of engines after which a request is sent to no further engine: it may be the cause.
 MAX_FAILURES = 2
@@ -88,8 +91,10 @@ class Fleet:
         gate: Gate,
         first_byte_seconds: float,
         quarantine: Quarantine,
+        service: EngineService,
     ) -> None:
         self._registry = registry
+        self._service = service
         self._quarantine = quarantine
         self._client = client
         self._gate = gate
@@ -118,7 +123,7 @@ class Fleet:
                     await held.enter_async_context(self._gate.enter(place))
             except Overloaded as error:
                 raise EngineRefused(error) from error
-            engine, response, in_flight = await self._begin(call, bill, held)
+            engine, response, in_flight = await self._begin(call, bill, place, held)
 
             def release() -> None:
                 in_flight.free()
@@ -126,7 +131,7 @@ class Fleet:
 
             yield Answering(engine, response, release)
 
-    async def _begin(self, call: Call, bill: Bill, held: AsyncExitStack) -> Begun:
+    async def _begin(self, call: Call, bill: Bill, place: Place, held: AsyncExitStack) -> Begun:
         """Try engines in turn until one begins to answer; `held` closes the response.
 
         A stream must begin within `first_byte_seconds`. The first byte of a whole answer arrives with its last, so it
@@ -142,9 +147,11 @@ class Fleet:
                     if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
                         await call.hold.cover_all()
                     bill.sent(engine, call.prompt_tokens)
+                    place.count_service = partial(self._service.served, engine, call.tenant.id)
                     begun = await self._try(engine, call, bill, tries, held)
                     if begun is not None:
                         self._conversations.served(tries.prefix, engine)
+                        place.count_service(call.prompt_tokens * PROMPT_TOKEN)
                         return begun
         except TimeoutError:
             if tries.engines:

@@ -20,10 +20,8 @@ from typing import NamedTuple
 
 from gateway.errors import Overloaded
 from gateway.fleet.service_counters import ServiceCounters
+from wire.service import OUTPUT_TOKEN, PROMPT_TOKEN
 
-# The same as the engine's: a prompt token takes a share of a batch, a generated token takes a step.
-PREFILL_COST = 1.0
-DECODE_COST = 2.0
 LONGEST_RETRY_SECONDS = 60
 
 
@@ -47,6 +45,10 @@ def _no_tokens() -> int:
     return 0
 
 
+def _ignore(_: float) -> None:
+    pass
+
+
 class Capacity(NamedTuple):
     """Capacity of all engines together.
 
@@ -64,7 +66,7 @@ class Place:
 
     tenant: the tenant's id. name: the tenant's name, for operators. priority: lower numbers go first. tokens: number of
     the prompt's tokens. completion_tokens: returns the number of tokens generated so far. charged: number of generated
-    tokens that the tenant has been charged for.
+    tokens that the tenant has been charged for. count_service: called with each charge for generated tokens.
     """
 
     tenant: str
@@ -74,6 +76,7 @@ class Place:
     completion_tokens: Callable[[], int] = _no_tokens
     name: str = ""
     charged: int = 0
+    count_service: Callable[[float], None] = _ignore
     arrival: int = 0
     arrived: float = field(default_factory=time.monotonic)
     entered: float | None = None
@@ -154,7 +157,7 @@ class Gate:
             if self._end_wait(place, True):
                 self._inside[place.tenant] += 1
                 self._num_inside += 1
-                self._counters.charge(place.tenant, place.tokens * PREFILL_COST)
+                self._counters.charge(place.tenant, place.tokens * PROMPT_TOKEN)
 
     @property
     def longest_wait(self) -> float:
@@ -201,7 +204,9 @@ class Gate:
     def _charge(self, place: Place) -> None:
         tokens = place.completion_tokens()
         if tokens > place.charged:
-            self._counters.charge(place.tenant, (tokens - place.charged) * DECODE_COST)
+            cost = (tokens - place.charged) * OUTPUT_TOKEN
+            self._counters.charge(place.tenant, cost)
+            place.count_service(cost)
             place.charged = tokens
 
     def _step_out(self, place: Place) -> None:
@@ -232,7 +237,7 @@ class Gate:
             elif place.turn.done() and not place.turn.cancelled() and place.turn.result():
                 # The request was admitted in the same iteration in which its wait ended.
                 self._leave(place.tenant)
-                self._counters.charge(place.tenant, -place.tokens * PREFILL_COST)
+                self._counters.charge(place.tenant, -place.tokens * PROMPT_TOKEN)
             if isinstance(error, TimeoutError):
                 raise self._refusal(f"this request waited {self._max_seconds:g} s for one") from None
             raise

@@ -16,12 +16,14 @@ import aiohttp
 from loraplex.bench.arrivals import Closed
 from loraplex.bench.load import Load, Planned, Source, Tenant
 from loraplex.bench.monitor import Monitor
+from loraplex.bench.sampling import Fixed
 from loraplex.bench.sending import Sample, Sender
 from loraplex.client import reason
 
 # Pause of a closed loop's place after a failed request, so that a server that refuses everything is not flooded.
 AFTER_FAILURE = 0.1
 WARMUP_CONCURRENCY = 8
+WARMUP_TOKENS = 8
 
 
 class BenchError(Exception):
@@ -97,7 +99,8 @@ async def connect(url: str, internal_token: str | None = None) -> AsyncIterator[
 
 
 async def warm_up(server: Server, load: Load) -> None:
-    """Send each source's warm-up requests; their prompts are not those of the run. Failures are ignored here."""
+    """Send each source's warm-up requests; their prompts are not those of the run, and
+    their answers are short. Failures are ignored here."""
     warm = replace(load, seed=-1 - load.seed, seconds=None)
     free = asyncio.Semaphore(WARMUP_CONCURRENCY)
     runner = Runner(server, warm, Run(warm))
@@ -106,7 +109,10 @@ async def warm_up(server: Server, load: Load) -> None:
         async with free:
             await runner.send(planned, warm.prompt(planned), time.perf_counter())
 
-    sources = (replace(source, requests=load.warmup, arrival=Closed(1), rows=()) for source in load.sources)
+    sources = (
+        replace(source, requests=load.warmup, arrival=Closed(1), rows=(), output=Fixed(WARMUP_TOKENS))
+        for source in load.sources
+    )
     await asyncio.gather(*(one(planned) for source in sources for planned in warm.plan(source)))
 
 

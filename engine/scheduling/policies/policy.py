@@ -62,6 +62,12 @@ class Policy(Protocol):
         """Add the cost of work that no running request did. A tenant that has left pays nothing."""
         ...
 
+    def charge_elsewhere(self, tenant: str, cost: float, now: float) -> bool:
+        """Add the cost of service at another engine. Return whether the tenant has requests here; otherwise it pays
+        nothing.
+        """
+        ...
+
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> Turns:
         """Begin a step.
 

@@ -11,6 +11,9 @@ from engine.scheduling.request import Request
 # Length of a window of the reported shares, which cover the current window and the one before it.
 WINDOW_S = 30.0
 
+# Time for which service at other engines may hold back a tenant that has nothing running here.
+ELSEWHERE_WAIT_S = 5.0
+
 _turn = attrgetter("turn")
 
 
@@ -122,6 +125,17 @@ class Tenants:
             account.counter += cost / account.weight
             account.recent += cost
 
+    def charge_elsewhere(self, tenant: str, cost: float, now: float) -> bool:
+        account = self.accounts.get(tenant)
+        if account is None or not account.num_active:
+            return False
+        account.counter += cost / account.weight
+        has_nothing_running = account.num_active == len(account.queue)
+        if has_nothing_running and now - account.queue[0].queued_at > ELSEWHERE_WAIT_S:
+            # Otherwise a tenant that is served faster elsewhere would never be served here.
+            account.counter = min(other.counter for other in self.waiting.values())
+        return True
+
     def states(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
         """Return the accounts with most waiting requests, then most service, at most `limit`."""
         self._roll(now)
@@ -197,6 +211,9 @@ class TenantPolicy:
 
     def charge_tenant(self, tenant: str, cost: float) -> None:
         self._tenants.charge_tenant(tenant, cost)
+
+    def charge_elsewhere(self, tenant: str, cost: float, now: float) -> bool:
+        return self._tenants.charge_elsewhere(tenant, cost, now)
 
     def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
         return self._tenants.states(running, now, limit)

@@ -75,6 +75,13 @@ class EngineKind(ABC):
         TimeoutError.
         """
 
+    async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:
+        """Tell an engine that orders tenants (`Traits`) the service that they received at other engines, by tenant id.
+
+        Raises ClientError, OSError, TimeoutError.
+        """
+        raise NotImplementedError
+
     def headers(self, engine: EngineRecord) -> dict[str, str]:
         """Return the headers that authenticate the gateway. Each foreign server has a key of its own."""
         return engine.address.bearer

@@ -25,6 +25,7 @@ from gateway.fleet.kinds.kind import (
 from wire.digests import digest_name
 from wire.requests import AllowanceRequest
 from wire.responses import ALLOWANCE_HEADER, TTFT_HEADER
+from wire.service import ServiceElsewhere
 
 if TYPE_CHECKING:
     from gateway.records.catalog import Model
@@ -35,6 +36,7 @@ STATE_STREAM = "application/x-ndjson"
 # Maximum length of a line in a state stream; an adapter takes 70 bytes.
 MAX_LINE_BYTES = 8 * 2**20
 RAISE_TIMEOUT = ClientTimeout(total=CONNECT_SECONDS)
+SERVICE_TIMEOUT = ClientTimeout(total=1.0)
 # Error code of an engine that refuses all requests, and prefix of its codes for faults of an adapter.
 WITHDRAWN = "engine_unavailable"
 ADAPTER_FAULT = "adapter_"
@@ -110,15 +112,22 @@ class Loraplex(EngineKind):
             return Unavailable(FAILURES[detail.code], code=detail.code, retry_after=retry_after(answer))
         return super().error(answer, detail, model)
 
+    async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:
+        await self._post_json(engine, "/service", ServiceElsewhere(service), SERVICE_TIMEOUT)
+
+    async def _post_json(self, engine: EngineRecord, path: str, body: msgspec.Struct, timeout: ClientTimeout) -> None:
+        """Post to one of the engine's own routes. Raises ClientError, OSError, TimeoutError."""
+        headers = {"Content-Type": "application/json", **self._token}
+        data = msgspec.json.encode(body)
+        async with self._session.post(
+            engine.url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            response.raise_for_status()
+
     async def _raise_allowance(self, engine: EngineRecord, request_id: str, tokens: int) -> None:
         """Raise a request's allowance on its engine. If that fails, the answer ends at the previous allowance."""
-        body = msgspec.json.encode(AllowanceRequest(request_id, tokens))
-        headers = {"Content-Type": "application/json", **self._token}
         try:
-            async with self._session.post(
-                f"{engine.url}/allowances", data=body, headers=headers, timeout=RAISE_TIMEOUT, allow_redirects=False
-            ) as response:
-                response.raise_for_status()
+            await self._post_json(engine, "/allowances", AllowanceRequest(request_id, tokens), RAISE_TIMEOUT)
         except (ClientError, OSError, TimeoutError) as error:
             log.warning(
                 "raising the allowance of request %s on %s failed: %s", request_id, engine.url, type(error).__name__

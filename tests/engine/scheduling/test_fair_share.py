@@ -6,6 +6,7 @@ import pytest
 
 from engine.scheduling.cost import step_cost
 from engine.scheduling.policies.fair_share import FairShare
+from engine.scheduling.policies.tenants import ELSEWHERE_WAIT_S
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 
 
@@ -168,3 +169,28 @@ def test_counters_of_tenants_that_came_and_went_do_not_pile_up() -> None:
         fair_share.leave(passing)
     assert len(fair_share.tenants([], 0.0, 10_000)) < 200
     assert fair_share.counter("ahead") >= 10**9
+
+
+def test_service_at_other_engines_counts() -> None:
+    share = FairShare()
+    for i in range(20):
+        enter(share, request("spread", i, weight=2.0))
+        enter(share, request("here", i))
+    assert share.charge_elsewhere("spread", 100, 0.0)
+    assert not share.charge_elsewhere("absent", 100, 0.0)
+    assert serve(share, 5, cost=10) == ["here"] * 5
+    assert set(serve(share, 2, cost=10)) == {"here", "spread"}
+
+
+def test_a_tenant_that_is_served_faster_elsewhere_is_served_here_after_a_while() -> None:
+    share = FairShare()
+    for i in range(20):
+        enter(share, request("spread", i))
+        enter(share, request("here", i))
+    share.charge_elsewhere("spread", 1e9, ELSEWHERE_WAIT_S)
+    assert "spread" not in serve(share, 5)
+    share.charge_elsewhere("spread", 1e9, ELSEWHERE_WAIT_S + 0.1)
+    assert "spread" in serve(share, 2)
+    # It has a request running, so the next one waits for its turn.
+    share.charge_elsewhere("spread", 1e9, 3 * ELSEWHERE_WAIT_S)
+    assert "spread" not in serve(share, 5)

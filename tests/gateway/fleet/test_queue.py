@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from gateway.errors import Overloaded
-from gateway.fleet.queue import DECODE_COST, Capacity, Gate, Place
+from gateway.fleet.queue import Capacity, Gate, Place
 from gateway.fleet.service_counters import ServiceCounters
+from wire.service import OUTPUT_TOKEN, PROMPT_TOKEN
 
 
 def make_gate(
@@ -248,4 +249,4 @@ async def test_tokens_are_charged_while_they_are_generated():
 
 
 def test_a_generated_token_costs_more_than_one_of_a_prompt():
-    assert DECODE_COST > 1
+    assert OUTPUT_TOKEN > PROMPT_TOKEN

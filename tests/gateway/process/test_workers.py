@@ -1,12 +1,8 @@
 """Several processes on one port: one ready line, dead workers replaced, all ended together."""
 
 import asyncio
-import json
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -14,35 +10,11 @@ import psutil
 import pytest
 
 from gateway.process.workers import reserve_port
-from gateway.settings import Settings, SettingsError
+from gateway.settings import SettingsError
+from testing.gateway.program import START_SECONDS, program
 from testing.gateway.running import Gateway, settings, until
-from testing.gateway.upstream import TOKEN, Upstream
+from testing.gateway.upstream import Upstream
 from testing.ports import free_ports
-
-ROOT = Path(__file__).resolve().parents[3]
-START_SECONDS = 60
-
-
-@asynccontextmanager
-async def program(of: Settings, metrics_port: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, Gateway]]:
-    names = ("database_url", "redis_url", "adapter_store", "model_dir", "base_model", "key_pepper", "admin_key")
-    environ = {f"LORAPLEX_{name.upper()}": str(getattr(of, name)) for name in (*names, "journal_dir")}
-    environ |= {"LORAPLEX_ENGINES": of.engines[0], "LORAPLEX_INTERNAL_TOKEN": TOKEN, "LORAPLEX_PORT": "0"}
-    environ |= {"LORAPLEX_MIGRATE_ON_START": "true", "PATH": os.environ["PATH"]}
-    script = "from loraplex.cli import main; main()"
-    flags = ("gateway", "--workers", "2", "--metrics-port", str(metrics_port))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, *flags, env=environ, cwd=ROOT, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), START_SECONDS))
-        async with aiohttp.ClientSession() as session:
-            yield process, Gateway(ready["gateway"], session)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 def children(pid: int) -> set[int]:

@@ -1,0 +1,66 @@
+"""Reports of service at other engines."""
+
+import logging
+
+import pytest
+from aiohttp import ClientError
+
+from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.engine_service import EngineService
+from gateway.fleet.kinds.vllm import Vllm
+from wire.service import MAX_TENANTS
+
+ONE, OTHER = EngineRecord(Address("http://one")), EngineRecord(Address("http://other"))
+FOREIGN = EngineRecord(Address("http://foreign", Vllm.traits))
+
+
+class Reports:
+    """Records reports by engine, the latest of each. broken: engines that accept none."""
+
+    def __init__(self) -> None:
+        self.latest: dict[str, dict[str, float]] = {}
+        self.broken: set[str] = set()
+        self.service = EngineService(lambda: [ONE, OTHER, FOREIGN], self._send)
+
+    async def _send(self, engine: EngineRecord, service: dict[str, float]) -> None:
+        self.latest[engine.url] = service
+        if engine.url in self.broken:
+            raise ClientError
+
+    async def report(self) -> dict[str, dict[str, float]]:
+        self.latest = {}
+        await self.service.report()
+        return self.latest
+
+
+async def test_each_engine_gets_the_service_at_the_others():
+    reports = Reports()
+    reports.service.served(ONE, "acme", 10)
+    reports.service.served(ONE, "acme", 5)
+    reports.service.served(OTHER, "acme", 2)
+    reports.service.served(OTHER, "globex", 3)
+    # A foreign server's service counts, but it gets no reports.
+    reports.service.served(FOREIGN, "acme", 1)
+    assert await reports.report() == {"http://one": {"acme": 3, "globex": 3}, "http://other": {"acme": 16}}
+    assert await reports.report() == {}
+
+
+async def test_a_failed_report_is_not_repeated_and_logged_once(caplog: pytest.LogCaptureFixture):
+    reports = Reports()
+    reports.broken = {"http://one"}
+    for _ in range(2):
+        reports.service.served(OTHER, "acme", 2)
+        assert await reports.report() == {"http://one": {"acme": 2}}
+    reports.broken = set()
+    reports.service.served(OTHER, "acme", 3)
+    assert await reports.report() == {"http://one": {"acme": 3}}
+    assert [(r.levelno, r.args) for r in caplog.records] == [(logging.WARNING, ("http://one", "ClientError"))]
+
+
+async def test_a_report_is_bounded():
+    reports = Reports()
+    for number in range(MAX_TENANTS + 10):
+        reports.service.served(ONE, f"t{number}", 1 + number)
+    report = (await reports.report())["http://other"]
+    assert len(report) == MAX_TENANTS
+    assert min(report.values()) == 11

@@ -1,0 +1,40 @@
+"""Service that tenants receive, in cost units: the unit is one prompt token.
+
+A prompt token takes a share of a batch, an output token a whole step of its sequence's time. The engine's own cost
+model (`engine/scheduling/cost.py`) adds what only the engine knows; the gateway's queue counts tokens alone.
+"""
+
+import math
+
+from msgspec import Struct
+
+from wire.errors import BadRequest
+
+PROMPT_TOKEN = 1.0
+OUTPUT_TOKEN = 2.0
+# Maximum number of tenants in one report.
+MAX_TENANTS = 1000
+MOST_SERVICE = 1e12
+
+
+class ServiceElsewhere(Struct):
+    """Service that tenants received at other engines since the last report of the same gateway process.
+
+    tenants: cost units by tenant id.
+    """
+
+    tenants: dict[str, float]
+
+    def check(self) -> None:
+        if len(self.tenants) > MAX_TENANTS:
+            message = f"tenants: expected at most {MAX_TENANTS} tenants, got {len(self.tenants)}"
+            raise BadRequest("tenants", message)
+        for cost in self.tenants.values():
+            if not (math.isfinite(cost) and 0 <= cost <= MOST_SERVICE):
+                raise BadRequest("tenants", f"tenants: expected service from 0 to {MOST_SERVICE:g}, got {cost:g}")
+
+
+class ServiceCharged(Struct):
+    """Number of the reported tenants that have requests on the engine."""
+
+    num_charged: int
