@@ -19,6 +19,7 @@ from wire.chat import (
     check_tools,
     conversation_of,
 )
+from wire.deadlines import MOST_PRIORITY
 from wire.decoding import decode as decode
 from wire.decoding import refuse
 from wire.errors import BadRequest
@@ -75,6 +76,9 @@ class SamplingRequest(Struct, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: TopLogprobs | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    # Both order the request among its tenant's own. A lower priority goes first; the target is in seconds.
+    priority: Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
+    ttft_target: Annotated[float, Meta(gt=0, le=3600)] | None = None
     user: Annotated[str | None, Meta(description="Accepted and ignored.")] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

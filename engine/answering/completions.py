@@ -161,8 +161,9 @@ class GenerationRoutes:
                 adapter_digest=adapter_digest,
                 tenant=caller.tenant,
                 weight=caller.weight,
-                priority=caller.priority,
-                ttft_target=caller.ttft_target,
+                # The tenant's own value is the same for all of its requests.
+                priority=caller.priority + (body.priority or 0),
+                ttft_target=body.ttft_target or caller.ttft_target,
                 cache_salt=salt,
                 prefix_keys=prompt_keys,
             )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
+from wire.deadlines import deadline
 from wire.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -19,13 +20,6 @@ BASE_SERVED = "base"
 MIXED_SERVED = "mixed"
 """Values of `Request.served_digest` without an adapter's name: only the base model's weights; several adapters'."""
 
-# Target of the time to first token that orders a request without a target of its own, in seconds.
-USUAL_TARGET_S = 10.0
-# Waiting time that equals one step of priority, in seconds. Priorities age: a request that has waited this much longer
-# goes before one of the next higher priority.
-PRIORITY_S = 10.0
-# Limit of a priority's absolute value, so that no request starves.
-MOST_PRIORITY = 100
 # Tokens that a request computes after each admission before it may give way for fairness.
 QUANTUM = 16
 
@@ -275,12 +269,8 @@ class Request:
 
     @property
     def due(self) -> float:
-        """Return the time that orders the request within its tenant: arrival plus target, shifted by the priority.
-
-        It does not change while the request waits, so no request starves.
-        """
-        target = USUAL_TARGET_S if self.ttft_target is None else self.ttft_target
-        return self.arrived + target + PRIORITY_S * max(-MOST_PRIORITY, min(self.priority, MOST_PRIORITY))
+        """Return the time that orders the request within its tenant."""
+        return deadline(self.arrived, self.ttft_target, self.priority)
 
     @property
     def had_quantum(self) -> bool:

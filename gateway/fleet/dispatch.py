@@ -24,6 +24,7 @@ from gateway.fleet.queue import Gate, Place
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.spans import upstream
+from wire.deadlines import deadline
 from wire.service import PROMPT_TOKEN
 
 # Deaths and failures of engines after which a request is sent to no further engine: it may be the cause.
@@ -117,6 +118,8 @@ class Fleet:
         place = Place(
             tenant.id, tenant.weight, tenant.priority, call.prompt_tokens, lambda: bill.completion_tokens, tenant.name
         )
+        target = call.body.get("ttft_target") or tenant.ttft_target
+        place.deadline = deadline(place.arrived, target, call.body.get("priority") or 0)
         async with AsyncExitStack() as held:
             try:
                 with call.span.child("routing"):

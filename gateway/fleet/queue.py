@@ -1,7 +1,8 @@
 """Queue of requests while the engines are full: bounded, ordered by priority and fair share.
 
 Lower priority numbers go first. Among equals, the tenant with the least service per weight goes first
-(`service_counters.py`), so engines that cannot tell tenants apart are shared fairly too. When the queue is full, the
+(`service_counters.py`), so engines that cannot tell tenants apart are shared fairly too; of its requests, the one with
+the earliest deadline (`wire/deadlines.py`). When the queue is full, the
 request that would be served last is refused, whether new or waiting.
 
 A tenant below its share of the places does not wait: it is admitted beyond the engines' capacity, and until the excess
@@ -13,7 +14,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -64,9 +65,10 @@ class Capacity(NamedTuple):
 class Place:
     """The place of a request, waiting or with an engine.
 
-    tenant: the tenant's id. name: the tenant's name, for operators. priority: lower numbers go first. tokens: number of
-    the prompt's tokens. completion_tokens: returns the number of tokens generated so far. charged: number of generated
-    tokens that the tenant has been charged for. count_service: called with each charge for generated tokens.
+    tenant: the tenant's id. name: the tenant's name, for operators. priority: the tenant's; lower numbers go first.
+    deadline: orders the tenant's own requests. tokens: number of the prompt's tokens. completion_tokens: returns the
+    number of tokens generated so far. charged: number of generated tokens that the tenant has been charged for.
+    count_service: called with each charge for generated tokens.
     """
 
     tenant: str
@@ -78,10 +80,15 @@ class Place:
     charged: int = 0
     count_service: Callable[[float], None] = _ignore
     arrival: int = 0
+    deadline: float = 0.0
     arrived: float = field(default_factory=time.monotonic)
     entered: float | None = None
     # True: admitted; False: refused.
     turn: "asyncio.Future[bool]" = field(init=False)
+
+
+def _own_order(place: Place) -> tuple[float, int]:
+    return place.deadline, place.arrival
 
 
 class Gate:
@@ -190,12 +197,12 @@ class Gate:
         """Return the waiting request that is admitted next, None if there is room for none."""
         capacity = self._capacity() if self._waiting else None
         if capacity is None or self._num_inside < capacity.own:
-            return min(self._waiting, key=self._order, default=None)
+            return self._first(self._waiting)
         # Every share is at least one request, so many tenants could exceed the places without this limit.
         if self._num_inside >= capacity.own + capacity.places:
             return None
         below = [p for p in self._waiting if self._inside[p.tenant] < self._share(p.tenant, capacity.places)]
-        return min(below, key=self._order, default=None)
+        return self._first(below)
 
     def _share(self, tenant: str, places: int) -> int:
         """Return the number of places that the tenant gets without a wait: at least one."""
@@ -227,7 +234,7 @@ class Gate:
         self._waiting.append(place)
         self.admit()
         if len(self._waiting) > self._max_waiting:
-            self._end_wait(max(self._waiting, key=self._order), False)
+            self._end_wait(self._last(), False)
         try:
             async with asyncio.timeout(self._max_seconds):
                 admitted = place.turn.result() if place.turn.done() else await place.turn
@@ -251,6 +258,17 @@ class Gate:
             return False
         place.turn.set_result(admitted)
         return True
+
+    def _first(self, places: Sequence[Place]) -> Place | None:
+        """Return the request that goes first: of the tenant whose turn it is, the one with the earliest deadline."""
+        turn = min(places, key=self._order, default=None)
+        own = (place for place in places if turn is not None and place.tenant == turn.tenant)
+        return min(own, key=_own_order, default=None)
+
+    def _last(self) -> Place:
+        """Return the waiting request that would go last."""
+        turn = max(self._waiting, key=self._order)
+        return max((place for place in self._waiting if place.tenant == turn.tenant), key=_own_order)
 
     def _order(self, place: Place) -> tuple[int, float, int]:
         return (place.priority, self._counters.counter(place.tenant), place.arrival)

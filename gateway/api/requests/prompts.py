@@ -23,8 +23,6 @@ INLINE_BYTES = 8192
 COUNTED_INLINE_BYTES = 2**18
 # Part of a body that is counted at once, so that a count ends early and the interpreter lock is released in between.
 COUNTED_BYTES = 2**18
-# Fields that engines read and tenants may not set: the scheduler's priority.
-GATEWAYS_OWN = ("priority",)
 
 # Limits of a body's values, each of which takes some hundred bytes of memory: 8 MiB of `[],` took 193 MiB and seconds
 # of the event loop. Brackets, commas and colons within texts count as well; a prompt that fits the context stays below.
@@ -139,8 +137,6 @@ class PromptReader:
         limit = self._max_event_bytes if request.stream else self._max_answer_bytes
         check_answer_size(request, prompt_tokens, choices * max_tokens, limit)
         body = self._fields(request, raw)
-        for name in GATEWAYS_OWN:
-            body.pop(name, None)
         if request.max_new_tokens is None:
             # Sent explicitly, so that the engine stops at the reservation's limit.
             body["max_tokens"] = max_tokens

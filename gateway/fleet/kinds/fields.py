@@ -23,8 +23,8 @@ CHAT_PATH = "/v1/chat/completions"
 RequestType = type[ChatCompletionRequest] | type[CompletionRequest]
 
 
-# Hints for OpenAI's own service that many clients send. They do not change the answer and are dropped. `priority` is
-# dropped too, because it belongs to the tenant, not to the request.
+# Hints for OpenAI's own service that many clients send. They do not change the answer and are dropped. `priority` and
+# `ttft_target` are dropped too, because they order a tenant's own requests and such servers do not know tenants.
 DROPPED = frozenset(
     {
         "metadata",
@@ -33,6 +33,7 @@ DROPPED = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
+        "ttft_target",
         "verbosity",
     }
 )
@@ -82,7 +83,7 @@ def allowed(body: dict[str, Any], kind: RequestType, own: Sequence[type[OwnField
     """
     body = {name: msgspec.json.decode(value) if isinstance(value, Raw) else value for name, value in body.items()}
     _refuse_unknown(body, kind, own)
-    served = {name: body[name] for name in _served(kind) & body.keys() if body[name] is not None}
+    served = {name: body[name] for name in (_served(kind) - DROPPED) & body.keys() if body[name] is not None}
     sent: dict[str, Any] = _declared(served, _type_info(kind))
     return sent | {name: body[name] for name in _names(own) & body.keys() if body[name] is not None}
 

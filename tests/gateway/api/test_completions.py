@@ -246,13 +246,14 @@ async def test_the_default_of_max_tokens_is_said_to_the_engine(tenant: Client, u
     assert upstream.requests[3][1]["max_completion_tokens"] == 5
 
 
-async def test_what_is_the_gateways_own_is_not_passed_on(tenant: Client, upstream: Upstream):
-    await tenant.complete(cache_salt="theirs", priority=-100)
+async def test_what_concerns_a_tenants_own_requests_is_passed_on(tenant: Client, upstream: Upstream):
+    await tenant.complete(cache_salt="theirs", priority=-100, ttft_target=0.5)
     body = upstream.requests[0][1]
-    # The engine adds the client's salt to the tenant's, which is in a header.
-    assert (body["cache_salt"], "priority" in body) == ("theirs", False)
-    refused = await tenant.complete(cache_salt="")
-    assert (refused.status, refused.json["error"]["param"]) == (400, "cache_salt")
+    # The engine adds the client's salt to the tenant's, which is in a header, and orders only the tenant's requests.
+    assert (body["cache_salt"], body["priority"], body["ttft_target"]) == ("theirs", -100, 0.5)
+    for wrong in ({"cache_salt": ""}, {"priority": 101}, {"priority": 0.5}, {"ttft_target": 0}, {"ttft_target": "1"}):
+        refused = await tenant.complete(**wrong)
+        assert (refused.status, refused.json["error"]["param"]) == (400, next(iter(wrong)))
 
 
 async def test_the_prompt_is_counted_with_the_template(tenant: Client, upstream: Upstream):

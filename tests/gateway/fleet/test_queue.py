@@ -8,6 +8,7 @@ import pytest
 from gateway.errors import Overloaded
 from gateway.fleet.queue import Capacity, Gate, Place
 from gateway.fleet.service_counters import ServiceCounters
+from wire.deadlines import deadline
 from wire.service import OUTPUT_TOKEN, PROMPT_TOKEN
 
 
@@ -250,3 +251,23 @@ async def test_tokens_are_charged_while_they_are_generated():
 
 def test_a_generated_token_costs_more_than_one_of_a_prompt():
     assert OUTPUT_TOKEN > PROMPT_TOKEN
+
+
+async def test_deadlines_order_a_tenants_own_requests_only():
+    gate, entered = make_gate(lambda: 1), []
+
+    async def visit(name: str, tenant: str, due: float) -> None:
+        place = Place(tenant, 1.0, 5, 0)
+        place.deadline = due
+        async with gate.enter(place):
+            entered.append(name)
+
+    async with gate.enter(Place("other", 1.0, 5, 0)), asyncio.TaskGroup() as group:
+        visitors = [("late", "acme", deadline(0, None, 0)), ("globex", "globex", deadline(0, None, 0))]
+        visitors += [("target", "acme", deadline(0, 0.5, 0)), ("first", "acme", deadline(0, None, -100))]
+        for visitor in visitors:
+            group.create_task(visit(*visitor))
+            await settled()
+        # acme came first among equally served tenants, so it has the first turn, whatever its requests' deadlines.
+        gate.free(next(iter(gate._admitted)))
+    assert entered == ["first", "target", "late", "globex"]
