@@ -32,7 +32,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # The files that took over 12 s on 2026-11-22, longest first, as far as they have no time-out of their own.
 SLOW = (
     "engine/test_engine_matches_peft.py",
-    "gateway/api/test_bad_input.py",
     "engine/execution/test_graphs.py",
     "kernels/test_poison.py",
     "engine/http/test_lifecycle.py",

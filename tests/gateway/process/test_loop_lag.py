@@ -146,7 +146,7 @@ async def test_a_silent_server_is_given_up_though_the_loop_stalls_now_and_then()
 
 
 async def test_the_metrics_say_how_long_the_loop_stood_still(gateway: Gateway):
-    async def told() -> bool:
+    async def stall_is_reported() -> bool:
         # The gateway runs on this test's loop.
         stand_still(0.3)
         await asyncio.sleep(0.1)
@@ -154,4 +154,4 @@ async def test_the_metrics_say_how_long_the_loop_stood_still(gateway: Gateway):
         [line] = [line for line in page.splitlines() if line.startswith("loraplex_gateway_loop_lag_max_seconds ")]
         return float(line.split()[1]) >= 0.2
 
-    await until(told)
+    await until(stall_is_reported)

@@ -42,7 +42,7 @@ async def test_redis_going_and_coming_back_is_a_few_true_lines(
     server.start()
     port = server.port
 
-    def told() -> list[str]:
+    def log_lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
     of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, lease_seconds=1.0)
@@ -55,7 +55,7 @@ async def test_redis_going_and_coming_back_is_a_few_true_lines(
             return (await acme.chat()).status == 503
 
         await until(refused)
-        await until(lambda: _true([line for line in told() if line.startswith("redis fails")]))
+        await until(lambda: _true([line for line in log_lines() if line.startswith("redis fails")]))
         for _ in range(20):
             await refused()
         again = ValkeyServer(port=port, data_dir=tmp_path / "valkey")
@@ -65,7 +65,7 @@ async def test_redis_going_and_coming_back_is_a_few_true_lines(
             return (await acme.chat()).status == 200
 
         await until(served)
-        lines = told()
+        lines = log_lines()
         again.stop()
     # Twenty refusals and countless sweeps and pings: one line at the start of the outage and one at its end.
     of_redis = [line for line in lines if line.startswith("redis ")]

@@ -15,12 +15,12 @@ PROMPT = 20
 
 
 class Answer:
-    """A running request on its engine. made: tokens generated; told: tokens reported to its gateway."""
+    """A running request on its engine. made: tokens generated; reported: tokens reported to its gateway."""
 
     def __init__(self, pace: Pace, completion: int, lasts: float, begun: float) -> None:
         self.pace, self.completion, self.lasts, self.begun = pace, completion, lasts, begun
-        self.made = self.told = 0
-        self.told_at = begun
+        self.made = self.reported = 0
+        self.reported_at = begun
         self.allowance = pace.allowed - PROMPT
 
     def generate(self, seconds: float) -> int:
@@ -30,8 +30,8 @@ class Answer:
         return self.made - before
 
     def report(self, seconds: float) -> None:
-        if self.allowance - self.made < ASK_TOKENS or seconds - self.told_at >= REPORT_SECONDS:
-            self.told, self.told_at = self.made, seconds
+        if self.allowance - self.made < ASK_TOKENS or seconds - self.reported_at >= REPORT_SECONDS:
+            self.reported, self.reported_at = self.made, seconds
 
 
 class Clients:
@@ -88,7 +88,7 @@ class Clients:
         answer = self.running[request_id]
         pace = answer.pace
         answer.allowance = pace.allowed - PROMPT
-        pace.used = PROMPT + (answer.made if self.streamed else answer.told)
+        pace.used = PROMPT + (answer.made if self.streamed else answer.reported)
         if wanted := pace.wanted(seconds):
             self.calls += 1
             grown = self.limits.grow("", request_id, pace.delivered, wanted, now)
