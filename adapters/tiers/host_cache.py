@@ -20,8 +20,10 @@ from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
 from adapters.tiers.adapter_reader import AdapterReader, BaseTensor, HostAdapter
+from adapters.tiers.mixing import Mixtures, check_rank, mix
 from adapters.tiers.tier_state import HostCacheStats, LoadResult
 from adapters.verified_files import VerifiedFiles
+from wire.mixtures import Mixture
 
 # Queued loads in all and per tenant; more are refused.
 MAX_PENDING, MAX_PENDING_PER_TENANT = 1024, 64
@@ -72,6 +74,7 @@ class HostCache:
         self._asked: OrderedDict[str, str] = OrderedDict()
         self._failures: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
         self._verified = VerifiedFiles()
+        self._mixtures = Mixtures(max_bytes)
         self._threads = FairThreads(
             num_threads, "adapter-load", max_pending=MAX_PENDING, max_pending_per_tenant=MAX_PENDING_PER_TENANT
         )
@@ -180,6 +183,17 @@ class HostCache:
         """Call `add_path` on a loading thread, at low priority if it takes long, so that steps keep the cores."""
         return self._threads.submit(FOLDERS, partial(self.add_path, path), bounded=False)
 
+    def add_mixture(self, mixture: Mixture) -> None:
+        """Make a mixture loadable by its digest until `remove_mixture`."""
+        with self._changed:
+            self._mixtures.add(mixture)
+
+    def remove_mixture(self, digest: str) -> None:
+        """Free a mixture that no request uses. It is made again from its parts when it is next needed."""
+        with self._changed:
+            self._mixtures.remove(digest)
+        self.drop(digest)
+
     def stats(self) -> HostCacheStats:
         with self._changed:
             return HostCacheStats(
@@ -196,14 +210,9 @@ class HostCache:
     def _load(self, digest: str) -> HostAdapter:
         started = time.monotonic()
         try:
-            with self._open(digest) as checkpoint:
-                adapter = self._place(checkpoint)
             with self._changed:
-                self._resident[digest] = adapter
-                self._num_loads += 1
-                if digest in self._dropped and digest not in self._pins:
-                    self._evict(digest)
-                self._changed.notify_all()
+                mixture = self._mixtures.get(digest)
+            adapter = self._load_stored(digest) if mixture is None else self._mix(mixture)
             self._ended("loaded", time.monotonic() - started)
             return adapter
         except BaseException as exc:
@@ -217,6 +226,57 @@ class HostCache:
                 if digest not in self._resident:
                     self._dropped.discard(digest)
 
+    def _load_stored(self, digest: str) -> HostAdapter:
+        with self._open(digest) as checkpoint:
+            size = self._check(checkpoint)
+            return self._hold(digest, size, lambda: self._reader.read(checkpoint, size))
+
+    def _mix(self, mixture: Mixture) -> HostAdapter:
+        """Make a mixture of its parts, which are loaded on this thread and stay in the cache like other adapters."""
+        digests = [digest for digest, _ in mixture.parts]
+        # The sum of the ranks is checked first: it also bounds the memory of the parts.
+        check_rank(map(self._ranks, digests), self._max_rank)
+        parts = [(self.get(digest) or self._load_stored(digest), weight) for digest, weight in mixture.parts]
+        size = sum(part.num_bytes for part, _ in parts)
+        if size > self._max_bytes:
+            raise AdapterError("mixture", f"takes {size} bytes of host memory, the limit is {self._max_bytes}")
+        with self._changed:
+            tenant = self._asked.get(mixture.digest, "")
+            for surplus in self._mixtures.surplus(tenant, size):
+                self._evict(surplus)
+        mixed = self._hold(mixture.digest, size, lambda: mix(mixture.digest, parts))
+        with self._changed:
+            if mixture.digest in self._resident:
+                self._mixtures.hold(tenant, mixture.digest, size)
+        return mixed
+
+    def _ranks(self, digest: str) -> dict[tuple[int, str], int]:
+        adapter = self.get(digest)
+        if adapter is not None:
+            return {key: len(module.a) for key, module in adapter.modules.items()}
+        with self._open(digest) as checkpoint:
+            return {key: module.rank for key, module in checkpoint.modules.items()}
+
+    def _hold(self, digest: str, size: int, make: Callable[[], HostAdapter]) -> HostAdapter:
+        """Make room for an adapter, make it and add it to the cache, unless another thread has added it."""
+        self._reserve(size)
+        try:
+            adapter = make()
+        except BaseException:
+            with self._changed:
+                self._num_bytes -= size
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            if digest in self._resident:
+                self._num_bytes -= size
+            self._resident.setdefault(digest, adapter)
+            self._num_loads += 1
+            if digest in self._dropped and digest not in self._pins:
+                self._evict(digest)
+            self._changed.notify_all()
+        return adapter
+
     def _open(self, digest: str) -> AbstractContextManager[Checkpoint]:
         with self._changed:
             folder = self._paths.get(digest)
@@ -225,17 +285,6 @@ class HostCache:
         if self._store is not None:
             return self._verified.use(self._store, digest)
         raise AdapterNotFound("adapter", f"no adapter with digest {digest}")
-
-    def _place(self, checkpoint: Checkpoint) -> HostAdapter:
-        size = self._check(checkpoint)
-        self._reserve(size)
-        try:
-            return self._reader.read(checkpoint, size)
-        except BaseException:
-            with self._changed:
-                self._num_bytes -= size
-                self._changed.notify_all()
-            raise
 
     def _check(self, checkpoint: Checkpoint) -> int:
         """Return the adapter's bytes in host memory.
@@ -305,6 +354,7 @@ class HostCache:
         self._dropped.discard(digest)
         adapter = self._resident.pop(digest, None)
         if adapter is not None:
+            self._mixtures.evicted(digest)
             self._num_bytes -= adapter.num_bytes
             self._num_evictions += 1
 

@@ -1,5 +1,5 @@
-"""Names that `model` accepts: the base model, a name given to /v1/load_lora_adapter, or `sha256:<digest>` from the
-store.
+"""Names that `model` accepts: the base model, a name given to /v1/load_lora_adapter, `sha256:<digest>` from the store,
+or a mixture of such adapters (wire/mixtures.py).
 """
 
 import asyncio
@@ -20,6 +20,8 @@ from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFul
 from engine.engine import Engine
 from engine.http.errors import ApiError, ModelNotFound
 from wire.digests import digest_name, named_digest
+from wire.errors import BadRequest
+from wire.mixtures import Mixture, Term, is_mixture, parse_terms
 from wire.responses import Model
 
 logger = logging.getLogger(__name__)
@@ -52,21 +54,37 @@ class ModelRegistry:
         self._users: Counter[str] = Counter()
         # Digests to free after their last request, unless they have a name by then.
         self._unloaded: set[str] = set()
+        # Mixtures in use. Their pages stay when the last request ends, but not their host memory.
+        self._mixtures: set[str] = set()
         # Serializes the registration and the removal of folders, so that neither undoes the other.
         self._folders = asyncio.Lock()
         self._created = int(time.time())
         # Moving average of the time to load an adapter.
         self.load_seconds = 0.0
 
-    def digest(self, model: str) -> str | None:
-        """Return the digest of the adapter that `model` names, None for the base model. Raises ModelNotFound."""
+    def resolve(self, model: str) -> str | Mixture | None:
+        """Return the digest of the adapter that `model` names, a mixture, or None for the base model.
+
+        Raises ModelNotFound, and BadRequest for a mixture that cannot be made.
+        """
         if model == self.base_name:
             return None
         if (digest := self._names.get(model)) is not None:
             return digest
         if (digest := named_digest(model)) is not None:
             return digest
-        raise ModelNotFound(model)
+        if not is_mixture(model):
+            raise ModelNotFound(model)
+        terms = parse_terms(model)
+        return Mixture.of(terms, [self._part(term) for term in terms])
+
+    def _part(self, term: Term) -> str:
+        digest = self._names.get(term.name) or named_digest(term.name)
+        if digest is None and term.name == self.base_name:
+            raise BadRequest("model", f"model: expected an adapter in each term, got the base model '{term.name}'")
+        if digest is None:
+            raise ModelNotFound(term.name)
+        return digest
 
     @asynccontextmanager
     async def using(self, model: str, tenant: str = "") -> AsyncIterator[str | None]:
@@ -75,11 +93,18 @@ class ModelRegistry:
         Raises ModelNotFound, ApiError if the adapter cannot be served, and QueueFull if it cannot be read now or too
         many loads of the tenant wait.
         """
-        digest = self.digest(model)
-        if digest is None:
+        found = self.resolve(model)
+        if found is None:
             yield None
             return
-        async with self._kept(digest):
+        async with AsyncExitStack() as stack:
+            if isinstance(found, Mixture):
+                for part, _ in found.parts:
+                    await stack.enter_async_context(self._kept(part))
+                self._host_cache.add_mixture(found)
+                self._mixtures.add(found.digest)
+            digest = found.digest if isinstance(found, Mixture) else found
+            await stack.enter_async_context(self._kept(digest))
             await self._load_to_host(digest, model, tenant)
             yield digest
 
@@ -182,7 +207,10 @@ class ModelRegistry:
             self._users[digest] -= 1
             if not self._users[digest]:
                 del self._users[digest]
-                if digest in self._unloaded:
+                if digest in self._mixtures:
+                    self._mixtures.discard(digest)
+                    self._host_cache.remove_mixture(digest)
+                elif digest in self._unloaded:
                     await self._forget(digest)
 
     async def _forget(self, digest: str) -> None:

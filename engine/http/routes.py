@@ -68,7 +68,7 @@ class EngineRoutes:
         raw = await read_body(request)
         body = decode(TokenizeRequest, raw)
         if body.model is not None:
-            self.models.digest(body.model)
+            self.models.resolve(body.model)
         tokens = await offload(len(raw), lambda: self._tokenize(body))
         names = [self.tokenizer.token(i) for i in tokens] if body.return_token_strs else UNSET
         return json_response(TokenizeResponse(tokens, len(tokens), self.engine.max_model_len, names))
@@ -89,7 +89,7 @@ class EngineRoutes:
         raw = await read_body(request)
         body = decode(DetokenizeRequest, raw)
         if body.model is not None:
-            self.models.digest(body.model)
+            self.models.resolve(body.model)
         # Keeps special tokens, so that `tokenize` of the text returns the same tokens.
         decode_all = partial(self.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return json_response(DetokenizeResponse(await offload(len(raw), decode_all)))

@@ -19,6 +19,7 @@ from gateway.metrics import Metrics
 from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.records.catalog import Catalog
+from gateway.records.mixtures import names_in, resolve_model
 from gateway.records.prices import PriceList
 from gateway.sharing.turns import Turns
 
@@ -77,8 +78,9 @@ class Admission:
         if (form := await self.forms.read(tenant.id, raw, share)) is not None:
             request[FORM] = form
         parsed = await self._prompts.parse(raw, endpoint, share)
-        principal.check_model(parsed.model)
-        model = await self._catalog.resolve(tenant, parsed.model)
+        for name in names_in(parsed.model, self._catalog.base_model):
+            principal.check_model(name)
+        model = await resolve_model(self._catalog, tenant, parsed.model)
         asked = await self._prompts.measure(parsed, raw, share)
         self._fleet.check(tenant.id, model.digest, asked.body)
         self._accounting.check_room()

@@ -45,19 +45,20 @@ def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ..
 
     model: a plain name has the limits of this name only. For an adapter the limits of each of `Model.names` apply, so
     that the same content under another name counts against the same limits; if none of them has limits, those of "*"
-    apply.
+    apply. A mixture has the limits of all its parts.
     """
-    name, names = (model, ()) if isinstance(model, str) else (model.name, model.names)
+    parts = [(model,)] if isinstance(model, str) else [m.names or (m.name,) for m in model.parts or (model,)]
+    is_adapter = not isinstance(model, str) and bool(model.names)
     tenant = principal.tenant
     found = [*_set(tenant.limits, "tenant", "tenant")]
     if principal.key_limits != NO_LIMITS:
         family = principal.key_family
         found += _set(principal.key_limits, "key", f"key:{family}", Part(family=family))
     if tenant.model_limits:
-        limited = [name for name in names or (name,) if name in tenant.model_limits]
-        for name in limited:
+        limited = [[name for name in names if name in tenant.model_limits] for names in parts]
+        for name in dict.fromkeys(name for names in limited for name in names):
             found += _set(tenant.model_limits[name], "model", f"model:{name}", Part(models=(name,)))
-        if names and not limited and ANY_ADAPTER in tenant.model_limits:
+        if is_adapter and not all(limited) and ANY_ADAPTER in tenant.model_limits:
             part = Part(besides=tuple(tenant.model_limits))
             found += _set(tenant.model_limits[ANY_ADAPTER], "model", f"model:{ANY_ADAPTER}", part)
     return tuple(found)

@@ -26,6 +26,8 @@ from gateway.records.removed_versions import all_versions, remove_versions, remo
 from gateway.records.tables import adapter_versions, adapters, prices
 from gateway.records.tenants import Tenant
 from gateway.sharing.turns import Turns
+from wire.digests import digest_name
+from wire.mixtures import Mixture
 
 ADAPTER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 CACHE_ENTRIES = 50_000
@@ -52,11 +54,21 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     names: an adapter's name, and all names of the tenant that have a price or limits and mean, or ever meant, the same
     content. These prices and limits apply to the content, whichever name a request uses.
+    parts, mixture: of a mixture, whose names are those of its parts (gateway/records/mixtures.py).
     """
 
     name: str
     digest: str | None
     names: tuple[str, ...] = ()
+    parts: tuple["Model", ...] = ()
+    mixture: Mixture | None = None
+
+    @property
+    def engine_name(self) -> str:
+        """Return the engines' name of the model."""
+        if self.digest is None:
+            return self.name
+        return digest_name(self.digest) if self.mixture is None else self.mixture.name
 
 
 class _Known(msgspec.Struct, frozen=True):

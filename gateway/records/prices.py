@@ -125,7 +125,7 @@ class PriceList:
 
     An adapter has the highest price of the tenant's names for its content, so that a further name never makes it
     cheaper. Without such a price, the first existing price of "tenant/*", the base model and "*" applies. Without any
-    price a model is free.
+    price a model is free. A mixture has the highest price of its parts.
     """
 
     def __init__(self, prices: Prices, base_model: str) -> None:
@@ -135,6 +135,8 @@ class PriceList:
 
     def price(self, tenant_name: str, model: Model) -> Price:
         """Return the price of a tenant's request to a model."""
+        if model.parts:
+            return _dearest([self.price(tenant_name, part) for part in model.parts])
         known = self._known
         own = [known[key] for name in model.names if (key := f"{tenant_name}/{name}") in known]
         if own:

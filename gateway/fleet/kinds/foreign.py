@@ -13,6 +13,7 @@ from gateway.fleet.call import Call
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.kinds.kind import EngineKind, Services
 from gateway.fleet.kinds.runtime_adapters import AdapterApi, RuntimeAdapters
+from wire.errors import BadRequest
 
 # A body with more prompt tokens is built on a thread, because the work grows with the messages.
 INLINE_TOKENS = 4096
@@ -41,6 +42,8 @@ class ForeignKind(EngineKind):
         """
 
     async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
+        if call.model.mixture is not None:
+            raise BadRequest("model", f"model: {self.traits.title} does not serve mixtures of adapters")
         is_long = call.prompt_tokens > INLINE_TOKENS
         body = await asyncio.to_thread(self.request_body, engine, call) if is_long else self.request_body(engine, call)
         digest, headers = call.model.digest, self.headers(engine)

@@ -151,9 +151,10 @@ def read_detail(body: bytes) -> ErrorDetail:
 
 
 def with_clients_names(message: str, model: "Model") -> str:
-    """Return the message with the client's name of its adapter in place of the digest."""
-    if model.digest:
-        message = message.replace(digest_name(model.digest), model.name).replace(model.digest, model.name)
+    """Return the message with the client's names of its adapters in place of the digests."""
+    for named in (model, *model.parts):
+        if named.digest:
+            message = message.replace(digest_name(named.digest), named.name).replace(named.digest, named.name)
     return message
 
 

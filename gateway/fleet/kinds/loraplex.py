@@ -22,7 +22,6 @@ from gateway.fleet.kinds.kind import (
     retry_after,
     with_clients_names,
 )
-from wire.digests import digest_name
 from wire.requests import AllowanceRequest
 from wire.responses import ALLOWANCE_HEADER, TTFT_HEADER
 from wire.service import ServiceElsewhere
@@ -85,9 +84,7 @@ class Loraplex(EngineKind):
             call.hold.raise_allowance = partial(self._raise_allowance, engine, call.request_id)
             if call.hold.allowance is not None:
                 headers[ALLOWANCE_HEADER] = str(call.hold.allowance)
-        digest = call.model.digest
-        model = digest_name(digest) if digest else call.model.name
-        return await self.post(engine, call, {**call.body, "model": model}, headers)
+        return await self.post(engine, call, {**call.body, "model": call.model.engine_name}, headers)
 
     def refusal(self, answer: Incoming, body: bytes, model: "Model") -> EngineRefused:
         detail = read_detail(body)

@@ -1,0 +1,88 @@
+"""Mixtures of adapters in host memory: ranks of the parts concatenated, as PEFT's `add_weighted_adapter` does ("cat").
+
+The weights and scales go into A, so a mixture's modules have the scale 1 and the device tier treats it like any other
+adapter.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from adapters.manifest import AdapterError
+from adapters.tiers.adapter_reader import HostAdapter, LoraModule
+from wire.mixtures import Mixture
+
+# Share of the host memory that one tenant's mixtures may occupy. A tenant can name any number of mixtures without an
+# upload, so the oldest of its own make room for the next, not other tenants' adapters.
+TENANT_SHARE = 1 / 8
+
+
+class Mixtures:
+    """Mixtures that requests use now, and those in host memory by tenant, oldest first. Not thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._share = int(max_bytes * TENANT_SHARE)
+        self._used: dict[str, Mixture] = {}
+        self._held: dict[str, OrderedDict[str, int]] = {}
+        self._owners: dict[str, str] = {}
+
+    def add(self, mixture: Mixture) -> None:
+        self._used[mixture.digest] = mixture
+
+    def remove(self, digest: str) -> None:
+        self._used.pop(digest, None)
+
+    def get(self, digest: str) -> Mixture | None:
+        return self._used.get(digest)
+
+    def surplus(self, tenant: str, num_bytes: int) -> list[str]:
+        """Return the tenant's mixtures to evict before it holds another one of `num_bytes`."""
+        held, found = self._held.get(tenant, OrderedDict[str, int]()), list[str]()
+        left = sum(held.values()) + num_bytes
+        for digest, size in held.items():
+            if left <= self._share:
+                break
+            found.append(digest)
+            left -= size
+        return found
+
+    def hold(self, tenant: str, digest: str, num_bytes: int) -> None:
+        """Record a mixture that is in host memory."""
+        self._owners[digest] = tenant
+        self._held.setdefault(tenant, OrderedDict())[digest] = num_bytes
+
+    def evicted(self, digest: str) -> None:
+        """Record that an adapter, perhaps a mixture, left host memory."""
+        tenant = self._owners.pop(digest, None)
+        if tenant is not None:
+            del self._held[tenant][digest]
+            if not self._held[tenant]:
+                del self._held[tenant]
+
+
+def check_rank(parts: Iterable[Mapping[tuple[int, str], int]], max_rank: int) -> None:
+    """Raise AdapterError if the ranks of the parts' modules add up to more than `max_rank`."""
+    ranks: Counter[tuple[int, str]] = Counter()
+    for part in parts:
+        ranks.update(part)
+    if (rank := max(ranks.values())) > max_rank:
+        raise AdapterError("mixture", f"the ranks of its adapters add up to {rank}, the limit is {max_rank}")
+
+
+def mix(digest: str, parts: Sequence[tuple[HostAdapter, float]]) -> HostAdapter:
+    """Return the weighted sum of adapters as one adapter. Raises AdapterError if a weight is too large for the dtype."""
+    modules: dict[tuple[int, str], LoraModule] = {}
+    for key in sorted({key for part, _ in parts for key in part.modules}):
+        found = [(part.modules[key], weight) for part, weight in parts if key in part.modules]
+        a = torch.cat([(module.a.float() * weight * module.scale).to(module.a.dtype) for module, weight in found])
+        if not torch.isfinite(a).all():
+            raise AdapterError("mixture", f"its weights give values too large for {a.dtype}")
+        # Each rank's column of b stays contiguous, as the pages store it.
+        modules[key] = LoraModule(a, torch.cat([module.b.T for module, _ in found]).T, 1.0)
+    return HostAdapter(
+        digest,
+        max(len(module.a) for module in modules.values()),
+        modules,
+        sum(module.a.nbytes + module.b.nbytes for module in modules.values()),
+    )
