@@ -10,7 +10,7 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +26,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def write_canonical(source: Path, target: Path) -> None:
     """Write the adapter of the folder `source` into the folder `target` and sync it. Raises AdapterError, OSError."""
-    _, modules, copies = read_headers(source)
+    manifest, modules, copies = read_headers(source)
     tensors = _tensors(modules, copies)
     with (source / WEIGHTS_NAME).open("rb") as reader, (target / WEIGHTS_NAME).open("xb") as writer:
         writer.write(_header(tensors))
@@ -35,7 +35,7 @@ def write_canonical(source: Path, target: Path) -> None:
         writer.flush()
         os.fsync(writer.fileno())
     with (target / CONFIG_NAME).open("xb") as config:
-        config.write(json.dumps(_config(modules), indent=2).encode() + b"\n")
+        config.write(json.dumps(_config(modules, manifest.invocation), indent=2).encode() + b"\n")
         config.flush()
         os.fsync(config.fileno())
 
@@ -87,7 +87,7 @@ def _copy(reader: BinaryIO, writer: BinaryIO, span: TensorSpan) -> None:
         left -= len(chunk)
 
 
-def _config(modules: Modules) -> dict[str, Any]:
+def _config(modules: Modules, invocation: Sequence[int]) -> dict[str, Any]:
     """Return adapter_config.json: the most frequent rank and alpha as r and lora_alpha, the others by full name.
 
     Raises AdapterError for a scale that no alpha produces.
@@ -101,7 +101,10 @@ def _config(modules: Modules) -> dict[str, Any]:
             raise AdapterError("lora_alpha", f"no alpha gives the scale of {_name(*key)}; use rsLoRA for all or none")
     rank = _most_frequent(module.rank for module in modules.values())
     alpha = _most_frequent(alphas[key] for key in modules if modules[key].rank == rank)
+    # A plain LoRA's config lacks the field, as in earlier releases, so that its stored form is the same.
+    activated = {"alora_invocation_tokens": list(invocation)} if invocation else {}
     return {
+        **activated,
         "alpha_pattern": {_name(*key): value for key, value in alphas.items() if value != alpha},
         "base_model_name_or_path": None,
         "bias": "none",

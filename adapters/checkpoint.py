@@ -2,9 +2,9 @@
 
 Reads safetensors with json and struct, so that the gateway checks uploads without torch. Never unpickles.
 
-The digest is the SHA-256 of everything that affects the result: for each module in order its rank and scale, and the
-dtypes, shapes and bytes of its two tensors. It does not depend on the order of tensors in the file, the order of keys
-in the config, or fields that only describe the training.
+The digest is the SHA-256 of everything that affects the result: the invocation tokens of an activated LoRA, for each
+module in order its rank and scale, and the dtypes, shapes and bytes of its two tensors. It does not depend on the order
+of tensors in the file, the order of keys in the config, or fields that only describe the training.
 """
 
 import hashlib
@@ -13,12 +13,13 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from adapters.manifest import (
+    EMBEDDING,
     LM_HEAD,
     OUTSIDE,
     REFUSED,
@@ -110,8 +111,12 @@ class Checkpoint:
                     f"{projection} maps {found[1]} features to {found[0]}, the base model's {expected[1]} to "
                     f"{expected[0]}; is this adapter for another model?",
                 )
+        vocabulary = base.outside.get(LM_HEAD)
+        if vocabulary is not None and any(token >= vocabulary[0] for token in self.manifest.invocation):
+            raise AdapterError(
+                "alora_invocation_tokens", f"expected token ids below {vocabulary[0]}, the base model's vocabulary"
+            )
         for name, span in self.base_copies.items():
-            vocabulary = base.outside.get(LM_HEAD)
             if span.shape != vocabulary:
                 raise AdapterError(
                     span.name,
@@ -148,7 +153,7 @@ def open_checkpoint(folder: str | Path, verified: str | None = None) -> Checkpoi
     manifest, modules, copies = read_headers(folder)
     if verified is None:
         with (folder / WEIGHTS_NAME).open("rb") as file:
-            digest = _digest(file, modules, copies)
+            digest = _digest(file, modules, copies, manifest.invocation)
     else:
         digest = verified
     return Checkpoint(
@@ -287,6 +292,8 @@ def _pair(spans: list[TensorSpan], manifest: AdapterManifest) -> dict[tuple[int,
         raise AdapterError(WEIGHTS_NAME, "has no LoRA tensors")
     if manifest.ensure_weight_tying and any(layer == OUTSIDE for layer, _ in sides):
         raise AdapterError("ensure_weight_tying", "one LoRA for both embed_tokens and lm_head is not served")
+    if manifest.invocation and (OUTSIDE, EMBEDDING) in sides:
+        raise AdapterError("alora_invocation_tokens", "an activated LoRA on embed_tokens is not served, as in PEFT")
     return {key: _module(names[key], sides[key], manifest) for key in sorted(sides)}
 
 
@@ -301,8 +308,15 @@ def _module(module: str, sides: dict[str, TensorSpan], manifest: AdapterManifest
     return LoraModuleInfo(rank, manifest.scale_of(module), a, b)
 
 
-def _digest(file: BinaryIO, modules: Mapping[tuple[int, str], LoraModuleInfo], copies: Mapping[str, TensorSpan]) -> str:
+def _digest(
+    file: BinaryIO,
+    modules: Mapping[tuple[int, str], LoraModuleInfo],
+    copies: Mapping[str, TensorSpan],
+    invocation: Sequence[int],
+) -> str:
     digest = hashlib.sha256(b"loraplex adapter 1\n")
+    if invocation:
+        digest.update(f"invocation {' '.join(map(str, invocation))}\n".encode())
     for (layer, projection), module in modules.items():
         digest.update(f"{layer} {projection} {module.rank} {module.scale.hex()}\n".encode())
         _add(digest, file, module.a)

@@ -29,10 +29,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 MAX_PATTERNS = 4096
 # No engine serves a larger rank; uploads are also checked against the limit of this deployment's engines.
 MAX_RANK = 4096
+# A prompt is searched for the invocation of an activated LoRA, which takes a pass over the prompt for each token.
+MAX_INVOCATION_TOKENS = 128
 
 HONOURED = {
     *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights", "ensure_weight_tying"),
+    "alora_invocation_tokens",
 }
 # The adapter's origin and training, or options of settings that are refused when on.
 HARMLESS = {
@@ -51,7 +54,6 @@ REFUSED = {
     "use_qalora": "QA-LoRA's pooled inputs are not served",
     "velora_config": "VeLoRA is not served",
     "monteclora_config": "MonteCLoRA's sampled weights are not served",
-    "alora_invocation_tokens": "activated LoRA (aLoRA) is not served",
     "use_bdlora": "block-diagonal LoRA is not served",
     "arrow_config": "Arrow routing is not served",
     "kasa_config": "KaSA's singular values are not served",
@@ -150,7 +152,8 @@ class BaseShape:
 class AdapterManifest:
     """The checked fields of an adapter's config that change the result.
 
-    Module names below are PEFT's, such as `model.layers.3.self_attn.q_proj`.
+    Module names below are PEFT's, such as `model.layers.3.self_attn.q_proj`. invocation: the tokens from whose last
+    occurrence in the prompt on an activated LoRA (aLoRA) applies; empty for a plain LoRA.
     """
 
     rank: int
@@ -162,6 +165,7 @@ class AdapterManifest:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     ensure_weight_tying: bool = False
+    invocation: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         budget = Budget()
@@ -212,6 +216,7 @@ def parse_manifest(config: object) -> AdapterManifest:
         alpha=_number("lora_alpha", config.get("lora_alpha", 8)),
         use_rslora=_flag(config, "use_rslora"),
         ensure_weight_tying=_flag(config, "ensure_weight_tying"),
+        invocation=_invocation(config),
         target_modules=targets,
         exclude_modules=_names(config, "exclude_modules", default=()),
         layers=layers,
@@ -279,6 +284,18 @@ def _names(config: Mapping[str, Any], name: str, default: tuple[str, ...]) -> tu
         return value
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise AdapterError(name, "expected a list of module names or one pattern")
+    return tuple(value)
+
+
+def _invocation(config: Mapping[str, Any]) -> tuple[int, ...]:
+    name = "alora_invocation_tokens"
+    value = config.get(name)
+    if value in _OFF:
+        return ()
+    if not isinstance(value, list) or not all(_is_int(token) and 0 <= token < 1 << 31 for token in value):
+        raise AdapterError(name, f"expected a list of token ids, got {quoted(value)}")
+    if len(value) > MAX_INVOCATION_TOKENS:
+        raise AdapterError(name, f"expected at most {MAX_INVOCATION_TOKENS} token ids, got {len(value)}")
     return tuple(value)
 
 

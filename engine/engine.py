@@ -126,7 +126,13 @@ class Engine:
         self.scheduler.add(Request(new, arrival=self._arrivals, seed=seed, stop_ids=stop_ids))
 
     def prefix_keys(
-        self, prompt_token_ids: Sequence[int], *, adapter_digest: str | None, tenant: str, cache_salt: str
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        adapter_digest: str | None,
+        tenant: str,
+        cache_salt: str,
+        adapter_start: int = 0,
     ) -> list[bytes]:
         """Return the prompt's keys in the prefix cache; empty if it is disabled. May be called from any thread."""
         if not self.config.enable_prefix_caching:
@@ -137,6 +143,7 @@ class Engine:
             adapter_digest=adapter_digest,
             tenant=tenant,
             cache_salt=cache_salt,
+            adapter_start=adapter_start,
         )
 
     def abort(self, request_id: str) -> None:

@@ -33,12 +33,15 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter in host memory. rank: the largest of its modules; num_bytes: size of its tensors in this cache."""
+    """An adapter in host memory. rank: the largest of its modules; num_bytes: size of its tensors in this cache;
+    invocation: see `AdapterManifest`.
+    """
 
     digest: str
     rank: int
     modules: Mapping[tuple[int, str], LoraModule]
     num_bytes: int
+    invocation: tuple[int, ...] = ()
 
     @property
     def rank_in_layers(self) -> int:
@@ -70,7 +73,7 @@ class AdapterReader:
                 )
                 for key, module in checkpoint.modules.items()
             }
-        return HostAdapter(checkpoint.digest, checkpoint.rank, modules, size)
+        return HostAdapter(checkpoint.digest, checkpoint.rank, modules, size, checkpoint.manifest.invocation)
 
     def _compare(self, name: str, file: BinaryIO, span: TensorSpan) -> None:
         """Compare a copy of the base model's embedding or head by hash, in pieces, so that neither is held whole."""

@@ -11,6 +11,7 @@ import torch
 
 from adapters.manifest import AdapterError
 from adapters.tiers.adapter_reader import HostAdapter, LoraModule
+from wire.digests import digest_name
 from wire.mixtures import Mixture
 
 # Share of the host memory that one tenant's mixtures may occupy. A tenant can name any number of mixtures without an
@@ -71,7 +72,14 @@ def check_rank(parts: Iterable[Mapping[tuple[int, str], int]], max_rank: int) ->
 
 
 def mix(digest: str, parts: Sequence[tuple[HostAdapter, float]]) -> HostAdapter:
-    """Return the weighted sum of adapters as one adapter. Raises AdapterError if a weight is too large for the dtype."""
+    """Return the weighted sum of adapters as one adapter.
+
+    Raises AdapterError for an activated LoRA, which applies to a part of the tokens, and for weights too large for the
+    dtype.
+    """
+    for part, _ in parts:
+        if part.invocation:
+            raise AdapterError("mixture", f"{digest_name(part.digest)} is an activated LoRA, which cannot be a part")
     modules: dict[tuple[int, str], LoraModule] = {}
     for key in sorted({key for part, _ in parts for key in part.modules}):
         found = [(part.modules[key], weight) for part, weight in parts if key in part.modules]

@@ -10,10 +10,11 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from engine.answering.activation import adapter_start
 from engine.answering.answers import ChatAnswer, CompletionAnswer
 from engine.answering.engine_thread import EngineThread
 from engine.answering.grammars import Grammars
-from engine.answering.model_names import ModelRegistry
+from engine.answering.model_names import ModelRegistry, Served
 from engine.answering.report import Report
 from engine.answering.running import Asked, Run
 from engine.answering.sampling import sampling_params
@@ -133,22 +134,21 @@ class GenerationRoutes:
             raise BadRequest(prompt_field, f"{prompt_field} and n: expected at most {most} sequences, {flags}")
         # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
         with self.engine_thread.place(sequences, caller.tenant):
-            async with self.models.using(body.model, caller.tenant) as adapter_digest:
-                ticket = self.engine_thread.submit(await self._sequences(caller, asked, limits, adapter_digest))
+            async with self.models.using(body.model, caller.tenant) as adapter:
+                ticket = self.engine_thread.submit(await self._sequences(caller, asked, limits, adapter))
                 return await self._run(request, caller, asked, ticket)
 
-    async def _sequences(
-        self, caller: Caller, asked: Asked, limits: list[int], adapter_digest: str | None
-    ) -> list[NewRequest]:
+    async def _sequences(self, caller: Caller, asked: Asked, limits: list[int], adapter: Served) -> list[NewRequest]:
         """Return the sequences for the engine: each prompt `n` times. limits: `max_tokens` of each prompt."""
         body = asked.body
         grammar = None if asked.spec is None else await self.grammars.get(asked.spec, caller.tenant)
         allowed, bad_words = await token_rules(body, self.tokenizer)
         salt = body.cache_salt or ""
 
-        def hash_prompts() -> list[list[bytes]]:
-            hashed = partial(self.prefix_keys, adapter_digest=adapter_digest, tenant=caller.tenant, cache_salt=salt)
-            return [hashed(prompt) for prompt in asked.prompts]
+        def hash_prompts() -> list[tuple[int, list[bytes]]]:
+            hashed = partial(self.prefix_keys, adapter_digest=adapter.digest, tenant=caller.tenant, cache_salt=salt)
+            starts = [adapter_start(prompt, adapter.invocation) for prompt in asked.prompts]
+            return [(at, hashed(prompt, adapter_start=at)) for prompt, at in zip(asked.prompts, starts, strict=True)]
 
         keys = await offload(sum(map(len, asked.prompts)), hash_prompts)
         return [
@@ -158,7 +158,7 @@ class GenerationRoutes:
                 # A request with `max_tokens` 0 generates one token, because the prompt's log-probabilities arrive with
                 # it.
                 sampling_params(body, max(limit, 1), i, grammar, self.defaults, allowed, bad_words),
-                adapter_digest=adapter_digest,
+                adapter_digest=adapter.digest,
                 tenant=caller.tenant,
                 weight=caller.weight,
                 # The tenant's own value is the same for all of its requests.
@@ -166,8 +166,11 @@ class GenerationRoutes:
                 ttft_target=body.ttft_target or caller.ttft_target,
                 cache_salt=salt,
                 prefix_keys=prompt_keys,
+                adapter_start=start,
             )
-            for prompt_index, (prompt, limit, prompt_keys) in enumerate(zip(asked.prompts, limits, keys, strict=True))
+            for prompt_index, (prompt, limit, (start, prompt_keys)) in enumerate(
+                zip(asked.prompts, limits, keys, strict=True)
+            )
             for i in range(body.n or 1)
         ]
 

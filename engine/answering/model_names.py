@@ -5,10 +5,11 @@ or a mixture of such adapters (wire/mixtures.py).
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError, AdapterNotFound
@@ -28,6 +29,15 @@ logger = logging.getLogger(__name__)
 
 # Weight of the newest load in the moving average of load times.
 LOAD_SHARE = 0.3
+# Number of adapters whose invocation tokens are remembered, more than a device holds.
+MAX_INVOCATIONS = 1 << 14
+
+
+class Served(NamedTuple):
+    """The adapter of a request, None for the base model. invocation: see `AdapterManifest`."""
+
+    digest: str | None
+    invocation: tuple[int, ...] = ()
 
 
 class ModelRegistry:
@@ -56,6 +66,8 @@ class ModelRegistry:
         self._unloaded: set[str] = set()
         # Mixtures in use. Their pages stay when the last request ends, but not their host memory.
         self._mixtures: set[str] = set()
+        # Invocation tokens of the adapters used last; an adapter without an entry is loaded again to host memory.
+        self._invocations: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         # Serializes the registration and the removal of folders, so that neither undoes the other.
         self._folders = asyncio.Lock()
         self._created = int(time.time())
@@ -87,15 +99,15 @@ class ModelRegistry:
         return digest
 
     @asynccontextmanager
-    async def using(self, model: str, tenant: str = "") -> AsyncIterator[str | None]:
-        """Load the adapter that `model` names and yield its digest; the adapter stays registered until the exit.
+    async def using(self, model: str, tenant: str = "") -> AsyncIterator[Served]:
+        """Load the adapter that `model` names and yield it; the adapter stays registered until the exit.
 
         Raises ModelNotFound, ApiError if the adapter cannot be served, and QueueFull if it cannot be read now or too
         many loads of the tenant wait.
         """
         found = self.resolve(model)
         if found is None:
-            yield None
+            yield Served(None)
             return
         async with AsyncExitStack() as stack:
             if isinstance(found, Mixture):
@@ -106,12 +118,16 @@ class ModelRegistry:
             digest = found.digest if isinstance(found, Mixture) else found
             await stack.enter_async_context(self._kept(digest))
             await self._load_to_host(digest, model, tenant)
-            yield digest
+            yield Served(digest, self._invocations[digest])
 
     async def _load_to_host(self, digest: str, model: str, tenant: str) -> None:
-        if self._host_cache.get(digest) is not None:
+        """Load the adapter unless it is in host or device memory. Its invocation is known afterwards."""
+        held = self._host_cache.get(digest)
+        if held is not None:
+            self._note_invocation(held)
             return
-        if await self._engine_thread.call(lambda: self._engine.adapter_ready(digest)):
+        if digest in self._invocations and await self._engine_thread.call(lambda: self._engine.adapter_ready(digest)):
+            self._invocations.move_to_end(digest)
             return
         started = time.monotonic()
         try:
@@ -126,7 +142,14 @@ class ModelRegistry:
             # The store failed, not the adapter: another engine may be able to read it.
             _log_failure(model, exc)
             raise QueueFull(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
+        self._note_invocation(adapter)
         _log_load(model, adapter, started)
+
+    def _note_invocation(self, adapter: HostAdapter) -> None:
+        self._invocations[adapter.digest] = adapter.invocation
+        self._invocations.move_to_end(adapter.digest)
+        if len(self._invocations) > MAX_INVOCATIONS:
+            self._invocations.popitem(last=False)
 
     async def _fetch(self, digest: str, tenant: str) -> HostAdapter:
         """Wait for a load. A load that has not begun is dropped when the last request that waits for it ends."""

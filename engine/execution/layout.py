@@ -27,7 +27,8 @@ class Layout:
     """A step on the host, T tokens of B requests; dtypes and shapes as in `Batch`.
 
     token_ids: -1 for a token that only the device has.
-    seats, adapters, counts: per request, `[B]`.
+    seats, adapters, counts: per request, `[B]`; adapters is -1 where no token of the step uses the adapter.
+    base_rows: `[start, end)` rows of requests with an adapter that do not use it, before an activated LoRA applies.
     sampled: the requests that receive a token; `sampled_rows`: their rows of the logits.
     """
 
@@ -41,6 +42,7 @@ class Layout:
     seats: np.ndarray
     adapters: np.ndarray
     counts: np.ndarray
+    base_rows: list[tuple[int, int]]
     sampled: list[Request]
     sampled_rows: list[int]
     prompt_rows: list[PromptRows]
@@ -48,6 +50,14 @@ class Layout:
     @property
     def adapter_slots(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.adapters.tolist()) - {-1}))
+
+    @property
+    def token_adapters(self) -> np.ndarray:
+        """Return the adapter's slot of each token, `[T]`."""
+        slots = np.repeat(self.adapters, self.counts)
+        for start, end in self.base_rows:
+            slots[start:end] = -1
+        return slots
 
 
 class Planner:
@@ -71,6 +81,7 @@ class Planner:
         seats: list[int] = []
         firsts: list[int] = []
         adapters: list[int] = []
+        base_rows: list[tuple[int, int]] = []
         rows: list[int] = []
         sampled_rows: list[int] = []
         sampled: list[Request] = []
@@ -86,7 +97,10 @@ class Planner:
                 token_ids += known[first : first + n]
             seats.append(request.seat)
             firsts.append(first)
-            adapters.append(request.adapter_slot)
+            num_base = min(n, max(0, request.adapter_start - first))
+            adapters.append(request.adapter_slot if num_base < n else -1)
+            if 0 < num_base < n:
+                base_rows.append((len(token_ids) - n, len(token_ids) - n + num_base))
             request.record_served(self._served(request.adapter_slot))
             end = len(token_ids)
             if request.wants_prompt_logprobs:
@@ -119,6 +133,7 @@ class Planner:
             seats=seat_of,
             adapters=np.array(adapters, np.int32),
             counts=counts,
+            base_rows=base_rows,
             sampled=sampled,
             sampled_rows=sampled_rows,
             prompt_rows=prompt_rows,
@@ -149,7 +164,7 @@ def make_batch(layout: Layout, last_tokens: Tensor) -> Batch:
     owners = np.searchsorted(layout.query_start, unknown, side="right") - 1
     arrays = (
         layout.token_ids, layout.positions, layout.slots, layout.query_start, layout.context_lens, layout.block_tables,
-        np.repeat(layout.adapters, layout.counts), layout.logits_rows, unknown, layout.seats[owners],
+        layout.token_adapters, layout.logits_rows, unknown, layout.seats[owners],
     )  # fmt: skip
     *tensors, rows, seats = upload(last_tokens.device, arrays)
     token_ids, positions, slots, query_start, context_lens, block_tables, adapter_index, logits_rows = tensors
@@ -167,5 +182,5 @@ def make_batch(layout: Layout, last_tokens: Tensor) -> Batch:
         max_query_len=int(layout.counts.max()),
         max_context_len=int(layout.context_lens.max()),
         adapter_slots=layout.adapter_slots,
-        has_base_rows=bool((layout.adapters < 0).any()),
+        has_base_rows=bool(layout.base_rows) or bool((layout.adapters < 0).any()),
     )

@@ -1,9 +1,9 @@
 """Blocks of the paged KV cache: holders, sharing and eviction order. Knows no tensors.
 
 The key of a full block is a hash chained over its tokens and all tokens before it, salted with adapter and tenant, so
-two tenants or two adapters never share a block (vLLM's automatic prefix caching; the chain is blake2b, so that keys of
-different prompts do not collide). A block without holders keeps its content until it is needed: the least recently
-freed one is evicted first.
+two tenants never share a block, and two adapters only the blocks before an activated LoRA applies (vLLM's automatic
+prefix caching; the chain is blake2b, so that keys of different prompts do not collide). A block without holders keeps
+its content until it is needed: the least recently freed one is evicted first.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.scheduling.request import Request
 
@@ -138,36 +139,68 @@ class KVCache:
     def _key(self, request: Request, i: int) -> bytes:
         keys = request.block_hashes
         if len(keys) <= i:
-            salt = _salt(request.adapter_digest, request.tenant, request.cache_salt)
-            _extend(keys, request.token_ids, self.block_size, salt, i + 1)
+            digest, start = request.adapter_digest, request.adapter_start
+            salts = _salts(digest, request.tenant, request.cache_salt, start, self.block_size)
+            _extend(keys, request.token_ids, self.block_size, salts, i + 1)
         return keys[i]
 
 
 def prefix_keys(
-    token_ids: Sequence[int], block_size: int, *, adapter_digest: str | None, tenant: str, cache_salt: str
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    adapter_digest: str | None,
+    tenant: str,
+    cache_salt: str,
+    adapter_start: int = 0,
 ) -> list[bytes]:
     """Return the keys of a prompt's full blocks. Call it outside the engine's thread, because 128k tokens take 12 ms.
     It pauses often, so that the engine's thread waits little for the interpreter's lock.
     """
     keys: list[bytes] = []
-    salt = _salt(adapter_digest, tenant, cache_salt)
+    salts = _salts(adapter_digest, tenant, cache_salt, adapter_start, block_size)
     num_blocks = len(token_ids) // block_size
     while len(keys) < num_blocks:
-        _extend(keys, token_ids, block_size, salt, min(len(keys) + HASHED_AT_ONCE, num_blocks))
+        _extend(keys, token_ids, block_size, salts, min(len(keys) + HASHED_AT_ONCE, num_blocks))
         time.sleep(0)
     return keys
 
 
-def _extend(keys: list[bytes], token_ids: Sequence[int], block_size: int, salt: bytes, num_blocks: int) -> None:
+class _Salts(NamedTuple):
+    """Salts of a chain: of its first block, and of the first block with a token that uses the adapter.
+
+    The blocks before `adapter_block` have the keys of the base model's, so the tenant's base requests share them.
+    """
+
+    base: bytes
+    adapter: bytes
+    adapter_block: int
+
+    def parent(self, keys: list[bytes]) -> bytes:
+        """Return the bytes that precede the tokens of the next block in its hash."""
+        before = keys[-1] if keys else b""
+        if len(keys) == self.adapter_block:
+            return before + self.adapter
+        return before or self.base
+
+
+def _extend(keys: list[bytes], token_ids: Sequence[int], block_size: int, salts: _Salts, num_blocks: int) -> None:
     """Extend the chain to `num_blocks` keys."""
-    parent = keys[-1] if keys else salt
     for start in range(len(keys) * block_size, num_blocks * block_size, block_size):
         tokens = array("i", token_ids[start : start + block_size])
-        parent = hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest()
-        keys.append(parent)
+        keys.append(hashlib.blake2b(salts.parent(keys) + tokens.tobytes(), digest_size=16).digest())
 
 
-def _salt(adapter_digest: str | None, tenant: str, cache_salt: str) -> bytes:
-    # The lengths are included, so that no two triples (adapter digest, tenant, client's salt) give the same salt.
-    parts = [part.encode() for part in (adapter_digest or "", tenant, cache_salt)]
+def _salts(adapter_digest: str | None, tenant: str, cache_salt: str, adapter_start: int, block_size: int) -> _Salts:
+    base = _salt("", tenant, cache_salt)
+    if adapter_digest is None:
+        return _Salts(base, b"", -1)
+    # The block's content depends on the position at which the adapter starts, which need not be the block's first.
+    digest = f"{adapter_digest}@{adapter_start}" if adapter_start else adapter_digest
+    return _Salts(base, _salt(digest, tenant, cache_salt), adapter_start // block_size)
+
+
+def _salt(adapter: str, tenant: str, cache_salt: str) -> bytes:
+    # The lengths are included, so that no two triples (adapter, tenant, client's salt) give the same salt.
+    parts = [part.encode() for part in (adapter, tenant, cache_salt)]
     return b"".join(b"%d:%b" % (len(part), part) for part in parts)

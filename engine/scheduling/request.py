@@ -1,5 +1,6 @@
 """A request in the engine: its parameters, its progress, and the named transitions between its states. No torch."""
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ MIXED_SERVED = "mixed"
 
 # Tokens that a request computes after each admission before it may give way for fairness.
 QUANTUM = 16
+
+NEVER = sys.maxsize
+"""`NewRequest.adapter_start` of an activated LoRA that the prompt does not invoke: all tokens use the base model."""
 
 NOT_FINITE = -1
 """Value in place of a sampled token for a row with NaN or infinity."""
@@ -111,6 +115,7 @@ class NewRequest:
     """Sequence to generate, as it enters the engine.
 
     adapter_digest: digest of the adapter, None for the base model.
+    adapter_start: position of the first token that uses the adapter; above 0 only for an activated LoRA.
     weight: the tenant's share of the engine, relative to others.
     priority: order among the requests of one tenant; lower numbers go first, as in the gateway.
     ttft_target: time to first token that the client wants, in seconds; orders the requests of one tenant. None: no
@@ -129,6 +134,7 @@ class NewRequest:
     ttft_target: float | None = None
     cache_salt: str = ""
     prefix_keys: Sequence[bytes] = ()
+    adapter_start: int = 0
 
     def check(self, max_model_len: int, vocab_size: int) -> None:
         """Raise BadRequest, naming the parameter, if the request could never run."""
@@ -177,12 +183,12 @@ class Request:
     """
 
     __slots__ = (
-        "adapter_digest", "adapter_slot", "arrival", "arrived", "block_hashes", "blocks", "cache_salt", "charged",
-        "edits", "error", "error_param", "finish_reason", "logprobs", "matcher", "num_adapter_pages",
-        "num_cached_tokens", "num_computed", "num_paid", "num_pending", "num_preemptions", "num_prompt_tokens",
-        "num_registered_blocks", "params", "prefix_hit", "priority", "prompt_logprobs", "quantum_end", "queued_at",
-        "request_id", "seat", "seed", "served_digest", "started_at", "status", "stop_ids", "tenant", "token_ids",
-        "ttft_target", "turn", "weight",
+        "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks",
+        "cache_salt", "charged", "edits", "error", "error_param", "finish_reason", "logprobs", "matcher",
+        "num_adapter_pages", "num_cached_tokens", "num_computed", "num_paid", "num_pending", "num_preemptions",
+        "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority", "prompt_logprobs",
+        "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest", "started_at", "status", "stop_ids",
+        "tenant", "token_ids", "ttft_target", "turn", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -197,6 +203,7 @@ class Request:
         self.request_id = new.request_id
         self.params = new.params
         self.adapter_digest = new.adapter_digest
+        self.adapter_start = new.adapter_start
         self.tenant = new.tenant
         self.weight = new.weight
         self.priority = new.priority

@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, Table, func, literal, select, union_all
+from sqlalchemy import ColumnElement, Select, Table, func, literal, or_, select, union_all
 
 from gateway.records.catalog import CURRENT_VERSION
 from gateway.records.database import Database
@@ -93,7 +93,10 @@ class UsagePast:
             # A gateway of the previous release leaves `family_id` empty for the first key of a family.
             found.append((table.c.key_id == part.family) | table.c.key_id.in_(keys))
         if part.models is not None:
-            found.append(table.c.model.in_(part.models) | table.c.model.in_(_same_content(tenant_id, part.models)))
+            # A mixture counts against the limits of the names in its terms.
+            mixed = [literal("+").concat(table.c.model).contains(f"+{name}*", autoescape=True) for name in part.models]
+            own = table.c.model.in_(part.models) | table.c.model.in_(_same_content(tenant_id, part.models))
+            found.append(or_(own, *mixed))
         if part.besides is not None:
             names = (self._base_model, *part.besides)
             found.append(table.c.model.not_in(names) & table.c.model.not_in(_same_content(tenant_id, part.besides)))

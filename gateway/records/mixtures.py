@@ -1,4 +1,4 @@
-"""Models that are mixtures of a tenant's adapters (wire/mixtures.py). Each term's name is one that the catalog knows."""
+"""Models that are mixtures of a tenant's adapters (wire/mixtures.py). The catalog knows the name of each term."""
 
 from gateway.errors import BadRequest
 from gateway.records.catalog import Catalog, Model

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from aiohttp import web
 
 from testing.serving import serving
+from wire.digests import bare_digest, digest_name
+from wire.mixtures import Mixture, is_mixture, parse_terms
 from wire.responses import ASK_TOKENS, REPORT_TYPE
 
 TOKEN = "tests-token-8e2b6f4091cd57a3"
@@ -247,6 +249,9 @@ class Upstream:
 
     def _receipt(self, body: dict[str, Any]) -> dict[str, str]:
         asked = body["model"] if body["model"].startswith("sha256:") else "base"
+        if is_mixture(asked):
+            terms = parse_terms(asked)
+            asked = digest_name(Mixture.of(terms, [bare_digest(term.name) for term in terms]).digest)
         said = asked if self.receipt is True else self.receipt
         return {} if said is None else {"x-loraplex-adapter-digest": said}
 

@@ -23,7 +23,6 @@ ON = {
     "megatron_config": {"tensor_parallel": 2},
     "velora_config": {"num_groups": 4},
     "monteclora_config": {"num_samples": 2},
-    "alora_invocation_tokens": [1, 2],
     "use_bdlora": {"nblocks": 2},
     "arrow_config": {"top_k": 2},
     "kasa_config": {"beta": 0.1},

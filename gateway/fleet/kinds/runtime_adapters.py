@@ -21,6 +21,7 @@ from gateway.errors import UpstreamFailed
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.kinds.kind import Services, read_detail
 from wire.digests import digest_name
+from wire.errors import BadRequest
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ class RuntimeAdapters:
     async def ensure(self, engine: EngineRecord, digest: str, *, again: bool = False) -> None:
         """Load the adapter unless the engine has it; concurrent callers share a load.
 
-        again: whether the engine has just answered that it lacks the adapter. Raises UpstreamFailed, ClientError,
-        OSError, TimeoutError.
+        again: whether the engine has just answered that it lacks the adapter. Raises the protocol's BadRequest for an
+        activated LoRA, UpstreamFailed, ClientError, OSError, TimeoutError.
         """
         moving = self._moving.setdefault(engine, _Moving())
         self._uses.note(engine.url, digest)
@@ -94,6 +95,9 @@ class RuntimeAdapters:
                 raise UpstreamFailed("The adapter is not in the adapter store.") from error
             except AdapterError as error:
                 raise UpstreamFailed("The adapter in the adapter store is damaged.") from error
+            if checkpoint.manifest.invocation:
+                # These servers ignore the field, and would apply the adapter to all tokens.
+                raise BadRequest("model", "model: this engine serves no activated LoRA (alora_invocation_tokens)")
             started = time.monotonic()
             body = {"lora_name": self._api.name(digest), "lora_path": str(checkpoint.folder)}
             status, answer = await self._post(engine, self._api.load, body)

@@ -1,0 +1,80 @@
+"""Mixtures of a tenant's adapters, from the client's names to the engine's form, the bill and the ledger."""
+
+from testing.gateway.running import Gateway, until
+from testing.gateway.upstream import Upstream
+from tests.gateway.api.test_adapters import files, push
+from wire.mixtures import Mixture, parse_terms
+
+
+async def test_a_mixture_is_sent_by_digests_and_billed_under_its_name(gateway: Gateway, upstream: Upstream):
+    acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+    digests = {}
+    for seed, name in enumerate(("a", "b", "same")):
+        pushed = await push(acme, name, files(min(seed, 1)))
+        digests[name] = pushed.json["digest"]
+    model = "b*-.30+a*0.7"
+    first, second = sorted([(digests["a"], 0.7), (digests["b"], -0.3)])
+    expected = f"{first[0]}*{first[1]}+{second[0]}*{second[1]}"
+    for stream in (False, True):
+        answer = await acme.chat(model=model, stream=stream)
+        assert answer.status == 200, answer.body
+    assert [body["model"] for _, body in upstream.requests] == [expected] * 2
+    assert (await acme.complete(model="b*-0.1+a*0.7+same*-0.2")).json["model"] == "b*-0.1+a*0.7+same*-0.2"
+    assert upstream.requests[-1][1]["model"].count("*") == 2, "two names of one content are one part"
+
+    async def recorded() -> bool:
+        rows = {row["model"]: row["requests"] for row in (await acme.get("/v1/usage?by=model")).json["data"]}
+        return rows == {model: 2, "b*-0.1+a*0.7+same*-0.2": 1}
+
+    await until(recorded)
+    # A receipt of one part alone, or of other weights, is not the mixture's.
+    other = Mixture.of(parse_terms("a*0.7+b*0.3"), ["a" * 64, "b" * 64])
+    for receipt in (digests["a"], f"sha256:{other.digest}", "base"):
+        upstream.receipt = receipt
+        assert (await acme.chat(model=model)).status == 502
+    upstream.receipt = True
+    for asked, tenant, status, named in (
+        ("a*0.7+c*0.3", acme, 404, "'c'"),
+        ("a*0.7", globex, 404, "'a'"),
+        (f"{digests['a']}*0.7", acme, 404, "sha256:"),
+        ("a*0.7+base*0.3", acme, 400, "'base'"),
+        ("a*0.7+b*x", acme, 400, "'b*x'"),
+        ("+".join(["a*0.1"] * 9), acme, 400, "at most 8"),
+        ("+".join(["a*0.1234567890123456789012345"] * 8) + "0" * 30, acme, 400, "256 characters"),
+    ):
+        refused = await tenant.chat(model=asked)
+        assert (refused.status, refused.error["param"]) == (status, "model"), asked
+        assert named in refused.error["message"], refused.error
+
+
+async def test_a_mixture_has_the_permissions_prices_and_limits_of_all_its_parts(gateway: Gateway, upstream: Upstream):
+    acme = await gateway.tenant("acme")
+    for seed, name in enumerate("ab"):
+        assert (await push(acme, name, files(seed))).status == 201
+    made = await gateway.admin.post("/admin/api/tenants/acme/keys", {"allowed_models": ["a"]})
+    scoped = gateway.client(made.json["key"])
+    assert (await scoped.chat(model="a*0.5")).status == 200
+    refused = await scoped.chat(model="a*0.5+b*0.5")
+    assert (refused.status, refused.error["code"]) == (403, "model_not_allowed")
+    assert "'b'" in refused.error["message"]
+    # The dear base price applies to `a`, whatever the price of `b`.
+    for path, price in (("base", 6_000_000_000), ("acme/b", 1_000_000)):
+        body = {"input": price, "output": price}
+        assert (await gateway.admin.call("PUT", f"/admin/api/prices/{path}", json=body)).status == 200
+
+    async def cost() -> float:
+        return sum(float(row["cost"]) for row in (await acme.usage()))
+
+    assert (await acme.chat(model="a")).status == 200
+    await until(cost)
+    alone = await cost()
+
+    async def is_dear() -> bool:
+        return abs(await cost() - 2 * alone) < 1e-9
+
+    assert (await acme.chat(model="a*1+b*1e-9")).status == 200
+    await until(is_dear)
+    limits = {"model_limits": {"b": {"requests_per_minute": 1}, "*": {"requests_per_minute": 2}}}
+    assert (await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json=limits)).status == 200
+    statuses = [(await acme.chat(model=model)).status for model in ("a*1+b*0.1", "a*1+b*0.2", "a*1", "a", "b")]
+    assert statuses == [200, 429, 200, 429, 429]
