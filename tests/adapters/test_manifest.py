@@ -12,9 +12,10 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapters.checkpoint import open_checkpoint
+from adapters.checkpoint import CONFIG_NAME, open_checkpoint
 from adapters.manifest import HARMLESS, HONOURED, OUTSIDE, REFUSED, AdapterError, BaseShape, parse_manifest
-from testing.adapter_files import BASE, CONFIG
+from adapters.store import DirectoryStore
+from testing.adapter_files import BASE, CONFIG, write
 
 ON = {
     "modules_to_save": ["lm_head"],
@@ -285,3 +286,29 @@ def test_of_any_config_targets_ranks_and_scales_are_those_of_pefts_own_rules(pef
         )
         assert ours.rank_of(module) == rank
         assert ours.scale_of(module) == alpha / (math.sqrt(rank) if theirs.use_rslora else rank)
+
+
+@pytest.mark.parametrize("tokens", [[1, -1], [1, "x"], [True], "ab", {"a": 1}, 5, [1 << 31], [1] * 129])
+def test_invocation_tokens_are_a_bounded_list_of_ids(tokens):
+    with pytest.raises(AdapterError) as refusal:
+        parse_manifest({**CONFIG, "alora_invocation_tokens": tokens})
+    assert refusal.value.field == "alora_invocation_tokens"
+    assert parse_manifest({**CONFIG, "alora_invocation_tokens": [5, 7]}).invocation == (5, 7)
+    assert parse_manifest({**CONFIG, "alora_invocation_tokens": None}).invocation == ()
+
+
+def test_invocation_tokens_change_the_digest_and_stay_in_the_stored_form(tmp_path):
+    plain, *found = (
+        write(tmp_path / str(i), config=CONFIG | extra)
+        for i, extra in enumerate([{}, {"alora_invocation_tokens": [5, 7]}, {"alora_invocation_tokens": [57]}])
+    )
+    digests = {open_checkpoint(folder).digest for folder in (plain, *found)}
+    assert len(digests) == 3
+    store = DirectoryStore(tmp_path / "store")
+    stored = store.put(found[0], BASE)
+    assert stored.digest == open_checkpoint(found[0]).digest
+    assert open_checkpoint(stored.folder).manifest.invocation == (5, 7)
+    assert "alora_invocation_tokens" not in json.loads((store.put(plain, BASE).folder / CONFIG_NAME).read_text())
+    shape = dataclasses.replace(BASE, outside={"lm_head": (50, 16)})
+    with pytest.raises(AdapterError, match="below 50"):
+        store.put(found[1], shape)

@@ -108,18 +108,18 @@ async def test_blocks_of_one_weighting_are_not_anothers(client: Client):
 
 
 @pytest.mark.parametrize(
-    ("model", "status", "message"),
+    ("asked", "status", "message"),
     [
         ("x*0.5+missing*0.5", 404, "'missing' does not exist"),
         ("x*0.5+tiny*0.5", 400, "got the base model 'tiny'"),
         ("x*0.5+y*much", 400, "in the term 'y*much'"),
         ("z*1+w*0.1", 400, "the ranks of its adapters add up to 21, the limit is 16"),
-        ("z*1+called*1", 400, "is an activated LoRA, which cannot be a part"),
+        ("x*1+called*1", 400, "is an activated LoRA, which cannot be a part"),
     ],
 )
-async def test_a_mixture_that_cannot_be_made_is_refused(client: Client, model: str, status: int, message: str):
+async def test_a_mixture_that_cannot_be_made_is_refused(client: Client, asked: str, status: int, message: str):
     found, answer = await client.post(
-        "/v1/completions", {"model": model, "prompt": PROMPT, "max_tokens": 1}, headers=INTERNAL
+        "/v1/completions", {"model": asked, "prompt": PROMPT, "max_tokens": 1}, headers=INTERNAL
     )
     assert (found, answer["error"]["param"]) == (status, "model")
     assert message in answer["error"]["message"]
