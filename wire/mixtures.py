@@ -24,7 +24,7 @@ _MAX_WEIGHT_CHARS = 32
 
 
 class Term(NamedTuple):
-    """One adapter of a mixture, by the name that the request gives it."""
+    """Adapter in a mixture, by the name that the request gives it."""
 
     name: str
     weight: float

@@ -97,10 +97,7 @@ class Planner:
                 token_ids += known[first : first + n]
             seats.append(request.seat)
             firsts.append(first)
-            num_base = min(n, max(0, request.adapter_start - first))
-            adapters.append(request.adapter_slot if num_base < n else -1)
-            if 0 < num_base < n:
-                base_rows.append((len(token_ids) - n, len(token_ids) - n + num_base))
+            adapters.append(_slot(request, n, len(token_ids), base_rows))
             request.record_served(self._served(request.adapter_slot))
             end = len(token_ids)
             if request.wants_prompt_logprobs:
@@ -116,11 +113,7 @@ class Planner:
         np.cumsum(counts, out=starts[1:])
         first_at = np.array(firsts, np.int64)
         seat_of = np.array(seats, np.int64)
-        if len(token_ids) == len(plan):
-            positions, owners = first_at, seat_of
-        else:
-            positions = np.arange(len(token_ids)) - np.repeat(starts[:-1] - first_at, counts)
-            owners = np.repeat(seat_of, counts)
+        positions, owners = _by_token(first_at, seat_of, starts, counts)
         size = self.block_size
         return Layout(
             token_ids=np.array(token_ids, np.int64),
@@ -154,6 +147,26 @@ class Planner:
         if written < len(blocks):
             self._tables[seat, written : len(blocks)] = blocks[written:]
             self._written[seat] = len(blocks)
+
+
+def _slot(request: Request, n: int, end: int, base_rows: list[tuple[int, int]]) -> int:
+    """Return the slot of a request's next `n` tokens, which end at row `end`; -1 if none uses the adapter.
+
+    If an activated LoRA begins to apply among them, append the rows before it to `base_rows`.
+    """
+    num_base = min(n, max(0, request.adapter_start - request.num_computed))
+    if 0 < num_base < n:
+        base_rows.append((end - n, end - n + num_base))
+    return request.adapter_slot if num_base < n else -1
+
+
+def _by_token(
+    first_at: np.ndarray, seats: np.ndarray, starts: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the position and the seat of each token. first_at, seats, counts: per request; starts: its first row."""
+    if starts[-1] == len(counts):
+        return first_at, seats
+    return np.arange(starts[-1]) - np.repeat(starts[:-1] - first_at, counts), np.repeat(seats, counts)
 
 
 def make_batch(layout: Layout, last_tokens: Tensor) -> Batch:
