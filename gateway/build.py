@@ -25,6 +25,7 @@ from gateway.api.models import Models
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import PromptReader
 from gateway.api.routes import ROUTES
+from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.usage import Usage
 from gateway.billing.account import Accounting
 from gateway.billing.engine_counts import FinishedClient
@@ -61,6 +62,7 @@ from gateway.records.housekeeping import Chore, Housekeeping
 from gateway.records.keys import Keys
 from gateway.records.prices import PriceList, Prices
 from gateway.records.tenants import Tenants
+from gateway.records.uploads import Uploads
 from gateway.records.usage_report import UsageReport
 from gateway.resources import Resources, open_resources
 from gateway.settings import OFF, Settings
@@ -146,6 +148,7 @@ async def build(settings: Settings) -> Gateway:
         idempotency=idempotency,
         served=lambda: served(serving.registry.engines, settings.max_lora_rank),
     )
+    resumable = _build_resumable(resources, records, billing, intake)
     deliveries = _build_deliveries(settings, metrics)
     health = Health(
         database=resources.database,
@@ -160,7 +163,8 @@ async def build(settings: Settings) -> Gateway:
     handlers = [
         *_inference_handlers(resources, records, billing, serving, deliveries),
         *_tenant_handlers(records, billing, intake),
-        *_admin_handlers(records, serving, intake),
+        *_admin_handlers(records, serving, intake, resumable),
+        resumable,
         Engines(serving.announcements, settings.internal_token, settings.announce_token),
         Description(lambda: describe_routes(ROUTES)),
         health,
@@ -176,7 +180,7 @@ async def build(settings: Settings) -> Gateway:
         deliveries=deliveries,
         idempotency=idempotency,
         intake=intake,
-        housekeeping=_build_housekeeping(resources, records, intake),
+        housekeeping=_build_housekeeping(resources, records, intake, resumable),
         body_memory=body_memory,
         connections=Connections(settings.max_connections, metrics),
         drain=drain,
@@ -275,10 +279,28 @@ def _build_recovery(resources: Resources, billing: Billing, serving: Serving) ->
     )
 
 
-def _build_housekeeping(resources: Resources, records: Records, intake: AdapterIntake) -> Housekeeping:
+def _build_resumable(
+    resources: Resources, records: Records, billing: Billing, intake: AdapterIntake
+) -> ResumableUploads:
+    return ResumableUploads(
+        auth=records.auth,
+        tenants=records.tenants,
+        catalog=records.catalog,
+        uploads=Uploads(resources.database),
+        store=resources.store,
+        intake=intake,
+        quota=billing.quota,
+        rules=upload_rules(resources.settings),
+    )
+
+
+def _build_housekeeping(
+    resources: Resources, records: Records, intake: AdapterIntake, resumable: ResumableUploads
+) -> Housekeeping:
     kept = timedelta(days=resources.settings.tenant_audit_days)
     chores: dict[str, Chore] = {
         "adapters and bytes collected": intake.collect,
+        "unfinished uploads removed": resumable.sweep,
         "audit entries removed": lambda: records.audit.sweep(kept),
     }
     return Housekeeping(resources.redis, resources.settings.redis_timeout, chores)
@@ -325,13 +347,16 @@ def _tenant_handlers(records: Records, billing: Billing, intake: AdapterIntake) 
     ]
 
 
-def _admin_handlers(records: Records, serving: Serving, intake: AdapterIntake) -> list[Any]:
+def _admin_handlers(
+    records: Records, serving: Serving, intake: AdapterIntake, resumable: ResumableUploads
+) -> list[Any]:
     auth, tenants, catalog, report = records.auth, records.tenants, records.catalog, records.report
     return [
         Admin(
             tenants=tenants,
             catalog=catalog,
             intake=intake,
+            uploads=resumable,
             report=report,
             registry=serving.registry,
             gate=serving.gate,

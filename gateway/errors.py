@@ -105,6 +105,19 @@ class NameTaken(GatewayError):
     status, kind, code = 409, "invalid_request_error", "already_exists"
 
 
+class WrongOffset(GatewayError):
+    """A part of an upload does not start where the part before ends; `Upload-Offset` is where it has to start."""
+
+    status, kind, code = 409, "invalid_request_error", "wrong_offset"
+
+    def __init__(self, expected: int) -> None:
+        super().__init__(
+            f"The upload has {expected} bytes so far: the next part starts there.",
+            param="offset",
+            headers={"Upload-Offset": str(expected)},
+        )
+
+
 class TooSlow(GatewayError):
     """The client did not send all of its body in time."""
 

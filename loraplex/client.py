@@ -142,7 +142,7 @@ class GatewayClient:
         form = aiohttp.FormData()
         form.add_field("name", name)
         with ExitStack() as files:
-            for field, file in _upload_files(path).items():
+            for field, file in upload_files(path).items():
                 form.add_field(field, files.enter_context(file.open("rb")), filename=file.name)
             return await self.call("POST", _adapters_path(tenant), data=form, timeout=UPLOAD_TIMEOUT)
 
@@ -179,7 +179,7 @@ class GatewayClient:
         await self.call("DELETE", _path("/admin/api/prices", model))
 
 
-def _upload_files(path: Path) -> dict[str, Path]:
+def upload_files(path: Path) -> dict[str, Path]:
     """Return the form fields of an upload: the two files of a PEFT folder, or an archive. Raises FileNotFoundError."""
     if path.is_file():
         return {"file": path}
@@ -198,6 +198,11 @@ def _force(force: bool) -> dict[str, str]:
 
 def _path(collection: str, name: str) -> str:
     return f"{collection}/{quote(name, safe='')}"
+
+
+def uploads_path(tenant: str | None) -> str:
+    """Return the route of uploads in parts, for a tenant or with a tenant's own key."""
+    return "/v1/adapter-uploads" if tenant is None else _path("/admin/api/tenants", tenant) + "/adapter-uploads"
 
 
 def _adapters_path(tenant: str | None) -> str:

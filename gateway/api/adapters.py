@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -63,29 +65,40 @@ class AdapterIntake:
     ) -> web.Response:
         """Add the uploaded version and return 201. Requests use the version from this response on.
 
-        owner: the tenant's id or OPERATOR; the owners' checks take turns. check_allowed: raises for a name that the
-        actor may not push. Raises BadRequest and TooLarge for the form, TooSlow, Forbidden for a limit, AdapterError
-        for an adapter that cannot be served.
+        check_allowed: raises for a name that the actor may not push. Raises BadRequest and TooLarge for the form, and
+        what `take` raises.
         """
         refuse_too_large(request, self._rules)
         await self._catalog.check_declared(tenant, request.content_length or 0)
-        try:
-            async with asyncio.timeout(self._rules.seconds) as deadline:
-                async with Workplace.open(self._store.spool()) as place:
-                    name = await receive(request, place, self._rules)
-                    self._catalog.check_name(name)
-                    check_allowed(name)
-                    checked = await self._checker.check(place, owner)
-                    add = self._add(request, tenant, name, checked, actor, place)
-                    return await place.finish(add)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise TooSlow(f"The upload exceeded the time limit of {self._rules.seconds:g} s.") from error
-        except OSError as error:
-            # The error's full message names paths of this machine, so only `strerror` is logged.
-            log.warning("an upload could not be stored: %s", error.strerror)
-            raise Unavailable("The adapter store cannot be written.", code="adapter_store_unavailable") from error
+
+        async def read_form(place: Workplace) -> str:
+            name = await receive(request, place, self._rules)
+            self._catalog.check_name(name)
+            check_allowed(name)
+            return name
+
+        return await self.take(request, tenant, actor, owner, read_form)
+
+    async def take(
+        self,
+        request: web.Request,
+        tenant: Tenant,
+        actor: str,
+        owner: str,
+        receive: Callable[[Workplace], Awaitable[str]],
+    ) -> web.Response:
+        """Add the version that `receive` writes into a workplace, and return 201.
+
+        receive: writes the archive or the files, and returns the adapter's name. owner: the tenant's id or OPERATOR;
+        the owners' checks take turns. Raises TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be
+        served, Unavailable.
+        """
+        with storing(self._rules.seconds):
+            async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
+                name = await receive(place)
+                checked = await self._checker.check(place, owner)
+                add = self._add(request, tenant, name, checked, actor, place)
+                return await place.finish(add)
 
     async def _add(
         self, request: web.Request, tenant: Tenant, name: str, checked: Checked, actor: str, place: Workplace
@@ -196,6 +209,22 @@ class Adapters:
         await self._quota.change(tenant.id, request[REQUEST_ID], tenant.adapter_limits.adapter_changes_per_minute)
         await self._catalog.delete(principal.tenant, name, principal.key_id)
         return json_response({"object": "adapter", "name": name, "deleted": True})
+
+
+@contextmanager
+def storing(seconds: float) -> Iterator[None]:
+    """Translate the failures of an upload: raises TooSlow for a time-out, Unavailable for the store's OSError."""
+    begun = time.monotonic()
+    try:
+        yield
+    except TimeoutError as error:
+        if time.monotonic() - begun < seconds:
+            raise
+        raise TooSlow(f"The upload exceeded the time limit of {seconds:g} s.") from error
+    except OSError as error:
+        # The error's full message names paths of this machine, so only `strerror` is logged.
+        log.warning("an upload could not be stored: %s", error.strerror)
+        raise Unavailable("The adapter store cannot be written.", code="adapter_store_unavailable") from error
 
 
 def upload_rules(settings: Settings) -> UploadRules:

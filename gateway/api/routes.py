@@ -1,6 +1,6 @@
 """Table of all routes: source of the application's routes, `/openapi.json`, and the checks of scopes and parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from gateway.api.engines import Announcement, Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.models import Models
 from gateway.api.route import Route, Upload
+from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.usage import Usage
 from gateway.sharing.rounds import Rounds
 from wire.requests import ChatCompletionRequest, CompletionRequest
@@ -32,6 +33,18 @@ TENANT = "/admin/api/tenants/{tenant}"
 
 # Route of the admin API, which takes no query parameters unless `query` lists them.
 _admin = partial(Route, scope="admin", query=())
+
+
+def _upload_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
+    one = f"{path}/{{id}}"
+    return (
+        route("POST", path, ResumableUploads.begin, "Begin or resume an upload.", query=("name", "size", "sha256")),
+        route("GET", one, ResumableUploads.get, "Return how much of an upload has arrived.", query=()),
+        route("PUT", one, ResumableUploads.put, "Send a part of an upload.", query=("offset", "sha256")),
+        route("POST", f"{one}/complete", ResumableUploads.complete, "Check the upload and add the version.", query=()),
+        route("DELETE", one, ResumableUploads.abort, "Abort an upload.", query=()),
+    )
+
 
 # Routes by the class that has their handlers.
 TABLE: Mapping[type, tuple[Route, ...]] = {
@@ -81,6 +94,8 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
         Route("GET", "/v1/adapters/{name}", Adapters.get, "Return an adapter.", scope="adapters"),
         Route("DELETE", "/v1/adapters/{name}", Adapters.delete, "Delete an adapter's name.", scope="adapters"),
     ),
+    ResumableUploads: _upload_routes("/v1/adapter-uploads", partial(Route, scope="adapters"))
+    + _upload_routes(f"{TENANT}/adapter-uploads", partial(Route, scope="admin")),
     Usage: (Route("GET", "/v1/usage", Usage.get, "Report the tenant's usage.", scope="usage", query=REPORT),),
     Admin: (
         _admin("POST", f"{TENANT}/adapters", Admin.push_adapter, "Upload an adapter for a tenant.", request=Upload),

@@ -172,6 +172,27 @@ removed_versions = Table(
     Column("removed_at", UtcDateTime, nullable=False),
 )
 
+# Uploads that arrive in parts (gateway/records/uploads.py). The bytes are in the adapter store.
+adapter_uploads = Table(
+    "adapter_uploads",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("tenant_id", String(32), ForeignKey("tenants.id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("name", String(64), nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("sha256", String(64), nullable=False),
+    Column("received", BigInteger, nullable=False),
+    Column("updated_at", UtcDateTime, nullable=False),
+)
+
+adapter_upload_parts = Table(
+    "adapter_upload_parts",
+    metadata,
+    Column("upload_id", String(32), ForeignKey("adapter_uploads.id", ondelete="CASCADE"), primary_key=True),
+    Column("start", BigInteger, primary_key=True, autoincrement=False),
+    Column("part_id", String(32), nullable=False),
+)
+
 # Rows outlive their tenant, key and adapter, so they have no foreign keys and store the tenant's name.
 usage = Table(
     "usage",

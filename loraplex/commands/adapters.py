@@ -1,11 +1,15 @@
 """The `loraplex adapter` commands: a tenant's adapters, with the tenant's own key or as an operator."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from loraplex.commands.common import Gateway, admin_options, examples, tenant_options
 from loraplex.commands.output import json_option, print_json, print_table
+
+if TYPE_CHECKING:
+    from loraplex.client import GatewayClient
 
 
 @click.group()
@@ -24,9 +28,25 @@ def adapter() -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @tenant_options()
 def push(name: str, path: Path, tenant: str | None, gateway: Gateway) -> None:
-    """Upload the PEFT folder (or .zip, .tar, .tar.gz) PATH as NAME. It can be used at once."""
-    made = gateway.run(lambda client: client.push_adapter(tenant, name, path))
+    """Upload the PEFT folder (or .zip, .tar, .tar.gz) PATH as NAME. It can be used at once.
+
+    A large upload is sent in parts. If it breaks, the same command goes on where it was.
+    """
+    made = gateway.run(lambda client: _push(client, tenant, name, path))
     click.echo(f"pushed {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
+
+
+async def _push(client: "GatewayClient", tenant: str | None, name: str, path: Path) -> dict[str, Any]:
+    from loraplex.client import upload_files, uploads_path
+    from loraplex.resumable_push import LEAST_BYTES, push_in_parts
+
+    if sum(file.stat().st_size for file in upload_files(path).values()) < LEAST_BYTES:
+        return await client.push_adapter(tenant, name, path)
+    return await push_in_parts(client, uploads_path(tenant), name, path, _show)
+
+
+def _show(received: int, size: int) -> None:
+    click.echo(f"{received >> 20} of {size >> 20} MiB", err=True)
 
 
 @adapter.command("list", epilog=examples("loraplex adapter list --tenant acme"))

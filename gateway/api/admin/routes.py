@@ -11,6 +11,7 @@ from gateway.access.scopes import ACTOR
 from gateway.api.adapters import AdapterIntake
 from gateway.api.requests.fields import json_response, read_flag
 from gateway.api.uploads.checking import OPERATOR
+from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.usage import usage_answer
 from gateway.errors import RecordNotFound
 from gateway.fleet.engine import EngineRecord
@@ -30,6 +31,7 @@ class Admin:
         tenants: Tenants,
         catalog: Catalog,
         intake: AdapterIntake,
+        uploads: ResumableUploads,
         report: UsageReport,
         registry: Registry,
         gate: Gate,
@@ -37,6 +39,7 @@ class Admin:
         self._tenants = tenants
         self._catalog = catalog
         self._intake = intake
+        self._uploads = uploads
         self._report = report
         self._registry = registry
         self._gate = gate
@@ -58,6 +61,8 @@ class Admin:
         """Remove stored content of deleted names and tenants; with `?dry_run=true`, count it only."""
         dry_run = read_flag(request, "dry_run")
         removed, num_bytes = await self._intake.collect(dry_run=dry_run)
+        if not dry_run:
+            await self._uploads.sweep()
         return json_response(
             {"object": "collection", "removed": removed, "bytes": num_bytes, **({"dry_run": True} if dry_run else {})}
         )

@@ -132,7 +132,7 @@ async def receive(request: web.Request, place: Workplace, rules: UploadRules) ->
         )
     if request.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
         raise BadRequest("Expected an upload without Content-Encoding; an archive may be compressed itself.")
-    body = _Body(request, rules)
+    body = BodyReader(request, rules)
     try:
         return await _read_form(Form(_boundary(request), body.read), place, body)
     except FormError as error:
@@ -158,7 +158,7 @@ def _boundary(request: web.Request) -> str:
     return ""
 
 
-class _Body:
+class BodyReader:
     """Reader of a request's body that enforces the limits of size and rate."""
 
     def __init__(self, request: web.Request, rules: UploadRules) -> None:
@@ -185,14 +185,14 @@ class _Body:
             raise too_large(rules.max_bytes)
         return piece
 
-    async def write(self, place: Workplace, file: BinaryIO, content: bytes) -> None:
-        """Write to the disk on a thread. The client's rate excludes this time."""
+    async def write(self, place: Workplace, write: Callable[[bytes], object], content: bytes) -> None:
+        """Call `write` on a thread. The client's rate excludes this time."""
         begun = time.monotonic()
-        await place.in_thread(file.write, content)
+        await place.in_thread(write, content)
         self._begun += time.monotonic() - begun
 
 
-async def _read_form(form: Form, place: Workplace, body: _Body) -> str:
+async def _read_form(form: Form, place: Workplace, body: BodyReader) -> str:
     """Write the form's files under fixed names and return the adapter's name."""
     name: str | None = None
     seen: set[str] = set()
@@ -239,15 +239,15 @@ async def _read_name(form: Form) -> str:
         raise BadRequest("Expected the adapter's name as UTF-8 text.", param="name") from error
 
 
-async def _save(form: Form, place: Workplace, body: _Body, name: str) -> None:
+async def _save(form: Form, place: Workplace, body: BodyReader, name: str) -> None:
     pending = bytearray()
     file = await place.in_thread(place.create, name)
     try:
         while piece := await form.read():
             pending += piece
             if len(pending) >= WRITE_BYTES:
-                await body.write(place, file, bytes(pending))
+                await body.write(place, file.write, bytes(pending))
                 pending.clear()
-        await body.write(place, file, bytes(pending))
+        await body.write(place, file.write, bytes(pending))
     finally:
         await place.in_thread(file.close)

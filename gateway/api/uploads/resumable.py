@@ -1,0 +1,255 @@
+"""`/v1/adapter-uploads`: uploads of an adapter's archive in parts, which go on after a break at any gateway."""
+
+import asyncio
+import hashlib
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from adapters.check import ARCHIVE
+from adapters.manifest import AdapterError
+from adapters.store import AdapterStore
+from gateway.access.auth import Authenticator
+from gateway.access.scopes import ACTOR, PRINCIPAL
+from gateway.api.adapters import AdapterIntake, storing
+from gateway.api.requests.fields import json_response
+from gateway.api.uploads.checking import OPERATOR
+from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, UploadRules, Workplace, too_large
+from gateway.errors import REQUEST_ID, BadRequest, CheckFailed, TooLarge, WrongOffset
+from gateway.quota.quota import Quota
+from gateway.records.catalog import Catalog
+from gateway.records.tenants import Tenant, Tenants
+from gateway.records.uploads import PartialUpload, Uploads
+
+# Sizes of a part. The last one may be smaller; the least size bounds an upload's number of parts.
+LEAST_PART_BYTES, MOST_PART_BYTES = 1 << 20, 64 << 20
+# Parts that are not on record are removed at this age: their upload ended while they arrived.
+ORPHAN_SECONDS = 2 * 3600.0
+_ID = re.compile(r"[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NUMBER = re.compile(r"[0-9]{1,15}")
+
+
+class _Caller(msgspec.Struct, frozen=True):
+    """The tenant of an upload, and who acts. owner: whose checks take turns. principal: None for an operator."""
+
+    tenant: Tenant
+    actor: str
+    owner: str
+    principal: Any
+
+
+class ResumableUploads:
+    """Routes of uploads in parts: for a tenant itself, and for operators under `/admin/api/tenants/{tenant}`."""
+
+    def __init__(
+        self,
+        *,
+        auth: Authenticator,
+        tenants: Tenants,
+        catalog: Catalog,
+        uploads: Uploads,
+        store: AdapterStore,
+        intake: AdapterIntake,
+        quota: Quota,
+        rules: UploadRules,
+    ) -> None:
+        self._auth = auth
+        self._tenants = tenants
+        self._catalog = catalog
+        self._uploads = uploads
+        self._store = store
+        self._intake = intake
+        self._quota = quota
+        self._rules = rules
+
+    async def begin(self, request: web.Request) -> web.Response:
+        """Begin an upload, or find the unfinished one of the same name and content."""
+        caller = await self._caller(request)
+        name, size, sha256 = _text(request, "name"), _number(request, "size"), _checksum(request)
+        self._catalog.check_name(name)
+        self._check_name(caller, name)
+        if not 0 < size <= self._rules.max_bytes:
+            raise too_large(self._rules.max_bytes) if size else BadRequest("size: expected 1 or more.", param="size")
+        if caller.principal is not None:
+            per_minute = caller.tenant.adapter_limits.adapter_changes_per_minute
+            await self._quota.change(caller.tenant.id, request[REQUEST_ID], per_minute)
+        return json_response(_describe(await self._uploads.begin(caller.tenant, name, size, sha256)), status=201)
+
+    async def get(self, request: web.Request) -> web.Response:
+        _, upload = await self._find(request)
+        return json_response(_describe(upload))
+
+    async def put(self, request: web.Request) -> web.Response:
+        """Receive the part that starts at `offset`. The part counts as a whole or not at all."""
+        caller, upload = await self._find(request)
+        start, sha256 = _number(request, "offset"), _checksum(request)
+        if start != upload.received:
+            raise WrongOffset(upload.received)
+        left = upload.num_bytes - start
+        async with self._place(request, caller) as place:
+            size = await self._receive(request, place, min(left, MOST_PART_BYTES), sha256)
+            if size < min(left, LEAST_PART_BYTES):
+                raise BadRequest(f"Expected a part of at least {LEAST_PART_BYTES} bytes, or the rest of the upload.")
+            # To its end even if the client leaves, so that no part stays that does not count.
+            upload = await place.finish(self._add_part(caller.tenant, upload.id, start, size, place))
+        return json_response(_describe(upload))
+
+    async def complete(self, request: web.Request) -> web.Response:
+        """Check the whole, add the version and return 201. An upload with wrong content is removed; else it stays."""
+        caller, upload = await self._find(request)
+        if upload.received < upload.num_bytes:
+            raise WrongOffset(upload.received)
+        parts = await self._uploads.parts(upload.id)
+
+        async def receive(place: Workplace) -> str:
+            found = await place.in_thread(self._assemble, place, upload.id, parts)
+            if found != upload.sha256:
+                raise BadRequest("The upload's content has another SHA-256 than declared.", param="sha256")
+            return upload.name
+
+        async with self._slot(request, caller):
+            try:
+                answer = await self._intake.take(request, caller.tenant, caller.actor, caller.owner, receive)
+            except (AdapterError, BadRequest, CheckFailed, TooLarge):
+                await self._remove(upload.id)
+                raise
+            await self._remove(upload.id)
+        return answer
+
+    async def abort(self, request: web.Request) -> web.Response:
+        _, upload = await self._find(request)
+        await self._remove(upload.id)
+        return json_response({"object": "adapter.upload", "id": upload.id, "deleted": True})
+
+    async def sweep(self) -> int:
+        """Remove expired uploads, and parts of uploads that are not on record. Returns their number."""
+        gone = set(await self._uploads.remove_expired())
+        latest = time.time() - ORPHAN_SECONDS
+        listed = await asyncio.to_thread(lambda: [each for each, at in self._store.parts.list() if at <= latest])
+        for start in range(0, len(listed), 200):
+            some = listed[start : start + 200]
+            gone |= set(some) - await self._uploads.known(some)
+        for upload_id in gone:
+            await asyncio.to_thread(self._store.parts.remove_upload, upload_id)
+        return len(gone)
+
+    async def _caller(self, request: web.Request) -> _Caller:
+        if "tenant" in request.match_info:
+            tenant = await self._tenants.get(request.match_info["tenant"])
+            return _Caller(tenant, request[ACTOR], OPERATOR, None)
+        principal = request[PRINCIPAL]
+        return _Caller(principal.tenant, principal.key_id, principal.tenant.id, principal)
+
+    async def _find(self, request: web.Request) -> tuple[_Caller, PartialUpload]:
+        caller, upload_id = await self._caller(request), request.match_info["id"]
+        upload = await self._uploads.get(caller.tenant, upload_id if _ID.fullmatch(upload_id) else "")
+        self._check_name(caller, upload.name)
+        return caller, upload
+
+    def _check_name(self, caller: _Caller, name: str) -> None:
+        if caller.principal is not None:
+            caller.principal.check_model(name)
+
+    @asynccontextmanager
+    async def _slot(self, request: web.Request, caller: _Caller) -> AsyncIterator[None]:
+        """Hold one of the tenant's upload slots while its key is valid. Operators need none."""
+        if caller.principal is None:
+            yield
+            return
+        at_once = caller.tenant.adapter_limits.max_concurrent_uploads
+        slot = self._quota.upload(caller.tenant.id, request[REQUEST_ID], None, at_once)
+        async with self._auth.while_valid(caller.principal), slot:
+            yield
+
+    @asynccontextmanager
+    async def _place(self, request: web.Request, caller: _Caller) -> AsyncIterator[Workplace]:
+        """Hold a slot and a folder for a part. Raises TooSlow, Unavailable."""
+        async with self._slot(request, caller):
+            with storing(self._rules.seconds):
+                async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
+                    yield place
+
+    async def _add_part(self, tenant: Tenant, upload_id: str, start: int, size: int, place: Workplace) -> PartialUpload:
+        part_id = uuid.uuid4().hex
+        try:
+            await asyncio.to_thread(self._store.parts.save, upload_id, part_id, place.folder / "part")
+            return await self._uploads.add_part(tenant, upload_id, start, size, part_id)
+        except BaseException:
+            await asyncio.to_thread(self._store.parts.remove, upload_id, part_id)
+            raise
+
+    async def _receive(self, request: web.Request, place: Workplace, max_bytes: int, sha256: str) -> int:
+        """Write the body into the file `part` and return its size. Raises TooLarge, BadRequest, TooSlow."""
+        if request.content_length is not None and request.content_length > max_bytes:
+            raise TooLarge(f"Expected a part of at most {max_bytes} bytes.")
+        rules = msgspec.structs.replace(self._rules, max_bytes=max_bytes)
+        body, file, found = BodyReader(request, rules), await place.in_thread(place.create, "part"), hashlib.sha256()
+        pending, size = bytearray(), 0
+
+        def write(content: bytes) -> None:
+            found.update(content)
+            file.write(content)
+
+        while piece := await body.read():
+            pending += piece
+            size += len(piece)
+            if len(pending) >= WRITE_BYTES:
+                await body.write(place, write, bytes(pending))
+                pending.clear()
+        await body.write(place, write, bytes(pending))
+        await place.in_thread(file.close)
+        if found.hexdigest() != sha256:
+            raise BadRequest("The part has another SHA-256 than declared; send it again.", param="sha256")
+        return size
+
+    def _assemble(self, place: Workplace, upload_id: str, parts: Sequence[str]) -> str:
+        """Join the parts in the file of the archive and return its SHA-256. Blocks."""
+        found = hashlib.sha256()
+        with place.create(ARCHIVE) as file:
+            for part_id in parts:
+                for piece in self._store.parts.read(upload_id, part_id):
+                    found.update(piece)
+                    file.write(piece)
+        return found.hexdigest()
+
+    async def _remove(self, upload_id: str) -> None:
+        await self._uploads.remove(upload_id)
+        await asyncio.to_thread(self._store.parts.remove_upload, upload_id)
+
+
+def _describe(upload: PartialUpload) -> dict[str, Any]:
+    return {
+        "object": "adapter.upload",
+        "id": upload.id,
+        "name": upload.name,
+        "size": upload.num_bytes,
+        "sha256": upload.sha256,
+        "received": upload.received,
+        "expires_at": upload.expires_at,
+    }
+
+
+def _text(request: web.Request, name: str) -> str:
+    given = request.query.get(name)
+    if given is None:
+        raise BadRequest(f"Expected the query parameter '{name}'.", param=name)
+    return given
+
+
+def _number(request: web.Request, name: str) -> int:
+    if not _NUMBER.fullmatch(given := _text(request, name)):
+        raise BadRequest(f"{name}: expected a number of bytes.", param=name)
+    return int(given)
+
+
+def _checksum(request: web.Request) -> str:
+    if not _SHA256.fullmatch(given := _text(request, "sha256")):
+        raise BadRequest("sha256: expected 64 lower-case hexadecimal digits.", param="sha256")
+    return given

@@ -1,0 +1,134 @@
+"""Uploads of adapters that arrive in parts. Their bytes are in the adapter store; which parts count is on record here.
+
+So an upload goes on at any gateway, also after a restart.
+"""
+
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, select, update
+
+from gateway.errors import AdapterLimitExceeded, RecordNotFound, WrongOffset
+from gateway.records.adapter_limits import check_bytes
+from gateway.records.database import Database
+from gateway.records.tables import adapter_upload_parts, adapter_uploads, tenants
+from gateway.records.tenants import Tenant
+
+# Unfinished uploads of a tenant at once.
+MAX_UPLOADS = 16
+# An upload without a new part for this time is removed.
+KEPT = timedelta(hours=24)
+
+
+class PartialUpload(msgspec.Struct, frozen=True, kw_only=True):
+    """An unfinished upload. num_bytes, sha256: of the whole, as declared. received: bytes so far."""
+
+    id: str
+    name: str
+    num_bytes: int
+    sha256: str
+    received: int
+    updated_at: datetime
+
+    @property
+    def expires_at(self) -> datetime:
+        return self.updated_at + KEPT
+
+
+class Uploads:
+    """The table of unfinished uploads. Raises RecordNotFound for another tenant's upload as for an unknown one."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def begin(self, tenant: Tenant, name: str, num_bytes: int, sha256: str) -> PartialUpload:
+        """Add an upload, or return the tenant's unfinished one of the same name and content.
+
+        Its bytes count against the tenant's room from now on. Raises AdapterLimitExceeded.
+        """
+        table, now = adapter_uploads, datetime.now(UTC)
+        own = and_(table.c.tenant_id == tenant.id, table.c.updated_at > now - KEPT)
+        async with self._database.write() as connection:
+            # The row's lock orders concurrent uploads of a tenant on PostgreSQL; SQLite's own lock does so too.
+            await connection.execute(select(tenants.c.id).where(tenants.c.id == tenant.id).with_for_update())
+            same = and_(own, table.c.name == name, table.c.sha256 == sha256, table.c.num_bytes == num_bytes)
+            row = (await connection.execute(select(table).where(same).limit(1))).one_or_none()
+            if row is not None:
+                return _read(row)
+            sums = select(func.count(), func.coalesce(func.sum(table.c.num_bytes), 0)).where(own)
+            count, waiting = (await connection.execute(sums)).one()
+            if count >= MAX_UPLOADS:
+                raise AdapterLimitExceeded(
+                    f"This tenant has {count} unfinished uploads, and {MAX_UPLOADS} are allowed; finish or abort one.",
+                    param="max_adapter_bytes",
+                )
+            limit = tenant.adapter_limits.max_adapter_bytes
+            if limit is not None:
+                await check_bytes(connection, tenant.id, int(waiting) + num_bytes, limit)
+            upload = PartialUpload(
+                id=uuid.uuid4().hex, name=name, num_bytes=num_bytes, sha256=sha256, received=0, updated_at=now
+            )
+            await connection.execute(insert(table).values(tenant_id=tenant.id, **msgspec.structs.asdict(upload)))
+        return upload
+
+    async def get(self, tenant: Tenant, upload_id: str) -> PartialUpload:
+        async with self._database.read() as connection:
+            row = (await connection.execute(select(adapter_uploads).where(_own(tenant, upload_id)))).one_or_none()
+        if row is None:
+            raise RecordNotFound("There is no unfinished upload of this id.", param="id")
+        return _read(row)
+
+    async def add_part(self, tenant: Tenant, upload_id: str, start: int, num_bytes: int, part_id: str) -> PartialUpload:
+        """Count a saved part. Raises WrongOffset unless it starts where the part before ends."""
+        table, now = adapter_uploads, datetime.now(UTC)
+        async with self._database.write() as connection:
+            query = select(table).where(_own(tenant, upload_id)).with_for_update()
+            row = (await connection.execute(query)).one_or_none()
+            if row is None:
+                raise RecordNotFound("There is no unfinished upload of this id.", param="id")
+            if row.received != start:
+                raise WrongOffset(row.received)
+            await connection.execute(
+                insert(adapter_upload_parts).values(upload_id=upload_id, start=start, part_id=part_id)
+            )
+            received = start + num_bytes
+            values = {"received": received, "updated_at": now}
+            await connection.execute(update(table).where(table.c.id == upload_id).values(**values))
+        return msgspec.structs.replace(_read(row), received=received, updated_at=now)
+
+    async def parts(self, upload_id: str) -> Sequence[str]:
+        """Return the ids of the parts that count, in their order."""
+        table = adapter_upload_parts
+        query = select(table.c.part_id).where(table.c.upload_id == upload_id).order_by(table.c.start)
+        async with self._database.read() as connection:
+            return (await connection.execute(query)).scalars().all()
+
+    async def remove(self, upload_id: str) -> None:
+        async with self._database.write() as connection:
+            await connection.execute(delete(adapter_uploads).where(adapter_uploads.c.id == upload_id))
+
+    async def remove_expired(self) -> Sequence[str]:
+        """Remove the uploads without a new part for KEPT, and return their ids."""
+        table = adapter_uploads
+        query = delete(table).where(table.c.updated_at <= datetime.now(UTC) - KEPT).returning(table.c.id)
+        async with self._database.write() as connection:
+            return (await connection.execute(query)).scalars().all()
+
+    async def known(self, upload_ids: Sequence[str]) -> set[str]:
+        """Return those of the ids that are on record."""
+        query = select(adapter_uploads.c.id).where(adapter_uploads.c.id.in_(upload_ids))
+        async with self._database.read() as connection:
+            return set((await connection.execute(query)).scalars())
+
+
+def _own(tenant: Tenant, upload_id: str) -> ColumnElement[bool]:
+    table = adapter_uploads
+    is_kept = table.c.updated_at > datetime.now(UTC) - KEPT
+    return and_(table.c.id == upload_id, table.c.tenant_id == tenant.id, is_kept)
+
+
+def _read(row: Row[Any]) -> PartialUpload:
+    return PartialUpload(**{name: getattr(row, name) for name in PartialUpload.__struct_fields__})

@@ -1,0 +1,85 @@
+"""Upload of a large adapter in parts, which goes on after a break, also in a later call."""
+
+import asyncio
+import hashlib
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from loraplex.client import ADAPTER_FILES, UPLOAD_TIMEOUT, GatewayClient, GatewayError
+
+# Smaller adapters are sent in one request.
+LEAST_BYTES = 8 << 20
+PART_BYTES = 8 << 20
+# Pauses before a part is sent again after the gateway could not be reached, in seconds.
+PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+
+Progress = Callable[[int, int], object]
+
+
+async def push_in_parts(client: GatewayClient, route: str, name: str, path: Path, progress: Progress) -> dict[str, Any]:
+    """Upload a PEFT folder or an archive as `name` and return the adapter.
+
+    route: of the tenant's uploads. progress: called with (bytes received, all bytes). Raises GatewayError, OSError.
+    """
+    with _archive(path) as file:
+        size, sha256 = file.seek(0, 2), await asyncio.to_thread(_hash, file)
+        query = {"name": name, "size": str(size), "sha256": sha256}
+        upload = await _retry(lambda: client.call("POST", route, params=query))
+        one, received = f"{route}/{upload['id']}", upload["received"]
+        progress(received, size)
+        while received < size:
+            file.seek(received)
+            part = file.read(PART_BYTES)
+            received = await _retry(lambda: _send(client, one, received, part))  # noqa: B023  (awaited at once)
+            progress(received, size)
+        return await client.call("POST", f"{one}/complete", timeout=UPLOAD_TIMEOUT)
+
+
+async def _send(client: GatewayClient, route: str, start: int, part: bytes) -> int:
+    """Send a part and return the number of bytes received, also if an earlier attempt had arrived."""
+    query = {"offset": str(start), "sha256": hashlib.sha256(part).hexdigest()}
+    try:
+        upload = await client.call("PUT", route, params=query, data=part, timeout=UPLOAD_TIMEOUT)
+    except GatewayError as error:
+        if error.code != "wrong_offset":
+            raise
+        upload = await client.call("GET", route)
+    return int(upload["received"])
+
+
+async def _retry(send: Callable[[], Any]) -> Any:
+    """Repeat a call while the gateway cannot be reached or a part of it is away."""
+    for pause in PAUSES:
+        try:
+            return await send()
+        except GatewayError as error:
+            if error.status not in (0, 429, 502, 503):
+                raise
+        await asyncio.sleep(pause)
+    return await send()
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[BinaryIO]:
+    """Open an archive, or the files of a folder packed into one whose bytes depend on theirs only."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield file
+        return
+    with tempfile.TemporaryFile() as packed:
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+            for name in ADAPTER_FILES:
+                info = tarfile.TarInfo(name)
+                info.size = (path / name).stat().st_size
+                with (path / name).open("rb") as file:
+                    archive.addfile(info, file)
+        yield packed
+
+
+def _hash(file: BinaryIO) -> str:
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,157 @@
+"""Uploads in parts: they go on at another gateway, count against their tenant, and leave nothing behind."""
+
+import hashlib
+import random
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gateway.records.uploads
+from gateway.api.uploads import resumable
+from loraplex import resumable_push
+from loraplex.client import GatewayClient
+from testing.gateway.running import Answer, Client
+from tests.gateway.api.test_adapters import files, tarred
+from tests.gateway.api.uploads.conftest import Start
+
+PATH = "/v1/adapter-uploads"
+COLLECT = "/admin/api/adapters/collect"
+MIB = 1 << 20
+ARCHIVE = tarred(files(1) | {"optimizer.pt": random.Random(0).randbytes(2 * MIB + MIB // 2)})
+
+
+def sha(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+async def begin(client: Client, content: bytes = ARCHIVE, name: str = "a", path: str = PATH, **changed: Any) -> Answer:
+    query = {"name": name, "size": len(content), "sha256": sha(content)} | changed
+    return await client.post(path, params=query)
+
+
+async def put(client: Client, upload: str, offset: int, part: bytes, path: str = PATH, **changed: Any) -> Answer:
+    query = {"offset": offset, "sha256": sha(part)} | changed
+    return await client.call("PUT", f"{path}/{upload}", params=query, data=part)
+
+
+def stored(folder: Path) -> list[Path]:
+    return [path for path in (folder / "adapters" / "uploads").rglob("*") if path.is_file()]
+
+
+async def test_an_upload_goes_on_at_another_gateway(start: Start, tmp_path: Path):
+    async with start() as one, start(migrate_on_start=False) as other:
+        acme, globex = await one.tenant("acme"), await one.tenant("globex")
+        there = other.client(acme.key or "")
+        made = await begin(acme)
+        assert (made.status, made.json["received"]) == (201, 0), made.body
+        upload = made.json["id"]
+        assert (await put(acme, upload, 0, ARCHIVE[:MIB])).json["received"] == MIB
+        assert (await begin(there)).json["id"] == upload  # a client that lost the id finds it by the content
+        assert (await there.get(f"{PATH}/{upload}")).json["received"] == MIB
+        wrong = await put(there, upload, 0, ARCHIVE[:MIB])
+        assert (wrong.status, wrong.error["code"], wrong.headers["Upload-Offset"]) == (409, "wrong_offset", str(MIB))
+        assert (await there.post(f"{PATH}/{upload}/complete")).status == 409
+        for part, changed, param in (
+            (ARCHIVE[MIB : 2 * MIB], {"sha256": "0" * 64}, "sha256"),
+            (ARCHIVE[MIB : 2 * MIB], {"sha256": "x"}, "sha256"),
+            (ARCHIVE[MIB : MIB + 10], {}, None),
+            (ARCHIVE[MIB:], {"offset": "-1"}, "offset"),
+        ):
+            refused = await put(there, upload, MIB, part, **changed)
+            assert (refused.status, refused.error["param"]) == (400, param), refused.body
+        assert (await put(there, upload, MIB, ARCHIVE[MIB:] + b"x")).status == 413
+        for call in (
+            globex.get(f"{PATH}/{upload}"),
+            put(globex, upload, MIB, ARCHIVE[MIB:]),
+            globex.post(f"{PATH}/{upload}/complete"),
+            globex.call("DELETE", f"{PATH}/{upload}"),
+            globex.get(f"{PATH}/{'0' * 32}"),
+        ):
+            answer = await call
+            assert (answer.status, answer.error["message"]) == (404, "There is no unfinished upload of this id.")
+        assert (await put(there, upload, MIB, ARCHIVE[MIB:])).json["received"] == len(ARCHIVE)
+        done = await there.post(f"{PATH}/{upload}/complete")
+        assert (done.status, done.json["name"]) == (201, "a"), done.body
+        assert (await acme.chat(model="a")).status == 200
+        assert (await acme.get(f"{PATH}/{upload}")).status == 404
+        assert stored(tmp_path) == []
+        # Operators upload for a tenant.
+        path = "/admin/api/tenants/globex/adapter-uploads"
+        upload = (await begin(one.admin, path=path)).json["id"]
+        assert (await put(other.admin, upload, 0, ARCHIVE, path)).status == 200
+        assert (await one.admin.post(f"{path}/{upload}/complete")).status == 201
+        assert (await globex.get("/v1/adapters/a")).json["digest"] == done.json["digest"]
+
+
+async def test_unfinished_uploads_count_and_go(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with start() as gateway_:
+        acme = await gateway_.tenant("acme", max_adapter_bytes=2 * len(ARCHIVE))
+        upload = (await begin(acme)).json["id"]
+        assert (await put(acme, upload, 0, ARCHIVE[:MIB])).status == 200
+        assert (await begin(acme, name="b")).status == 201
+        full = await begin(acme, name="c")
+        assert (full.status, full.error["param"]) == (403, "max_adapter_bytes")
+        for changed, status in (
+            ({"size": 0}, 400),
+            ({"size": 1 << 40}, 413),
+            ({"name": "../x"}, 400),
+            ({"sha256": "A" * 64}, 400),
+            ({"more": 1}, 400),
+        ):
+            assert (await begin(acme, **changed)).status == status, changed
+        assert (await acme.call("DELETE", f"{PATH}/{upload}")).status == 200
+        assert stored(tmp_path) == []
+        # A whole that differs from its declaration, or is no adapter, is refused and removed.
+        for content, name, declared in ((b"x" * 10, "d", sha(b"y" * 10)), (b"x" * 10, "e", sha(b"x" * 10))):
+            upload = (await begin(acme, content, name, sha256=declared)).json["id"]
+            assert (await put(acme, upload, 0, content)).status == 200
+            assert (await acme.post(f"{PATH}/{upload}/complete")).status == 400
+            assert (await acme.get(f"{PATH}/{upload}")).status == 404
+        assert stored(tmp_path) == []
+        monkeypatch.setattr(gateway.records.uploads, "MAX_UPLOADS", 1)
+        assert (await begin(acme, b"1", "f")).status == 403
+        monkeypatch.undo()
+        upload = (await begin(acme, b"1", "f")).json["id"]
+        assert (await put(acme, upload, 0, b"1")).status == 200
+        monkeypatch.setattr(gateway.records.uploads, "KEPT", timedelta(0))
+        assert (await acme.get(f"{PATH}/{upload}")).status == 404
+        assert (await gateway_.admin.post(COLLECT)).status == 200
+        assert stored(tmp_path) == []
+        monkeypatch.undo()
+        upload = (await begin(acme, b"1", "g")).json["id"]
+        assert (await put(acme, upload, 0, b"1")).status == 200
+        assert (await gateway_.admin.call("DELETE", "/admin/api/tenants/acme")).status == 200
+        assert (await gateway_.admin.post(COLLECT)).status == 200
+        assert len(stored(tmp_path)) == 1  # younger parts may belong to a running request
+        monkeypatch.setattr(resumable, "ORPHAN_SECONDS", -5.0)
+        assert (await gateway_.admin.post(COLLECT)).status == 200
+        assert stored(tmp_path) == []
+
+
+async def test_a_push_resumes_after_the_gateway_went_away(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(resumable_push, "PART_BYTES", MIB)
+    monkeypatch.setattr(resumable_push, "PAUSES", ())
+    (tmp_path / "a.tar").write_bytes(ARCHIVE)
+    seen: list[int] = []
+
+    def leave(received: int, size: int) -> None:
+        seen.append(received)
+        if received == MIB:
+            raise ConnectionResetError("the line is cut")
+
+    async with start() as one:
+        acme = await one.tenant("acme")
+        async with GatewayClient(one.url, acme.key or "") as client:
+            with pytest.raises(ConnectionResetError):
+                await resumable_push.push_in_parts(client, PATH, "a", tmp_path / "a.tar", leave)
+    async with start(migrate_on_start=False) as two:
+        async with GatewayClient(two.url, acme.key or "") as client:
+            made = await resumable_push.push_in_parts(
+                client, PATH, "a", tmp_path / "a.tar", lambda received, size: seen.append(received)
+            )
+        assert (made["name"], made["version"]) == ("a", 1)
+    assert seen == [0, MIB, MIB, 2 * MIB, len(ARCHIVE)]
