@@ -25,6 +25,7 @@ from gateway.api.models import Models
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import PromptReader
 from gateway.api.routes import ROUTES
+from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.usage import Usage
 from gateway.billing.account import Accounting
@@ -165,6 +166,7 @@ async def build(settings: Settings) -> Gateway:
         *_tenant_handlers(records, billing, intake),
         *_admin_handlers(records, serving, intake, resumable),
         resumable,
+        _build_imports(resources, records, billing, intake),
         Engines(serving.announcements, settings.internal_token, settings.announce_token),
         Description(lambda: describe_routes(ROUTES)),
         health,
@@ -291,6 +293,19 @@ def _build_resumable(
         intake=intake,
         quota=billing.quota,
         rules=upload_rules(resources.settings),
+    )
+
+
+def _build_imports(resources: Resources, records: Records, billing: Billing, intake: AdapterIntake) -> Imports:
+    return Imports(
+        auth=records.auth,
+        tenants=records.tenants,
+        catalog=records.catalog,
+        intake=intake,
+        quota=billing.quota,
+        rules=upload_rules(resources.settings),
+        sources=resources.settings.import_sources,
+        hub=resources.settings.import_hub,
     )
 
 

@@ -63,6 +63,15 @@ def _read_key(source: str, name: str) -> str:
         raise ValueError(f"key_file names a file that cannot be read: {reason}") from None
 
 
+def _check_import_sources(sources: Sequence[str]) -> None:
+    """Raise ValueError for a malformed prefix."""
+    for source in sources:
+        parts = urlsplit(source)
+        is_place = parts.path.startswith("/") if parts.scheme == "file" else parts.netloc or source == "hf://"
+        if parts.scheme not in ("hf", "s3", "file") or not source.endswith("/") or not is_place or parts.query:
+            raise ValueError("expected prefixes like hf://org/, s3://bucket/prefix/ or file:///folder/")
+
+
 def _check_networks(networks: Sequence[str]) -> None:
     try:
         for text in networks:
@@ -110,6 +119,7 @@ ModelFolder = Annotated[Path, _expects("a model folder with a config.json", _che
 ModelName = Annotated[str, _expects("the name of the base model in the API", min_length=1)]
 StorePath = Annotated[str, _expects("the adapter folder or s3:// URL that the engines read too", min_length=1)]
 Fallback = Annotated[tuple[str, ...], _expects("modes of admission", parse_fallback)]
+ImportSources = Annotated[tuple[str, ...], _expects("prefixes", _check_import_sources)]
 Networks = Annotated[tuple[str, ...], _expects("networks", _check_networks)]
 Port = Annotated[int, _expects("a port between 0 and 65535", ge=0, le=65535)]
 AdminPort = Annotated[int, _expects("a port between 1 and 65535", ge=1, le=65535)]

@@ -91,6 +91,9 @@ class Settings:
     # Local folder for the copies and uploads of a store at s3://, and its size limit.
     adapter_cache: Path = Path("~/.cache/loraplex/adapters")
     adapter_cache_bytes: types.Bytes = 16 * 2**30
+    # Prefixes of hf://, s3:// and file:// from which tenants may import adapters, and the hub that hf:// means.
+    import_sources: types.ImportSources = ()
+    import_hub: types.Text = "https://huggingface.co"
     # Maximum rank of an uploaded adapter. None: the largest that an engine reports, 64 before any report.
     max_lora_rank: types.Number | None = None
     # A client with unread bytes of an answer is disconnected if it reads less than `least_read_rate` bytes a second for

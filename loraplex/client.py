@@ -146,6 +146,11 @@ class GatewayClient:
                 form.add_field(field, files.enter_context(file.open("rb")), filename=file.name)
             return await self.call("POST", _adapters_path(tenant), data=form, timeout=UPLOAD_TIMEOUT)
 
+    async def import_adapter(self, tenant: str | None, name: str, source: str) -> dict[str, Any]:
+        """Have the gateway fetch an adapter from a place that it allows."""
+        path = uploads_path(tenant).removesuffix("uploads") + "imports"
+        return await self.call("POST", path, params={"name": name, "source": source}, timeout=UPLOAD_TIMEOUT)
+
     async def usage(self, **query: str) -> Any:
         """Return the usage of all tenants or of one. query: tenant, since, until and group_by."""
         return await self._all_usage("/admin/api/usage", query)

@@ -21,6 +21,7 @@ from gateway.api.engines import Announcement, Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.models import Models
 from gateway.api.route import Route, Upload
+from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.usage import Usage
 from gateway.sharing.rounds import Rounds
@@ -96,6 +97,23 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
     ),
     ResumableUploads: _upload_routes("/v1/adapter-uploads", partial(Route, scope="adapters"))
     + _upload_routes(f"{TENANT}/adapter-uploads", partial(Route, scope="admin")),
+    Imports: (
+        Route(
+            "POST",
+            "/v1/adapter-imports",
+            Imports.add,
+            "Import an adapter from an allowed place.",
+            scope="adapters",
+            query=("name", "source"),
+        ),
+        _admin(
+            "POST",
+            f"{TENANT}/adapter-imports",
+            Imports.add,
+            "Import an adapter for a tenant.",
+            query=("name", "source"),
+        ),
+    ),
     Usage: (Route("GET", "/v1/usage", Usage.get, "Report the tenant's usage.", scope="usage", query=REPORT),),
     Admin: (
         _admin("POST", f"{TENANT}/adapters", Admin.push_adapter, "Upload an adapter for a tenant.", request=Upload),

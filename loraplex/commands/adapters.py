@@ -49,6 +49,16 @@ def _show(received: int, size: int) -> None:
     click.echo(f"{received >> 20} of {size >> 20} MiB", err=True)
 
 
+@adapter.command("import", epilog=examples("loraplex adapter import pirate hf://acme/pirate-lora --tenant acme"))
+@click.argument("name")
+@click.argument("source")
+@tenant_options()
+def import_(name: str, source: str, tenant: str | None, gateway: Gateway) -> None:
+    """Import an adapter as NAME from SOURCE, below a prefix that the gateway allows (LORAPLEX_IMPORT_SOURCES)."""
+    made = gateway.run(lambda client: client.import_adapter(tenant, name, source))
+    click.echo(f"imported {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
+
+
 @adapter.command("list", epilog=examples("loraplex adapter list --tenant acme"))
 @json_option
 @tenant_options()

@@ -1,0 +1,184 @@
+"""`/v1/adapter-imports`: adapters from places that the operator allows by prefix: a hub, a bucket, a folder.
+
+A client names a place below an allowed prefix and nothing else: no host, no scheme, no redirect target. Without the
+setting nothing is allowed.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+import aiohttp
+from aiohttp import web
+
+from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
+from adapters.store_s3 import Bucket
+from gateway.access.auth import Authenticator
+from gateway.access.scopes import ACTOR, PRINCIPAL
+from gateway.api.adapters import AdapterIntake
+from gateway.api.uploads.checking import OPERATOR
+from gateway.api.uploads.receiving import UploadRules, Workplace, too_large
+from gateway.errors import REQUEST_ID, BadRequest, Forbidden, Unavailable
+from gateway.quota.quota import Quota
+from gateway.records.catalog import Catalog
+from gateway.records.tenants import Tenants
+
+FILES = (CONFIG_NAME, WEIGHTS_NAME)
+MAX_REDIRECTS = 4
+# Hosts to which the public hub redirects downloads of large files.
+HUB_HOSTS = ("hf.co", "huggingface.co")
+PIECE_BYTES = 1 << 20
+_REST = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*){0,15}(?:@[A-Za-z0-9][A-Za-z0-9._-]{0,99})?"
+)
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)
+
+
+class Imports:
+    """Routes of imports, for a tenant itself and for operators. sources: the allowed prefixes, each with a / at its
+    end. hub: the URL of the hub that `hf://` means.
+    """
+
+    def __init__(
+        self,
+        *,
+        auth: Authenticator,
+        tenants: Tenants,
+        catalog: Catalog,
+        intake: AdapterIntake,
+        quota: Quota,
+        rules: UploadRules,
+        sources: Sequence[str],
+        hub: str,
+    ) -> None:
+        self._auth, self._tenants, self._catalog = auth, tenants, catalog
+        self._intake, self._quota, self._rules = intake, quota, rules
+        self._sources, self._hub = sources, hub.rstrip("/")
+
+    async def add(self, request: web.Request) -> web.Response:
+        """Import an adapter and return 201."""
+        if "tenant" in request.match_info:
+            tenant = await self._tenants.get(request.match_info["tenant"])
+            return await self._intake.take(request, tenant, request[ACTOR], OPERATOR, self._receive(request))
+        principal = request[PRINCIPAL]
+        tenant, limits = principal.tenant, principal.tenant.adapter_limits
+        principal.check_model(request.query.get("name", ""))
+        receive = self._receive(request)
+        places = self._quota.upload(
+            tenant.id, request[REQUEST_ID], limits.adapter_changes_per_minute, limits.max_concurrent_uploads
+        )
+        async with self._auth.while_valid(principal), places:
+            return await self._intake.take(request, tenant, principal.key_id, tenant.id, receive)
+
+    def _receive(self, request: web.Request) -> Any:
+        """Return the function that copies the named adapter. Raises BadRequest, and Forbidden if it is not allowed."""
+        name, source = request.query.get("name", ""), request.query.get("source", "")
+        self._catalog.check_name(name)
+        prefix = max((each for each in self._sources if source.startswith(each)), key=len, default=None)
+        if prefix is None:
+            raise Forbidden("No adapters may be imported from there.", param="source", code="import_not_allowed")
+        rest = source.removeprefix(prefix)
+        if not _REST.fullmatch(rest) or ("@" in rest and not prefix.startswith("hf://")):
+            raise BadRequest(
+                "source: expected an allowed prefix and names of letters, digits, '.', '_' and '-', separated by '/'; "
+                "after a hub's id, '@' and a revision.",
+                param="source",
+            )
+
+        async def receive(place: Workplace) -> str:
+            if prefix.startswith("hf://"):
+                await self._from_hub(place, prefix.removeprefix("hf://") + rest)
+            else:
+                copy = _copy_folder if prefix.startswith("file://") else _copy_objects
+                await place.in_thread(copy, place.folder, prefix, rest, self._rules.max_bytes)
+            return name
+
+        return receive
+
+    async def _from_hub(self, place: Workplace, repository: str) -> None:
+        repository, _, revision = repository.partition("@")
+        left = self._rules.max_bytes
+        async with aiohttp.ClientSession(timeout=_TIMEOUT, cookie_jar=aiohttp.DummyCookieJar()) as session:
+            for name in FILES:
+                url = f"{self._hub}/{repository}/resolve/{revision or 'main'}/{name}"
+                try:
+                    left -= await self._download(session, url, place, name, left)
+                except aiohttp.ClientError as error:
+                    raise Unavailable("The hub does not answer.", code="import_unavailable") from error
+
+    async def _download(self, session: aiohttp.ClientSession, url: str, place: Workplace, name: str, left: int) -> int:
+        for _ in range(MAX_REDIRECTS):
+            async with session.get(url, allow_redirects=False) as response:
+                if response.status in (301, 302, 303, 307, 308):
+                    url = self._redirected(url, response.headers.get("Location", ""))
+                    continue
+                if response.status >= 500 or response.status == 429:
+                    raise Unavailable("The hub does not answer.", code="import_unavailable")
+                if response.status != 200:
+                    raise _missing(name)
+                size, file = 0, await place.in_thread(place.create, name)
+                async for piece in response.content.iter_chunked(PIECE_BYTES):
+                    size += len(piece)
+                    if size > left:
+                        raise too_large(self._rules.max_bytes)
+                    await place.in_thread(file.write, piece)
+                await place.in_thread(file.close)
+                return size
+        raise Unavailable("The hub redirects too often.", code="import_unavailable")
+
+    def _redirected(self, url: str, location: str) -> str:
+        """Return a redirect's target if it is on the hub's own host or on a host of the public hub."""
+        target, hub = urlsplit(urljoin(url, location)), urlsplit(self._hub)
+        host = target.hostname or ""
+        is_own = (target.scheme, target.netloc) == (hub.scheme, hub.netloc)
+        is_hubs = target.scheme == "https" and target.port in (None, 443)
+        is_hubs &= any(host == each or host.endswith(f".{each}") for each in HUB_HOSTS)
+        if not is_own and not (is_hubs and hub.hostname in HUB_HOSTS):
+            raise Unavailable("The hub redirects to another host.", code="import_unavailable")
+        return target.geturl()
+
+
+def _missing(name: str) -> BadRequest:
+    return BadRequest(f"There is no readable {name} at the source.", param="source", code="import_not_found")
+
+
+def _copy_folder(folder: Path, prefix: str, rest: str, max_bytes: int) -> None:
+    """Copy the two files of a folder below the prefix. Links are followed only within the prefix."""
+    root = Path(unquote(urlsplit(prefix).path)).resolve()
+    for name in FILES:
+        path = (root / rest / name).resolve()
+        if not path.is_relative_to(root):
+            raise _missing(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise _missing(name) from error
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _missing(name)
+            max_bytes -= _write(folder / name, iter(lambda: file.read(PIECE_BYTES), b""), max_bytes)
+
+
+def _copy_objects(folder: Path, prefix: str, rest: str, max_bytes: int) -> None:
+    """Copy the two objects below the prefix. Raises OSError if the service does not answer."""
+    bucket = Bucket(prefix)
+    for name in FILES:
+        try:
+            max_bytes -= _write(folder / name, bucket.read(f"{rest}/{name}"), max_bytes)
+        except FileNotFoundError as error:
+            raise _missing(name) from error
+
+
+def _write(path: Path, pieces: Any, max_bytes: int) -> int:
+    size = 0
+    with path.open("xb") as file:
+        for piece in pieces:
+            size += len(piece)
+            if size > max_bytes:
+                raise too_large(max_bytes)
+            file.write(piece)
+    return size
