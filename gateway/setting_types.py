@@ -67,9 +67,9 @@ def _check_import_sources(sources: Sequence[str]) -> None:
     """Raise ValueError for a malformed prefix."""
     for source in sources:
         parts = urlsplit(source)
-        is_place = parts.path.startswith("/") if parts.scheme == "file" else parts.netloc or source == "hf://"
-        if parts.scheme not in ("hf", "s3", "file") or not source.endswith("/") or not is_place or parts.query:
-            raise ValueError("expected prefixes like hf://org/, s3://bucket/prefix/ or file:///folder/")
+        is_place = len(parts.path) > 1 and not parts.netloc if parts.scheme == "file" else bool(parts.netloc)
+        if parts.scheme not in ("hf", "s3", "file") or not is_place or parts.query:
+            raise ValueError("expected prefixes like hf://org, s3://bucket/prefix or file:///folder")
 
 
 def _check_networks(networks: Sequence[str]) -> None:

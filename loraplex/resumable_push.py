@@ -81,5 +81,8 @@ def _archive(path: Path) -> Iterator[BinaryIO]:
 
 
 def _hash(file: BinaryIO) -> str:
+    found = hashlib.sha256()
     file.seek(0)
-    return hashlib.file_digest(file, "sha256").hexdigest()
+    while piece := file.read(1 << 20):
+        found.update(piece)
+    return found.hexdigest()

@@ -39,8 +39,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)
 
 
 class Imports:
-    """Routes of imports, for a tenant itself and for operators. sources: the allowed prefixes, each with a / at its
-    end. hub: the URL of the hub that `hf://` means.
+    """Routes of imports, for a tenant itself and for operators. sources: the allowed prefixes, without a / at their
+    ends. hub: the URL of the hub that `hf://` means.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Imports:
     ) -> None:
         self._auth, self._tenants, self._catalog = auth, tenants, catalog
         self._intake, self._quota, self._rules = intake, quota, rules
-        self._sources, self._hub = sources, hub.rstrip("/")
+        self._sources, self._hub = tuple(f"{source}/" for source in sources), hub.rstrip("/")
 
     async def add(self, request: web.Request) -> web.Response:
         """Import an adapter and return 201."""

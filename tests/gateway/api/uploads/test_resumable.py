@@ -31,8 +31,8 @@ async def begin(client: Client, content: bytes = ARCHIVE, name: str = "a", path:
     return await client.post(path, params=query)
 
 
-async def put(client: Client, upload: str, offset: int, part: bytes, path: str = PATH, **changed: Any) -> Answer:
-    query = {"offset": offset, "sha256": sha(part)} | changed
+async def put(client: Client, upload: str, start: int, part: bytes, path: str = PATH, **changed: Any) -> Answer:
+    query = {"offset": start, "sha256": sha(part)} | changed
     return await client.call("PUT", f"{path}/{upload}", params=query, data=part)
 
 
