@@ -36,12 +36,15 @@ REPORTED_TENANTS = 20
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step whose tokens the host has not read. started: perf_counter at the start of its planning."""
+    """A step whose tokens the host has not read. started: perf_counter at the start of its planning.
+    is_short: it leaves out streams (`Scheduler.is_short`).
+    """
 
     sampling: Sampling
     started: float
     num_decodes: int
     num_prompt_tokens: int
+    is_short: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,8 @@ class Engine:
             sampling = self.runner.sample(launched)
             for request in sampling.requests:
                 request.num_pending = 1
-            self._in_flight = StepInFlight(sampling, started, num_decodes, num_prompt_tokens)
+            is_short = self.scheduler.is_short
+            self._in_flight = StepInFlight(sampling, started, num_decodes, num_prompt_tokens, is_short)
             self._num_steps += 1
             self._num_prompt_tokens += num_prompt_tokens
             if not self._async:
@@ -191,8 +195,9 @@ class Engine:
         self._num_generated_tokens += len(moved)
         outputs = [request.output([token] if (token := sampled[request]) >= 0 else []) for request in moved]
         now = time.perf_counter()
-        # The step ran from its start, or from the end of the step before it if that was later.
-        self._pacer.observe(now - max(step.started, self._last_commit), step.num_decodes, step.num_prompt_tokens)
+        if not step.is_short:
+            # The step ran from its start, or from the end of the step before it if that was later.
+            self._pacer.observe(now - max(step.started, self._last_commit), step.num_decodes, step.num_prompt_tokens)
         self._last_commit = now
         return outputs
 

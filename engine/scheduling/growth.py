@@ -5,8 +5,9 @@ tokens in 400 blocks computed twice the useful tokens. The expected peak is that
 (Gong et al., ASPLOS 2025): requests end at different times, so fewer blocks are needed than the sum of their ends.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.request import Request
 
 # Expected output tokens before any request has ended. An answer of unknown length that is admitted too early is
@@ -30,6 +31,15 @@ class Growth:
         """Update the average output with a request that ended without an abort or error."""
         outputs = float(request.num_output_tokens)
         self._mean = outputs if self._mean is None else _MEMORY * self._mean + (1 - _MEMORY) * outputs
+
+    def leaves_room(self, request: Request, prefix: Sequence[int], running: Sequence[Request], cache: KVCache) -> bool:
+        """Return whether the blocks suffice for the expected growth of all running requests and of the request with its
+        cached blocks `prefix`, or if none runs.
+        """
+        if not running:
+            return True
+        shared = sum(len(r.blocks) for r in running) + len(prefix) - (cache.num_blocks - cache.num_free)
+        return self.peak((*running, request)) - max(0, shared) <= cache.num_blocks
 
     def peak(self, requests: Iterable[Request]) -> int:
         """Return the expected maximum number of blocks that the requests hold together, if they share none.

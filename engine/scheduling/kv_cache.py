@@ -4,6 +4,10 @@ The key of a full block is a hash chained over its tokens and all tokens before 
 two tenants never share a block, and two adapters only the blocks before an activated LoRA applies (vLLM's automatic
 prefix caching; the chain is blake2b, so that keys of different prompts do not collide). A block without holders keeps
 its content until it is needed: the least recently freed one is evicted first.
+
+A preempted request's blocks stay in the same way, under keys of its own where they have no shared one: the last, partly
+filled block, and without prefix caching all of them. So a request that is preempted while memory is free continues
+without computing anything again.
 """
 
 import hashlib
@@ -50,7 +54,7 @@ class KVCache:
 
     def find_prefix(self, request: Request) -> list[int]:
         """Return the blocks of the request's longest cached prefix. At least one token is left to compute."""
-        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
+        if request.wants_prompt_logprobs or not (self.enable_prefix_caching or request.num_kept):
             return []
         # Called in every step for a waiting request. Without an eviction since the last call, its hit can only have
         # grown.
@@ -58,11 +62,17 @@ class KVCache:
         if evictions != self._num_evictions:
             found = []
             request.prefix_hit = (self._num_evictions, found)
-        for i in range(len(found), (request.num_tokens - 1) // self.block_size):
-            index = self._by_key.get(self._key(request, i))
+        full = request.num_tokens - 1 if self.enable_prefix_caching else request.num_kept
+        for i in range(len(found), full // self.block_size):
+            key = self._key(request, i) if self.enable_prefix_caching else _own_key(request, i)
+            index = self._by_key.get(key)
             if index is None:
                 break
             found.append(index)
+        if request.num_kept and len(found) == request.num_kept // self.block_size:
+            last = self._by_key.get(_own_key(request, len(found)))
+            if last is not None:
+                return [*found, last]
         return found
 
     def has_start(self, request: Request) -> bool:
@@ -91,8 +101,13 @@ class KVCache:
             block.holders += 1
         request.blocks = list(prefix)
         request.prefix_hit = (0, [])
-        request.start(len(prefix) * self.block_size)
-        request.num_registered_blocks = len(prefix)
+        num_cached = len(prefix) * self.block_size
+        if request.num_kept:
+            if prefix and self._blocks[prefix[-1]].key == _own_key(request, len(prefix) - 1):
+                num_cached = min(num_cached, request.num_kept)
+            self._forget(request)
+        request.start(num_cached)
+        request.num_registered_blocks = num_cached // self.block_size
         self.hit_tokens += request.num_computed
         self.query_tokens += request.num_tokens
 
@@ -125,6 +140,23 @@ class KVCache:
                 self._by_key[key] = block.index
         request.num_registered_blocks = max(full, request.num_registered_blocks)
 
+    def keep(self, request: Request) -> None:
+        """Give a preempted request's computed blocks keys of its own where they have no shared key, before `free`."""
+        request.num_kept = request.num_computed
+        for i, index in enumerate(request.blocks[: self.blocks_for(request.num_computed)]):
+            block = self._blocks[index]
+            if block.key is None and block.holders == 1:
+                block.key = _own_key(request, i)
+                self._by_key[block.key] = index
+
+    def _forget(self, request: Request) -> None:
+        """Remove the keys that `keep` gave to the request's blocks."""
+        for i in range(self.blocks_for(request.num_kept)):
+            index = self._by_key.pop(_own_key(request, i), None)
+            if index is not None:
+                self._blocks[index].key = None
+        request.num_kept = 0
+
     def free(self, request: Request) -> None:
         """Release the request's blocks, last first, so that the start of a prompt stays cached longer than its end."""
         for index in reversed(request.blocks):
@@ -143,6 +175,11 @@ class KVCache:
             salts = _salts(digest, request.tenant, request.cache_salt, start, self.block_size)
             _extend(keys, request.token_ids, self.block_size, salts, i + 1)
         return keys[i]
+
+
+def _own_key(request: Request, i: int) -> bytes:
+    """Return the key of a preempted request's block, which is longer than any hash and found by this request only."""
+    return b"preempted request %b, block %d" % (request.request_id.encode(), i)
 
 
 def prefix_keys(

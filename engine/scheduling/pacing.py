@@ -13,7 +13,8 @@ much as the rest. A regression over past steps cannot separate the two costs: ch
 equally long, so large chunks have cheap rows.
 """
 
-from collections import deque
+from collections import Counter, deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 # Minimum chunk, so that a prompt makes progress however slow the machine seems. With thousands of keys before them, 16
@@ -40,6 +41,34 @@ class _Step(NamedTuple):
     tokens: int
     rows: float
     spent: float
+
+
+@dataclass(slots=True)
+class PromptBudget:
+    """Prompt tokens that a step may compute: `paced` in general, `most` if some are of tenants that others give way to
+    (`Policy.heavier`).
+    """
+
+    paced: int
+    most: int
+    num_planned: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.num_planned >= self.most
+
+    def room(self, *, is_light: bool) -> int:
+        return (self.most if is_light else self.paced) - self.num_planned
+
+
+def patience(prompts: Counter[str], streams: Counter[str]) -> float:
+    """Return how strongly waiting prompts should slow down decoding: per tenant `(2 * prompts - 1) / streams`, the
+    minimum over tenants with decoding streams. A tenant's decodes are slowed only for its own prompts.
+
+    Prompts after the first count twice, because a delayed stream is usually still ahead of its reader. A single prompt,
+    however long, gives at most 1, which does not slow decodes beyond `stretch`.
+    """
+    return min((2 * prompts[tenant] - 1) / num_streams for tenant, num_streams in streams.items()) if streams else 1.0
 
 
 class Pacer:
@@ -72,7 +101,7 @@ class Pacer:
             return 0
         if self._decode_seconds is None or not self._rows:
             return min(most, self._floor)
-        each = max(self._spent / self._rows, 1e-3 * self._decode_seconds)
+        each = self._each
         # Corrects for decodes that joined or left since the last step without prompts.
         grown = self._decode_seconds + (num_decodes - self._decodes) * each
         room = (self._stretch - 1) * max(patience, 1.0) ** STEEPNESS * max(grown, 0.5 * self._decode_seconds)
@@ -82,6 +111,29 @@ class Pacer:
         elif self._steps_since_alone == STEPS_UNTIL_ALONE - 3 and chunk == self._least_chunk > self._floor:
             chunk = max(self._floor, chunk // 2)  # the fixed cost may be gone
         return min(most, chunk)
+
+    def budget(self, num_decodes: int, most: int, patience: float, target: float | None) -> PromptBudget:
+        """Return the budget of a step with `num_decodes` decodes.
+
+        target: seconds that limit the growth of chunks by `patience`, and that prompts before which others give way may
+        take; None: neither.
+        """
+        paced = self.prompt_budget(num_decodes, most, patience) if num_decodes else most
+        if num_decodes and self._steps_since_alone >= 2 * STEPS_UNTIL_ALONE:
+            return PromptBudget(0, 0)  # prompts of light tenants in every step: without this step, no others would run
+        if target is None or not self._rows:
+            return PromptBudget(paced, paced)
+        within = max(self._least_chunk, int(target / self._each))
+        usual = self.prompt_budget(num_decodes, most) if num_decodes else 0
+        return PromptBudget(min(paced, max(within - num_decodes, usual)), min(most, max(paced, within)))
+
+    def seconds_of(self, num_rows: int) -> float:
+        """Return the time that `num_rows` rows add to a step; 0 without data."""
+        return num_rows * self._each if self._rows else 0.0
+
+    @property
+    def _each(self) -> float:
+        return max(self._spent / self._rows, 1e-3 * (self._decode_seconds or 1e-3))
 
     def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:
         """Record that a step with `num_decodes` decodes and `num_prompt_tokens` prompt tokens took `seconds`."""

@@ -1,7 +1,7 @@
 """Streams that give way to a waiting request of a tenant that is behind. Knows seats and blocks, no counters."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.kv_cache import KVCache
@@ -60,3 +60,16 @@ def find_victims(
         if seats <= 0 and blocks <= 0:
             return victims
     return None
+
+
+def order_adapters(running: Sequence[Request], counters: Mapping[str, float], least: float) -> dict[str, list[Request]]:
+    """Return the running requests by adapter, if only tenants with counters above `least` use it: adapters with
+    the fewest requests first, then those of tenants furthest ahead.
+    """
+    users: dict[str, list[Request]] = {}
+    for request in running:
+        if request.adapter_digest:
+            users.setdefault(request.adapter_digest, []).append(request)
+    ahead = {digest: min(counters[r.tenant] for r in requests) for digest, requests in users.items()}
+    order = sorted((d for d in users if ahead[d] > least), key=lambda d: (len(users[d]), -ahead[d]))
+    return {digest: users[digest] for digest in order}

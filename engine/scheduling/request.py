@@ -179,13 +179,14 @@ class Request:
     turn: key of its place among its tenant's waiting requests. arrived, queued_at: times at which it entered the engine
         and last began to wait.
     charged: cost of its part of the planned step, returned if the step is not executed. num_paid: number of its first
-        tokens that its tenant has paid for.
+        tokens that its tenant has paid for. num_kept: number of computed tokens at its last preemption, whose blocks
+        may still be in the cache.
     """
 
     __slots__ = (
         "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks",
         "cache_salt", "charged", "edits", "error", "error_param", "finish_reason", "logprobs", "matcher",
-        "num_adapter_pages", "num_cached_tokens", "num_computed", "num_paid", "num_pending", "num_preemptions",
+        "num_adapter_pages", "num_cached_tokens", "num_computed", "num_kept", "num_paid", "num_pending", "num_preemptions",
         "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority", "prompt_logprobs",
         "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest", "started_at", "status", "stop_ids",
         "tenant", "token_ids", "ttft_target", "turn", "weight",
@@ -231,6 +232,7 @@ class Request:
         self.queued_at = 0.0
         self.charged = 0.0
         self.num_paid = 0
+        self.num_kept = 0
         self.quantum_end = 0
         self.edits: LogitEdits | None = None
         self.served_digest: str | None = None

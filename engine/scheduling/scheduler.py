@@ -18,11 +18,11 @@ from adapters.tiers.device_pool import AdapterPool, Residency
 from engine.scheduling.cost import load_cost, step_cost
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
-from engine.scheduling.pacing import Pacer
+from engine.scheduling.pacing import Pacer, PromptBudget, patience
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.tenants import TenantState
-from engine.scheduling.reclaim import find_victims
+from engine.scheduling.reclaim import find_victims, order_adapters
 from engine.scheduling.request import FinishReason, Request, Status
 
 Plan = dict[Request, int]
@@ -37,6 +37,8 @@ STARTED_BLOCKS = 8192
 # a few ms of look-ups (fair share stops at a quarter of it); while none is free, it is enough to load the next
 # requests' adapters in advance.
 PASSED_OVER, PREFETCHED = 256, 8
+# Time that a step must save before it leaves streams out: on a GPU a step with all of them is shorter.
+SAVED_S = 0.05
 # Maximum number of requests that one step admits by preempting streams of tenants that are ahead.
 RECLAIMED = 4
 
@@ -74,6 +76,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_in_target = 0
         self.num_over_target = 0
+        self.is_short = False  # whether the last plan left streams out, so that its time must not be learnt
         self._limits = limits
         self._chunked = limits.enable_chunked_prefill
         self._pacer = pacer if self._chunked else None
@@ -113,10 +116,8 @@ class Scheduler:
         for tenant, num_bytes in self.adapters.take_loaded_bytes().items():
             self.policy.charge_tenant(tenant, load_cost(num_bytes / self.adapters.page_bytes))
         self._free_reserved_pages(plan)
-        budget = self._decode(plan, self._limits.max_num_batched_tokens)
-        if plan and self._pacer is not None:
-            budget = self._pacer.prompt_budget(len(plan), budget, self._patience(plan))
-        self._prefill(plan, budget)
+        most = self._decode(plan, self._limits.max_num_batched_tokens)
+        self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most)))
         return plan
 
     def advance(self, plan: Plan) -> None:
@@ -184,47 +185,70 @@ class Scheduler:
         request.charged = step_cost(request, num_tokens)
         self.policy.charge(request, request.charged)
 
-    def _prefill(self, plan: Plan, budget: int) -> None:
+    def _budget_prompts(self, plan: Plan, most: int) -> PromptBudget:
+        if self._pacer is None:
+            return PromptBudget(most, most)
+        return self._pacer.budget(len(plan), most, self._patience(plan), self.policy.step_target(self._clock()))
+
+    def _prefill(self, plan: Plan, budget: PromptBudget) -> set[str]:
         """Plan prompt chunks. Prompts in progress and new ones alike go to the least served tenants first, so that a
         tenant's long prompt delays another tenant's short one by a step, not by its own length. Prompts end one after
         the other, not all at once: the work is the same, but each has its first token as soon as possible.
+
+        Return the tenants that give way to the planned prompts.
         """
-        admits, most, started_blocks, passed_over = True, budget, 0, 0
+        admits, started_blocks, passed_over = True, 0, 0
+        giving_way: set[str] = set()
         # Each row of logits is as wide as the vocabulary, so memory bounds a step's rows. Without chunked prefill a
         # prompt cannot be cut.
         logits_left = (self._chunked and self._limits.max_prompt_logits) or sys.maxsize
         nearness = self._nearness if self._free_seats else None
         turns = self.policy.turns([r for r in self.running if not r.is_decoding], nearness)
-        while budget > 0 and (request := turns.next(admits=admits)) is not None:
+        while not budget.is_spent and (request := turns.next(admits=admits)) is not None:
             if request.status is Status.FINISHED or request in plan:
                 continue
             if request in self._gave_way:
                 admits = False  # requests behind it have no better claim to its seat
                 continue
-            if request.wants_prompt_logprobs and not logits_left:
+            is_waiting = request.status is Status.WAITING
+            if (is_waiting and request.num_pending) or (request.wants_prompt_logprobs and not logits_left):
                 continue
-            if request.status is Status.WAITING:
-                if request.num_pending:
-                    continue
-                if not self._adapter_ready(request):
-                    passed_over += 1
-                    admits = passed_over < (PASSED_OVER if self._free_seats else PREFETCHED)
-                    continue
-                admits = self._admit(request, plan, budget, is_first=budget == most)
+            if is_waiting and not self._adapter_ready(request):
+                passed_over += 1
+                admits = passed_over < (PASSED_OVER if self._free_seats else PREFETCHED)
+                continue
+            heavier = set() if request.num_output_tokens else self.policy.heavier(request, self.running)
+            room = budget.room(is_light=bool(heavier))
+            if room <= 0:
+                admits = admits and not is_waiting
+                continue
+            if is_waiting:
+                admits = self._admit(request, plan, room, is_first=not budget.num_planned)
                 if not admits:
                     continue
                 started_blocks += len(request.blocks)
             num_tokens = request.num_to_compute
-            if self._chunked and num_tokens > budget:
+            if self._chunked and num_tokens > room:
                 # Cut into even chunks: a short remainder would cost a step of its own.
-                num_tokens = -(-num_tokens // -(-num_tokens // budget))
+                num_tokens = -(-num_tokens // -(-num_tokens // room))
             if request.wants_prompt_logprobs:
                 num_tokens = min(num_tokens, logits_left)
                 logits_left -= num_tokens
             self._plan(plan, request, num_tokens)
-            budget -= num_tokens
-            if most - budget >= FULL * self._limits.max_num_batched_tokens or started_blocks >= STARTED_BLOCKS:
-                return
+            budget.num_planned += num_tokens
+            giving_way |= heavier
+            if budget.num_planned >= FULL * self._limits.max_num_batched_tokens or started_blocks >= STARTED_BLOCKS:
+                break
+        return giving_way
+
+    def _shorten(self, plan: Plan, giving_way: set[str]) -> None:
+        """Leave the streams of tenants that give way to the next step, if that saves time; never twice in a row."""
+        rows = [r for r in plan if r.is_decoding and r.tenant in giving_way]
+        is_worth_it = self._pacer is not None and self._pacer.seconds_of(len(rows)) >= SAVED_S
+        self.is_short = is_worth_it and not self.is_short
+        for request in rows if self.is_short else ():
+            del plan[request]
+            self._return_charge(request)
 
     def _admit(self, request: Request, plan: Plan, budget: int, *, is_first: bool) -> bool:
         """Start a waiting request if a seat and blocks for its whole prompt are free, or if streams of tenants that are
@@ -240,9 +264,9 @@ class Scheduler:
             0 if self._free_seats else 1,
             max(0, self.cache.num_lacking(request, request.num_tokens, prefix)),
         )
-        if (lacking != (0, 0) or not self._leaves_room_to_grow(request, prefix)) and not self._reclaim(
-            request, plan, lacking
-        ):
+        if (
+            lacking != (0, 0) or not self._growth.leaves_room(request, prefix, self.running, self.cache)
+        ) and not self._reclaim(request, plan, lacking):
             return False
         self.policy.remove(request)
         self.cache.start(request, prefix)
@@ -254,21 +278,13 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _leaves_room_to_grow(self, request: Request, prefix: list[int]) -> bool:
-        """Return whether the blocks suffice for the expected growth of all running requests, or if none runs."""
-        if not self.running:
-            return True
-        cache = self.cache
-        shared = sum(len(r.blocks) for r in self.running) + len(prefix) - (cache.num_blocks - cache.num_free)
-        return self._growth.peak((*self.running, request)) - max(0, shared) <= cache.num_blocks
-
     def _reclaim(self, request: Request, plan: Plan, lacking: tuple[int, int]) -> bool:
         """Preempt streams of tenants that are ahead until the request fits. Return False, without effect, if the policy
         does not allow that yet or if it would not suffice.
         """
         if self._num_reclaimed >= RECLAIMED:
             return False
-        debtors = self.policy.debtors(request, self.running, self._clock())
+        debtors = self.policy.debtors(request, self.running, self._clock(), keeps_blocks=not lacking[1])
         victims = find_victims(request, debtors, self.running, self.cache, lacking)
         if victims is None:
             return False
@@ -302,19 +318,11 @@ class Scheduler:
                 self._failed.append(request)
 
     def _patience(self, streams: Plan) -> float:
-        """Return how strongly waiting prompts should slow down decoding: per tenant `(2 * prompts - 1) / streams`, the
-        minimum over tenants with decoding streams. A tenant's decodes are slowed only for its own prompts.
-
-        Prompts after the first count twice, because a delayed stream is usually still ahead of its reader. A single
-        prompt, however long, gives at most 1, which does not slow decodes beyond `stretch`.
-        """
+        """Return how strongly waiting prompts should slow down decoding (`pacing.patience`)."""
         prompts = Counter(r.tenant for r in self.running if not r.is_decoding)
         for tenant in {r.tenant for r in streams}:
             prompts[tenant] += min(self.policy.num_waiting(tenant), len(self._free_seats))
-        return min(
-            (2 * prompts[tenant] - 1) / num_streams
-            for tenant, num_streams in Counter(r.tenant for r in streams).items()
-        )
+        return patience(prompts, Counter(r.tenant for r in streams))
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         while not self.cache.grow(request, num_tokens):
@@ -334,13 +342,8 @@ class Scheduler:
         least = min((self.policy.counter(c.tenant) for c in self.adapters.claims(counters.keys())), default=None)
         if least is None:
             return
-        users: dict[str, list[Request]] = {}
-        for request in self.running:
-            if request.adapter_digest:
-                users.setdefault(request.adapter_digest, []).append(request)
-        ahead = {digest: min(counters[r.tenant] for r in requests) for digest, requests in users.items()}
-        order = sorted((d for d in users if ahead[d] > least), key=lambda d: (len(users[d]), -ahead[d]))
-        for digest in self.adapters.holders_to_preempt(order, counters.keys()):
+        users = order_adapters(self.running, counters, least)
+        for digest in self.adapters.holders_to_preempt(list(users), counters.keys()):
             for request in users[digest]:
                 self._preempt(request, plan)
 
@@ -349,6 +352,7 @@ class Scheduler:
         self._return_charge(request)
         self._gave_way.add(request)
         self.num_preemptions += 1
+        self.cache.keep(request)
         self._leave_running(request)
         request.preempt()
         self.policy.put_back(request, self._clock())
@@ -362,8 +366,7 @@ class Scheduler:
     def _count_target(self, request: Request) -> None:
         """Count a request's first token, or its end without one, as within or beyond its target."""
         if request.ttft_target is not None:
-            is_over = self._clock() - request.arrived > request.ttft_target
-            self.num_over_target += is_over
+            self.num_over_target += (is_over := self._clock() - request.arrived > request.ttft_target)
             self.num_in_target += bool(request.num_output_tokens) and not is_over
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:

@@ -26,6 +26,11 @@ LOOKED_AT = 64
 # advance. Further ones are skipped for those whose adapter is on the device, at a fraction of a microsecond each.
 # Otherwise adapters that became ready would be evicted before their requests are reached, because loads are charged.
 FAR_LOOKED_AT, FAR_IN_ALL = 4, 64
+# Number of times by which a tenant's streams per weight must exceed another's before the other is light beside it.
+HEAVIER = 2
+# Limit of a step's prompt work in seconds, because a prompt that arrives waits for the step's end. It holds while
+# several tenants use the engine: for this time after requests of two tenants in a row.
+STEP_S, SHARED_S = 0.25, 60.0
 
 
 class FairShare(TenantPolicy):
@@ -42,8 +47,13 @@ class FairShare(TenantPolicy):
         self._slack = slack
         self._preempt_behind = preempt_behind
         self._preempt_after = preempt_after
+        self._last_entered = ""
+        self._shared_until = 0.0
 
     def enter(self, request: Request, now: float) -> None:
+        if request.tenant != self._last_entered:
+            self._shared_until = now + SHARED_S if self._last_entered else 0.0
+            self._last_entered = request.tenant
         request.turn = (1, request.due, request.arrival)
         self._tenants.enter(request, now)
 
@@ -58,26 +68,46 @@ class FairShare(TenantPolicy):
         """Return the newest stream of the tenant furthest ahead; streams that have had their quantum come first."""
         return max(running, key=lambda r: (r.had_quantum, self.counter(r.tenant), r.arrival))
 
-    def debtors(self, claimant: Request, running: Sequence[Request], now: float) -> list[Request]:
+    def debtors(
+        self, claimant: Request, running: Sequence[Request], now: float, *, keeps_blocks: bool
+    ) -> list[Request]:
         """Return streams of tenants that are ahead, if they have had their quantum: furthest ahead first, then newest.
 
-        While the claimant's tenant has streams of its own, a stream gives way only if its tenant is so far ahead that
-        computing it again is at most a quarter of the difference.
+        While the claimant's tenant has streams of its own, a stream gives way only if it keeps its blocks, or if its
+        tenant is so far ahead that computing it again is at most a quarter of the difference.
         """
         seats = {r.tenant for r in running}
         is_idle, threshold = claimant.tenant not in seats, self.counter(claimant.tenant)
         if not is_idle or now - claimant.queued_at < self._preempt_after:
             threshold += self._preempt_behind
-        ahead = {tenant: counter for tenant in seats if (counter := self.counter(tenant)) > threshold}
+        heavier = self.heavier(claimant, running)
+        ahead = {t: counter for t in seats if (counter := self.counter(t)) > threshold or t in heavier}
         streams = [
             r
             for r in running
             if r.tenant in ahead
             and r.tenant != claimant.tenant
             and r.had_quantum
-            and (is_idle or ahead[r.tenant] - 4 * r.num_computed / r.weight > threshold)
+            and (is_idle or keeps_blocks or ahead[r.tenant] - 4 * r.num_computed / r.weight > threshold)
         ]
         return sorted(streams, key=lambda r: (ahead[r.tenant], r.arrival), reverse=True)
+
+    def heavier(self, request: Request, running: Sequence[Request]) -> set[str]:
+        """Return the tenants beside which the request's tenant is light: those that are ahead of it and have at least
+        twice its running requests per weight, this request included.
+        """
+        weights = {r.tenant: r.weight for r in running}
+        seats = Counter(r.tenant for r in running)
+        own = seats.pop(request.tenant, 0) + (request.seat < 0)
+        counter = self.counter(request.tenant)
+        return {
+            tenant
+            for tenant, held in seats.items()
+            if held * request.weight >= HEAVIER * own * weights[tenant] and self.counter(tenant) > counter
+        }
+
+    def step_target(self, now: float) -> float | None:
+        return STEP_S if now < self._shared_until else None
 
 
 class FairTurns:

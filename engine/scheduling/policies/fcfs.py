@@ -31,8 +31,16 @@ class FirstCome(TenantPolicy):
     def victim(self, running: Sequence[Request]) -> Request:
         return max(running, key=_arrival)
 
-    def debtors(self, claimant: Request, running: Sequence[Request], now: float) -> list[Request]:
+    def debtors(
+        self, claimant: Request, running: Sequence[Request], now: float, *, keeps_blocks: bool
+    ) -> list[Request]:
         return []
+
+    def heavier(self, request: Request, running: Sequence[Request]) -> set[str]:
+        return set()
+
+    def step_target(self, now: float) -> float | None:
+        return None
 
 
 class ArrivalTurns:

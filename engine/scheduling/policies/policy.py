@@ -80,10 +80,22 @@ class Policy(Protocol):
         """Return the running request that gives way when no block is left for a running request's next token."""
         ...
 
-    def debtors(self, claimant: Request, running: Sequence[Request], now: float) -> list[Request]:
+    def debtors(
+        self, claimant: Request, running: Sequence[Request], now: float, *, keeps_blocks: bool
+    ) -> list[Request]:
         """Return the running requests that may be preempted for the waiting claimant, the first choice first. The list
         is empty if the claimant has to wait until running requests end.
+
+        keeps_blocks: the claimant needs no block of theirs, so that they will hardly be computed again.
         """
+        ...
+
+    def heavier(self, request: Request, running: Sequence[Request]) -> set[str]:
+        """Return the tenants whose streams may be left out of a step with the request's prompt."""
+        ...
+
+    def step_target(self, now: float) -> float | None:
+        """Return the limit of a step's prompt work in seconds, because prompts may arrive during it; None: no limit."""
         ...
 
     def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:

@@ -127,8 +127,8 @@ class World:
 
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 4.0])
-def test_a_late_tenant_is_served_within_the_time_of_preemption(weight: float) -> None:
-    """A tenant holds every seat for 2,000 tokens; another's first token comes after `preempt_after`."""
+def test_a_late_tenant_is_served_at_once(weight: float) -> None:
+    """A tenant holds every seat for 2,000 tokens; another's first token does not wait for `preempt_after`."""
     world = World(seats=8, blocks=4096)
     for _ in range(20):
         world.ask(Asked(0, "first", 1.0, 20, 2000))
@@ -138,7 +138,7 @@ def test_a_late_tenant_is_served_within_the_time_of_preemption(weight: float) ->
     before = world.steps
     while not late.num_output_tokens:
         world.step()
-    assert world.steps - before <= PREEMPT_AFTER_S / STEP_S + 3
+    assert world.steps - before <= 2
     assert world.scheduler.num_preemptions == 1
 
 

@@ -194,3 +194,22 @@ def test_a_tenant_that_is_served_faster_elsewhere_is_served_here_after_a_while()
     # It has a request running, so the next one waits for its turn.
     share.charge_elsewhere("spread", 1e9, 3 * ELSEWHERE_WAIT_S)
     assert "spread" not in serve(share, 5)
+
+
+@pytest.mark.parametrize("keeps_blocks", [True, False])
+def test_a_stream_whose_blocks_would_go_gives_way_only_for_a_large_difference(keeps_blocks: bool) -> None:
+    """The claimant's tenant has a stream already; computing 1,000 tokens again would cost more than it is behind."""
+    share = FairShare()
+    running = [request("light", 0), *(request("heavy", i) for i in range(1, 9))]
+    for one in running:
+        enter(share, one)
+        share.remove(one)
+        one.start(0)
+        one.seat, one.num_computed = one.arrival, 1000
+    claimant = request("light", 9)
+    enter(share, claimant)
+    share.charge(running[1], 600.0)
+    found = share.debtors(claimant, running, 0.0, keeps_blocks=keeps_blocks)
+    assert [one.arrival for one in found] == ([8, 7, 6, 5, 4, 3, 2, 1] if keeps_blocks else [])
+    share.charge(running[1], 5000.0)
+    assert share.debtors(claimant, running, 0.0, keeps_blocks=False)

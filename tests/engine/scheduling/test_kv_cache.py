@@ -181,3 +181,66 @@ def test_no_block_is_lost_or_held_twice(script: list[tuple[str, int, int, bool]]
     for r in live:
         cache.free(r)
     assert cache.num_free == cache.num_blocks
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("num_computed", [5, 8, 11])
+def test_a_preempted_request_finds_all_its_blocks(prefix_cache: bool, num_computed: int) -> None:
+    cache = KVCache(8, 4, prefix_cache)
+    request, other = make_request("one", 12), make_request("two", 12)
+    held = preempt(cache, request, num_computed)
+    assert cache.num_free == 8
+    assert not prefix_cache or len(cache.find_prefix(other)) == num_computed // 4, "full blocks are shared"
+    assert prefix_cache or cache.find_prefix(other) == []
+    found = cache.find_prefix(request)
+    assert found == held
+    cache.start(request, found)
+    assert (request.num_computed, request.num_registered_blocks) == (num_computed, num_computed // 4)
+    assert cache.num_free == 8 - len(held)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_preempted_request_finds_nothing_in_evicted_blocks(prefix_cache: bool) -> None:
+    cache = KVCache(4, 4, prefix_cache)
+    request, other = make_request("one", 12), make_request("two", 16, first=100)
+    for _ in range(2):  # keys of the first preemption must not be in the way of the second
+        preempt(cache, request, 11)
+        cache.start(other, cache.find_prefix(other))
+        assert cache.grow(other, 16)
+        assert cache.find_prefix(request) == []
+        cache.free(other)
+        assert cache.num_free == 4
+        other = make_request("three", 16, first=200)
+    cache.start(request, [])
+    assert request.num_computed == 0
+    assert cache.grow(request, 12)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_preempted_request_whose_first_block_is_evicted_begins_anew(prefix_cache: bool) -> None:
+    cache = KVCache(4, 4, prefix_cache)
+    request = make_request("one", 12)
+    held = preempt(cache, request, 11)
+    for index in (3, held[2], held[1], held[0]):  # freed last first, after the block that was never used
+        other = make_request(f"other {index}", 4, first=10 * index + 100)
+        assert cache.grow(other, 4)
+        assert other.blocks == [index]
+        assert index != held[2] or cache.find_prefix(request) == held[:2]
+    assert cache.find_prefix(request) == []
+
+
+def make_request(name: str, num_tokens: int, first: int = 0) -> Request:
+    return Request(NewRequest(name, list(range(first, first + num_tokens)), SamplingParams()))
+
+
+def preempt(cache: KVCache, request: Request, num_computed: int) -> list[int]:
+    """Start the request, compute tokens, preempt it, and return the blocks of the computed tokens."""
+    cache.start(request, cache.find_prefix(request))
+    assert cache.grow(request, request.num_tokens)
+    request.num_computed = num_computed
+    cache.register(request)
+    held = request.blocks[: cache.blocks_for(num_computed)]
+    cache.keep(request)
+    cache.free(request)
+    request.preempt()
+    return held

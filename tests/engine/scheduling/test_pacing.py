@@ -192,3 +192,33 @@ def test_steps_of_other_prompts_and_as_many_rows_are_taken():
     pacer.observe(0.02, 12, 4)
     pacer.observe(0.02, 8, 8)
     assert pacer.prompt_budget(8, 512) >= 1
+
+
+def test_prompts_of_light_tenants_have_a_budget_of_their_own() -> None:
+    """They get as many tokens as fit into the target, whatever the decodes; the pacer's own chunk stays."""
+    pacer = Pacer(1.8)
+    for _ in range(20):
+        pacer.observe(0.020, 8, 0)
+        pacer.observe(0.020 + 16 * 0.002, 8, 16)
+    budget = pacer.budget(8, 500, 1.0, 0.25)
+    assert budget.most == pytest.approx(125, abs=3)
+    assert budget.paced == pacer.prompt_budget(8, 500) < 20
+    assert budget.room(is_light=True) > budget.room(is_light=False)
+    # Patience makes chunks larger, but not beyond the target.
+    assert pacer.budget(8, 500, 3.0, 0.25).paced == budget.most - 8
+    assert pacer.budget(8, 500, 3.0, None).paced == 500
+    assert pacer.budget(0, 500, 1.0, 0.25).paced == budget.most
+
+
+def test_prompts_of_light_tenants_in_every_step_leave_room_for_a_decode_step() -> None:
+    """Without it, the step that measures decodes alone is never run, and the pacer gives other prompts nothing."""
+    pacer = Pacer(1.8)
+    pacer.observe(0.020, 8, 0)
+    for steps in range(2 * STEPS_UNTIL_ALONE):
+        budget = pacer.budget(8, 500, 1.0, 0.25)
+        assert (budget.paced > 0) == (steps < STEPS_UNTIL_ALONE)
+        assert budget.most > 0
+        pacer.observe(0.020 + 16 * 0.002, 8, 16)
+    assert pacer.budget(8, 500, 1.0, 0.25).is_spent
+    pacer.observe(0.020, 8, 0)
+    assert pacer.budget(8, 500, 1.0, 0.25).paced > 0
