@@ -19,7 +19,7 @@ body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; color: var(--ink); 
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 p.soft, figcaption { color: var(--soft); }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; margin-bottom: 1rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
@@ -27,6 +27,7 @@ figure { margin: 1rem 0; } svg { width: 100%; height: auto; } svg text { font-si
 .grid { stroke: var(--line); stroke-width: 1; }
 .key { margin-left: 1rem; white-space: nowrap; } .key i { display: inline-block; width: .8rem; height: .8rem;
   margin-right: .3rem; border-radius: 2px; vertical-align: -1px; }
+@media (max-width: 40rem) { svg text { font-size: 18px; } th { white-space: normal; vertical-align: bottom; } }
 .warning { border-left: 4px solid var(--series-1); padding-left: .8rem; }
 """
 LATENCIES = ("ttft", "inter_token", "tpot", "latency")
@@ -39,7 +40,7 @@ def html_page(report: Mapping[str, Any]) -> str:
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
         f"<style>{STYLE}</style></head><body><h1>{title}</h1>",
-        f"<p class='soft'>{escape(report['description'])} {escape(report['started'])}, seed {report['load']['seed']}, "
+        f"<p class='soft'>{escape(report['description'])}. Started {escape(report['started'])}, seed {report['load']['seed']}, "
         f"plan {report['load']['plan']['sha256'][:12]}, Loraplex {escape(report['loraplex'])}.</p>",
         *(f"<p class='warning'>{escape(warning)}</p>" for warning in report["warnings"]),
         _isolation(report["isolation"]),
