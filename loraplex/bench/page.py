@@ -40,8 +40,9 @@ def html_page(report: Mapping[str, Any]) -> str:
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
         f"<style>{STYLE}</style></head><body><h1>{title}</h1>",
-        f"<p class='soft'>{escape(report['description'])}. Started {escape(report['started'])}, seed {report['load']['seed']}, "
-        f"plan {report['load']['plan']['sha256'][:12]}, Loraplex {escape(report['loraplex'])}.</p>",
+        f"<p class='soft'>{escape(report['description'])}. Started {escape(report['started'])}, "
+        f"seed {report['load']['seed']}, plan {report['load']['plan']['sha256'][:12]}, "
+        f"Loraplex {escape(report['loraplex'])}.</p>",
         *(f"<p class='warning'>{escape(warning)}</p>" for warning in report["warnings"]),
         _isolation(report["isolation"]),
     ]
