@@ -242,13 +242,18 @@ class HostCache:
             raise AdapterError("mixture", f"takes {size} bytes of host memory, the limit is {self._max_bytes}")
         with self._changed:
             tenant = self._asked.get(mixture.digest, "")
-            for surplus in self._mixtures.surplus(tenant, size):
-                self._evict(surplus)
+            self._evict_mixtures(tenant, size)
         mixed = self._hold(mixture.digest, size, lambda: mix(mixture.digest, parts))
         with self._changed:
             if mixture.digest in self._resident:
                 self._mixtures.hold(tenant, mixture.digest, size)
+            # Other threads may have made some of the tenant's mixtures at the same time.
+            self._evict_mixtures(tenant, 0)
         return mixed
+
+    def _evict_mixtures(self, tenant: str, size: int) -> None:
+        for digest in self._mixtures.surplus(tenant, size):
+            self._evict(digest)
 
     def _ranks(self, digest: str) -> dict[tuple[int, str], int]:
         adapter = self.get(digest)
