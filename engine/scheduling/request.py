@@ -186,10 +186,10 @@ class Request:
     __slots__ = (
         "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks",
         "cache_salt", "charged", "edits", "error", "error_param", "finish_reason", "logprobs", "matcher",
-        "num_adapter_pages", "num_cached_tokens", "num_computed", "num_kept", "num_paid", "num_pending", "num_preemptions",
-        "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority", "prompt_logprobs",
-        "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest", "started_at", "status", "stop_ids",
-        "tenant", "token_ids", "ttft_target", "turn", "weight",
+        "num_adapter_pages", "num_cached_tokens", "num_computed", "num_kept", "num_paid", "num_pending",
+        "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority",
+        "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest",
+        "started_at", "status", "stop_ids", "tenant", "token_ids", "ttft_target", "turn", "weight",
     )  # fmt: skip
 
     def __init__(
