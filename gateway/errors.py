@@ -106,7 +106,7 @@ class NameTaken(GatewayError):
 
 
 class WrongOffset(GatewayError):
-    """A part of an upload does not start where the part before ends; `Upload-Offset` is where it has to start."""
+    """A part of an upload does not start at the end of the previous part. `Upload-Offset` has the expected start."""
 
     status, kind, code = 409, "invalid_request_error", "wrong_offset"
 

@@ -91,7 +91,7 @@ class Settings:
     # Local folder for the copies and uploads of a store at s3://, and its size limit.
     adapter_cache: Path = Path("~/.cache/loraplex/adapters")
     adapter_cache_bytes: types.Bytes = 16 * 2**30
-    # Prefixes of hf://, s3:// and file:// from which tenants may import adapters, and the hub that hf:// means.
+    # Prefixes of hf://, s3:// and file:// from which tenants may import adapters, and the URL of the hub for hf://.
     import_sources: types.ImportSources = ()
     import_hub: types.Text = "https://huggingface.co"
     # Maximum rank of an uploaded adapter. None: the largest that an engine reports, 64 before any report.

@@ -147,7 +147,7 @@ class GatewayClient:
             return await self.call("POST", _adapters_path(tenant), data=form, timeout=UPLOAD_TIMEOUT)
 
     async def import_adapter(self, tenant: str | None, name: str, source: str) -> dict[str, Any]:
-        """Have the gateway fetch an adapter from a place that it allows."""
+        """Make the gateway import an adapter from a source that it allows."""
         path = uploads_path(tenant).removesuffix("uploads") + "imports"
         return await self.call("POST", path, params={"name": name, "source": source}, timeout=UPLOAD_TIMEOUT)
 

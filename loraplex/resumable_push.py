@@ -1,4 +1,4 @@
-"""Upload of a large adapter in parts, which goes on after a break, also in a later call."""
+"""Upload of a large adapter in parts. A later call continues a broken upload."""
 
 import asyncio
 import hashlib
@@ -23,7 +23,7 @@ Progress = Callable[[int, int], object]
 async def push_in_parts(client: GatewayClient, route: str, name: str, path: Path, progress: Progress) -> dict[str, Any]:
     """Upload a PEFT folder or an archive as `name` and return the adapter.
 
-    route: of the tenant's uploads. progress: called with (bytes received, all bytes). Raises GatewayError, OSError.
+    route: path of the tenant's uploads. progress: called with (bytes received, size). Raises GatewayError, OSError.
     """
     with _archive(path) as file:
         size, sha256 = file.seek(0, 2), await asyncio.to_thread(_hash, file)
@@ -40,7 +40,7 @@ async def push_in_parts(client: GatewayClient, route: str, name: str, path: Path
 
 
 async def _send(client: GatewayClient, route: str, start: int, part: bytes) -> int:
-    """Send a part and return the number of bytes received, also if an earlier attempt had arrived."""
+    """Send a part and return the upload's number of bytes received, also if an earlier attempt delivered the part."""
     query = {"offset": str(start), "sha256": hashlib.sha256(part).hexdigest()}
     try:
         upload = await client.call("PUT", route, params=query, data=part, timeout=UPLOAD_TIMEOUT)
@@ -52,7 +52,7 @@ async def _send(client: GatewayClient, route: str, start: int, part: bytes) -> i
 
 
 async def _retry(send: Callable[[], Any]) -> Any:
-    """Repeat a call while the gateway cannot be reached or a part of it is away."""
+    """Repeat a call while the gateway is unreachable or answers 429, 502 or 503."""
     for pause in PAUSES:
         try:
             return await send()
@@ -65,7 +65,9 @@ async def _retry(send: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _archive(path: Path) -> Iterator[BinaryIO]:
-    """Open an archive, or the files of a folder packed into one whose bytes depend on theirs only."""
+    """Open an archive, or pack a folder's files into one. Its bytes depend on the files' content only, so that a later
+    call continues the upload.
+    """
     if path.is_file():
         with path.open("rb") as file:
             yield file

@@ -1,8 +1,8 @@
 """Service of this process's requests by engine, reported to the other engines.
 
 An engine counts only the service that it gives. With the service at the other engines added, its scheduler orders
-tenants by their service in the whole fleet, so that a tenant that is spread over all engines has one share. Each
-service is measured in one gateway process, and each process reports to each engine, so the sum needs no shared store.
+tenants by their service in the whole fleet, so that a tenant that is spread over all engines has one share. One gateway
+process measures the service of a request, and every process reports to every engine, so the sum needs no shared store.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from wire.service import MAX_TENANTS
 
 log = logging.getLogger(__name__)
 
-# Interval of the reports: the same as that of the exchange between gateways.
+# Interval of the reports; equal to the interval of the exchange between gateways (`shared_service.py`).
 SECONDS = 0.25
 
 
@@ -38,15 +38,15 @@ class EngineService:
         self._failing: set[str] = set()
 
     def served(self, engine: EngineRecord, tenant: str, cost: float) -> None:
-        """Count service that the engine gave the tenant since the last report."""
+        """Add service that the engine has given the tenant."""
         counts = self._served.setdefault(engine.url, defaultdict(float))
         counts[tenant] += cost
 
     async def report(self) -> None:
-        """Send each engine the service at the other engines since the last report, the tenants with most service first.
+        """Send each engine the service at the other engines since the last report.
 
-        A report that fails is not repeated, because the engine may have applied it: the error is one interval's
-        service.
+        A report has the MAX_TENANTS tenants with most service. A report that fails is not repeated, because the engine
+        may have applied it: the error is one interval's service.
         """
         served, self._served = self._served, {}
         total: dict[str, float] = defaultdict(float)

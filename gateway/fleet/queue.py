@@ -1,9 +1,9 @@
 """Queue of requests while the engines are full: bounded, ordered by priority and fair share.
 
 Lower priority numbers go first. Among equals, the tenant with the least service per weight goes first
-(`service_counters.py`), so engines that cannot tell tenants apart are shared fairly too; of its requests, the one with
-the earliest deadline (`wire/deadlines.py`). When the queue is full, the
-request that would be served last is refused, whether new or waiting.
+(`service_counters.py`), so engines that do not distinguish tenants are shared fairly too. Within a tenant, the request
+with the earliest deadline goes first (`wire/deadlines.py`). When the queue is full, the request that would be served
+last is refused, whether new or waiting.
 
 A tenant below its share of the places does not wait: it is admitted beyond the engines' capacity, and until the excess
 is gone, free places go only to tenants below their share. Otherwise a tenant that arrives behind another's long answers
@@ -260,13 +260,13 @@ class Gate:
         return True
 
     def _first(self, places: Sequence[Place]) -> Place | None:
-        """Return the request that goes first: of the tenant whose turn it is, the one with the earliest deadline."""
+        """Return the request to admit next: the request of the next tenant that has the earliest deadline."""
         turn = min(places, key=self._order, default=None)
         own = (place for place in places if turn is not None and place.tenant == turn.tenant)
         return min(own, key=_own_order, default=None)
 
     def _last(self) -> Place:
-        """Return the waiting request that would go last."""
+        """Return the waiting request that would be admitted last."""
         turn = max(self._waiting, key=self._order)
         return max((place for place in self._waiting if place.tenant == turn.tenant), key=_own_order)
 

@@ -54,7 +54,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     names: an adapter's name, and all names of the tenant that have a price or limits and mean, or ever meant, the same
     content. These prices and limits apply to the content, whichever name a request uses.
-    parts, mixture: of a mixture, whose names are those of its parts (gateway/records/mixtures.py).
+    parts, mixture: set for a mixture only (gateway/records/mixtures.py); its `names` are those of its parts.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engine_name(self) -> str:
-        """Return the engines' name of the model."""
+        """Return the model's name in requests to engines."""
         if self.digest is None:
             return self.name
         return digest_name(self.digest) if self.mixture is None else self.mixture.name

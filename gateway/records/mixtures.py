@@ -1,16 +1,16 @@
-"""Models that are mixtures of a tenant's adapters (wire/mixtures.py). The catalog knows the name of each term."""
+"""Resolution of mixtures of a tenant's adapters (wire/mixtures.py). The catalog resolves the name of each term."""
 
 from gateway.errors import BadRequest
 from gateway.records.catalog import Catalog, Model
 from gateway.records.tenants import Tenant
 from wire.mixtures import Mixture, is_mixture, parse_terms
 
-# Length of a model's name in the usage ledger.
+# Maximum length of a model's name in the usage ledger.
 MAX_CHARS = 256
 
 
 def names_in(model: str, base_model: str) -> list[str]:
-    """Return the names in a request's `model`, each of which the key must be allowed to use.
+    """Return the names in a request's `model`. The key needs permission for each of them.
 
     Raises the protocol's BadRequest.
     """
@@ -20,7 +20,7 @@ def names_in(model: str, base_model: str) -> list[str]:
 
 
 async def resolve_model(catalog: Catalog, tenant: Tenant, model: str) -> Model:
-    """Return the model or the mixture that a tenant means. Raises ModelNotFound, BadRequest, each naming the term."""
+    """Return the model or mixture that `model` names. Raises ModelNotFound and BadRequest, which name the term."""
     if model == catalog.base_model or not is_mixture(model):
         return await catalog.resolve(tenant, model)
     if len(model) > MAX_CHARS:

@@ -1,6 +1,7 @@
-"""Uploads of adapters that arrive in parts. Their bytes are in the adapter store; which parts count is on record here.
+"""Records of adapter uploads that arrive in parts.
 
-So an upload goes on at any gateway, also after a restart.
+The bytes are in the adapter store; the tables here record the parts that count. So an upload continues at any gateway,
+also after a restart.
 """
 
 import uuid
@@ -17,14 +18,14 @@ from gateway.records.database import Database
 from gateway.records.tables import adapter_upload_parts, adapter_uploads, tenants
 from gateway.records.tenants import Tenant
 
-# Unfinished uploads of a tenant at once.
+# Maximum number of unfinished uploads of a tenant.
 MAX_UPLOADS = 16
 # An upload without a new part for this time is removed.
 KEPT = timedelta(hours=24)
 
 
 class PartialUpload(msgspec.Struct, frozen=True, kw_only=True):
-    """An unfinished upload. num_bytes, sha256: of the whole, as declared. received: bytes so far."""
+    """An unfinished upload. num_bytes, sha256: declared for the whole archive. received: number of bytes so far."""
 
     id: str
     name: str
@@ -39,7 +40,7 @@ class PartialUpload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Uploads:
-    """The table of unfinished uploads. Raises RecordNotFound for another tenant's upload as for an unknown one."""
+    """The table of unfinished uploads. Raises RecordNotFound for an unknown upload and for another tenant's alike."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -47,7 +48,8 @@ class Uploads:
     async def begin(self, tenant: Tenant, name: str, num_bytes: int, sha256: str) -> PartialUpload:
         """Add an upload, or return the tenant's unfinished one of the same name and content.
 
-        Its bytes count against the tenant's room from now on. Raises AdapterLimitExceeded.
+        Its declared size counts against `max_adapter_bytes` when the tenant begins another upload in parts. Raises
+        AdapterLimitExceeded.
         """
         table, now = adapter_uploads, datetime.now(UTC)
         own = and_(table.c.tenant_id == tenant.id, table.c.updated_at > now - KEPT)
@@ -82,7 +84,7 @@ class Uploads:
         return _read(row)
 
     async def add_part(self, tenant: Tenant, upload_id: str, start: int, num_bytes: int, part_id: str) -> PartialUpload:
-        """Count a saved part. Raises WrongOffset unless it starts where the part before ends."""
+        """Record a saved part. Raises WrongOffset unless it starts at the end of the previous part."""
         table, now = adapter_uploads, datetime.now(UTC)
         async with self._database.write() as connection:
             query = select(table).where(_own(tenant, upload_id)).with_for_update()
@@ -100,7 +102,7 @@ class Uploads:
         return msgspec.structs.replace(_read(row), received=received, updated_at=now)
 
     async def parts(self, upload_id: str) -> Sequence[str]:
-        """Return the ids of the parts that count, in their order."""
+        """Return the ids of the recorded parts, in order."""
         table = adapter_upload_parts
         query = select(table.c.part_id).where(table.c.upload_id == upload_id).order_by(table.c.start)
         async with self._database.read() as connection:

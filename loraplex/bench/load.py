@@ -100,8 +100,8 @@ class Load:
     """Everything that a run sends.
 
     seconds: end of the arrivals; None: the sources end by themselves. warmup: requests before the run, for each source.
-    timeout: seconds for one request. drain: seconds after the arrivals' end after which the requests in flight are cut;
-    None: they are awaited. input_weight, output_weight: service of a prompt's and of an answer's token.
+    timeout: seconds for one request. drain: seconds from the arrivals' end until requests in flight are cut; None: they
+    are awaited. input_weight, output_weight: service of a prompt's and of an answer's token.
     window: seconds over which service is compared; None: a quarter of the run, at most 60. round: number of the
     repetition, which changes the prompts' words and nothing else.
     """
@@ -122,7 +122,7 @@ class Load:
 
     @property
     def longest(self) -> float | None:
-        """Return the seconds after which the run is cut; None: it is not."""
+        """Return the maximum duration of the run in seconds; None: no limit."""
         return None if self.seconds is None or self.drain is None else self.seconds + self.drain
 
     def without(self, names: Sequence[str]) -> "Load":

@@ -99,8 +99,9 @@ async def connect(url: str, internal_token: str | None = None) -> AsyncIterator[
 
 
 async def warm_up(server: Server, load: Load) -> None:
-    """Send each source's warm-up requests; their prompts are not those of the run, and
-    their answers are short. Failures are ignored here."""
+    """Send each source's warm-up requests, with short answers and prompts that differ from the run's. Failures are
+    ignored.
+    """
     warm = replace(load, seed=-1 - load.seed, seconds=None)
     free = asyncio.Semaphore(WARMUP_CONCURRENCY)
     runner = Runner(server, warm, Run(warm))

@@ -58,7 +58,7 @@ class Admin:
         return json_response({"object": "adapter", "name": name, "deleted": True})
 
     async def collect(self, request: web.Request) -> web.Response:
-        """Remove stored content of deleted names and tenants; with `?dry_run=true`, count it only."""
+        """Remove stored content of deleted names and tenants; with `?dry_run=true`, only count it."""
         dry_run = read_flag(request, "dry_run")
         removed, num_bytes = await self._intake.collect(dry_run=dry_run)
         if not dry_run:

@@ -1,7 +1,7 @@
-"""`/v1/adapter-imports`: adapters from places that the operator allows by prefix: a hub, a bucket, a folder.
+"""`/v1/adapter-imports`: imports of adapters from a hub, a bucket or a folder below prefixes that the operator allows.
 
-A client names a place below an allowed prefix and nothing else: no host, no scheme, no redirect target. Without the
-setting nothing is allowed.
+A client chooses a path below an allowed prefix, and neither scheme, host nor redirect target. Without the setting,
+every import is refused.
 """
 
 import os
@@ -39,8 +39,9 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)
 
 
 class Imports:
-    """Routes of imports, for a tenant itself and for operators. sources: the allowed prefixes, without a / at their
-    ends. hub: the URL of the hub that `hf://` means.
+    """Routes of imports, for a tenant itself and for operators.
+
+    sources: the allowed prefixes, without a trailing slash. hub: the URL of the hub for `hf://`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Imports:
             return await self._intake.take(request, tenant, principal.key_id, tenant.id, receive)
 
     def _receive(self, request: web.Request) -> Any:
-        """Return the function that copies the named adapter. Raises BadRequest, and Forbidden if it is not allowed."""
+        """Return the function that copies the adapter. Raises BadRequest, and Forbidden for any other source."""
         name, source = request.query.get("name", ""), request.query.get("source", "")
         self._catalog.check_name(name)
         prefix = max((each for each in self._sources if source.startswith(each)), key=len, default=None)
@@ -131,7 +132,10 @@ class Imports:
         raise Unavailable("The hub redirects too often.", code="import_unavailable")
 
     def _redirected(self, url: str, location: str) -> str:
-        """Return a redirect's target if it is on the hub's own host or on a host of the public hub."""
+        """Return a redirect's target: the hub's own host, or from the public hub one of its download hosts.
+
+        Raises Unavailable for another host.
+        """
         target, hub = urlsplit(urljoin(url, location)), urlsplit(self._hub)
         host = target.hostname or ""
         is_own = (target.scheme, target.netloc) == (hub.scheme, hub.netloc)

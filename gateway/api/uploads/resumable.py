@@ -1,4 +1,4 @@
-"""`/v1/adapter-uploads`: uploads of an adapter's archive in parts, which go on after a break at any gateway."""
+"""`/v1/adapter-uploads`: uploads of an adapter's archive in parts. A broken upload continues at any gateway."""
 
 import asyncio
 import hashlib
@@ -27,9 +27,9 @@ from gateway.records.catalog import Catalog
 from gateway.records.tenants import Tenant, Tenants
 from gateway.records.uploads import PartialUpload, Uploads
 
-# Sizes of a part. The last one may be smaller; the least size bounds an upload's number of parts.
+# Minimum and maximum size of a part; the last part may be smaller. The minimum bounds the number of parts.
 LEAST_PART_BYTES, MOST_PART_BYTES = 1 << 20, 64 << 20
-# Parts that are not on record are removed at this age: their upload ended while they arrived.
+# Age at which parts without an upload on record are removed. Their upload ended while they arrived.
 ORPHAN_SECONDS = 2 * 3600.0
 _ID = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -37,7 +37,11 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 class _Caller(msgspec.Struct, frozen=True):
-    """The tenant of an upload, and who acts. owner: whose checks take turns. principal: None for an operator."""
+    """The tenant of an upload, and the client that acts for it.
+
+    actor: the key's id. owner: the tenant's id or OPERATOR; the owners' checks take turns. principal: None for an
+    operator.
+    """
 
     tenant: Tenant
     actor: str
@@ -97,12 +101,15 @@ class ResumableUploads:
             size = await self._receive(request, place, min(left, MOST_PART_BYTES), sha256)
             if size < min(left, LEAST_PART_BYTES):
                 raise BadRequest(f"Expected a part of at least {LEAST_PART_BYTES} bytes, or the rest of the upload.")
-            # To its end even if the client leaves, so that no part stays that does not count.
+            # Runs to its end even if the client disconnects, so that a saved part is either recorded or removed.
             upload = await place.finish(self._add_part(caller.tenant, upload.id, start, size, place))
         return json_response(_describe(upload))
 
     async def complete(self, request: web.Request) -> web.Response:
-        """Check the whole, add the version and return 201. An upload with wrong content is removed; else it stays."""
+        """Check the archive, add the version and return 201.
+
+        An upload that the check refuses or cannot finish is removed; after any other error it stays.
+        """
         caller, upload = await self._find(request)
         if upload.received < upload.num_bytes:
             raise WrongOffset(upload.received)
@@ -129,7 +136,7 @@ class ResumableUploads:
         return json_response({"object": "adapter.upload", "id": upload.id, "deleted": True})
 
     async def sweep(self) -> int:
-        """Remove expired uploads, and parts of uploads that are not on record. Returns their number."""
+        """Remove expired uploads, and parts without an upload on record. Returns the number of uploads."""
         gone = set(await self._uploads.remove_expired())
         latest = time.time() - ORPHAN_SECONDS
         listed = await asyncio.to_thread(lambda: [each for each, at in self._store.parts.list() if at <= latest])

@@ -24,7 +24,7 @@ RequestType = type[ChatCompletionRequest] | type[CompletionRequest]
 
 
 # Hints for OpenAI's own service that many clients send. They do not change the answer and are dropped. `priority` and
-# `ttft_target` are dropped too, because they order a tenant's own requests and such servers do not know tenants.
+# `ttft_target` are dropped too: they order a tenant's own requests, and such servers do not distinguish tenants.
 DROPPED = frozenset(
     {
         "metadata",

@@ -76,7 +76,7 @@ class EngineKind(ABC):
         """
 
     async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:
-        """Tell an engine that orders tenants (`Traits`) the service that they received at other engines, by tenant id.
+        """Report tenants' service at other engines, by tenant id, to an engine that orders tenants (`Traits`).
 
         Raises ClientError, OSError, TimeoutError.
         """
