@@ -32,11 +32,11 @@ MAX_REST_SECONDS = 2.0
 class Yielding:
     """Priority and pauses of jobs that share the cores with more urgent work.
 
-    after_seconds: the recent thread time of a tenant from which on the tenant is heavy. nice: niceness of the threads
-    of heavy tenants and of long jobs. rest: after a job, a heavy tenant's next job waits for `rest` times the job's CPU
-    time, so that its jobs take at most 1 / (1 + rest) of a core. Niceness does not suffice where many threads wait for
-    each other: a step's threads sleep for less than a millisecond at a time, and the scheduler lets a thread that runs
-    in between finish its slice of milliseconds.
+    after_seconds: recent thread time above which a tenant is heavy. nice: niceness of the threads of heavy tenants and
+    of long jobs. rest: after a job, a heavy tenant's next job waits for `rest` times the job's CPU time, at most
+    `MAX_REST_SECONDS`. Short jobs that run one after the other thus take at most 1 / (1 + rest) of a core. Niceness
+    alone does not suffice: a step's threads wait for each other, for less than a millisecond at a time, and the kernel
+    lets a thread that runs in between finish its slice of several milliseconds.
     """
 
     after_seconds: float = 1.0
@@ -68,9 +68,9 @@ class FairThreads:
     """A pool that runs at most `num_threads` jobs at once. Thread-safe.
 
     A tenant occupies at most `num_threads - 1` threads, but at least one.
-    max_pending, max_pending_per_tenant: maximum number of waiting jobs. yielding: None: jobs keep their priority.
-    max_cpu_seconds: maximum recent CPU time of a tenant's jobs. It halves every `HALF_LIFE_S`, so this also limits the
-    rate: 2.3 % of it per second.
+    max_pending, max_pending_per_tenant: maximum number of waiting jobs. yielding: how heavy tenants' jobs yield;
+    None: they keep their priority. max_cpu_seconds: maximum recent CPU time of a tenant's jobs. It halves every
+    `HALF_LIFE_S`, so this also limits the rate: 2.3 % of it per second.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FairThreads:
         self._threads: set[threading.Thread] = set()
         # Thread seconds, for turns and priority, and CPU time, for the limit.
         self._used, self._cpu_used = RecentUse(HALF_LIFE_S), RecentUse(HALF_LIFE_S)
-        # Tenants that rest after a job, and the ends of their rests (monotonic).
+        # Tenants whose next job may not start yet, and the time (monotonic) from which it may.
         self._rests: dict[str, float] = {}
         self._num_pending = 0
         self._closed = False
@@ -208,7 +208,7 @@ class FairThreads:
             self._rest(tenant, cpu_seconds)
 
     def _rest(self, tenant: str, cpu_seconds: float) -> None:
-        """Keep a heavy tenant's next job from starting for a while. Work of no tenant ("") never rests."""
+        """Delay the start of a heavy tenant's next job. Work without a tenant ("") is not delayed."""
         now = time.monotonic()
         if self._yielding is None or not tenant or not self._is_heavy(tenant, now):
             return
@@ -243,7 +243,7 @@ class FairThreads:
 
     def _end_rest(self, tenant: str) -> None:
         with self._lock:
-            # A job shared with another tenant may have ended in between, with a later rest.
+            # Another job of the tenant may have ended since and set a later time.
             if self._rests.get(tenant, math.inf) <= time.monotonic():
                 del self._rests[tenant]
             self._start_jobs()

@@ -1,7 +1,7 @@
-"""Local copies of an object store's adapters: a directory store of bounded size, which drops the least recently used.
+"""Local copies of an object store's adapters: a directory store of bounded size that evicts the least recently used.
 
-Several processes of a machine may share the folder. A reader holds a shared lock on its copy's folder; a copy is
-removed under an exclusive lock, so never while it is read.
+Several processes of a machine may share the folder. A reader holds a shared lock on its copy's folder, and removal
+needs an exclusive lock, so no copy is removed while it is read.
 """
 
 import errno
@@ -17,8 +17,8 @@ from pathlib import Path
 from adapters.spool import PREFIX, Spool
 from adapters.store import DirectoryStore
 
-# Function that writes an adapter into a folder and returns whether it exists. Before that it calls its second argument
-# with the number of bytes, which raises OSError without room for them.
+# Function that writes an adapter into a folder; it returns False if the adapter does not exist. Before it writes, it
+# calls its second argument with the number of bytes, which raises OSError if they do not fit.
 Download = Callable[[Path, Callable[[int], object]], bool]
 
 
@@ -50,7 +50,10 @@ class LocalCopies:
             os.close(held)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove copies until the others, downloads and `num_bytes` fit. Raises OSError if too many are in use."""
+        """Remove the least recently used copies until `num_bytes` more fit beside the others and the running downloads.
+
+        Raises OSError if too many copies are in use.
+        """
         copies: list[tuple[float, int, str]] = []
         for digest in self._store.list():
             with suppress(FileNotFoundError):
@@ -66,7 +69,7 @@ class LocalCopies:
             raise OSError(errno.ENOSPC, f"the local copies of adapters may have {self.max_bytes} bytes, all in use")
 
     def remove(self, digest: str, *, in_use: bool = False) -> bool:
-        """Remove a copy. Returns False if it is in use and stays. in_use: remove a damaged one even then."""
+        """Remove a copy. Returns False, without effect, if it is in use. in_use: remove it even then (damaged)."""
         folder = self._store.folder(digest)
         descriptor = _open(folder)
         if descriptor is None:

@@ -29,7 +29,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 MAX_PATTERNS = 4096
 # No engine serves a larger rank; uploads are also checked against the limit of this deployment's engines.
 MAX_RANK = 4096
-# A prompt is searched for the invocation of an activated LoRA, which takes a pass over the prompt for each token.
+# The search for the invocation of an activated LoRA takes a pass over the prompt for each of these tokens.
 MAX_INVOCATION_TOKENS = 128
 
 HONOURED = {
@@ -152,8 +152,8 @@ class BaseShape:
 class AdapterManifest:
     """The checked fields of an adapter's config that change the result.
 
-    Module names below are PEFT's, such as `model.layers.3.self_attn.q_proj`. invocation: the tokens from whose last
-    occurrence in the prompt on an activated LoRA (aLoRA) applies; empty for a plain LoRA.
+    Module names below are PEFT's, such as `model.layers.3.self_attn.q_proj`. invocation: tokens that
+    switch an activated LoRA (aLoRA) on, from their last occurrence in the prompt; empty for a plain LoRA.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Opening of the adapter store that a setting names."""
+"""Constructor of adapter stores from paths and URLs."""
 
 from pathlib import Path
 from urllib.parse import unquote, urlsplit

@@ -1,7 +1,7 @@
 """Bytes of unfinished uploads in a directory store: `<root>/uploads/<upload id>/<part id>`.
 
-Several gateways share them, so an upload goes on at any gateway. Which parts count, and in which order, is on record in
-the gateway's database; a part that is not on record is removed with its upload.
+Gateways share them, so that an upload can continue at any gateway. The gateway's database records the parts of an
+upload and their order; a part without a record is removed with its upload.
 """
 
 import os
@@ -26,7 +26,7 @@ class Parts(Protocol):
 
 
 def check_id(text: str) -> str:
-    """Return the id. Raises ValueError for a text that is none, which could be a path."""
+    """Return the id. Raises ValueError for any other text, which could be a path."""
     if not _ID.fullmatch(text):
         raise ValueError("expected an id of 32 hexadecimal digits")
     return text

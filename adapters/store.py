@@ -23,18 +23,18 @@ from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.parts import DirectoryParts, Parts
 from adapters.spool import PREFIX, Spool, clean
 
-# The order of writing: an adapter is complete as soon as it has its last file.
+# Files in the order in which they are written: an adapter is complete as soon as it has the last one.
 FILES = (WEIGHTS_NAME, CONFIG_NAME)
 # Name of an adapter within its temporary folder between `set_aside` and its removal.
 ASIDE = "adapter"
-# Attempts to publish an adapter whose stored copy is removed and put again meanwhile.
+# Maximum attempts to publish an adapter while other processes remove the stored copy and put it again.
 ATTEMPTS = 64
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Aside(Protocol):
-    """An adapter that no reader finds any longer. Its holder calls one of the two methods."""
+    """An adapter that is set aside for removal. Call `remove` or `bring_back`."""
 
     num_bytes: int
 
@@ -92,7 +92,7 @@ def put(store: AdapterStore, folder: str | Path, base: BaseShape) -> Checkpoint:
 
 
 def check_digest(digest: str) -> str:
-    """Return the digest. Raises AdapterNotFound for a text that is none, which could be a path."""
+    """Return the digest. Raises AdapterNotFound for any other text, which could be a path."""
     if not _DIGEST.fullmatch(digest):
         raise AdapterNotFound("adapter", "expected a digest of 64 hexadecimal digits")
     return digest
@@ -121,8 +121,8 @@ class DirectoryStore:
     def publish(self, folder: Path, digest: str) -> None:
         """Move a prepared folder into place. Raises OSError.
 
-        Files that the store already has are replaced: this repairs damaged ones, and an upload takes as long whether
-        or not another tenant has stored the same content.
+        Files that the store already has are replaced. This repairs damaged files, and the duration of an upload does
+        not reveal whether another tenant has stored the same content.
         """
         final = self.folder(digest)
         final.parent.mkdir(exist_ok=True)
@@ -131,7 +131,7 @@ class DirectoryStore:
                 if _moved(folder, final):
                     sync_directory(final.parent)
                 else:
-                    os.utime(final)  # from here on `set_aside` does not take it, or brings it back
+                    os.utime(final)  # from here on `set_aside` leaves it in place or moves it back
                     _replace_files(folder, final)
                 return
         raise OSError(errno.EAGAIN, "the stored adapter was removed and put again all the time")
@@ -150,7 +150,7 @@ class DirectoryStore:
         return folder if (folder / WEIGHTS_NAME).is_file() else None
 
     def use(self, digest: str) -> AbstractContextManager[Path | None]:
-        """Return `path` as a context, in which the files stay where they are."""
+        """Return `path` as a context manager; the files are not moved during the block."""
         return nullcontext(self.path(digest))
 
     def discard(self, digest: str) -> None:
@@ -209,7 +209,7 @@ class DirectoryStore:
         """Do nothing: a directory needs no connection."""
 
     def folder(self, digest: str) -> Path:
-        """Return the place of an adapter, which may be absent. Raises AdapterNotFound for a malformed digest."""
+        """Return the folder of an adapter, stored or not. Raises AdapterNotFound for a malformed digest."""
         return self.root / check_digest(digest)[:2] / digest
 
 

@@ -1,13 +1,14 @@
 """Store of adapters in a bucket of an S3 service: `s3://bucket/prefix[?endpoint=URL&region=NAME]`.
 
-Objects: `<prefix>/<digest[:2]>/<digest>/{adapter_model.safetensors, adapter_config.json}`, the config written last, so
-an adapter with a config is complete. Readers copy an adapter into a local folder and read it there. Credentials come
+Objects: `<prefix>/<digest[:2]>/<digest>/{adapter_model.safetensors, adapter_config.json}`. The config is written last,
+so an adapter with a config is complete. Readers copy an adapter into a local folder and read it there. Credentials come
 from the standard environment variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or a role); no
-error quotes them. Time-outs and retries with back-off are the client's.
+error quotes them. The client library implements time-outs and retries with back-off.
 
-An upload and the removal of the same digest may meet. The collector writes a mark beside the adapter before it looks at
-the adapter's age, and removes the mark last. An upload writes its objects, and then looks for the mark: without one,
-its objects are new for the collector or complete; with one, it waits and writes again.
+An upload and the removal of the same digest may overlap. The collector writes a mark beside the adapter, then checks
+the adapter's age, and removes the mark last. An upload writes its objects, then checks the mark. Without a mark, the
+collector either sees the new objects' age or has ended, and the upload checks that its objects exist. With a mark, the
+upload waits and writes again.
 """
 
 import logging
@@ -33,15 +34,16 @@ log = logging.getLogger(__name__)
 MARK = "removal"
 OPTIONS = ("endpoint", "region")
 MAX_CONFIG_BYTES = 4 << 20
-# Bytes of a ranged read, and of those that are read together.
+# Bytes of a ranged read, and number of ranges that one call reads in parallel.
 RANGE_BYTES, RANGES = 8 << 20, 4
-# Bytes of a part of a large object that is written.
+# Bytes of a part in a multipart write.
 PART_BYTES = 8 << 20
-# Limits of one request; of the requests of one operation until the last retry.
+# Time limits of a request and of its connection, number of retries, and time from the first request of an operation
+# within which a retry may start.
 REQUEST_SECONDS, CONNECT_SECONDS, RETRIES, OPERATION_SECONDS = 30, 3, 3, 45
-# A removal that takes longer ends itself. Its mark is ignored when it is twice as old.
+# Time limit of a removal. A mark of twice this age is ignored.
 REMOVAL_SECONDS = 300.0
-# Pause between two looks for a mark.
+# Pause between two checks for a mark.
 LOOK_SECONDS = 0.5
 # Pause between two removals of local copies of adapters that the store no longer has.
 SWEEP_SECONDS = 3600.0
@@ -52,14 +54,16 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class S3Error(OSError):
-    """The service failed or refused. The text has its status and code, and neither URL nor credentials."""
+    """Failure or refusal of the service. The message has its status and code, but no URL and no credentials."""
 
 
 class Bucket:
     """Objects below the prefix of one bucket, by key. Methods raise FileNotFoundError and S3Error."""
 
     def __init__(self, url: str) -> None:
-        """Connect at the first call. Raises ValueError for a malformed URL or without the client library."""
+        """Check the URL; the first call connects. Raises ValueError for a malformed URL, and if the client library is
+        missing.
+        """
         try:
             import obstore
             from obstore.store import S3Store as Client
@@ -93,11 +97,11 @@ class Bucket:
         )
 
     def put(self, key: str, content: Path | bytes) -> None:
-        """Write an object, at once for readers. A larger file is sent in parts, which are retried."""
+        """Write an object; readers see it as a whole. A file above PART_BYTES is sent in parts, each with retries."""
         self._call(self._api.put, key, content, chunk_size=PART_BYTES, max_concurrency=RANGES)
 
     def get(self, key: str, max_bytes: int) -> bytes:
-        """Return a small object."""
+        """Return an object. Raises S3Error if it is larger than `max_bytes`."""
         got = self._call(self._api.get, key, options={"range": (0, max_bytes)})
         if got.meta["size"] > max_bytes:
             raise S3Error(f"an object is larger than {max_bytes} bytes")
@@ -150,7 +154,7 @@ class Bucket:
             text = str(error)
             code, status = _CODE.search(text), _STATUS.search(text)
             facts = " ".join(found.group(1) for found in (status, code) if found)
-            # The library's text quotes requests, so none of it is passed on.
+            # The library's message quotes requests, so only status and code are passed on.
             raise S3Error(f"the S3 service failed: {facts or type(error).__name__}") from None
 
 
@@ -161,7 +165,7 @@ class S3Store:
     """
 
     def __init__(self, url: str, cache: Path, cache_bytes: int) -> None:
-        """Open the local folder. Raises ValueError, OSError. The service may be away."""
+        """Open the local folder, without a request to the service. Raises ValueError, OSError."""
         self._bucket = Bucket(url)
         self.copies = LocalCopies(cache, cache_bytes)
         self.root = self.copies.root
@@ -173,13 +177,16 @@ class S3Store:
     def path(self, digest: str) -> Path | None:
         """Return the local copy, which is downloaded if needed; None if the store has no such adapter.
 
-        The copy may be removed at any time; `use` keeps it.
+        The copy may be removed at any time; `use` prevents this.
         """
         with self.use(digest) as folder:
             return folder
 
     def use(self, digest: str) -> AbstractContextManager[Path | None]:
-        """Return the local copy as a context, in which it is not removed; None if the store has no such adapter."""
+        """Return a context manager of the local copy, which is not removed during the block.
+
+        Its value is None if the store has no such adapter.
+        """
         return self.copies.use(check_digest(digest), partial(self._download, digest))
 
     def discard(self, digest: str) -> None:
@@ -196,15 +203,18 @@ class S3Store:
         self._closed.set()
 
     def stage(self, folder: Path, digest: str) -> None:
-        """Write a prepared adapter, also if the store has it already: an upload takes as long for every content.
+        """Write a prepared adapter, also if the store has it: an upload's duration does not reveal stored content.
 
-        It may take minutes, so it precedes the database's transaction, in which `publish` is called.
+        Call it before the database's transaction, because it may take minutes; `publish` is called within.
         """
         for name in FILES:
             self._bucket.put(_key(digest, name), folder / name)
 
     def publish(self, folder: Path, digest: str) -> None:
-        """Check that no collector has removed or is removing a staged adapter; if so, write it again."""
+        """Check that a staged adapter is complete and not being removed; otherwise write it again, up to a time limit.
+
+        Raises S3Error.
+        """
         deadline = time.monotonic() + REMOVAL_SECONDS
         while True:
             if not self._marked(digest):
@@ -228,7 +238,7 @@ class S3Store:
     def set_aside(self, digest: str, unused_seconds: float) -> "_S3Aside | None":
         """Mark an adapter for removal; None if it was put within `unused_seconds` or does not exist."""
         if self.unused_bytes(digest, unused_seconds) is None:
-            return None  # without a mark, which would delay uploads
+            return None  # writes no mark, because a mark would delay uploads
         self._bucket.put(_key(digest, MARK), b"")
         aside = _S3Aside(self._bucket, self.copies, digest)
         size = self.unused_bytes(digest, unused_seconds)
@@ -291,7 +301,7 @@ class _S3Aside:
         self._deadline = time.monotonic() + REMOVAL_SECONDS
 
     def remove(self) -> None:
-        """Remove the adapter, then the mark. Raises OSError, also if the mark has become too old to rely on."""
+        """Remove the adapter, then the mark. Raises OSError, also if the removal outlasts the mark."""
         for name in (CONFIG_NAME, WEIGHTS_NAME):
             if time.monotonic() > self._deadline - 2 * OPERATION_SECONDS:
                 self.bring_back()

@@ -1,4 +1,4 @@
-"""Adapters whose content has been hashed, so that later loads of unchanged files read only the headers."""
+"""Record of hashed adapter files, so that later loads of unchanged files read only the headers."""
 
 import threading
 from collections import OrderedDict

@@ -2,8 +2,8 @@
 
     python -m benchmarks.fairness --repeat 3 --vllm VENV/bin/vllm --out docs/perf/2026-11-22-fairness
 
-Each round starts each server anew and puts the same loads on it with `loraplex bench --scenario`: Loraplex as
-`loraplex up --demo` (gateway, Valkey, SQLite, engine), vLLM by itself, without LoRA and with as many seats. The
+Each round starts each server anew and sends it the same load with `loraplex bench --scenario`. Loraplex runs as
+`loraplex up --demo` (gateway, Valkey, SQLite, engine), vLLM without a gateway or LoRA and with as many seats. The
 scenarios are those of `examples/scenarios/`, shortened (`LIMITS`) unless --full is given. Three rounds of all three
 servers take about 22 minutes on two cores. Prints Markdown tables: median (least to greatest) over the rounds.
 """
@@ -145,7 +145,7 @@ def figures(scenario: str, report: dict[str, Any]) -> list[Figure]:
 
 
 def ttfts(run: dict[str, Any], tenant: str) -> list[float]:
-    """Return the times to first token of a tenant's requests; infinite for those that the end of the run cut."""
+    """Return the times to first token of a tenant's requests; infinite for those without one when the run ended."""
     known = [seconds for _, seconds in run["ttft_points"][tenant]]
     cut = run["tenants"][tenant]["completed"] + run["tenants"][tenant]["unfinished"] - len(known)
     return known + [math.inf] * max(0, cut)

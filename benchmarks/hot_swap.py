@@ -44,7 +44,7 @@ async def cold_start(engine: EngineClient, digests: list[str]) -> list[str]:
     await ttft(digests[0])
     times = {"on the device": [await ttft(digests[0]) for _ in range(ROUNDS)]}
     times["on disk"] = [await ttft(digest) for digest in digests[1 : ROUNDS + 1]]
-    # The device holds the last few only, so that each of these leaves and comes back.
+    # The device holds only the last few, so each of these is loaded to the device again.
     times["in host memory"] = [await ttft(digest) for digest in digests[1 : ROUNDS + 1]]
     middle = statistics.median(times["on the device"])
     lines = ["| adapter | TTFT p50 | max | added to the median |", "|---|---|---|---|"]

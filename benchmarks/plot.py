@@ -63,7 +63,7 @@ class Bar(NamedTuple):
 
 
 def bar_chart(path: Path, title: str, panels: Mapping[str, Sequence[Bar]]) -> None:
-    """Draw a panel of horizontal bars for each key: a bar to the median, and a dot for each run's value."""
+    """Draw a panel of horizontal bars for each key. A bar ends at the median; each run's value is a dot."""
     columns, panel_width, bar, head = 2, 440, 20, 30
     most_bars = max((len(bars) for bars in panels.values()), default=0)
     panel_height = head + bar * most_bars + 14

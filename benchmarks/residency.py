@@ -38,7 +38,7 @@ from testing.stack import ROOT
 
 NUM_ADAPTERS, NUM_TENANTS, ON_DEVICE, AT_ONCE, PROMPT = 64, 8, 8, 32, 32
 CYCLED, CYCLING_STREAMS = 1000, 4
-# Times of adapters/tiers/reservations.py and upper limits of a host load, a copy and a step here.
+# Times from adapters/tiers/reservations.py, and upper limits of a host load, a copy and a step on this machine.
 LONG_WAIT, PAGE_WAIT, LOAD, COPY, STEP = 5.0, 0.5, 0.1, 0.1, 0.3
 BOUND = LONG_WAIT + PAGE_WAIT + LOAD + COPY + 2 * STEP
 
@@ -97,7 +97,7 @@ async def run_zipf(url: str, warm: list[str], requests: list[Planned]) -> Zipf:
         async def work() -> None:
             for one in left:
                 streams.append(await engine.stream(one.tenant, one.digest, one.prompt, one.tokens))
-            # From here on fewer streams than `AT_ONCE` run.
+            # No request is left for this worker, so fewer than `AT_ONCE` streams run from here on.
             all_sent.append(asyncio.get_running_loop().time())
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))

@@ -1,4 +1,4 @@
-"""Delay until every worker of a gateway knows that an engine holds another adapter: pushed, and polled every second.
+"""Delay until every worker of a gateway records an engine's new adapter: pushed, and polled every second.
 
     python -m benchmarks.residency_updates [--rounds 40] [--workers 4]
 
@@ -58,7 +58,7 @@ async def until_all(registries: list[Registry], true_of: Callable[[Registry], bo
 
 
 async def bring(client: ClientSession, url: str, digest: str, registries: list[Registry]) -> float:
-    """Make the engine load an adapter; return the milliseconds until all registries know it."""
+    """Make the engine load an adapter; return the milliseconds until all registries have it."""
     body = {"model": f"sha256:{digest}", "prompt": "hi", "max_tokens": 1}
     assert not any(registry.engines[0].holds(digest) for registry in registries)
     sent = time.perf_counter()

@@ -1,9 +1,10 @@
-"""Time of an adapter's way into host memory: from memory, from a directory, from an S3 store's local copy, from S3.
+"""Time until an adapter is in host memory: from memory, from a directory, from an S3 store's local copy, from S3.
 
     python -m benchmarks.s3_cold_start [--rounds 20]
 
-The S3 server is SeaweedFS on this machine, so a round trip takes no network time; an adapter needs three (config, the
-weights' first 8 MiB, and all further ranges together). The adapter has rank 16 on all projections of SmolLM2-135M.
+The S3 server is SeaweedFS on this machine, so a round trip takes no network time. The adapter has rank 16 on all
+projections of SmolLM2-135M. It needs three round trips: the config, the weights' first 8 MiB, and the further ranges
+together (at most four at a time).
 """
 
 import argparse

@@ -37,7 +37,7 @@ REPORTED_TENANTS = 20
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """A step whose tokens the host has not read. started: perf_counter at the start of its planning.
-    is_short: it leaves out streams (`Scheduler.is_short`).
+    is_short: whether it leaves out streams (`Scheduler.is_short`).
     """
 
     sampling: Sampling

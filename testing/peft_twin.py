@@ -1,4 +1,4 @@
-"""A model in transformers with adapters in peft, which the engine's answers are compared with."""
+"""Reference for the engine's answers: the model in transformers, with its adapters in peft."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
 """Mixtures of adapters: a request's `model` of the form `NAME*WEIGHT+NAME*WEIGHT`.
 
 A mixture changes the base model by the weighted sum of its adapters' changes. The gateway replaces each name with the
-adapter's digest; both programs name the result by the same digest, made of the parts' digests and weights.
+adapter's digest. Both programs compute the mixture's own digest from the parts' digests and weights.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _MAX_WEIGHT_CHARS = 32
 
 
 class Term(NamedTuple):
-    """Adapter in a mixture, by the name that the request gives it."""
+    """Adapter of a mixture, by its name in the request, and its weight."""
 
     name: str
     weight: float
@@ -59,7 +59,7 @@ def _parse_term(text: str) -> Term:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture by content. parts: distinct digests, sorted, each with its weight."""
+    """A mixture of adapters by digest. parts: distinct digests, sorted, each with its weight."""
 
     parts: tuple[tuple[str, float], ...]
 
@@ -79,7 +79,7 @@ class Mixture:
 
     @property
     def name(self) -> str:
-        """Return the form that engines are sent: `sha256:<digest>*<weight>+...`."""
+        """Return the form for requests to engines: `sha256:<digest>*<weight>+...`."""
         return "+".join(f"{digest_name(digest)}*{weight!r}" for digest, weight in self.parts)
 
     @cached_property

@@ -30,7 +30,7 @@ MAX_REFERENCE_CHARS = MAX_NAME_CHARS + 1 + MAX_ALIAS_CHARS
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """Adapter, and one of its versions or its alias. version: None for an alias; then `alias` decides."""
+    """Reference to an adapter by version or by alias. version: None if `alias` counts."""
 
     name: str
     version: int | None = None

@@ -1,7 +1,7 @@
 """Service that tenants receive, in cost units: the unit is one prompt token.
 
-A prompt token takes a share of a batch, an output token a whole step of its sequence's time. The engine's own cost
-model (`engine/scheduling/cost.py`) adds what only the engine knows; the gateway's queue counts tokens alone.
+A prompt token takes a share of a batch; an output token takes a whole step of its sequence. The engine's cost model
+(`engine/scheduling/cost.py`) adds costs that only the engine can measure; the gateway's queue counts tokens only.
 """
 
 import math

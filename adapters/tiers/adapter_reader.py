@@ -1,4 +1,4 @@
-"""Reader of adapter files into tensors of the dtype that is served, and the types that hold these."""
+"""Reader of adapter files into tensors of the served dtype, and the types of adapters in host memory."""
 
 import hashlib
 import threading
@@ -13,7 +13,7 @@ from adapters.checkpoint import Checkpoint, TensorSpan
 from adapters.manifest import OUTSIDE, AdapterError
 from kernels.dtypes import FILE_DTYPES
 
-# The base model's `[vocab, hidden]` embed_tokens or lm_head, in the dtype that is served, on the CPU.
+# Function that returns the base model's `[vocab, hidden]` embed_tokens or lm_head, in the served dtype, on the CPU.
 BaseTensor = Callable[[str], Tensor]
 # Copies of base weights in adapters are read and compared in pieces of this many bytes.
 PIECE_BYTES = 4 << 20

@@ -1,4 +1,4 @@
-"""Device memory that an adapter needs, and the error of one that the device tier cannot place."""
+"""Device memory that an adapter needs, and the refusal of adapters beyond the device tier's limits."""
 
 from adapters.manifest import OUTSIDE, AdapterError
 from adapters.tiers.adapter_reader import HostAdapter

@@ -29,7 +29,7 @@ from wire.mixtures import Mixture
 MAX_PENDING, MAX_PENDING_PER_TENANT = 1024, 64
 # A failed load is not retried for this time, however many requests need it.
 FAILURE_SECONDS = 5.0
-# Longest time that a load, which holds a thread, waits for an adapter in use to be unpinned.
+# Maximum wait of a load, which occupies a thread, for an adapter in use to be unpinned.
 ROOM_SECONDS = 30.0
 # MAX_ASKED: number of digests whose last requesting tenant is remembered.
 MAX_FAILURES, MAX_ASKED = 1024, 4096
@@ -42,8 +42,8 @@ class HostCache:
     """Adapters by digest, from a store or from folders registered with `add_path`.
 
     max_bytes limits the tensors held and being read. Pinned adapters are never evicted. A load that could only evict
-    pinned adapters waits on its thread, for at most ROOM_SECONDS; so tenants whose loads occupy all threads delay
-    another tenant's load by at most that and one read. base_tensor: returns the base model's embedding or head, to
+    pinned adapters waits on its thread, for at most ROOM_SECONDS. So if other tenants' loads occupy all threads, they
+    delay a tenant's load by at most that and one read. base_tensor: returns the base model's embedding or head, to
     which an adapter's copy is compared; without it, adapters with a copy are refused.
     """
 

@@ -1,7 +1,7 @@
-"""Mixtures of adapters in host memory: ranks of the parts concatenated, as PEFT's `add_weighted_adapter` does ("cat").
+"""Mixtures of adapters in host memory: the parts' ranks are concatenated, as in PEFT's `add_weighted_adapter` ("cat").
 
-The weights and scales go into A, so a mixture's modules have the scale 1 and the device tier treats it like any other
-adapter.
+Weights and scales are multiplied into A, so a mixture's modules have the scale 1 and the device tier treats it like any
+other adapter.
 """
 
 from collections import Counter, OrderedDict
@@ -15,12 +15,12 @@ from wire.digests import digest_name
 from wire.mixtures import Mixture
 
 # Share of the host memory that one tenant's mixtures may occupy. A tenant can name any number of mixtures without an
-# upload, so the oldest of its own make room for the next, not other tenants' adapters.
+# upload, so beyond this share its own oldest mixtures are evicted, not other tenants' adapters.
 TENANT_SHARE = 1 / 8
 
 
 class Mixtures:
-    """Mixtures that requests use now, and those in host memory by tenant, oldest first. Not thread-safe."""
+    """Mixtures in use by requests, and each tenant's mixtures in host memory, oldest first. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._share = int(max_bytes * TENANT_SHARE)
@@ -38,7 +38,7 @@ class Mixtures:
         return self._used.get(digest)
 
     def surplus(self, tenant: str, num_bytes: int) -> list[str]:
-        """Return the tenant's mixtures to evict before it holds another one of `num_bytes`."""
+        """Return the tenant's mixtures to evict before one of `num_bytes` is added."""
         held, found = self._held.get(tenant, OrderedDict[str, int]()), list[str]()
         left = sum(held.values()) + num_bytes
         for digest, size in held.items():
@@ -54,7 +54,7 @@ class Mixtures:
         self._held.setdefault(tenant, OrderedDict())[digest] = num_bytes
 
     def evicted(self, digest: str) -> None:
-        """Record that an adapter, perhaps a mixture, left host memory."""
+        """Record that an adapter was evicted from host memory. Ignores adapters that are no mixtures."""
         tenant = self._owners.pop(digest, None)
         if tenant is not None:
             del self._held[tenant][digest]
@@ -74,7 +74,7 @@ def check_rank(parts: Iterable[Mapping[tuple[int, str], int]], max_rank: int) ->
 def mix(digest: str, parts: Sequence[tuple[HostAdapter, float]]) -> HostAdapter:
     """Return the weighted sum of adapters as one adapter.
 
-    Raises AdapterError for an activated LoRA, which applies to a part of the tokens, and for weights too large for the
+    Raises AdapterError for an activated LoRA, which applies to some tokens only, and for values too large for the
     dtype.
     """
     for part, _ in parts:

@@ -1,4 +1,4 @@
-"""Copies of an adapter's LoRA on embed_tokens and lm_head, which has tensors of its own beside the pages."""
+"""Device copies of an adapter's LoRA on embed_tokens and lm_head, which are separate tensors outside the pages."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from kernels.platform import Lane
 def outside_layers(
     adapter: HostAdapter, lane: Lane, pack: Callable[[Tensor], PackedLinear]
 ) -> tuple[EmbeddingLora | None, HeadLora | None]:
-    """Upload the adapter's LoRA on the embedding and on the head. None: it has none there."""
+    """Upload the adapter's LoRA on the embedding and on the head. Returns None for each that it lacks."""
     embedding, head = adapter.modules.get((OUTSIDE, EMBEDDING)), adapter.modules.get((OUTSIDE, LM_HEAD))
     return (
         None

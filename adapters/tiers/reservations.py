@@ -1,21 +1,21 @@
 """Reservations of device memory for adapters that do not fit beside those in use. Knows no tensors.
 
 A reservation is a count of pages, not particular pages. Pages that become free go to the oldest reservation first, and
-other adapters are placed in the rest. Until `PAGE_WAIT_S` resident adapters serve new requests as before; from then on
-an idle adapter whose pages are needed serves none, and the scheduler may preempt the requests that hold the rest. For a
-tenant that has running requests, or for which requests were preempted lately, it may do so only after `LONG_WAIT_S`:
-with 64 adapters of 8 tenants and room for 8, preemption after 0.5 s for every reservation caused five times as many
-loads and longer waits.
+other adapters are placed in the rest. For `PAGE_WAIT_S`, resident adapters serve new requests as before. After that the
+reservation is overdue: an idle adapter whose pages are needed serves no new request, and the scheduler may preempt the
+requests that hold the other pages. If the reservation's tenant has running requests, or if requests were preempted for
+it within the last `CALM_S`, the scheduler may preempt only after `LONG_WAIT_S`: with 64 adapters of 8 tenants and room
+for 8, preemption after 0.5 s for every reservation caused five times as many loads and longer waits.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-# Age from which a reservation is overdue, and time for which a new resident is not preempted.
+# Age from which a reservation is overdue, and time for which the requests of a new resident are not preempted.
 PAGE_WAIT_S = 0.5
-# Age from which requests are preempted for a tenant with running requests, and for one for which that happened within
-# the last `CALM_S`.
+# Age from which requests are preempted for a reservation whose tenant has running requests, or for which requests were
+# preempted within the last `CALM_S`.
 LONG_WAIT_S, CALM_S = 5.0, 30.0
 
 
@@ -72,10 +72,10 @@ class Reservations:
         self._queue: OrderedDict[str, Reservation] = OrderedDict()
         self._overdue: OrderedDict[str, Reservation] = OrderedDict()
         self._tenants: set[str] = set()
-        # Time at which requests were last preempted for a tenant, oldest first; `CALM_S` later it is dropped.
+        # Time of the last preemption for each tenant, oldest first; dropped after `CALM_S`.
         self._preempted: OrderedDict[str, float] = OrderedDict()
         self.reserved, self.reserved_overdue = Amount(), Amount()
-        # Reservations that ended with their adapter's placement, and the sum of their waits.
+        # Number of reservations whose adapter was placed, and the sum of their waits.
         self.num_placed, self.placed_seconds = 0, 0.0
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class Reservations:
             self.reserved_overdue.remove(reservation.size)
 
     def mark_overdue(self, now: float) -> None:
-        """Mark the overdue reservations, which are the oldest, and forget preemptions of more than `CALM_S` ago."""
+        """Mark the overdue reservations, which are the oldest, and drop preemption times older than `CALM_S`."""
         while self._preempted and now - next(iter(self._preempted.values())) >= CALM_S:
             self._preempted.popitem(last=False)
         while len(self._overdue) < len(self._queue):

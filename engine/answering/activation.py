@@ -10,8 +10,8 @@ from engine.scheduling.request import NEVER
 def adapter_start(prompt: Sequence[int], invocation: Sequence[int]) -> int:
     """Return the position of the first token that uses the adapter: 0 without an invocation, NEVER if it is missing.
 
-    The last occurrence of the whole invocation counts, and its own tokens use the adapter, as in PEFT. The generated
-    tokens are not searched.
+    The adapter applies from the first token of the last complete occurrence, as in PEFT. Generated tokens are not
+    searched.
     """
     if not invocation:
         return 0

@@ -161,7 +161,7 @@ class GenerationRoutes:
                 adapter_digest=adapter.digest,
                 tenant=caller.tenant,
                 weight=caller.weight,
-                # The tenant's own value is the same for all of its requests.
+                # The tenant's priority shifts all of its requests alike, so their order depends on the request's.
                 priority=caller.priority + (body.priority or 0),
                 ttft_target=body.ttft_target or caller.ttft_target,
                 cache_salt=salt,

@@ -30,8 +30,9 @@ QUEUE_SECONDS = 5.0
 # It allows 200 ordinary grammars of 5 ms at once and 5 a second after that, or two of the most expensive and one every
 # 30 s. In the long run it is at most 2.3 % of a core.
 TENANT_CPU_SECONDS = 1.0
-# A tenant's first 0.1 s of CPU time, 20 ordinary grammars, are compiled at once. What follows takes at most a fifth of
-# a core, at the lowest priority: at full speed it doubled the duration of other tenants' steps (docs/lab-notes.md).
+# A tenant's first 0.1 s of thread time, about 20 ordinary grammars, is compiled at full speed. Further grammars take at
+# most a fifth of a core at the lowest priority: at full speed they doubled the duration of other tenants' steps
+# (docs/lab-notes.md).
 YIELDING = Yielding(after_seconds=0.1, nice=19, rest=4.0)
 MAX_PENDING, MAX_PENDING_PER_TENANT = 256, 16
 
@@ -73,9 +74,9 @@ class Grammars:
     async def get(self, spec: GrammarSpec, tenant: str = "") -> Grammar:
         """Return the tenant's compiled grammar.
 
-        Raises BadRequest for a grammar that does not compile, or not within `COMPILE_SECONDS`; TenantQueueFull if too
-        many of the tenant's grammars wait, its compilations have used up their CPU time, or they delay this one beyond
-        `QUEUE_SECONDS`; QueueFull if other tenants' grammars do, or too many grammars of all tenants wait.
+        Raises BadRequest for a grammar that does not compile, or not within `COMPILE_SECONDS`. Raises TenantQueueFull
+        if too many of the tenant's grammars wait, if its compilations have used up their CPU time, or if they delay
+        this one beyond `QUEUE_SECONDS`. Raises QueueFull if other tenants' grammars delay it, or if too many wait.
         """
         self._charge_masks(tenant)
         grammar = self._cached(tenant, spec)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Weight of the newest load in the moving average of load times.
 LOAD_SHARE = 0.3
-# Number of adapters whose invocation tokens are remembered, more than a device holds.
+# Maximum number of adapters whose invocation tokens are cached; a device holds fewer.
 MAX_INVOCATIONS = 1 << 14
 
 
@@ -64,9 +64,10 @@ class ModelRegistry:
         self._users: Counter[str] = Counter()
         # Digests to free after their last request, unless they have a name by then.
         self._unloaded: set[str] = set()
-        # Mixtures in use. Their pages stay when the last request ends, but not their host memory.
+        # Mixtures in use. The end of the last request frees a mixture's host memory, but not its device pages.
         self._mixtures: set[str] = set()
-        # Invocation tokens of the adapters used last; an adapter without an entry is loaded again to host memory.
+        # Invocation tokens of recently used adapters. A request for an adapter without an entry loads it into host
+        # memory, even if it is on the device.
         self._invocations: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         # Serializes the registration and the removal of folders, so that neither undoes the other.
         self._folders = asyncio.Lock()
@@ -121,7 +122,7 @@ class ModelRegistry:
             yield Served(digest, self._invocations[digest])
 
     async def _load_to_host(self, digest: str, model: str, tenant: str) -> None:
-        """Load the adapter unless it is in host or device memory. Its invocation is known afterwards."""
+        """Load the adapter unless it is in host or device memory, and store its invocation tokens."""
         held = self._host_cache.get(digest)
         if held is not None:
             self._note_invocation(held)

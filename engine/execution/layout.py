@@ -28,7 +28,7 @@ class Layout:
 
     token_ids: -1 for a token that only the device has.
     seats, adapters, counts: per request, `[B]`; adapters is -1 where no token of the step uses the adapter.
-    base_rows: `[start, end)` rows of requests with an adapter that do not use it, before an activated LoRA applies.
+    base_rows: ranges `[start, end)` of rows before an activated LoRA applies, in requests whose later rows use it.
     sampled: the requests that receive a token; `sampled_rows`: their rows of the logits.
     """
 

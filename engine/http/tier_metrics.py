@@ -7,7 +7,7 @@ PREFIX = "loraplex_engine_adapter"
 
 
 class TierMetrics:
-    """The metrics' objects. Their labels have a fixed set of values."""
+    """Prometheus metrics of the two tiers. Their labels have a fixed set of values."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.pages = Gauge(f"{PREFIX}_pages", "Device pages of adapters.", ["state"], registry=registry)

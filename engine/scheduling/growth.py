@@ -33,8 +33,8 @@ class Growth:
         self._mean = outputs if self._mean is None else _MEMORY * self._mean + (1 - _MEMORY) * outputs
 
     def leaves_room(self, request: Request, prefix: Sequence[int], running: Sequence[Request], cache: KVCache) -> bool:
-        """Return whether the blocks suffice for the expected growth of all running requests and of the request with its
-        cached blocks `prefix`, or if none runs.
+        """Return whether the blocks suffice for the expected growth of the running requests and of this one, whose
+        cached blocks are `prefix`. Returns True if no request runs.
         """
         if not running:
             return True

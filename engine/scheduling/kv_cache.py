@@ -5,9 +5,9 @@ two tenants never share a block, and two adapters only the blocks before an acti
 prefix caching; the chain is blake2b, so that keys of different prompts do not collide). A block without holders keeps
 its content until it is needed: the least recently freed one is evicted first.
 
-A preempted request's blocks stay in the same way, under keys of its own where they have no shared one: the last, partly
-filled block, and without prefix caching all of them. So a request that is preempted while memory is free continues
-without computing anything again.
+A preempted request's blocks keep their content in the same way. Blocks without a shared key get a key of the request:
+the last, partly filled block, and without prefix caching all of them. So a request that is preempted while memory is
+free continues without computing anything again.
 """
 
 import hashlib
@@ -141,7 +141,9 @@ class KVCache:
         request.num_registered_blocks = max(full, request.num_registered_blocks)
 
     def keep(self, request: Request) -> None:
-        """Give a preempted request's computed blocks keys of its own where they have no shared key, before `free`."""
+        """Give a preempted request's computed blocks keys of the request where they lack a shared one. Call it before
+        `free`.
+        """
         request.num_kept = request.num_computed
         for i, index in enumerate(request.blocks[: self.blocks_for(request.num_computed)]):
             block = self._blocks[index]
@@ -178,7 +180,7 @@ class KVCache:
 
 
 def _own_key(request: Request, i: int) -> bytes:
-    """Return the key of a preempted request's block, which is longer than any hash and found by this request only."""
+    """Return the request's own key of a preempted block. It is longer than any hash, so it equals no shared key."""
     return b"preempted request %b, block %d" % (request.request_id.encode(), i)
 
 
@@ -204,9 +206,10 @@ def prefix_keys(
 
 
 class _Salts(NamedTuple):
-    """Salts of a chain: of its first block, and of the first block with a token that uses the adapter.
+    """Salts of a chain: for its first block, and for the first block with a token that uses the adapter.
 
-    The blocks before `adapter_block` have the keys of the base model's, so the tenant's base requests share them.
+    The blocks before `adapter_block` have the same keys as in a request for the base model, so the tenant's requests
+    for the base model share them.
     """
 
     base: bytes
@@ -232,7 +235,7 @@ def _salts(adapter_digest: str | None, tenant: str, cache_salt: str, adapter_sta
     base = _salt("", tenant, cache_salt)
     if adapter_digest is None:
         return _Salts(base, b"", -1)
-    # The block's content depends on the position at which the adapter starts, which need not be the block's first.
+    # The block's content depends on the adapter's first position, which may lie inside the block.
     digest = f"{adapter_digest}@{adapter_start}" if adapter_start else adapter_digest
     return _Salts(base, _salt(digest, tenant, cache_salt), adapter_start // block_size)
 

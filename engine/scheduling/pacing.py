@@ -45,8 +45,8 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class PromptBudget:
-    """Prompt tokens that a step may compute: `paced` in general, `most` if some are of tenants that others give way to
-    (`Policy.heavier`).
+    """Prompt tokens that a step may compute. paced: limit for prompts in general; most: limit for prompts of light
+    tenants (`Policy.heavier`). Both count all planned prompt tokens.
     """
 
     paced: int
@@ -115,12 +115,13 @@ class Pacer:
     def budget(self, num_decodes: int, most: int, patience: float, target: float | None) -> PromptBudget:
         """Return the budget of a step with `num_decodes` decodes.
 
-        target: seconds that limit the growth of chunks by `patience`, and that prompts before which others give way may
-        take; None: neither.
+        target: time in seconds that light tenants' prompts may take, and up to which `patience` may enlarge the chunks
+        of others; None: no such limits.
         """
         paced = self.prompt_budget(num_decodes, most, patience) if num_decodes else most
         if num_decodes and self._steps_since_alone >= 2 * STEPS_UNTIL_ALONE:
-            return PromptBudget(0, 0)  # prompts of light tenants in every step: without this step, no others would run
+            # Light tenants' prompts were in every step. A step without prompts is due, or `prompt_budget` stays 0.
+            return PromptBudget(0, 0)
         if target is None or not self._rows:
             return PromptBudget(paced, paced)
         within = max(self._least_chunk, int(target / self._each))

@@ -63,8 +63,8 @@ def find_victims(
 
 
 def order_adapters(running: Sequence[Request], counters: Mapping[str, float], least: float) -> dict[str, list[Request]]:
-    """Return the running requests by adapter, if only tenants with counters above `least` use it: adapters with
-    the fewest requests first, then those of tenants furthest ahead.
+    """Return the running requests of each adapter that only tenants with counters above `least` use. Adapters with the
+    fewest requests come first; among these, adapters of the tenants furthest ahead.
     """
     users: dict[str, list[Request]] = {}
     for request in running:

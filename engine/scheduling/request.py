@@ -179,8 +179,8 @@ class Request:
     turn: key of its place among its tenant's waiting requests. arrived, queued_at: times at which it entered the engine
         and last began to wait.
     charged: cost of its part of the planned step, returned if the step is not executed. num_paid: number of its first
-        tokens that its tenant has paid for. num_kept: number of computed tokens at its last preemption, whose blocks
-        may still be in the cache.
+        tokens that its tenant has paid for. num_kept: number of tokens computed at its last preemption, whose blocks
+        may still be cached; 0 if it has started again.
     """
 
     __slots__ = (

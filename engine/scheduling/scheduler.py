@@ -33,11 +33,10 @@ Plan = dict[Request, int]
 FULL = 1 / 3
 # Maximum blocks of the prompts that start in one step: finding and taking a block costs a microsecond, cached or new.
 STARTED_BLOCKS = 8192
-# Maximum number of waiting requests without a ready adapter that a step passes over. While a seat is free, this is
-# a few ms of look-ups (fair share stops at a quarter of it); while none is free, it is enough to load the next
-# requests' adapters in advance.
+# Maximum number of waiting requests without a ready adapter that a step passes over: with a free seat, a few ms of
+# look-ups (fair share stops at a quarter of it); without one, enough to load the next requests' adapters in advance.
 PASSED_OVER, PREFETCHED = 256, 8
-# Time that a step must save before it leaves streams out: on a GPU a step with all of them is shorter.
+# Minimum time that leaving streams out of a step must save. On a GPU a whole step is shorter, so none are left out.
 SAVED_S = 0.05
 # Maximum number of requests that one step admits by preempting streams of tenants that are ahead.
 RECLAIMED = 4
@@ -76,7 +75,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_in_target = 0
         self.num_over_target = 0
-        self.is_short = False  # whether the last plan left streams out, so that its time must not be learnt
+        self.is_short = False  # whether the last plan left streams out; the pacer must not observe such a step
         self._limits = limits
         self._chunked = limits.enable_chunked_prefill
         self._pacer = pacer if self._chunked else None
@@ -242,7 +241,7 @@ class Scheduler:
         return giving_way
 
     def _shorten(self, plan: Plan, giving_way: set[str]) -> None:
-        """Leave the streams of tenants that give way to the next step, if that saves time; never twice in a row."""
+        """Move the decodes of tenants that give way to the next step, if that saves `SAVED_S`; never twice in a row."""
         rows = [r for r in plan if r.is_decoding and r.tenant in giving_way]
         is_worth_it = self._pacer is not None and self._pacer.seconds_of(len(rows)) >= SAVED_S
         self.is_short = is_worth_it and not self.is_short
@@ -333,8 +332,9 @@ class Scheduler:
         return True
 
     def _free_reserved_pages(self, plan: Plan) -> None:
-        """Preempt requests whose adapters hold pages for overdue reservations: adapters that only tenants which are
-        ahead use, and those with the fewest requests first. A tenant furthest ahead waits for requests to end.
+        """Preempt requests whose adapters hold the pages that overdue reservations need. Only adapters whose tenants
+        are all ahead are chosen, those with the fewest requests first. The tenant furthest ahead waits for requests to
+        end.
         """
         if not self.adapters.overdue:
             return

@@ -22,14 +22,15 @@ COMPARED = 16
 # Maximum number of one tenant's waiting requests that a step considers. It bounds a step's time while thousands of
 # requests wait for adapters that are loading.
 LOOKED_AT = 64
-# Number of requests for adapters off the device that a step considers, of one tenant and in all: enough to load them in
-# advance. Further ones are skipped for those whose adapter is on the device, at a fraction of a microsecond each.
-# Otherwise adapters that became ready would be evicted before their requests are reached, because loads are charged.
+# Number of requests for adapters off the device that a step considers, for each tenant and in all: enough to load these
+# adapters in advance. A step skips further ones, at a fraction of a microsecond each, to reach requests whose adapter
+# is on the device. Without this, a loaded adapter would be evicted unused: its tenant pays for the load, so its request
+# comes after those of all tenants that have not loaded yet.
 FAR_LOOKED_AT, FAR_IN_ALL = 4, 64
-# Number of times by which a tenant's streams per weight must exceed another's before the other is light beside it.
+# Factor by which a tenant's running requests per weight must exceed another tenant's for the other to be light.
 HEAVIER = 2
-# Limit of a step's prompt work in seconds, because a prompt that arrives waits for the step's end. It holds while
-# several tenants use the engine: for this time after requests of two tenants in a row.
+# Limit of a step's prompt work in seconds, because a prompt that arrives waits for the step's end. It applies while
+# several tenants use the engine: for `SHARED_S` seconds after a request whose predecessor was another tenant's.
 STEP_S, SHARED_S = 0.25, 60.0
 
 
@@ -129,7 +130,7 @@ class FairTurns:
         # Heap of the waiting tenants, built on the first admission, and the rest of each one's queue.
         self._waiting: list[tuple[float, int, str]] | None = None
         self._queues: dict[str, list[Request]] = {}
-        # Returned requests whose adapter is off the device.
+        # Number of requests returned by `next` whose adapter is off the device.
         self._num_far: Counter[str] = Counter()
         self._num_far_in_all = 0
         self._last: str | None = None

@@ -86,7 +86,7 @@ class Policy(Protocol):
         """Return the running requests that may be preempted for the waiting claimant, the first choice first. The list
         is empty if the claimant has to wait until running requests end.
 
-        keeps_blocks: the claimant needs no block of theirs, so that they will hardly be computed again.
+        keeps_blocks: the claimant needs no block of theirs, so their blocks probably stay cached.
         """
         ...
 

@@ -11,7 +11,7 @@ from engine.scheduling.request import Request
 # Length of a window of the reported shares, which cover the current window and the one before it.
 WINDOW_S = 30.0
 
-# Time for which service at other engines may hold back a tenant that has nothing running here.
+# Maximum wait that service at other engines may cause for a tenant that has nothing running here.
 ELSEWHERE_WAIT_S = 5.0
 
 _turn = attrgetter("turn")
@@ -132,7 +132,7 @@ class Tenants:
         account.counter += cost / account.weight
         has_nothing_running = account.num_active == len(account.queue)
         if has_nothing_running and now - account.queue[0].queued_at > ELSEWHERE_WAIT_S:
-            # Otherwise a tenant that is served faster elsewhere would never be served here.
+            # Without this, a tenant that is served faster elsewhere would never be served here.
             account.counter = min(other.counter for other in self.waiting.values())
         return True
 
