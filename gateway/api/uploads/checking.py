@@ -122,19 +122,22 @@ class Checker:
             "cpu_seconds": cpu_seconds,
             "seconds": seconds,
         }
-        began, cpu_used = time.monotonic(), None
+        began, cpu_used, failure, is_refused = time.monotonic(), None, None, True
         try:
             code, out = await self._server.run(json.dumps(job).encode(), seconds)
             answer: dict[str, Any] = json.loads(out) if code == 0 else {}
             cpu_used = answer.pop("cpu_seconds", None)
+            failure = None if code == 0 else _failed(code, out)
+            # A full store is not the tenant's fault.
+            is_refused = "refused" in answer or isinstance(failure, CheckFailed)
         finally:
             # A killed check does not report its CPU time, so its wall-clock time counts.
             used = time.monotonic() - began if cpu_used is None else cpu_used
             self._used.add(owner, used)
-            if cpu_used is None or "refused" in answer:
+            if is_refused:
                 self._refused.add(owner, used)
-        if code != 0:
-            raise _failed(code, out)
+        if failure is not None:
+            raise failure
         if "refused" in answer:
             raise self._refusal(answer)
         return Checked(folder=folder / PREPARED, **answer)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.api.uploads.checking import CheckServer
 from testing.gateway.mutated_archives import tar_header
 from testing.gateway.running import Gateway
 from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files, push
@@ -85,6 +86,20 @@ async def test_expensive_refusals_of_a_tenant_end_its_checks_for_a_while(
     assert 1 <= int(late.headers["Retry-After"]) <= 60
     assert (await push(await gateway.tenant("other"), "mine", files())).status == 201
     assert (await acme.get("/v1/adapters")).json["data"] == []
+
+
+async def test_a_full_store_does_not_count_as_a_refusal(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    async def full(self: CheckServer, job: bytes, seconds: float) -> tuple[int, bytes]:
+        return 1, b"ENOSPC"
+
+    monkeypatch.setattr("gateway.api.uploads.checking.REFUSED_SECONDS", 1e-9)
+    acme = await gateway.tenant("acme")
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckServer, "run", full)
+        for _ in range(2):
+            got = await push(acme, "mine", files())
+            assert (got.status, got.error["code"]) == (503, "adapter_store_full"), got.body
+    assert (await push(acme, "mine", files())).status == 201
 
 
 async def test_checks_of_busy_tenants_run_one_at_a_time(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
