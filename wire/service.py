@@ -1,8 +1,4 @@
-"""Service that tenants receive, in cost units: the unit is one prompt token.
-
-A prompt token takes a share of a batch; an output token takes a whole step of its sequence. The engine's cost model
-(`engine/scheduling/cost.py`) adds costs that only the engine can measure; the gateway's queue counts tokens only.
-"""
+"""Reports of the service that tenants receive, in the cost units of `wire/costs.py`."""
 
 import math
 
@@ -10,8 +6,6 @@ from msgspec import Struct
 
 from wire.errors import BadRequest
 
-PROMPT_TOKEN = 1.0
-OUTPUT_TOKEN = 2.0
 # Maximum number of tenants in one report.
 MAX_TENANTS = 1000
 MOST_SERVICE = 1e12

@@ -10,11 +10,11 @@
   evicts another adapter.
 - A token that a preemption makes the engine compute again costs nothing, because its tenant has paid for it.
 
-The gateway's queue knows the prompt and output tokens only and counts them with the same costs (`wire/service.py`).
+The gateway's queue knows the prompt and output tokens only and counts them with the same costs (`wire/costs.py`).
 """
 
 from engine.scheduling.request import Request
-from wire.service import OUTPUT_TOKEN, PROMPT_TOKEN
+from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 
 CONTEXT_TOKENS = 1024
 HELD_PAGES = 8

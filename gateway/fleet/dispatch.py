@@ -24,8 +24,8 @@ from gateway.fleet.queue import Gate, Place
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import Conversations, choose, prefix_key
 from gateway.spans import upstream
+from wire.costs import PROMPT_TOKEN
 from wire.deadlines import deadline
-from wire.service import PROMPT_TOKEN
 
 # Deaths and failures of engines after which a request is sent to no further engine: it may be the cause.
 MAX_FAILURES = 2

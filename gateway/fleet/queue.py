@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from gateway.errors import Overloaded
 from gateway.fleet.service_counters import ServiceCounters
-from wire.service import OUTPUT_TOKEN, PROMPT_TOKEN
+from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 
 LONGEST_RETRY_SECONDS = 60
 

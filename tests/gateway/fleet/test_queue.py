@@ -8,8 +8,8 @@ import pytest
 from gateway.errors import Overloaded
 from gateway.fleet.queue import Capacity, Gate, Place
 from gateway.fleet.service_counters import ServiceCounters
+from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 from wire.deadlines import deadline
-from wire.service import OUTPUT_TOKEN, PROMPT_TOKEN
 
 
 def make_gate(

@@ -206,7 +206,11 @@ async def test_clients_that_leave_leave_nothing(gateway: Gateway, tmp_path: Path
                 (await sending).close()
     await until(lambda: _none(leftovers, tmp_path))
     await until(lambda: _none(children))
-    assert (await push(acme, "good", files())).status == 201
+    # The killed checks count like refused ones, so on a slow machine the tenant may have to wait.
+    while (got := await push(acme, "good", files())).status == 429:
+        assert got.error["code"] == "too_many_refused_uploads", got.body
+        await asyncio.sleep(1)
+    assert got.status == 201
 
 
 async def test_a_child_that_is_killed_is_a_refusal(gateway: Gateway, tmp_path: Path):

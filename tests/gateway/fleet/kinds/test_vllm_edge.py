@@ -203,7 +203,10 @@ class Worker:
 
     def trust(self, folder: Path) -> None:
         """Take the folders below `folder` for adapters, by name and unread."""
-        self.adapters._verified.use = lambda _, digest: nullcontext(SimpleNamespace(folder=folder / digest))  # type: ignore
+        manifest = SimpleNamespace(invocation=())
+        self.adapters._verified.use = lambda _, digest: nullcontext(  # type: ignore
+            SimpleNamespace(folder=folder / digest, manifest=manifest)
+        )
 
     async def ask(self, digest: str, vllm: VllmDouble) -> None:
         """Use an adapter like a request: load it again if the server lacks it."""
