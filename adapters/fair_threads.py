@@ -214,7 +214,7 @@ class FairThreads:
             return
         rest = min(MAX_REST_SECONDS, self._yielding.rest * cpu_seconds)
         if rest > 0:
-            self._rests[tenant] = now + rest
+            self._rests[tenant] = max(now + rest, self._rests.get(tenant, 0.0))
             timer = threading.Timer(rest, self._end_rest, (tenant,))
             timer.daemon = True
             timer.start()

@@ -238,8 +238,9 @@ class HostCache:
         check_rank(map(self._ranks, digests), self._max_rank)
         parts = [(self.get(digest) or self._load_stored(digest), weight) for digest, weight in mixture.parts]
         size = sum(part.num_bytes for part, _ in parts)
-        if size > self._max_bytes:
-            raise AdapterError("mixture", f"takes {size} bytes of host memory, the limit is {self._max_bytes}")
+        # A larger one would be evicted as soon as it is made, and loaded again for ever.
+        if size > self._mixtures.share:
+            raise AdapterError("mixture", f"takes {size} bytes of host memory, the limit is {self._mixtures.share}")
         with self._changed:
             tenant = self._asked.get(mixture.digest, "")
             self._evict_mixtures(tenant, size)

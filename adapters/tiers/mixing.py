@@ -23,7 +23,7 @@ class Mixtures:
     """Mixtures in use by requests, and each tenant's mixtures in host memory, oldest first. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._share = int(max_bytes * TENANT_SHARE)
+        self.share = int(max_bytes * TENANT_SHARE)
         self._used: dict[str, Mixture] = {}
         self._held: dict[str, OrderedDict[str, int]] = {}
         self._owners: dict[str, str] = {}
@@ -42,7 +42,7 @@ class Mixtures:
         held, found = self._held.get(tenant, OrderedDict[str, int]()), list[str]()
         left = sum(held.values()) + num_bytes
         for digest, size in held.items():
-            if left <= self._share:
+            if left <= self.share:
                 break
             found.append(digest)
             left -= size

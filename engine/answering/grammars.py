@@ -133,12 +133,12 @@ class Grammars:
             left = until - time.monotonic()
             if left > 0:
                 await asyncio.wait([pending.compiled], timeout=left)
+            elif pending.started is not None and not pending.is_slow:
+                raise BadRequest.of(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")
             elif tenant and (pending.is_slow or self._threads.is_heavy(tenant)):
                 raise TenantQueueFull("this tenant's other grammars are still being compiled", 1, spec.param)
-            elif pending.started is None or pending.is_slow:
-                raise QueueFull("other grammars are still being compiled", retry_after=1)
             else:
-                raise BadRequest.of(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")
+                raise QueueFull("other grammars are still being compiled", retry_after=1)
 
     def _leave(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
         """Stop waiting for a grammar. The last request to leave takes it out of the queue."""

@@ -64,6 +64,18 @@ def test_the_sum_of_ranks_is_refused_before_the_parts_are_read(cache: HostCache,
     assert cache.stats().num_bytes == 0
 
 
+def test_a_mixture_larger_than_its_tenants_share_is_refused(tmp_path, digests: list[str]):
+    """Without the refusal it would be evicted as soon as it is made, and loaded again by every step."""
+    cache = HostCache(DirectoryStore(tmp_path / "store"), BASE, 12 * SIZE, torch.float32)
+    try:
+        mixed = mixture(digests, 1.0, 1.0)
+        cache.add_mixture(mixed)
+        with pytest.raises(AdapterError, match=f"takes {2 * SIZE} bytes of host memory, the limit is {12 * SIZE // 8}"):
+            cache.fetch(mixed.digest, "t").result(TIMEOUT)
+    finally:
+        cache.close()
+
+
 def test_thousands_of_weights_take_no_other_tenants_host_memory(cache: HostCache, digests: list[str]):
     """The tenant's requests keep all its mixtures in use, as many long answers would."""
     others = [cache.fetch(digest, "quiet").result(TIMEOUT) for digest in digests[2:]]
