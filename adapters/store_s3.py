@@ -11,6 +11,7 @@ collector either sees the new objects' age or has ended, and the upload checks t
 upload waits and writes again.
 """
 
+import errno
 import logging
 import re
 import threading
@@ -55,6 +56,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 class S3Error(OSError):
     """Failure or refusal of the service. The message has its status and code, but no URL and no credentials."""
+
+    def __init__(self, message: str) -> None:
+        # Logs and answers show `strerror` of an OSError.
+        super().__init__(errno.EIO, message)
 
 
 class Bucket:
@@ -205,27 +210,30 @@ class S3Store:
     def stage(self, folder: Path, digest: str) -> None:
         """Write a prepared adapter, also if the store has it: an upload's duration does not reveal stored content.
 
-        Call it before the database's transaction, because it may take minutes; `publish` is called within.
+        Waits for a removal of the adapter to end, up to a time limit. Call it before the database's transaction,
+        because it may take minutes; `publish` is called within. Raises S3Error.
         """
+        deadline = time.monotonic() + REMOVAL_SECONDS
+        while self._marked(digest):
+            if time.monotonic() > deadline:
+                raise S3Error("the adapter is being removed, and the removal does not end")
+            time.sleep(LOOK_SECONDS)
         for name in FILES:
             self._bucket.put(_key(digest, name), folder / name)
 
     def publish(self, folder: Path, digest: str) -> None:
-        """Check that a staged adapter is complete and not being removed; otherwise write it again, up to a time limit.
+        """Check that a staged adapter is complete and not being removed.
 
-        Raises S3Error.
+        Does not wait, because the caller holds a database transaction. Raises S3Error.
         """
-        deadline = time.monotonic() + REMOVAL_SECONDS
-        while True:
+        try:
             if not self._marked(digest):
-                with suppress(FileNotFoundError):
-                    for name in FILES:
-                        self._bucket.modified(_key(digest, name))
-                    return
-            if time.monotonic() > deadline:
-                raise S3Error("the adapter is being removed, and the removal does not end")
-            time.sleep(LOOK_SECONDS)
-            self.stage(folder, digest)
+                for name in FILES:
+                    self._bucket.modified(_key(digest, name))
+                return
+        except FileNotFoundError:
+            pass
+        raise S3Error("the adapter was removed at the same time; send it again")
 
     def unused_bytes(self, digest: str, unused_seconds: float) -> int | None:
         """Return the size of an adapter's objects; None if one was put within `unused_seconds` or none exists."""

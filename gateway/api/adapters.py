@@ -148,7 +148,8 @@ class AdapterIntake:
                 try:
                     is_used = bool(await self._catalog.referenced([digest], since))
                 except BaseException:
-                    aside.bring_back()
+                    # A thread, because a bucket may take a minute; shielded, because the caller may have left.
+                    await asyncio.shield(asyncio.to_thread(aside.bring_back))
                     raise
                 if is_used:
                     await asyncio.to_thread(aside.bring_back)

@@ -168,7 +168,7 @@ def test_the_collector_takes_what_is_old_and_unused_and_nothing_stays(
 def test_an_upload_that_meets_a_removal_is_stored(
     open_at: Open, s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The upload writes its objects, the collector removes them, the upload notices the mark and writes them again."""
+    """The upload waits for the collector that removes the objects, and then writes them again."""
     monkeypatch.setattr(store_s3, "LOOK_SECONDS", 0.02)
     store = open_at()
     digest = put(store, write(tmp_path / "a"), BASE).digest
@@ -184,6 +184,21 @@ def test_an_upload_that_meets_a_removal_is_stored(
     uploading.join(30)
     assert len(s3.keys(prefix)) == 2
     assert store.path(digest) is not None
+
+
+def test_a_removal_between_staging_and_publishing_refuses_the_upload_at_once(
+    open_at: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Publishing does not wait, because it holds a database transaction that other tenants may need."""
+    store = open_at()
+    digest = put(store, write(tmp_path / "a"), BASE).digest
+    make_old(monkeypatch)
+    aside = store.set_aside(digest, 3600)
+    assert aside is not None
+    for act in (aside.remove, aside.bring_back):
+        with pytest.raises(store_s3.S3Error, match="removed at the same time"):
+            store.publish(tmp_path / "a", digest)
+        act()
 
 
 def test_an_upload_that_came_first_is_new_for_the_collector(open_at: Open, tmp_path: Path):
