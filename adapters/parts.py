@@ -27,9 +27,13 @@ class Parts(Protocol):
 
 def check_id(text: str) -> str:
     """Return the id. Raises ValueError for any other text, which could be a path."""
-    if not _ID.fullmatch(text):
+    if not is_id(text):
         raise ValueError("expected an id of 32 hexadecimal digits")
     return text
+
+
+def is_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
 
 
 class DirectoryParts:
@@ -60,7 +64,7 @@ class DirectoryParts:
         """Yield (upload id, seconds since the epoch at which a part was last saved or removed)."""
         if self._root.is_dir():
             for folder in self._root.iterdir():
-                if _ID.fullmatch(folder.name):
+                if is_id(folder.name):
                     yield folder.name, folder.stat().st_mtime
 
     def _folder(self, upload_id: str) -> Path:

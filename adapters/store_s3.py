@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.local_copies import LocalCopies
-from adapters.parts import FOLDER, Parts, check_id
+from adapters.parts import FOLDER, Parts, check_id, is_id
 from adapters.spool import Spool
 from adapters.store import FILES, check_digest
 
@@ -345,8 +345,10 @@ class _S3Parts:
     def list(self) -> Iterator[tuple[str, float]]:
         newest: dict[str, float] = {}
         for each in self._bucket.list(FOLDER):
-            upload_id = each["path"].split("/")[1]
-            newest[upload_id] = max(newest.get(upload_id, 0.0), each["last_modified"].timestamp())
+            _, _, rest = each["path"].partition("/")
+            upload_id, _, part_id = rest.partition("/")
+            if part_id and is_id(upload_id):  # other programs may write into the bucket
+                newest[upload_id] = max(newest.get(upload_id, 0.0), each["last_modified"].timestamp())
         yield from newest.items()
 
     def _key(self, upload_id: str, part_id: str) -> str:

@@ -304,7 +304,7 @@ def _build_imports(resources: Resources, records: Records, billing: Billing, int
         intake=intake,
         quota=billing.quota,
         rules=upload_rules(resources.settings),
-        sources=resources.settings.import_sources,
+        sources=resources.import_sources,
         hub=resources.settings.import_hub,
     )
 

@@ -10,6 +10,7 @@ import aiohttp
 from adapters.manifest import BaseShape
 from adapters.open_store import open_store
 from adapters.store import AdapterStore
+from adapters.store_s3 import Bucket
 from gateway.fleet.client import new_session
 from gateway.metrics import Metrics
 from gateway.process.loop_lag import LoopLag
@@ -33,11 +34,15 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The settings, and the objects that hold connections, files or threads."""
+    """The settings, and the objects that hold connections, files or threads.
+
+    import_sources: prefixes of imports, each with its bucket if it is in an S3 service.
+    """
 
     settings: Settings
     model: Model
     store: AdapterStore
+    import_sources: dict[str, Bucket | None]
     tracing: Tracing | None
     metrics: Metrics
     lag: LoopLag
@@ -54,6 +59,8 @@ async def open_resources(settings: Settings) -> Resources:
     with problems.collect():
         store = await asyncio.to_thread(_open_store, settings)
     with problems.collect():
+        import_sources = _open_import_sources(settings)
+    with problems.collect():
         tracing = _start_tracing()
     problems.report()
     metrics, lag = Metrics(), LoopLag()
@@ -62,6 +69,7 @@ async def open_resources(settings: Settings) -> Resources:
         settings,
         model,
         store,
+        import_sources,
         tracing,
         metrics,
         lag,
@@ -89,6 +97,14 @@ def _open_store(settings: Settings) -> AdapterStore:
         return open_store(settings.adapter_store, settings.adapter_cache, settings.adapter_cache_bytes)
     except (ValueError, OSError) as error:
         raise SettingsError("LORAPLEX_ADAPTER_STORE", str(error)) from error
+
+
+def _open_import_sources(settings: Settings) -> dict[str, Bucket | None]:
+    """Return the prefixes of imports, each with its bucket if it is in an S3 service. Connects to none."""
+    try:
+        return {each: Bucket(each) if each.startswith("s3://") else None for each in settings.import_sources}
+    except ValueError as error:
+        raise SettingsError("LORAPLEX_IMPORT_SOURCES", str(error).removeprefix("adapter store: ")) from error
 
 
 def _start_tracing() -> Tracing | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from gateway.access.scopes import PRINCIPAL
 from gateway.api.idempotency import Idempotency
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import Checked, Checker, Served
+from gateway.api.uploads.copying import Copies
 from gateway.api.uploads.receiving import UploadRules, Workplace, receive, refuse_too_large
 from gateway.errors import REQUEST_ID, TooSlow, Unavailable
 from gateway.fleet.engine import EngineRecord
@@ -37,7 +39,10 @@ COLLECT_AT_ONCE = 200
 
 
 class AdapterIntake:
-    """Intake of uploads: form, checks, store and catalog. The tenant's routes and the admin API use it."""
+    """Intake of uploads: form, checks, store and catalog. The tenant's routes and the admin API use it.
+
+    copies: runs long copies of content that does not arrive with the request.
+    """
 
     def __init__(
         self,
@@ -54,6 +59,7 @@ class AdapterIntake:
         self._rules = rules
         self._idempotency = idempotency
         self._checker = Checker(base, rules.max_bytes, served)
+        self.copies = Copies()
 
     async def push(
         self,
@@ -86,43 +92,45 @@ class AdapterIntake:
         actor: str,
         owner: str,
         receive: Callable[[Workplace], Awaitable[str]],
+        content: bytes | None = None,
     ) -> web.Response:
         """Add the version that `receive` writes into a workplace, and return 201.
 
         receive: writes the archive or the files, and returns the adapter's name. owner: the tenant's id or OPERATOR;
-        the owners' checks take turns. Raises TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be
+        the owners' checks take turns. content: identifies the request for its Idempotency-Key; None is the adapter's
+        name and digest. Raises TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be
         served, Unavailable.
         """
         with storing(self._rules.seconds):
             async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
                 name = await receive(place)
                 checked = await self._checker.check(place, owner)
-                add = self._add(request, tenant, name, checked, actor, place)
-                return await place.finish(add)
+                content = content or f"{name} {checked.digest}".encode()
+                add = partial(self._add, tenant, name, checked, actor)
+                return await place.finish(self._idempotency.once(request, actor, content, add))
 
-    async def _add(
-        self, request: web.Request, tenant: Tenant, name: str, checked: Checked, actor: str, place: Workplace
-    ) -> web.Response:
-        """Add the version and publish its content, only once for one Idempotency-Key."""
+    async def kept(self, request: web.Request, actor: str, content: bytes) -> web.Response | None:
+        """Return the kept response of a request with an Idempotency-Key. content: as for `take`."""
+        return await self._idempotency.kept(request, actor, content)
+
+    async def _add(self, tenant: Tenant, name: str, checked: Checked, actor: str) -> web.Response:
+        """Add the version and publish its content."""
         await self._catalog.check_declared(tenant, checked.num_bytes)
         await asyncio.to_thread(self._store.stage, checked.folder, checked.digest)
 
         async def publish() -> None:
             await asyncio.to_thread(self._store.publish, checked.folder, checked.digest)
 
-        async def add_version() -> web.Response:
-            adapter = await self._catalog.add_version(
-                tenant,
-                name,
-                digest=checked.digest,
-                rank=checked.rank,
-                num_bytes=checked.num_bytes,
-                actor=actor,
-                publish=publish,
-            )
-            return json_response(describe(adapter), status=201)
-
-        return await self._idempotency.once(request, actor, f"{name} {checked.digest}".encode(), add_version)
+        adapter = await self._catalog.add_version(
+            tenant,
+            name,
+            digest=checked.digest,
+            rank=checked.rank,
+            num_bytes=checked.num_bytes,
+            actor=actor,
+            publish=publish,
+        )
+        return json_response(describe(adapter), status=201)
 
     async def collect(self, *, dry_run: bool = False) -> tuple[int, int]:
         """Remove stored content that no version has had for UNUSED_SECONDS. Returns (adapters, bytes) removed.

@@ -32,6 +32,8 @@ RUNNING_SECONDS = 600
 SECRET_FIELDS = ("key",)
 
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
+# Paths of the admin API's uploads whose content does not arrive with the request.
+_UPLOAD = re.compile(r"/adapter-imports$|/adapter-uploads/[^/]+/complete$")
 
 
 class InProgress(GatewayError):
@@ -65,13 +67,9 @@ class Idempotency:
         self, request: web.Request, actor: str, content: bytes, do: Callable[[], Awaitable[web.Response]]
     ) -> web.Response:
         """Return the response of `do`, or the kept one. actor: the API key's id. content: identifies the request."""
-        given = request.headers.get(HEADER)
-        if given is None:
+        if HEADER not in request.headers:
             return await do()
-        if not _KEY.fullmatch(given):
-            raise BadRequest(f"Expected {HEADER} of 1 to 255 printable ASCII characters.", param=HEADER)
-        name = "loraplex:idempotency:" + _digest(actor, given)
-        asked = _digest(request.method, request.path, content.hex())
+        name, asked = _name(request, actor), _asked(request, content)
         begun = _Entry(content=asked)
         if await self._call(self._redis.set(name, msgspec.json.encode(begun), nx=True, ex=RUNNING_SECONDS)):
             task = asyncio.create_task(self._do(name, asked, do))
@@ -79,21 +77,23 @@ class Idempotency:
             task.add_done_callback(self._running.discard)
             return await asyncio.shield(task)
         stored = await self._call(self._redis.get(name))
-        entry = msgspec.json.decode(stored, type=_Entry) if stored else begun
-        if entry.content != asked:
-            raise KeyReused(f"This {HEADER} was used for another request.", param=HEADER)
-        if not entry.status:
-            message = f"A request with this {HEADER} is in progress; try again shortly."
-            raise InProgress(message, headers={"Retry-After": "1"})
-        return _answer(entry)
+        return _answer(msgspec.json.decode(stored, type=_Entry) if stored else begun, asked)
+
+    async def kept(self, request: web.Request, actor: str, content: bytes) -> web.Response | None:
+        """Return the kept response of a request, None without one. Arguments and errors are those of `once`."""
+        if HEADER not in request.headers:
+            return None
+        stored = await self._call(self._redis.get(_name(request, actor)))
+        return _answer(msgspec.json.decode(stored, type=_Entry), _asked(request, content)) if stored else None
 
     def for_admin_calls(self, auth: Authenticator) -> Middleware:
-        """Return the middleware for the admin API's JSON calls. Uploads are too large to hold; they call `once`."""
+        """Return the middleware for the admin API's JSON calls. Uploads call `once` themselves."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             is_call = request.method == "POST" and request.path.startswith("/admin/api/")
-            if not is_call or HEADER not in request.headers or request.content_type.startswith("multipart/"):
+            is_upload = request.content_type.startswith("multipart/") or _UPLOAD.search(request.path)
+            if not is_call or is_upload or HEADER not in request.headers:
                 return await handler(request)
             actor = await auth.admin(request.headers.get("Authorization"))
             content = await read_raw(request)
@@ -136,7 +136,25 @@ class Idempotency:
             raise Unavailable(f"{HEADER} needs Redis, which is away; try again shortly.") from error
 
 
-def _answer(entry: _Entry) -> web.Response:
+def _name(request: web.Request, actor: str) -> str:
+    """Return the entry's key in Redis. Raises BadRequest for a malformed header."""
+    given = request.headers[HEADER]
+    if not _KEY.fullmatch(given):
+        raise BadRequest(f"Expected {HEADER} of 1 to 255 printable ASCII characters.", param=HEADER)
+    return "loraplex:idempotency:" + _digest(actor, given)
+
+
+def _asked(request: web.Request, content: bytes) -> str:
+    return _digest(request.method, request.path, content.hex())
+
+
+def _answer(entry: _Entry, asked: str) -> web.Response:
+    """Return the kept response. Raises KeyReused, and InProgress while the request runs."""
+    if entry.content != asked:
+        raise KeyReused(f"This {HEADER} was used for another request.", param=HEADER)
+    if not entry.status:
+        message = f"A request with this {HEADER} is in progress; try again shortly."
+        raise InProgress(message, headers={"Retry-After": "1"})
     return web.Response(
         text=entry.body, status=entry.status, content_type="application/json", headers={REPLAYED: "true"}
     )

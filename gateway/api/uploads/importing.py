@@ -4,10 +4,13 @@ A client chooses a path below an allowed prefix, and neither scheme, host nor re
 every import is refused.
 """
 
+import logging
 import os
 import re
 import stat
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
@@ -21,11 +24,14 @@ from gateway.access.auth import Authenticator
 from gateway.access.scopes import ACTOR, PRINCIPAL
 from gateway.api.adapters import AdapterIntake
 from gateway.api.uploads.checking import OPERATOR
+from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import UploadRules, Workplace, too_large
 from gateway.errors import REQUEST_ID, BadRequest, Forbidden, Unavailable
 from gateway.quota.quota import Quota
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import Tenants
+
+log = logging.getLogger(__name__)
 
 FILES = (CONFIG_NAME, WEIGHTS_NAME)
 MAX_REDIRECTS = 4
@@ -41,7 +47,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)
 class Imports:
     """Routes of imports, for a tenant itself and for operators.
 
-    sources: the allowed prefixes, without a trailing slash. hub: the URL of the hub for `hf://`.
+    sources: the allowed prefixes, without a trailing slash, each with its bucket if it is in an S3 service. hub: the
+    URL of the hub for `hf://`.
     """
 
     def __init__(
@@ -53,30 +60,33 @@ class Imports:
         intake: AdapterIntake,
         quota: Quota,
         rules: UploadRules,
-        sources: Sequence[str],
+        sources: Mapping[str, Bucket | None],
         hub: str,
     ) -> None:
         self._auth, self._tenants, self._catalog = auth, tenants, catalog
         self._intake, self._quota, self._rules = intake, quota, rules
-        self._sources, self._hub = tuple(f"{source}/" for source in sources), hub.rstrip("/")
+        self._sources, self._hub = {f"{source}/": bucket for source, bucket in sources.items()}, hub.rstrip("/")
 
     async def add(self, request: web.Request) -> web.Response:
         """Import an adapter and return 201."""
         if "tenant" in request.match_info:
             tenant = await self._tenants.get(request.match_info["tenant"])
-            return await self._intake.take(request, tenant, request[ACTOR], OPERATOR, self._receive(request))
+            return await self._intake.take(request, tenant, request[ACTOR], OPERATOR, self._receive(request, OPERATOR))
         principal = request[PRINCIPAL]
         tenant, limits = principal.tenant, principal.tenant.adapter_limits
         principal.check_model(request.query.get("name", ""))
-        receive = self._receive(request)
+        receive = self._receive(request, tenant.id)
         places = self._quota.upload(
             tenant.id, request[REQUEST_ID], limits.adapter_changes_per_minute, limits.max_concurrent_uploads
         )
         async with self._auth.while_valid(principal), places:
             return await self._intake.take(request, tenant, principal.key_id, tenant.id, receive)
 
-    def _receive(self, request: web.Request) -> Any:
-        """Return the function that copies the adapter. Raises BadRequest, and Forbidden for any other source."""
+    def _receive(self, request: web.Request, owner: str) -> Any:
+        """Return the function that copies the adapter. Raises BadRequest, and Forbidden for any other source.
+
+        owner: the tenant's id or OPERATOR; the owners' copies take turns.
+        """
         name, source = request.query.get("name", ""), request.query.get("source", "")
         self._catalog.check_name(name)
         prefix = max((each for each in self._sources if source.startswith(each)), key=len, default=None)
@@ -94,8 +104,9 @@ class Imports:
             if prefix.startswith("hf://"):
                 await self._from_hub(place, prefix.removeprefix("hf://") + rest)
             else:
-                copy = _copy_folder if prefix.startswith("file://") else _copy_objects
-                await place.in_thread(copy, place.folder, prefix, rest, self._rules.max_bytes)
+                bucket = self._sources[prefix]
+                read = _objects(bucket, rest) if bucket else _folder(prefix, rest)
+                await self._intake.copies.run(place, owner, partial(_copy, place.folder, read, self._rules.max_bytes))
             return name
 
         return receive
@@ -136,13 +147,17 @@ class Imports:
 
         Raises Unavailable for another host.
         """
-        target, hub = urlsplit(urljoin(url, location)), urlsplit(self._hub)
-        host = target.hostname or ""
+        hub, refusal = urlsplit(self._hub), "The hub redirects to another host."
+        try:
+            target = urlsplit(urljoin(url, location))
+            host, port = target.hostname or "", target.port
+        except ValueError as error:
+            raise Unavailable(refusal, code="import_unavailable") from error
         is_own = (target.scheme, target.netloc) == (hub.scheme, hub.netloc)
-        is_hubs = target.scheme == "https" and target.port in (None, 443)
+        is_hubs = target.scheme == "https" and port in (None, 443)
         is_hubs &= any(host == each or host.endswith(f".{each}") for each in HUB_HOSTS)
         if not is_own and not (is_hubs and hub.hostname in HUB_HOSTS):
-            raise Unavailable("The hub redirects to another host.", code="import_unavailable")
+            raise Unavailable(refusal, code="import_unavailable")
         return target.geturl()
 
 
@@ -150,10 +165,11 @@ def _missing(name: str) -> BadRequest:
     return BadRequest(f"There is no readable {name} at the source.", param="source", code="import_not_found")
 
 
-def _copy_folder(folder: Path, prefix: str, rest: str, max_bytes: int) -> None:
-    """Copy the two files of a folder below the prefix. Links are followed only within the prefix."""
+def _folder(prefix: str, rest: str) -> Callable[[str], Iterator[bytes]]:
+    """Return the reader of a folder's files below the prefix. Links are followed only within the prefix."""
     root = Path(unquote(urlsplit(prefix).path)).resolve()
-    for name in FILES:
+
+    def read(name: str) -> Iterator[bytes]:
         path = (root / rest / name).resolve()
         if not path.is_relative_to(root):
             raise _missing(name)
@@ -164,25 +180,36 @@ def _copy_folder(folder: Path, prefix: str, rest: str, max_bytes: int) -> None:
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise _missing(name)
-            max_bytes -= _write(folder / name, iter(lambda: file.read(PIECE_BYTES), b""), max_bytes)
+            yield from iter(lambda: file.read(PIECE_BYTES), b"")
+
+    return read
 
 
-def _copy_objects(folder: Path, prefix: str, rest: str, max_bytes: int) -> None:
-    """Copy the two objects below the prefix. Raises OSError if the service does not answer."""
-    bucket = Bucket(prefix)
-    for name in FILES:
-        try:
-            max_bytes -= _write(folder / name, bucket.read(f"{rest}/{name}"), max_bytes)
-        except FileNotFoundError as error:
-            raise _missing(name) from error
+def _objects(bucket: Bucket, rest: str) -> Callable[[str], Iterator[bytes]]:
+    """Return the reader of the objects below the bucket's prefix."""
+    return lambda name: bucket.read(f"{rest}/{name}")
 
 
-def _write(path: Path, pieces: Any, max_bytes: int) -> int:
+def _copy(folder: Path, read: Callable[[str], Iterator[bytes]], max_bytes: int, stop: threading.Event) -> None:
+    """Copy the two files until `stop` is set. Raises TooLarge, BadRequest or Unavailable for the source, OSError for
+    the folder.
+    """
     size = 0
-    with path.open("xb") as file:
-        for piece in pieces:
-            size += len(piece)
-            if size > max_bytes:
-                raise too_large(max_bytes)
-            file.write(piece)
-    return size
+    for name in FILES:
+        with (folder / name).open("xb") as file:
+            for piece in until_stopped(_checked(read(name), name), stop):
+                size += len(piece)
+                if size > max_bytes:
+                    raise too_large(max_bytes)
+                file.write(piece)
+
+
+def _checked(pieces: Iterable[bytes], name: str) -> Iterator[bytes]:
+    """Yield the pieces of a source. Its errors are the import's, not the adapter store's."""
+    try:
+        yield from pieces
+    except FileNotFoundError as error:
+        raise _missing(name) from error
+    except OSError as error:
+        log.warning("a source of imports cannot be read: %s", error.strerror or error)
+        raise Unavailable("The source cannot be read.", code="import_unavailable") from error

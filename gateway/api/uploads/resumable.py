@@ -3,10 +3,12 @@
 import asyncio
 import hashlib
 import re
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,8 +22,9 @@ from gateway.access.scopes import ACTOR, PRINCIPAL
 from gateway.api.adapters import AdapterIntake, storing
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import OPERATOR
+from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, UploadRules, Workplace, too_large
-from gateway.errors import REQUEST_ID, BadRequest, CheckFailed, TooLarge, WrongOffset
+from gateway.errors import REQUEST_ID, BadRequest, RecordNotFound, TooLarge, WrongOffset
 from gateway.quota.quota import Quota
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import Tenant, Tenants
@@ -108,23 +111,31 @@ class ResumableUploads:
     async def complete(self, request: web.Request) -> web.Response:
         """Check the archive, add the version and return 201.
 
-        An upload that the check refuses or cannot finish is removed; after any other error it stays.
+        An upload whose content is refused is removed; after any other error it stays. A request that is repeated with
+        its Idempotency-Key gets the kept answer, although the upload is removed.
         """
+        caller, upload_id = await self._caller(request), request.match_info["id"]
+        if (kept := await self._intake.kept(request, caller.actor, upload_id.encode())) is not None:
+            await self._remove(upload_id)
+            return kept
         caller, upload = await self._find(request)
         if upload.received < upload.num_bytes:
             raise WrongOffset(upload.received)
         parts = await self._uploads.parts(upload.id)
 
         async def receive(place: Workplace) -> str:
-            found = await place.in_thread(self._assemble, place, upload.id, parts)
+            join = partial(self._assemble, place, upload.id, parts)
+            found = await self._intake.copies.run(place, caller.owner, join)
             if found != upload.sha256:
                 raise BadRequest("The upload's content has another SHA-256 than declared.", param="sha256")
             return upload.name
 
-        async with self._slot(request, caller):
+        take = self._intake.take
+        async with self._slot(request, caller, caller.tenant.adapter_limits.adapter_changes_per_minute):
+            await self._catalog.check_declared(caller.tenant, upload.num_bytes)
             try:
-                answer = await self._intake.take(request, caller.tenant, caller.actor, caller.owner, receive)
-            except (AdapterError, BadRequest, CheckFailed, TooLarge):
+                answer = await take(request, caller.tenant, caller.actor, caller.owner, receive, upload.id.encode())
+            except (AdapterError, BadRequest, TooLarge):
                 await self._remove(upload.id)
                 raise
             await self._remove(upload.id)
@@ -165,13 +176,18 @@ class ResumableUploads:
             caller.principal.check_model(name)
 
     @asynccontextmanager
-    async def _slot(self, request: web.Request, caller: _Caller) -> AsyncIterator[None]:
-        """Hold one of the tenant's upload slots while its key is valid. Operators need none."""
+    async def _slot(
+        self, request: web.Request, caller: _Caller, changes_per_minute: int | None = None
+    ) -> AsyncIterator[None]:
+        """Hold one of the tenant's upload slots while its key is valid. Operators need none.
+
+        changes_per_minute: counts a change against this limit.
+        """
         if caller.principal is None:
             yield
             return
         at_once = caller.tenant.adapter_limits.max_concurrent_uploads
-        slot = self._quota.upload(caller.tenant.id, request[REQUEST_ID], None, at_once)
+        slot = self._quota.upload(caller.tenant.id, request[REQUEST_ID], changes_per_minute, at_once)
         async with self._auth.while_valid(caller.principal), slot:
             yield
 
@@ -188,7 +204,8 @@ class ResumableUploads:
         try:
             await asyncio.to_thread(self._store.parts.save, upload_id, part_id, place.folder / "part")
             return await self._uploads.add_part(tenant, upload_id, start, size, part_id)
-        except BaseException:
+        except (WrongOffset, RecordNotFound):
+            # After any other error the part may be on record, because the answer to a commit can be lost.
             await asyncio.to_thread(self._store.parts.remove, upload_id, part_id)
             raise
 
@@ -216,14 +233,20 @@ class ResumableUploads:
             raise BadRequest("The part has another SHA-256 than declared; send it again.", param="sha256")
         return size
 
-    def _assemble(self, place: Workplace, upload_id: str, parts: Sequence[str]) -> str:
-        """Join the parts in the file of the archive and return its SHA-256. Blocks."""
+    def _assemble(self, place: Workplace, upload_id: str, parts: Sequence[str], stop: threading.Event) -> str:
+        """Join the parts in the file of the archive and return its SHA-256. Blocks, until `stop` is set.
+
+        Raises BadRequest for a missing part.
+        """
         found = hashlib.sha256()
         with place.create(ARCHIVE) as file:
-            for part_id in parts:
-                for piece in self._store.parts.read(upload_id, part_id):
-                    found.update(piece)
-                    file.write(piece)
+            try:
+                for part_id in parts:
+                    for piece in until_stopped(self._store.parts.read(upload_id, part_id), stop):
+                        found.update(piece)
+                        file.write(piece)
+            except FileNotFoundError as error:
+                raise BadRequest("A part of the upload is lost; begin the upload again.", param="id") from error
         return found.hexdigest()
 
     async def _remove(self, upload_id: str) -> None:

@@ -1,5 +1,7 @@
 """Imports from a folder, a bucket and a hub: only below prefixes that the operator allows."""
 
+import sys
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -7,7 +9,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from adapters import store_s3
+from gateway.setting_errors import SettingsError
 from testing.gateway.running import Answer, Client
+from testing.ports import free_port
 from testing.s3_server import BUCKET, S3Server
 from testing.serving import serving
 from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files
@@ -35,7 +40,7 @@ async def hub(asked: list[str], location: str = "") -> AsyncIterator[str]:
     async def resolve(request: web.Request) -> web.Response:
         asked.append(request.path)
         if request.match_info["repo"] == "moved":
-            raise web.HTTPFound(location or request.path.replace("moved", "repo"))
+            return web.Response(status=302, headers={"Location": location or request.path.replace("moved", "repo")})
         if (request.match_info["repo"], request.match_info["revision"]) != ("repo", "main"):
             raise web.HTTPNotFound
         return web.Response(body=files(5)[request.match_info["file"]])
@@ -100,6 +105,12 @@ async def test_only_what_is_allowed_is_read(
             gateway.admin, f"file://{tmp_path}/open/good", "b", "/admin/api/tenants/acme/adapter-imports"
         )
         assert as_operator.status == 201
+        path, source = "/admin/api/tenants/acme/adapter-imports", f"file://{tmp_path}/open/good"
+        once = {"Idempotency-Key": uuid.uuid4().hex}
+        first, again = [
+            await gateway.admin.post(path, params={"name": "c", "source": source}, headers=once) for _ in range(2)
+        ]
+        assert (first.status, again.status, again.json) == (201, 201, first.json), first.body
         assert [path for path in (tmp_path / "adapters").iterdir() if path.name.startswith(".")] == []
 
 
@@ -110,15 +121,36 @@ async def test_nothing_is_allowed_by_default(start: Start, tmp_path: Path):
             assert (await import_(acme, source)).error["code"] == "import_not_allowed"
 
 
+async def test_a_bucket_that_cannot_be_read(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setattr(store_s3, "RETRIES", 0)
+    async with start(import_sources=("s3://bucket/x",)) as gateway:
+        answer = await import_(await gateway.tenant("acme"), "s3://bucket/x/y")
+        assert (answer.status, answer.error["code"]) == (503, "import_unavailable")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(SettingsError, match=r"LORAPLEX_IMPORT_SOURCES: s3:// needs `pip install loraplex\[s3\]`"):
+        async with start(import_sources=("s3://bucket/x",)):
+            pass
+
+
 async def test_a_hubs_redirects_stay_with_the_hub(start: Start):
     asked: list[str] = []
-    async with hub([]) as elsewhere, hub(asked, f"{elsewhere}/org/repo/resolve/main/{CONFIG}") as url, hub([]) as plain:
+    async with (
+        hub([]) as elsewhere,
+        hub(asked, f"{elsewhere}/org/repo/resolve/main/{CONFIG}") as url,
+        hub([], "https://hf.co:port/x") as malformed,
+        hub([]) as plain,
+    ):
         for hub_url, source, status, code in (
             (plain, "hf://org/repo", 201, None),
             (plain, "hf://org/moved@main", 201, None),
             (plain, "hf://org/repo@other", 400, "import_not_found"),
             (plain, "hf://other/repo", 403, "import_not_allowed"),
             (url, "hf://org/moved", 503, "import_unavailable"),
+            (malformed, "hf://org/moved", 503, "import_unavailable"),
         ):
             async with start(import_sources=("hf://org/",), import_hub=hub_url) as gateway:
                 name = f"t{abs(hash((hub_url, source))):x}"[:20]

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import random
+import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,36 @@ async def test_an_upload_goes_on_at_another_gateway(start: Start, tmp_path: Path
         assert (await put(other.admin, upload, 0, ARCHIVE, path)).status == 200
         assert (await one.admin.post(f"{path}/{upload}/complete")).status == 201
         assert (await globex.get("/v1/adapters/a")).json["digest"] == done.json["digest"]
+
+
+async def test_a_completion_is_repeated(start: Start, tmp_path: Path):
+    content, key = tarred(files(2)), {"Idempotency-Key": uuid.uuid4().hex}
+    async with start() as gateway_:
+        acme, limited = await gateway_.tenant("acme"), await gateway_.tenant("limited", adapter_changes_per_minute=1)
+        admins = "/admin/api/tenants/acme/adapter-uploads"
+        for client, path in ((acme, PATH), (gateway_.admin, admins)):
+            upload = (await begin(client, content, path=path)).json["id"]
+            assert (await put(client, upload, 0, content, path)).status == 200
+            malformed = await client.post(f"{path}/{upload}/complete", headers={"Idempotency-Key": "x" * 256})
+            assert (malformed.status, malformed.error["param"]) == (400, "Idempotency-Key")
+            first, again = [await client.post(f"{path}/{upload}/complete", headers=key) for _ in range(2)]
+            assert (first.status, again.status, again.json) == (201, 201, first.json), (first.body, again.body)
+            assert again.headers["Idempotent-Replayed"] == "true"
+            assert (await client.post(f"{path}/{upload}/complete")).status == 404
+            other = await client.post(f"{path}/{'0' * 32}/complete", headers=key)
+            assert other.error["code"] == "idempotency_key_reused"
+        # A completion counts as a change; a refusal for a limit leaves the upload.
+        upload = (await begin(limited, content)).json["id"]
+        assert (await put(limited, upload, 0, content)).status == 200
+        assert (await limited.post(f"{PATH}/{upload}/complete")).status == 429
+        assert (await limited.get(f"{PATH}/{upload}")).status == 200
+        # An upload that has lost a part cannot be completed any more.
+        upload = (await begin(acme, content, "lost")).json["id"]
+        assert (await put(acme, upload, 0, content)).status == 200
+        for part in (tmp_path / "adapters" / "uploads" / upload).iterdir():
+            part.unlink()
+        assert (await acme.post(f"{PATH}/{upload}/complete")).status == 400
+        assert (await acme.get(f"{PATH}/{upload}")).status == 404
 
 
 async def test_unfinished_uploads_count_and_go(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

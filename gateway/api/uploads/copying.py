@@ -1,0 +1,53 @@
+"""Long copies of uploads' content on threads of their own, so that other uploads' writes do not wait for them."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from gateway.api.uploads.receiving import Workplace
+from gateway.sharing.turns import Turns
+
+# Concurrent copies; an owner has one of them.
+COPIES = 4
+T = TypeVar("T")
+_THREADS = ThreadPoolExecutor(COPIES, thread_name_prefix="upload-copy")
+
+
+class Stopped(Exception):
+    """The copy's caller has ended."""
+
+
+class Copies:
+    """Runner of blocking copies. Owners take turns."""
+
+    def __init__(self) -> None:
+        self._turns = Turns(COPIES)
+
+    async def run(self, place: Workplace, owner: str, copy: Callable[[threading.Event], T]) -> T:
+        """Run `copy` in a thread, with an event that is set when the caller is cancelled.
+
+        The copy must pass its pieces through `until_stopped`, because the workplace is removed only after its end.
+        """
+        return await place.run(self._run(owner, copy))
+
+    async def _run(self, owner: str, copy: Callable[[threading.Event], T]) -> T:
+        async with self._turns.turn(owner):
+            stop = threading.Event()
+            work = asyncio.get_running_loop().run_in_executor(_THREADS, copy, stop)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                stop.set()
+                # The owner's turn ends with the thread, so that cancelled copies do not use up the threads.
+                await asyncio.wait({work})
+                raise
+
+
+def until_stopped(pieces: Iterable[bytes], stop: threading.Event) -> Iterator[bytes]:
+    """Yield the pieces. Raises Stopped at the first piece after `stop` is set."""
+    for piece in pieces:
+        if stop.is_set():
+            raise Stopped
+        yield piece
