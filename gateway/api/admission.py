@@ -82,7 +82,7 @@ class Admission:
             principal.check_model(name)
         model = await resolve_model(self._catalog, tenant, parsed.model)
         asked = await self._prompts.measure(parsed, raw, share)
-        self._fleet.check(tenant.id, model.digest, asked.body)
+        self._fleet.check(tenant.id, model.adapters, asked.body)
         self._accounting.check_room()
         price, weights = self._prices.price(tenant.name, model), asked.weights
         try:

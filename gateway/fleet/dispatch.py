@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,9 +107,9 @@ class Fleet:
         """Return whether every engine limits requests by an allowance, so that a whole answer's hold may grow."""
         return all(engine.keeps_allowances for engine in self._registry.up)
 
-    def check(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
+    def check(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
         """Raise Quarantined for a request or adapter with which engines died."""
-        self._quarantine.check(tenant_id, digest, body)
+        self._quarantine.check(tenant_id, digests, body)
 
     @asynccontextmanager
     async def open(self, call: Call, bill: Bill) -> AsyncIterator[Answering]:
@@ -187,7 +187,7 @@ class Fleet:
                 bill.unsent()
                 return None
             bill.lost()
-            self._quarantine.died(engine, call.tenant.id, call.model.digest, call.body)
+            self._quarantine.died(engine, call.tenant.id, call.model.adapters, call.body)
             await self._quarantine.reported()
             tries.died += 1
             if tries.are_enough:
@@ -208,7 +208,7 @@ class Fleet:
     def _check_again(self, call: Call) -> None:
         """Raise EngineRefused for a request that was quarantined after it was admitted."""
         try:
-            self.check(call.tenant.id, call.model.digest, call.body)
+            self.check(call.tenant.id, call.model.adapters, call.body)
         except Quarantined as error:
             raise EngineRefused(error) from error
 
@@ -234,7 +234,7 @@ class Fleet:
                             # Exactly that type means that the gateway closed it, for example for a revoked key.
                             record = breaker.failed
                             if not isinstance(ended, TimeoutError):
-                                self._quarantine.died(engine, tenant_id, digest, call.body)
+                                self._quarantine.died(engine, tenant_id, call.model.adapters, call.body)
             if ended is None:
                 record = breaker.succeeded
                 if in_flight.is_counted:

@@ -12,7 +12,7 @@ import hmac
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,7 +29,17 @@ DEATHS = {"request": 2, "adapter": 3}
 # Broken connections to an engine within this time (seconds) count as a single death.
 ONE_DEATH_SECONDS = 2.0
 # Fields that may differ between retries and do not change the computation.
-VOLATILE = ("user", "metadata", "store", "prompt_cache_key", "safety_identifier", "stream", "stream_options")
+VOLATILE = (
+    "user",
+    "metadata",
+    "store",
+    "prompt_cache_key",
+    "safety_identifier",
+    "stream",
+    "stream_options",
+    "priority",
+    "ttft_target",
+)
 # Stands for the tenants of other gateways' requests, which are unknown while Redis is away.
 UNKNOWN_TENANTS = "?"
 MAX_SUSPECTS = 10_000
@@ -87,19 +97,22 @@ class Quarantine:
         self._unsent: dict[str, Report] = {}
         self._sending: asyncio.Task[None] | None = None
 
-    def check(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
+    def check(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
         """Raise Quarantined for a request or an adapter in quarantine."""
         if not self._candidates:
             return
         now = self._clock()
         self._candidates = {key for key in self._candidates if self._deaths[key][-1].at + self._seconds > now}
-        for key in self._suspects(tenant_id, digest, body) if self._candidates else ():
+        for key in self._suspects(tenant_id, digests, body) if self._candidates else ():
             if key in self._candidates and self._is_alone(key):
                 raise Quarantined(key.kind, self._deaths[key][-1].at + self._seconds - now)
 
-    def died(self, engine: EngineRecord, tenant_id: str, digest: str | None, body: dict[str, Any]) -> None:
-        """Note that an engine died with this request, and report it to the other processes in the background."""
-        suspects = self._suspects(tenant_id, digest, body)
+    def died(self, engine: EngineRecord, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
+        """Note that an engine died with this request, and report it to the other processes in the background.
+
+        digests: the request's adapter, or all adapters of its mixture.
+        """
+        suspects = self._suspects(tenant_id, digests, body)
         report = Report(engine.url, [*{*engine.requests.by_tenant, tenant_id}], suspects)
         if engine.foreign_load and (self._shared is None or self._shared.is_away):
             report.tenants.append(UNKNOWN_TENANTS)
@@ -191,8 +204,8 @@ class Quarantine:
     def _is_alone(self, key: Suspect) -> bool:
         return set.intersection(*(death.tenants for death in self._deaths[key])) == {key.tenant_id}
 
-    def _suspects(self, tenant_id: str, digest: str | None, body: dict[str, Any]) -> list[Suspect]:
+    def _suspects(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> list[Suspect]:
         lasting = {name: value for name, value in sorted(body.items()) if name not in VOLATILE}
-        message = msgspec.json.encode([tenant_id, digest, lasting])
-        found = [Suspect("request", tenant_id, hmac.new(self._secret, message, hashlib.sha256).hexdigest())]
-        return found if digest is None else [*found, Suspect("adapter", tenant_id, digest)]
+        message = msgspec.json.encode([tenant_id, digests, lasting])
+        found = Suspect("request", tenant_id, hmac.new(self._secret, message, hashlib.sha256).hexdigest())
+        return [found, *(Suspect("adapter", tenant_id, digest) for digest in digests)]

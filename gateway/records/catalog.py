@@ -64,6 +64,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     mixture: Mixture | None = None
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Return the digests of the adapters that the model consists of; none for the base model."""
+        if self.mixture is not None:
+            return tuple(digest for digest, _ in self.mixture.parts)
+        return () if self.digest is None else (self.digest,)
+
+    @property
     def engine_name(self) -> str:
         """Return the model's name in requests to engines."""
         if self.digest is None:

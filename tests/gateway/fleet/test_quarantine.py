@@ -1,6 +1,7 @@
 """A tenant's bad requests beside others: an engine's breaker, and requests that kill engines."""
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,14 @@ def engine(url: str = "http://one:1", others: int = 0, **tenants: int) -> Engine
     return record
 
 
-def die(quarantine: Quarantine, clock: Clock, at: EngineRecord, tenant: str = "a", digest: str | None = None) -> None:
+def die(quarantine: Quarantine, clock: Clock, at: EngineRecord, tenant: str = "a", digests: Sequence[str] = ()) -> None:
     clock.now += ONE_DEATH_SECONDS
-    quarantine.died(at, tenant, digest, BODY)
+    quarantine.died(at, tenant, digests, BODY)
 
 
-def is_quarantined(quarantine: Quarantine, tenant: str = "a", digest: str | None = None, **body: Any) -> bool:
+def is_quarantined(quarantine: Quarantine, tenant: str = "a", digests: Sequence[str] = (), **body: Any) -> bool:
     try:
-        quarantine.check(tenant, digest, BODY | body)
+        quarantine.check(tenant, digests, BODY | body)
     except Quarantined:
         return True
     return False
@@ -58,7 +59,7 @@ def test_a_request_is_quarantined_after_its_second_death_for_a_time(clock: Clock
     assert not is_quarantined(quarantine)
     die(quarantine, clock, engine(a=1))
     assert is_quarantined(quarantine)
-    assert is_quarantined(quarantine, user="another", stream=True)
+    assert is_quarantined(quarantine, user="another", stream=True, priority=3, ttft_target=1.0)
     assert not is_quarantined(quarantine, prompt="something else")
     assert not is_quarantined(quarantine, tenant="b")
     assert counted == ["request"]
@@ -70,7 +71,7 @@ def test_many_connections_that_break_at_once_are_one_death(clock: Clock):
     quarantine = Quarantine(100.0, SECRET, clock=clock)
     record = engine(a=5)
     for _ in range(5):
-        quarantine.died(record, "a", None, BODY)
+        quarantine.died(record, "a", (), BODY)
     assert not is_quarantined(quarantine)
 
 
@@ -94,12 +95,13 @@ def test_no_tenant_puts_anothers_requests_into_quarantine(deaths: list[EngineRec
 def test_an_adapter_is_quarantined_for_its_tenant(clock: Clock):
     quarantine = Quarantine(100.0, SECRET, clock=clock)
     for number in range(DEATHS["adapter"]):
-        assert not is_quarantined(quarantine, digest="d", prompt="never seen")
+        assert not is_quarantined(quarantine, digests=["d"], prompt="never seen")
         clock.now += ONE_DEATH_SECONDS
-        quarantine.died(engine(a=1), "a", "d", BODY | {"prompt": f"{number}"})
-    assert is_quarantined(quarantine, digest="d", prompt="never seen")
-    assert not is_quarantined(quarantine, digest="e", prompt="never seen")
-    assert not is_quarantined(quarantine, tenant="b", digest="d", prompt="never seen")
+        quarantine.died(engine(a=1), "a", ["d", f"{number}"], BODY | {"prompt": f"{number}"})
+    assert is_quarantined(quarantine, digests=["d"], prompt="never seen")
+    assert is_quarantined(quarantine, digests=["c", "d"], prompt="never seen"), "a mixture with it"
+    assert not is_quarantined(quarantine, digests=["e"], prompt="never seen")
+    assert not is_quarantined(quarantine, tenant="b", digests=["d"], prompt="never seen")
 
 
 async def test_a_request_that_kills_engines_is_answered_without_one(

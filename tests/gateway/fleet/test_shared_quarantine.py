@@ -46,7 +46,7 @@ class Processes:
 
     async def die(self, quarantine: Quarantine, at: str, tenant: str = "a", **body: Any) -> None:
         """Let an engine die with a request of a tenant; every process learns of it."""
-        quarantine.died(engine(at, others=1, **{tenant: 1}), tenant, None, BODY | body)
+        quarantine.died(engine(at, others=1, **{tenant: 1}), tenant, (), BODY | body)
         await quarantine.reported()
         for each in self.alive:
             await each.read()
