@@ -14,7 +14,7 @@ from benchmarks.hostile.place import Place, before_doubles, of_stack
 from benchmarks.hostile.run import Limits, Result, run_attack
 from testing.stack import Stack
 
-SECONDS = 1.0
+SECONDS = 2.0
 LIMITS = Limits(latency=None, upload=20.0, stall=3.0, refusal=30.0)
 
 
