@@ -220,12 +220,15 @@ async def test_tenants_share_it_fairly_for_it_is_given_only_what_it_runs(both: t
     gateway, vllm = both
     flood, modest = await gateway.tenant("flood"), await gateway.tenant("modest")
     vllm.hold.clear()
-    many = [asyncio.create_task(flood.complete(max_tokens=20)) for _ in range(20)]
-    await until(lambda: running_is(vllm, 2))
-    await until(lambda: waiting_is(gateway, 18))
-    few = [asyncio.create_task(modest.complete(max_tokens=20)) for _ in range(3)]
-    await until(lambda: waiting_is(gateway, 21))
-    vllm.hold.set()
+    try:
+        many = [asyncio.create_task(flood.complete(max_tokens=20)) for _ in range(20)]
+        await until(lambda: running_is(vllm, 2))
+        await until(lambda: waiting_is(gateway, 18))
+        few = [asyncio.create_task(modest.complete(max_tokens=20)) for _ in range(3)]
+        await until(lambda: waiting_is(gateway, 21))
+    finally:
+        # Without this a failure here would make the gateway wait for its requests for ever.
+        vllm.hold.set()
     assert {got.status for got in await asyncio.gather(*many, *few)} == {200}
     assert vllm.most_running == 2
     [salt] = {salt for salt in vllm.served if vllm.served.count(salt) == 3}
