@@ -66,7 +66,7 @@ class Connection(asyncio.Protocol):
         if path == b"/health":
             self.transport.write(whole(b'{"status": "ok"}'))
         elif path.split(b"?")[0] == b"/state":
-            state = {"generation": 1, "model": "base", "adapters_resident": [], "running": 0, "waiting": 0}
+            state = {"revision": 1, "model": "base", "adapters_resident": [], "running": 0, "waiting": 0}
             self.transport.write(whole(json.dumps(state | {"max_num_seqs": 4096}).encode()))
         elif path.split(b"?")[0] == b"/finished":
             self.transport.write(whole(b'{"data": [], "object": "list"}'))

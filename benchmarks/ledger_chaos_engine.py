@@ -34,7 +34,7 @@ class Double:
         return web.Response()
 
     async def state(self, _: web.Request) -> web.Response:
-        state = {"generation": 1, "model": "base", "adapters_resident": [], "running": 0, "waiting": 0}
+        state = {"revision": 1, "model": "base", "adapters_resident": [], "running": 0, "waiting": 0}
         return web.json_response(state | {"max_num_seqs": 256})
 
     async def ask(self, request: web.Request) -> web.Response:

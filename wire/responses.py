@@ -204,7 +204,7 @@ class TenantShare(Struct):
 class EngineStateResponse(Struct):
     """Body of `GET /state`.
 
-    `instance` changes with each start. `generation` increases with each change of `running`, `waiting`, `draining` or
+    `instance` changes with each start. `revision` increases with each change of `running`, `waiting`, `draining` or
     the adapters in device memory; of two states of one instance, the higher one is newer. `adapters_resident` are
     digests. `max_adapter_bytes`: largest size of an adapter's tensors in the engine's dtype. `adapter_load_seconds`:
     recent average time of a load into host memory.
@@ -212,7 +212,7 @@ class EngineStateResponse(Struct):
 
     instance: str
     draining: bool
-    generation: int
+    revision: int
     model: str
     max_model_len: int
     max_num_seqs: int

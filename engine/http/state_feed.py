@@ -35,9 +35,9 @@ class StateFeed:
         self._finished = finished
         self._event_loop = asyncio.get_running_loop()
         self._instance = uuid.uuid4().hex
-        self._generation = 0
+        self._revision = 0
         self._residency_version = 0
-        # Values at the last increment of `_generation`.
+        # Values at the last increment of `_revision`.
         self._numbered: tuple[object, ...] = ()
         self._last: EngineStateResponse | None = None
         self._line = b""
@@ -93,7 +93,7 @@ class StateFeed:
         await self._pump
 
     async def _push(self) -> None:
-        sent_at, generation = 0.0, 0
+        sent_at, revision = 0.0, 0
         while not self._closed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
@@ -108,8 +108,8 @@ class StateFeed:
             except EngineUnavailable:
                 # The engine has failed or is closed; /health reports which.
                 self._closed = True
-            if generation != self._generation or time.monotonic() - sent_at >= HEARTBEAT_S:
-                sent_at, generation = time.monotonic(), self._generation
+            if revision != self._revision or time.monotonic() - sent_at >= HEARTBEAT_S:
+                sent_at, revision = time.monotonic(), self._revision
                 self._announce()
             await asyncio.sleep(SPACING_S)
         self._announce()
@@ -123,8 +123,8 @@ class StateFeed:
         values = (self._residency_version, state.running, state.waiting, state.draining)
         if values != self._numbered:
             self._numbered = values
-            self._generation += 1
-        state.generation = self._generation
+            self._revision += 1
+        state.revision = self._revision
         self._last, self._line = state, msgspec.json.encode(state) + b"\n"
         return state
 
@@ -133,7 +133,7 @@ class StateFeed:
         return EngineStateResponse(
             instance=self._instance,
             draining=self._draining,
-            generation=self._generation,
+            revision=self._revision,
             model=self._models.base_name,
             max_model_len=self._engine.max_model_len,
             max_num_seqs=self._engine.config.max_num_seqs,

@@ -100,7 +100,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     """
 
     instance: str | None = None
-    generation: int = 0
+    revision: int = 0
     model: str | None = None
     adapters_resident: list[str] = []
     running: int = 0
@@ -195,7 +195,7 @@ class EngineRecord:
 
     def observe_state(self, state: EngineState, in_flight: int) -> None:
         """Apply the engine's state, unless a newer one is known. in_flight: this process's requests at the query."""
-        if state.instance == self.state.instance and state.generation < self.state.generation:
+        if state.instance == self.state.instance and state.revision < self.state.revision:
             return
         self.state = state
         self.resident = frozenset(bare_digest(digest) for digest in state.adapters_resident)

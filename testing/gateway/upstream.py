@@ -61,7 +61,7 @@ class Upstream:
         # Request id -> the completion tokens that it may generate.
         self.keeps_allowances = False
         self.allowances: dict[str, int] = {}
-        self._generation = 0
+        self._revision = 0
         self._last_push: tuple[object, ...] = ()
         self.model = "base"
         # Refusal of every request: a status and an error code, or None to cut the connection.
@@ -112,13 +112,13 @@ class Upstream:
         await response.prepare(request)
         self.followers += 1
         try:
-            generation, told_at = -1, 0.0
+            revision, told_at = -1, 0.0
             while self.healthy and self.pushes:
                 state = self._state_now()
                 now = time.monotonic()
                 # Paced by the clock, however slow the machine: silence is the sign of a hung engine.
-                if not self.mute and (state["generation"] != generation or now - told_at >= 0.5):
-                    generation, told_at = state["generation"], now
+                if not self.mute and (state["revision"] != revision or now - told_at >= 0.5):
+                    revision, told_at = state["revision"], now
                     await response.write(json.dumps(state).encode() + b"\n")
                 await asyncio.sleep(0.01)
         finally:
@@ -130,10 +130,10 @@ class Upstream:
         pushed = (self.instance, self.model, tuple(self.resident), running, self.draining, self.keeps_allowances)
         if pushed != self._last_push:
             self._last_push = pushed
-            self._generation += 1
+            self._revision += 1
         return {
             "instance": self.instance,
-            "generation": self._generation,
+            "revision": self._revision,
             "model": self.model,
             "adapters_resident": self.resident,
             "running": running,

@@ -43,7 +43,7 @@ class Reported:
 
     def __init__(self, client: Client, request_id: str, allowance: int, raises: list[int]) -> None:
         self.client, self.request_id, self.allowance, self.raises = client, request_id, allowance, raises
-        self.told: list[int] = []
+        self.totals: list[int] = []
         self.head: Any = None
         self.answer: Any = None
 
@@ -55,7 +55,7 @@ class Reported:
             assert response.content_type == report.REPORT_TYPE
             while self.head is None:
                 line = json.loads(await response.content.readline())
-                self.told.append(line["completion_tokens"])
+                self.totals.append(line["completion_tokens"])
                 self.head = line["answer"]
                 if self.raises:
                     raised = {"id": self.request_id, "tokens": self.raises.pop(0)}
@@ -91,7 +91,7 @@ async def test_an_answer_ends_at_its_allowance(client: Client):
     assert reported.answer["usage"]["completion_tokens"] == 100
     assert reported.answer["loraplex"]["ended_by_allowance"] is True
     # Reports begin near the allowance: one per step, then the line of the answer itself.
-    assert reported.told == [*range(100 - ASK_TOKENS + 1, 101), 100]
+    assert reported.totals == [*range(100 - ASK_TOKENS + 1, 101), 100]
     assert await finished(client, "bounded") == (100, "length")
 
 
@@ -116,7 +116,7 @@ async def test_a_long_answer_is_reported_from_time_to_time(client: Client, monke
     monkeypatch.setattr(report, "REPORT_SECONDS", 0.02)
     reported = Reported(client, "long", 10_000, [])
     await reported.read(BODY)
-    assert len(reported.told) > 2
+    assert len(reported.totals) > 2
     assert reported.answer["usage"]["completion_tokens"] == 300
 
 

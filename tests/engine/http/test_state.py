@@ -55,9 +55,9 @@ async def test_load_is_pushed_as_it_comes_and_goes(client: Client):
         stream.close()
         for follower in (one, other):
             await follower.until(is_idle)
-            generations = [state["generation"] for state in follower.heard]
-            assert generations == sorted(generations)
-    assert (await client.state())["generation"] >= max(generations)
+            revisions = [state["revision"] for state in follower.heard]
+            assert revisions == sorted(revisions)
+    assert (await client.state())["revision"] >= max(revisions)
 
 
 async def test_an_adapter_that_comes_to_the_device_is_pushed_and_one_that_goes(client: Client, adapter: Any):
@@ -69,10 +69,10 @@ async def test_an_adapter_that_comes_to_the_device_is_pushed_and_one_that_goes(c
         assert digest not in before["adapters_resident"]
         assert (await client.post("/v1/completions", {"model": "one", "prompt": "hi", "max_tokens": 2}))[0] == 200
         there = await follower.until(lambda state: digest in state["adapters_resident"])
-        assert there["generation"] > before["generation"]
+        assert there["revision"] > before["revision"]
         assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "one"}))[0] == 200
         gone = await follower.until(lambda state: digest not in state["adapters_resident"])
-        assert gone["generation"] > there["generation"]
+        assert gone["revision"] > there["revision"]
         assert gone["instance"] == before["instance"]
 
 
@@ -80,7 +80,7 @@ async def test_something_is_said_without_any_change(client: Client):
     async with following(client) as follower:
         first = await follower.until(is_idle)
         again = await follower.until(lambda state: True)
-        assert again["generation"] == first["generation"]
+        assert again["revision"] == first["revision"]
 
 
 @pytest.mark.parametrize("watch", ["", "1", "yes"])

@@ -145,8 +145,8 @@ async def test_engines_come_and_go_without_a_restart():
 
 
 def test_older_word_of_an_engine_does_not_overwrite_newer():
-    def said(instance: str, generation: int, *resident: str) -> EngineState:
-        return EngineState(instance=instance, generation=generation, adapters_resident=list(resident))
+    def said(instance: str, revision: int, *resident: str) -> EngineState:
+        return EngineState(instance=instance, revision=revision, adapters_resident=list(resident))
 
     engine = EngineRecord(Address("http://a"))
     engine.observe_state(said("first", 7, "new"), 0)

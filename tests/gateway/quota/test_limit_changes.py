@@ -128,10 +128,10 @@ def test_what_remains_is_the_reference_buckets(
                 limit = limit_of(kind, value)
             left = reference.left(limit, limits.now)
             tokens = 1 if kind in "rm" else max(1, int(left * part))
-            allowed, _, [(shown, told, _)] = limits.acquire(f"r{number}", [limit], 0, tokens, tokens, FREE)
+            allowed, _, [(shown, reset, _)] = limits.acquire(f"r{number}", [limit], 0, tokens, tokens, FREE)
             assert shown + (tokens if allowed else 0) == pytest.approx(left, abs=1.01, rel=1e-9)
             assert allowed or tokens > left - 0.01
-            assert told <= 2 * WINDOW[kind] / 1000
+            assert reset <= 2 * WINDOW[kind] / 1000
             if allowed:
                 limits.settle(f"r{number}", tokens, 0, True)
                 reference.level += tokens
