@@ -118,6 +118,33 @@ class WrongOffset(GatewayError):
         )
 
 
+class AdapterInUse(GatewayError):
+    """A version that is to be deleted or retired is in use."""
+
+    status, kind, code = 409, "invalid_request_error", "adapter_in_use"
+
+
+class NoEarlierState(GatewayError):
+    """An alias has no earlier state to return to."""
+
+    status, kind, code = 409, "invalid_request_error", "no_earlier_state"
+
+
+class PreconditionFailed(GatewayError):
+    """If-Match names another state of an alias than the present one. `ETag` has the present one."""
+
+    status, kind, code = 412, "invalid_request_error", "precondition_failed"
+
+    def __init__(self, message: str, *, etag: str | None = None) -> None:
+        super().__init__(message, headers={} if etag is None else {"ETag": etag})
+
+
+class PreconditionRequired(PreconditionFailed):
+    """If-Match is missing in a change of an existing alias."""
+
+    status, code = 428, "precondition_required"
+
+
 class TooSlow(GatewayError):
     """The client did not send all of its body in time."""
 

@@ -41,7 +41,7 @@ def describe_request(span: Span, path: str, account: "Account") -> None:
     attributes: dict[str, Value] = {
         "gen_ai.operation.name": OPERATIONS[path],
         "gen_ai.provider.name": "loraplex",
-        "gen_ai.request.model": account.model.name,
+        "gen_ai.request.model": account.model.shown,
         "gen_ai.request.max_tokens": account.reservation.max_tokens,
         "gen_ai.usage.input_tokens": account.prompt_tokens,
         "gen_ai.usage.output_tokens": account.completion_tokens,
@@ -67,8 +67,8 @@ def upstream(call: "Call", engine: "EngineRecord") -> AbstractContextManager[Spa
     attributes: dict[str, Value] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": engine.address.traits.name,
-        "gen_ai.request.model": call.model.name,
+        "gen_ai.request.model": call.model.shown,
         "server.address": url.hostname or "",
         "server.port": url.port or (443 if url.scheme == "https" else 80),
     }
-    return call.span.child(f"{operation} {call.model.name}", "client", attributes)
+    return call.span.child(f"{operation} {call.model.shown}", "client", attributes)

@@ -79,7 +79,7 @@ class SamplingRequest(Struct, kw_only=True):
     # Both order the request among its tenant's own. A lower priority goes first; the target is in seconds.
     priority: Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
     ttft_target: Annotated[float, Meta(gt=0, le=3600)] | None = None
-    user: Annotated[str | None, Meta(description="Accepted and ignored.")] = None
+    user: Annotated[str | None, Meta(description="Always gets the same version of an alias with weights.")] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

@@ -270,4 +270,5 @@ def describe(adapter: Adapter) -> dict[str, Any]:
         "rank": adapter.rank,
         "size_bytes": adapter.num_bytes,
         "created_at": adapter.created_at,
+        "state": adapter.state,
     }

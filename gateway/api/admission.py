@@ -26,6 +26,8 @@ from gateway.sharing.turns import Turns
 # Maximum number of a tenant's requests that are checked and reserved at the same time. The rest of a burst waits, so
 # that the event loop handles other tenants' requests in between.
 ADMISSIONS_EACH = 8
+# Names the session of a request without `user`; a session always gets the same version of a canary.
+SESSION_HEADER = "x-loraplex-session"
 
 
 class Admission:
@@ -80,7 +82,8 @@ class Admission:
         parsed = await self._prompts.parse(raw, endpoint, share)
         for name in names_in(parsed.model, self._catalog.base_model):
             principal.check_model(name)
-        model = await resolve_model(self._catalog, tenant, parsed.model)
+        user = parsed.user or request.headers.get(SESSION_HEADER)
+        model = await resolve_model(self._catalog, tenant, parsed.model, user)
         asked = await self._prompts.measure(parsed, raw, share)
         self._fleet.check(tenant.id, model.adapters, asked.body)
         self._accounting.check_room()

@@ -150,7 +150,7 @@ class Completions:
                 raise refused
             self._limited(account, refused)
         answer.pop("loraplex", None)
-        answer["model"] = as_json(account.model.name)
+        answer["model"] = as_json(account.model.shown)
         body = msgspec.json.encode(answer)
         await self._accounting.close_ahead(account)
         delivery.whole(len(body))
@@ -166,7 +166,7 @@ class Completions:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={**STREAM_HEADERS, **_headers(account)})
         delivery.on_full = partial(_hold_back, account, answering)
-        model = as_json(account.model.name)
+        model = as_json(account.model.shown)
         try:
             await _prepare(response, request)
             try:

@@ -8,6 +8,7 @@ from aiohttp import web
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import json_response
 from gateway.errors import ModelNotFound
+from gateway.records.adapter_rows import READY
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.tenants import Tenant
 
@@ -23,7 +24,10 @@ class Models:
     async def list(self, request: web.Request) -> web.Response:
         principal = request[PRINCIPAL]
         adapters = await self._catalog.list(principal.tenant)
-        models = [self._base(), *(self._describe(adapter, principal.tenant) for adapter in adapters)]
+        models = [
+            self._base(),
+            *(self._describe(adapter, principal.tenant) for adapter in adapters if adapter.state == READY),
+        ]
         usable = [model for model in models if principal.may_use(model["id"])]
         return json_response({"object": "list", "data": usable})
 
@@ -34,7 +38,7 @@ class Models:
         if name == self._base_model:
             return json_response(self._base())
         for adapter in await self._catalog.list(principal.tenant):
-            if adapter.name == name:
+            if adapter.name == name and adapter.state == READY:
                 return json_response(self._describe(adapter, principal.tenant))
         raise ModelNotFound(name)
 

@@ -208,6 +208,7 @@ class Account:
             created_at=self.reservation.admitted_at,
             served_digest=self.served_digest,
             surcharge=charged.surcharge,
+            version=self.model.version,
         )
 
     def _count(self, counts: dict[str, Any], cached: Any) -> None:
@@ -220,11 +221,15 @@ def lease_note(
     principal: TenantPrincipal, endpoint: str, model: Model, price: Price, weights: Weights
 ) -> dict[str, Any]:
     """Return the data with which another gateway settles the request, besides its progress: the constant fields of its
-    usage row, its price, and its weights in the token rates if they are not 1.
+    usage row, its price, its weights in the token rates if they are not 1, and the versions of a mixture's parts.
     """
-    weighed = {} if weights == Weights() else {"weights": weights}
+    optional = {
+        "weights": None if weights == Weights() else weights,
+        "version": model.version,
+        "parts": [part.versions for part in model.parts] or None,
+    }
     return {
-        **weighed,
+        **{name: value for name, value in optional.items() if value is not None},
         "tenant": principal.tenant.name,
         "key_id": principal.key_id,
         "endpoint": endpoint,

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 from sqlalchemy import ColumnElement, Select, Table, func, literal, or_, select, union_all
 
-from gateway.records.catalog import CURRENT_VERSION
 from gateway.records.database import Database
 from gateway.records.removed_versions import all_versions
 from gateway.records.tables import adapter_versions, adapters, api_keys, usage, usage_hourly
@@ -17,7 +16,7 @@ from gateway.records.usage_report import TIMES, segments
 class Part(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Part of a tenant's usage: by a family of keys, or by models. Without any field, all of it.
 
-    models: names, which include the tenant's other names whose current content is the same. besides: all adapters
+    models: names, which include the tenant's other names with a version of the same content. besides: all adapters
     except those that these names would select as `models`.
     """
 
@@ -104,10 +103,13 @@ class UsagePast:
 
 
 def _same_content(tenant_id: str, names: Sequence[str]) -> Select[Any]:
-    """Select the tenant's names whose current content any of `names` has or once had."""
+    """Select the tenant's names with a version whose content any of `names` has or once had.
+
+    Requests may use any version on record. Sums do not tell versions of a name apart, so all its usage counts.
+    """
     ever = all_versions(tenant_id, lambda name, _: name.in_(names))
     return (
         select(adapters.c.name)
-        .join_from(adapters, adapter_versions, CURRENT_VERSION)
+        .join_from(adapters, adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
         .where(adapters.c.tenant_id == tenant_id, adapter_versions.c.digest.in_(select(ever.c.digest)))
     )

@@ -150,7 +150,7 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
 
 def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
     """Return the usage row of an abandoned request. `account.lease_note` made `lease.lease`."""
-    fields = {name: value for name, value in lease.lease.items() if name != "weights"}
+    fields = {name: value for name, value in lease.lease.items() if name not in ("weights", "parts")}
     price = msgspec.convert(fields.pop("price"), Price)
     weights = msgspec.convert(lease.lease.get("weights", Weights()), Weights)
     prompt, completion = outcome.prompt_tokens, outcome.completion_tokens

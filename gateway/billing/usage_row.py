@@ -16,7 +16,8 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     status: "ok", "cancelled" (the client left), "revoked" (its key became invalid), "limited" (a token rate ended it),
     "refused" (the engine refused the request, which costs no money), "error" or "abandoned" (its gateway died). cost:
     in micro-units. served_digest: the engine's receipt (gateway/fleet/receipts.py), None if it sent none. surcharge:
-    the tokens of the token rates beyond prompt and completion.
+    the tokens of the token rates beyond prompt and completion. version: of the adapter; None for the base model and for
+    mixtures.
     """
 
     request_id: Annotated[str, Meta(max_length=64)]
@@ -38,6 +39,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     created_at: Annotated[datetime, Meta(tz=True)]
     served_digest: Annotated[str, Meta(max_length=64)] | None = None
     surcharge: Count = 0
+    version: Count | None = None
 
 
 _encoder = msgspec.json.Encoder()

@@ -88,12 +88,12 @@ async def check_bytes(
 
 
 async def _stored(connection: AsyncConnection, tenant_id: str) -> tuple[int, int]:
-    """Return (names, bytes of all versions on record) of a tenant."""
+    """Return (names, bytes of all versions with content) of a tenant."""
     query = (
         select(func.count(adapters.c.id.distinct()), func.coalesce(func.sum(adapter_versions.c.num_bytes), 0))
         .select_from(adapters)
         .join(adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
-        .where(adapters.c.tenant_id == tenant_id)
+        .where(adapters.c.tenant_id == tenant_id, adapter_versions.c.digest != "")
     )
     names, used = (await connection.execute(query)).one()
     return int(names), int(used)

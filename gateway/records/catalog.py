@@ -5,31 +5,31 @@ of a name's meaning waits until no gateway that reaches the database still trust
 """
 
 import asyncio
-import re
-import uuid
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, Select, and_, delete, insert, literal, or_, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import ColumnElement, Integer, Row, Select, and_, literal, null, or_, select
 
-from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
-from gateway.records.adapter_limits import KEPT_VERSIONS, check_bytes, check_room
-from gateway.records.audit import record_change
-from gateway.records.changes import Changes, count_change
+from gateway.errors import BadRequest, ModelNotFound
+from gateway.records.adapter_limits import check_bytes
+from gateway.records.adapter_rows import READY, State, Version, check_possible, is_over, read_version, unknown_name
+from gateway.records.aliases import Aliases
+from gateway.records.canary import InTurn, choose_for
+from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
-from gateway.records.removed_versions import all_versions, remove_versions, removed_since, settle_removed
-from gateway.records.tables import adapter_versions, adapters, prices
+from gateway.records.removed_versions import all_versions, removed_since, settle_removed
+from gateway.records.tables import UtcDateTime, adapter_alias_targets, adapter_versions, adapters, prices
 from gateway.records.tenants import Tenant
+from gateway.records.versions import Versions
 from gateway.sharing.turns import Turns
 from wire.digests import digest_name
 from wire.mixtures import Mixture
+from wire.model_names import ADAPTER_NAME, LATEST, Reference, parse_reference
 
-ADAPTER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 CACHE_ENTRIES = 50_000
 # Concurrent listings, at most one for each tenant, so that database connections stay free for other work.
 READS = 4
@@ -39,7 +39,7 @@ CURRENT_VERSION = and_(
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A name and its current version. digest: 64 hex digits, no prefix. rank: the largest of its modules."""
+    """A name and the version of `latest`. digest: 64 hex digits, no prefix. rank: the largest of its modules."""
 
     name: str
     version: int
@@ -47,6 +47,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     num_bytes: int
     created_at: datetime
+    state: State = READY
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +55,16 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     names: an adapter's name, and all names of the tenant that have a price or limits and mean, or ever meant, the same
     content. These prices and limits apply to the content, whichever name a request uses.
+    version: of the adapter; None for the base model and for a mixture. requested: the text of the request if it is not
+    the name, such as `name:prod`.
     parts, mixture: set for a mixture only (gateway/records/mixtures.py); its `names` are those of its parts.
     """
 
     name: str
     digest: str | None
     names: tuple[str, ...] = ()
+    version: int | None = None
+    requested: str | None = None
     parts: tuple["Model", ...] = ()
     mixture: Mixture | None = None
 
@@ -71,6 +76,17 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return () if self.digest is None else (self.digest,)
 
     @property
+    def shown(self) -> str:
+        """Return the model as the request named it."""
+        return self.requested or self.name
+
+    @property
+    def versions(self) -> tuple[tuple[str, int], ...]:
+        """Return the adapters' versions that a request uses, each with its name."""
+        own = () if self.version is None else ((self.name, self.version),)
+        return own + tuple(version for part in self.parts for version in part.versions)
+
+    @property
     def engine_name(self) -> str:
         """Return the model's name in requests to engines."""
         if self.digest is None:
@@ -78,12 +94,22 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return digest_name(self.digest) if self.mixture is None else self.mixture.name
 
 
+class _Target(msgspec.Struct, frozen=True):
+    """A version that a reference may mean."""
+
+    model: Model
+    version: int
+    weight: int
+    expires_at: datetime | None
+
+
 class _Known(msgspec.Struct, frozen=True):
     """A cached meaning. limited: the names with limits at the time of the query, on which `Model.names` depends."""
 
     mark: int
     limited: frozenset[str]
-    model: Model
+    targets: tuple[_Target, ...]
+    in_turn: InTurn
 
 
 async def _already_stored() -> None:
@@ -107,10 +133,15 @@ class Catalog:
         self.base_model = base_model
         self._changes = changes or Changes(database)
         self._believed_seconds = believed_seconds
-        # By tenant's id and name.
-        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+        # By tenant's id and reference.
+        self._known: OrderedDict[tuple[str, Reference], _Known] = OrderedDict()
         self._lookups = Lookups(self._look_up)
         self._reads = Turns(READS)
+        self.versions = Versions(database, self._changed)
+        self.aliases = Aliases(database, self._changed)
+        # The base model's own name, and the name in it if it has the form of a reference.
+        base = parse_reference(base_model.lower())
+        self._reserved = {base_model.lower()} | ({base.name} if base is not None else set())
 
     def check_name(self, name: str) -> None:
         """Raise BadRequest unless a new adapter may have this name."""
@@ -120,47 +151,67 @@ class Catalog:
                 "starting with a letter or digit.",
                 param="name",
             )
-        if name == self.base_model.lower():
+        if name in self._reserved:
             raise BadRequest(f"'{name}' is the base model's name; choose another for the adapter.", param="name")
 
-    async def resolve(self, tenant: Tenant, name: str) -> Model:
-        """Return the model that a tenant means by `name`. Raises ModelNotFound.
+    async def resolve(self, tenant: Tenant, text: str, user: str | None = None) -> Model:
+        """Return the model that a tenant means by `name`, `name@3` or `name:alias`. Raises ModelNotFound.
 
-        An unknown name is always queried, so that a new name works at once.
+        user: the user or session who always gets the same version of a canary; None takes the versions in turn. An
+        unknown name is always queried, so that a new name works at once.
         """
-        if name == self.base_model:
-            return Model(name=name, digest=None)
-        known = self._known.get((tenant.id, name))
+        if text == self.base_model:
+            return Model(name=text, digest=None)
+        reference = parse_reference(text)
+        if reference is None:
+            raise ModelNotFound(text)
+        known = self._known.get((tenant.id, reference))
         if (
-            known is not None
-            and known.limited == tenant.model_limits.keys()
-            and (self._changes.holds(known.mark, tenant.id) or await self._changes.confirm(known.mark, tenant.id))
+            known is None
+            or known.limited != tenant.model_limits.keys()
+            or not (self._changes.holds(known.mark, tenant.id) or await self._changes.confirm(known.mark, tenant.id))
         ):
-            return known.model
-        if not ADAPTER_NAME.fullmatch(name):
-            raise ModelNotFound(name)
-        model = await self._lookups.get((tenant.id, tenant.name, name, frozenset(tenant.model_limits)))
-        if model is None:
-            raise ModelNotFound(name)
-        return model
+            known = await self._lookups.get((tenant.id, tenant.name, reference, frozenset(tenant.model_limits)))
+        targets = () if known is None else [target for target in known.targets if not is_over(target.expires_at)]
+        if known is None or not targets:
+            raise ModelNotFound(text)
+        if len(targets) == 1:
+            return targets[0].model
+        if user is None:
+            return known.in_turn.choose(targets).model
+        key = f"{tenant.id}\0{reference}\0{user}"
+        return choose_for(targets, key.encode("utf-8", "surrogatepass")).model
 
-    async def _look_up(self, asked: tuple[str, str, str, frozenset[str]]) -> Model | None:
-        tenant_id, tenant_name, name, limited = asked
+    async def _look_up(self, asked: tuple[str, str, Reference, frozenset[str]]) -> _Known | None:
+        tenant_id, tenant_name, reference, limited = asked
         # Taken before the query, so that a change during the query invalidates its answer.
         mark = self._changes.mark
         async with self._database.read() as connection:
-            rows = (await connection.execute(_meanings(tenant_id, tenant_name, name, limited))).all()
-        others = sorted(row.name for row in rows if row.name != name)
-        digest = next((row.digest for row in rows if row.name == name), None)
-        if digest is None:
+            rows = (await connection.execute(_meanings(tenant_id, tenant_name, reference, limited))).all()
+        if not rows:
             return None
-        model = Model(name=name, digest=digest, names=(name, *others))
-        key = (tenant_id, name)
-        self._known[key] = _Known(mark, limited, model)
+        by_version = defaultdict(list)
+        for row in rows:
+            by_version[row.version].append(row)
+        targets = [_target(reference, same) for _, same in sorted(by_version.items())]
+        key = (tenant_id, reference)
+        before = self._known.get(key)
+        in_turn = InTurn() if before is None else before.in_turn
+        known = self._known[key] = _Known(mark, limited, tuple(targets), in_turn)
         self._known.move_to_end(key)
         if len(self._known) > CACHE_ENTRIES:
             self._known.popitem(last=False)
-        return model
+        return known
+
+    async def knows(self, tenant: Tenant, name: str) -> bool:
+        """Return whether the tenant may use the base model or has an adapter of this plain name."""
+        if name == self.base_model:
+            return True
+        if not ADAPTER_NAME.fullmatch(name):
+            return False
+        own = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name, adapters.c.current_version > 0)
+        async with self._database.read() as connection:
+            return (await connection.execute(select(adapters.c.id).where(own))).first() is not None
 
     async def check_declared(self, tenant: Tenant, num_bytes: int) -> None:
         """Check, before an upload is read, that the tenant has room for its declared bytes. Raises Forbidden."""
@@ -179,59 +230,17 @@ class Catalog:
         num_bytes: int,
         actor: str,
         publish: Callable[[], Awaitable[None]] = _already_stored,
+        state: State = READY,
     ) -> Adapter:
-        """Add a version under `name`, which becomes the current one. Repeating the current digest changes nothing.
+        """Add a version under `name`, to which `latest` moves. Repeating the digest of `latest` changes nothing.
 
         publish: puts the content into the store. It is called after the version is allowed and before it is committed,
-        so that a refused version stores nothing and every version has content. Raises Forbidden, naming the limit.
+        so that a refused version stores nothing and every version has content. state: `validating` for a version that
+        `versions.set_state` makes ready, and `latest` moves then. Raises Forbidden, naming the limit.
         """
         self.check_name(name)
         content = {"digest": digest, "rank": rank, "num_bytes": num_bytes}
-        try:
-            adapter = await self._add_version(tenant, name, content, actor, publish)
-        except IntegrityError:
-            # Another upload created the name in between (PostgreSQL); this upload is its next version.
-            adapter = await self._add_version(tenant, name, content, actor, publish)
-        await self._changed(replaced=adapter.version > 1)
-        return adapter
-
-    async def _add_version(
-        self, tenant: Tenant, name: str, content: dict[str, Any], actor: str, publish: Callable[[], Awaitable[None]]
-    ) -> Adapter:
-        now, digest, num_bytes = datetime.now(UTC), content["digest"], content["num_bytes"]
-        async with self._database.write() as connection:
-            owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name)
-            # FOR UPDATE orders two uploads of one name on PostgreSQL; SQLite's write lock already does.
-            found = (await connection.execute(select(adapters).where(owned).with_for_update())).one_or_none()
-            if found is None:
-                await check_room(connection, tenant.id, digest, num_bytes, new_name=True)
-                adapter_id, version = uuid.uuid4().hex, 1
-                await connection.execute(
-                    insert(adapters).values(
-                        id=adapter_id, tenant_id=tenant.id, name=name, current_version=1, created_at=now
-                    )
-                )
-            else:
-                current = (await connection.execute(_current(tenant.id).where(adapters.c.name == name))).one()
-                if current.digest == digest:
-                    await publish()
-                    return _adapter(current)
-                await check_room(connection, tenant.id, digest, num_bytes, new_name=False)
-                adapter_id, version = found.id, found.current_version + 1
-                await connection.execute(update(adapters).where(owned).values(current_version=version))
-            await connection.execute(
-                insert(adapter_versions).values(adapter_id=adapter_id, version=version, created_at=now, **content)
-            )
-            beyond = and_(
-                adapter_versions.c.adapter_id == adapter_id, adapter_versions.c.version <= version - KEPT_VERSIONS
-            )
-            await remove_versions(connection, tenant.id, beyond, now)
-            target = f"{tenant.name}/{name}"
-            detail = {"version": version, "digest": digest}
-            await record_change(connection, actor, "adapter.push", target, detail, tenant=tenant.name)
-            await publish()
-            await count_change(connection, tenant.id)
-        return Adapter(name=name, version=version, created_at=now, **content)
+        return _adapter(await self.versions.add(tenant, name, content, actor, publish, state))
 
     async def referenced(self, digests: Sequence[str], since: datetime) -> set[str]:
         """Return those of the digests that a version of any tenant has, or had after `since`.
@@ -253,38 +262,36 @@ class Catalog:
         query = _CURRENT.add_columns(adapters.c.tenant_id).order_by(adapters.c.name)
         async with self._database.read() as connection:
             for row in await connection.execute(query):
-                found[row.tenant_id].append(_adapter(row))
+                found[row.tenant_id].append(_adapter(read_version(row)))
         return found
 
     async def list(self, tenant: Tenant) -> list[Adapter]:
         async with self._reads.turn(tenant.id), self._database.read() as connection:
             rows = (await connection.execute(_current(tenant.id).order_by(adapters.c.name))).all()
-        return [_adapter(row) for row in rows]
+        return [_adapter(read_version(row)) for row in rows]
 
     async def get(self, tenant: Tenant, name: str) -> Adapter:
-        _check_possible(name)
+        check_possible(name)
         async with self._reads.turn(tenant.id), self._database.read() as connection:
             row = (await connection.execute(_current(tenant.id).where(adapters.c.name == name))).one_or_none()
         if row is None:
-            raise RecordNotFound("There is no adapter of this name.", param="name")
-        return _adapter(row)
+            raise unknown_name()
+        return _adapter(read_version(row))
 
-    async def delete(self, tenant: Tenant, name: str, actor: str) -> None:
-        """Delete the name. Its versions count as removed; the content stays in the store until it is collected."""
-        _check_possible(name)
-        owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name)
-        async with self._database.write() as connection:
-            found = (await connection.execute(select(adapters.c.id).where(owned).with_for_update())).one_or_none()
-            if found is None:
-                raise RecordNotFound("There is no adapter of this name.", param="name")
-            await remove_versions(connection, tenant.id, owned, datetime.now(UTC))
-            await connection.execute(delete(adapters).where(owned))
-            target = f"{tenant.name}/{name}"
-            await record_change(connection, actor, "adapter.delete", target, tenant=tenant.name)
-            await count_change(connection, tenant.id)
-        await self._changed(replaced=True)
+    async def delete(
+        self,
+        tenant: Tenant,
+        name: str,
+        actor: str,
+        version: int | None = None,
+        *,
+        running: Collection[int] = (),
+        force: bool = False,
+    ) -> None:
+        """Delete the name, or one of its versions; see `Versions.delete`."""
+        await self.versions.delete(tenant, name, version, actor, running=running, force=force)
 
-    async def _changed(self, *, replaced: bool) -> None:
+    async def _changed(self, replaced: bool) -> None:
         """Drop the old meaning here, and wait until no other process trusts it.
 
         replaced: whether there was an old meaning.
@@ -292,12 +299,6 @@ class Catalog:
         await self._changes.catch_up()
         if replaced:
             await asyncio.sleep(self._believed_seconds)
-
-
-def _check_possible(name: str) -> None:
-    """Raise RecordNotFound for an impossible name, before its characters reach a database that may refuse them."""
-    if not ADAPTER_NAME.fullmatch(name):
-        raise RecordNotFound("There is no adapter of this name.", param="name")
 
 
 _CURRENT: Select[Any] = select(adapters.c.name, adapter_versions).join_from(adapters, adapter_versions, CURRENT_VERSION)
@@ -308,34 +309,63 @@ def _current(tenant_id: str) -> Select[Any]:
     return _CURRENT.where(adapters.c.tenant_id == tenant_id)
 
 
-def _meanings(tenant_id: str, tenant_name: str, name: str, limited: frozenset[str]) -> Select[Any]:
-    """Select (name, digest) of the name, and of every name with a price or in `limited` that ever meant its content.
+def _target(reference: Reference, rows: Sequence[Row[Any]]) -> _Target:
+    """Return a target of the reference. rows: of one version, each with a name whose prices and limits apply."""
+    row, name, text = rows[0], reference.name, str(reference)
+    others = sorted({row.named for row in rows} - {name})
+    ends = [moment for moment in (row.expires_at, row.target_expires_at) if moment is not None]
+    model = Model(
+        name=name,
+        digest=row.digest,
+        names=(name, *others),
+        version=row.version,
+        requested=None if text == name else text,
+    )
+    return _Target(model, row.version, row.weight, min(ends, default=None))
 
-    A name with a price or limits applies to the content even if it means other content now or is deleted. Only the
-    operator adds prices and limits, so a tenant's many names for the same content do not add rows.
+
+def _meanings(tenant_id: str, tenant_name: str, reference: Reference, limited: frozenset[str]) -> Select[Any]:
+    """Select the ready versions that a reference means, each with the names whose prices and limits apply to it.
+
+    These are the reference's own name, and every name with a price or in `limited` that means, or ever meant, the
+    content. Only the operator adds prices and limits, so a tenant's many names for the same content do not add rows.
     """
-    own, version = adapters.alias(), adapter_versions.alias()
-    digest = (
-        select(version.c.digest)
-        .join_from(own, version, and_(version.c.adapter_id == own.c.id, version.c.version == own.c.current_version))
-        .where(own.c.tenant_id == tenant_id, own.c.name == name)
-        .scalar_subquery()
+    own, version, target = adapters.alias(), adapter_versions.alias(), adapter_alias_targets.alias()
+    joined = own.join(version, version.c.adapter_id == own.c.id)
+    weight: ColumnElement[int] = literal(1, Integer)
+    end: ColumnElement[Any] = null().cast(UtcDateTime)
+    if reference.version is not None:
+        is_meant = version.c.version == reference.version
+    elif reference.alias == LATEST:
+        is_meant = version.c.version == own.c.current_version
+    else:
+        is_meant, weight, end = target.c.alias == reference.alias, target.c.weight, target.c.expires_at
+        joined = joined.join(target, and_(target.c.adapter_id == own.c.id, target.c.version == version.c.version))
+    meant = (
+        select(version.c.version, version.c.digest, version.c.expires_at, weight.label("weight"))
+        .add_columns(end.label("target_expires_at"))
+        .select_from(joined)
+        .where(own.c.tenant_id == tenant_id, own.c.name == reference.name, version.c.state == READY, is_meant)
+        .cte("meant")
     )
 
     def is_ruled(named: ColumnElement[str], content: ColumnElement[str]) -> ColumnElement[bool]:
         priced = select(prices.c.model).where(prices.c.model == literal(f"{tenant_name}/").concat(named)).exists()
-        return and_(content == digest, or_(named == name, named.in_(sorted(limited)), priced))
+        ruled = or_(named == reference.name, named.in_(sorted(limited)), priced)
+        return and_(content.in_(select(meant.c.digest)), ruled)
 
     ever = all_versions(tenant_id, is_ruled)
-    return select(ever.c.name, ever.c.digest)
+    return select(meant, ever.c.name.label("named")).join_from(meant, ever, ever.c.digest == meant.c.digest)
 
 
-def _adapter(row: Row[Any]) -> Adapter:
+def _adapter(version: Version) -> Adapter:
+    assert version.created_at is not None
     return Adapter(
-        name=row.name,
-        version=row.version,
-        digest=row.digest,
-        rank=row.rank,
-        num_bytes=row.num_bytes,
-        created_at=row.created_at,
+        name=version.name,
+        version=version.version,
+        digest=version.digest,
+        rank=version.rank,
+        num_bytes=version.num_bytes,
+        created_at=version.created_at,
+        state=version.state,
     )

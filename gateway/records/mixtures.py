@@ -1,40 +1,49 @@
-"""Resolution of mixtures of a tenant's adapters (wire/mixtures.py). The catalog resolves the name of each term."""
+"""Resolution of a request's model: an adapter's reference, or a mixture of a tenant's adapters (wire/mixtures.py)."""
 
 from gateway.errors import BadRequest
 from gateway.records.catalog import Catalog, Model
 from gateway.records.tenants import Tenant
 from wire.mixtures import Mixture, is_mixture, parse_terms
+from wire.model_names import parse_reference
 
 # Maximum length of a model's name in the usage ledger.
 MAX_CHARS = 256
 
 
 def names_in(model: str, base_model: str) -> list[str]:
-    """Return the names in a request's `model`. The key needs permission for each of them.
+    """Return the plain names in a request's `model`. The key needs permission for each of them.
 
-    Raises the protocol's BadRequest.
+    A text that is no reference is returned as it is. Raises the protocol's BadRequest.
     """
-    if model == base_model or not is_mixture(model):
+    if model == base_model:
         return [model]
-    return [term.name for term in parse_terms(model)]
+    texts = [term.name for term in parse_terms(model)] if is_mixture(model) else [model]
+    references = [parse_reference(text) if text != base_model else None for text in texts]
+    return [text if found is None else found.name for text, found in zip(texts, references, strict=True)]
 
 
-async def resolve_model(catalog: Catalog, tenant: Tenant, model: str) -> Model:
-    """Return the model or mixture that `model` names. Raises ModelNotFound and BadRequest, which name the term."""
+async def resolve_model(catalog: Catalog, tenant: Tenant, model: str, user: str | None = None) -> Model:
+    """Return the model or mixture that `model` names. Raises ModelNotFound and BadRequest, which name the term.
+
+    user: see `Catalog.resolve`.
+    """
     if model == catalog.base_model or not is_mixture(model):
-        return await catalog.resolve(tenant, model)
+        return await catalog.resolve(tenant, model, user)
     if len(model) > MAX_CHARS:
         raise BadRequest(f"Expected a mixture of at most {MAX_CHARS} characters.", param="model")
     terms = parse_terms(model)
-    parts = [await catalog.resolve(tenant, term.name) for term in terms]
+    parts = [await catalog.resolve(tenant, term.name, user) for term in terms]
     for part in parts:
         if part.digest is None:
             raise BadRequest(f"Expected an adapter in each term, got the base model '{part.name}'.", param="model")
     mixture = Mixture.of(terms, [part.digest for part in parts if part.digest is not None])
+    # Usage rows have plain names.
+    name = "+".join(part.name + text[text.index("*") :] for part, text in zip(parts, model.split("+"), strict=True))
     return Model(
-        name=model,
+        name=name,
         digest=mixture.digest,
         names=tuple(dict.fromkeys(name for part in parts for name in part.names)),
+        requested=None if name == model else model,
         parts=tuple(parts),
         mixture=mixture,
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, func, insert, select, tuple_, union, update
+from sqlalchemy import ColumnElement, and_, delete, func, insert, select, tuple_, union, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
@@ -22,9 +22,9 @@ REMEMBERED = 10_000
 async def remove_versions(
     connection: AsyncConnection, tenant_id: str, which: ColumnElement[bool], now: datetime
 ) -> None:
-    """Move a tenant's versions to the removed ones. The caller holds the lock of their name.
+    """Move a tenant's versions to the removed ones. Those without content are deleted.
 
-    which: a condition on `adapters` and `adapter_versions`.
+    The caller holds the lock of their name. which: a condition on `adapters` and `adapter_versions`.
     """
     removed = (
         select(
@@ -32,18 +32,24 @@ async def remove_versions(
             adapter_versions.c.digest,
             adapters.c.name,
             func.max(adapter_versions.c.num_bytes).label("num_bytes"),
+            func.max(adapter_versions.c.version).label("version"),
         )
         .join_from(adapters, adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
-        .where(adapters.c.tenant_id == tenant_id, which)
+        .where(adapters.c.tenant_id == tenant_id, adapter_versions.c.digest != "", which)
         .group_by(adapters.c.tenant_id, adapter_versions.c.digest, adapters.c.name)
     )
-    rows = (await connection.execute(removed)).all()
-    if not rows:
-        return
-    table, key = removed_versions, tuple_(removed_versions.c.digest, removed_versions.c.name)
-    again = [(row.digest, row.name) for row in rows]
-    await connection.execute(delete(table).where(table.c.tenant_id == tenant_id, key.in_(again)))
-    await connection.execute(insert(table), [{**row._mapping, "removed_at": now} for row in rows])
+    if rows := (await connection.execute(removed)).all():
+        table, key = removed_versions, tuple_(removed_versions.c.digest, removed_versions.c.name)
+        again = and_(table.c.tenant_id == tenant_id, key.in_([(row.digest, row.name) for row in rows]))
+        earlier = (await connection.execute(select(table.c.digest, table.c.name, table.c.version).where(again))).all()
+        # The newest number stays on record, because numbers of a name are never given twice.
+        newest = {(row.digest, row.name): row.version or 0 for row in earlier}
+        await connection.execute(delete(table).where(again))
+        values = [
+            {**row._mapping, "removed_at": now, "version": max(row.version, newest.get((row.digest, row.name), 0))}
+            for row in rows
+        ]
+        await connection.execute(insert(table), values)
     versions = select(adapter_versions.c.adapter_id, adapter_versions.c.version).join_from(
         adapters, adapter_versions, adapter_versions.c.adapter_id == adapters.c.id
     )
@@ -62,7 +68,8 @@ def all_versions(tenant_id: str, which: Callable[[ColumnElement[str], ColumnElem
     on_record = (
         select(adapters.c.name, adapter_versions.c.digest)
         .join_from(adapters, adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
-        .where(adapters.c.tenant_id == tenant_id, which(adapters.c.name, adapter_versions.c.digest))
+        .where(adapters.c.tenant_id == tenant_id, adapter_versions.c.digest != "")
+        .where(which(adapters.c.name, adapter_versions.c.digest))
     )
     removed = select(table.c.name, table.c.digest).where(
         table.c.tenant_id == tenant_id, which(table.c.name, table.c.digest)

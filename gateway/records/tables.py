@@ -19,6 +19,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
 )
 
 
@@ -144,8 +145,12 @@ adapters = Table(
     Column("id", String(32), primary_key=True),
     Column("tenant_id", String(32), ForeignKey("tenants.id", ondelete="CASCADE"), nullable=False),
     Column("name", String(64), nullable=False),
+    # Version of the alias `latest`; 0 means none. Its row may be gone or not ready.
     Column("current_version", Integer, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
+    # Change tag and earlier states of `latest`, as in adapter_aliases.
+    Column("latest_tag", String(32), nullable=True),
+    Column("latest_history", Text, nullable=True),
     UniqueConstraint("tenant_id", "name"),
 )
 
@@ -158,6 +163,37 @@ adapter_versions = Table(
     Column("rank", Integer, nullable=False),
     Column("num_bytes", BigInteger, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
+    # gateway.records.adapter_rows.State. The digest of a refused upload is empty.
+    Column("state", String(16), nullable=False, server_default="ready"),
+    # JSON: the reasons of a rejection.
+    Column("reasons", Text, nullable=True),
+    # Time from which a version is no longer served.
+    Column("expires_at", UtcDateTime, nullable=True),
+    Column("pinned", Boolean, nullable=False, server_default=false()),
+)
+
+# Aliases beside `latest` (gateway/records/aliases.py).
+adapter_aliases = Table(
+    "adapter_aliases",
+    metadata,
+    Column("adapter_id", String(32), ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True),
+    Column("alias", String(32), primary_key=True),
+    # Random; replaced by each move.
+    Column("tag", String(32), nullable=False),
+    # JSON: earlier states, the newest last.
+    Column("history", Text, nullable=False),
+    Column("updated_at", UtcDateTime, nullable=False),
+)
+
+adapter_alias_targets = Table(
+    "adapter_alias_targets",
+    metadata,
+    Column("adapter_id", String(32), ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True),
+    Column("alias", String(32), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("weight", Integer, nullable=False),
+    # Time from which the alias no longer refers to the version.
+    Column("expires_at", UtcDateTime, nullable=True),
 )
 
 # Versions that a deletion or a newer version has removed (gateway/records/removed_versions.py). num_bytes: 0 once the
@@ -170,6 +206,8 @@ removed_versions = Table(
     Column("name", String(64), primary_key=True),
     Column("num_bytes", BigInteger, nullable=False),
     Column("removed_at", UtcDateTime, nullable=False),
+    # The newest of the name's versions with this digest; NULL if a gateway of the previous release removed it.
+    Column("version", Integer, nullable=True),
 )
 
 # Uploads that arrive in parts (gateway/records/uploads.py). The bytes are in the adapter store.
@@ -219,6 +257,8 @@ usage = Table(
     Column("served_digest", String(64), nullable=True),
     # Tokens charged to the token rates beyond the counted ones, here and in the sums: log-probabilities cost some.
     Column("surcharge", BigInteger, nullable=False, server_default="0"),
+    # The adapter's version; NULL for the base model and for mixtures.
+    Column("version", Integer, nullable=True),
     Index("ix_usage_tenant_id_created_at", "tenant_id", "created_at"),
     Index("ix_usage_tenant_created_at", "tenant", "created_at"),
     Index("ix_usage_created_at", "created_at"),

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from aiohttp import web
 
 from gateway.api.requests.fields import read_flag
-from gateway.errors import BadRequest, ModelNotFound
+from gateway.errors import BadRequest
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import ANY_ADAPTER, Tenant
 
@@ -23,7 +23,7 @@ async def check_models(
     *,
     any_adapter: bool = False,
 ) -> None:
-    """Check that each name is the base model's or one of the tenant's adapters. Raises BadRequest.
+    """Check that each name is the base model's or a plain name of the tenant's adapters. Raises BadRequest.
 
     With `?force=true` every name is accepted, because an adapter may be pushed later. tenant: None for a new tenant,
     which has the base model only. any_adapter: whether "*" is accepted as a name.
@@ -44,8 +44,4 @@ async def check_models(
 async def _exists(catalog: Catalog, tenant: Tenant | None, name: str) -> bool:
     if tenant is None:
         return name == catalog.base_model
-    try:
-        await catalog.resolve(tenant, name)
-    except ModelNotFound:
-        return False
-    return True
+    return await catalog.knows(tenant, name)

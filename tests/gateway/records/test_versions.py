@@ -1,0 +1,275 @@
+"""Versions and aliases of adapters on SQLite and PostgreSQL: references, compare-and-swap, canary, expiry, deletion."""
+
+import asyncio
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+
+from gateway.errors import (
+    AdapterInUse,
+    BadRequest,
+    ModelNotFound,
+    NoEarlierState,
+    PreconditionFailed,
+    PreconditionRequired,
+    RecordNotFound,
+)
+from gateway.records.adapter_limits import KEPT_VERSIONS
+from gateway.records.adapter_rows import Reason
+from gateway.records.aliases import Target
+from gateway.records.catalog import Catalog
+from gateway.records.changes import Changes
+from gateway.records.database import Database
+from gateway.records.mixtures import names_in, resolve_model
+from gateway.records.tables import adapter_versions, audit
+from gateway.records.tenants import Tenant, Tenants
+from gateway.records.versions import KEPT_REFUSED
+
+
+@pytest.fixture
+def catalog(database: Database) -> Catalog:
+    return Catalog(database, "base")
+
+
+@pytest.fixture
+async def acme(database: Database) -> Tenant:
+    return await Tenants(database).create("acme", {}, "op")
+
+
+def digest(number: int) -> str:
+    return f"{number:064x}"
+
+
+async def add(catalog: Catalog, tenant: Tenant, name: str, *numbers: int, **options: Any) -> None:
+    for number in numbers:
+        content = {"digest": digest(number), "rank": 8, "num_bytes": 10}
+        await catalog.add_version(tenant, name, **content, actor="key", **options)
+
+
+async def meaning(catalog: Catalog, tenant: Tenant, text: str, user: str | None = None) -> int | None:
+    """Return the number of the content that a text means; None for a 404."""
+    try:
+        found = (await catalog.resolve(tenant, text, user)).digest
+    except ModelNotFound:
+        return None
+    return None if found is None else int(found, 16)
+
+
+async def test_references_mean_versions_and_aliases(catalog: Catalog, acme: Tenant, database: Database):
+    other = await Tenants(database).create("other", {}, "op")
+    await add(catalog, acme, "pirate", 1, 2, 3)
+    await catalog.aliases.move(acme, "pirate", "prod", [Target(2)], "key")
+    for text, number in (("pirate", 3), ("pirate:latest", 3), ("pirate@1", 1), ("pirate:prod", 2)):
+        assert await meaning(catalog, acme, text) == number
+        # Twice: the second answer comes from the cache.
+        model = await catalog.resolve(acme, text)
+        assert (model.name, model.names, model.version, model.shown) == ("pirate", ("pirate",), number, model.shown)
+        assert model.shown == ("pirate" if text == "pirate:latest" else text)
+        assert await meaning(catalog, other, text) is None
+    for text in (
+        "pirate@4",
+        "pirate@0",
+        "pirate@01",
+        "pirate:test",
+        "pirate:3",
+        "pirate@",
+        "base@1",
+        "x@1",
+        "pirate@1:a",
+    ):
+        assert await meaning(catalog, acme, text) is None, text
+    # In a mixture each term is a reference; its name has plain names.
+    mixed = await resolve_model(catalog, acme, "pirate@1*0.7+pirate:prod*.3")
+    assert (mixed.name, mixed.shown) == ("pirate*0.7+pirate*.3", "pirate@1*0.7+pirate:prod*.3")
+    assert mixed.adapters == (digest(1), digest(2))
+    assert (mixed.names, mixed.version, mixed.versions) == (("pirate",), None, (("pirate", 1), ("pirate", 2)))
+    # A key's permission for the plain name covers its versions and aliases.
+    assert names_in("pirate:prod", "base") == names_in("pirate@7", "base") == ["pirate"]
+    assert names_in("pirate@1*0.7+base*1", "base") == ["pirate", "base"]
+    assert names_in("Pirate@1", "base") == ["Pirate@1"]
+    # Only plain names may have limits and prices.
+    assert [await catalog.knows(acme, text) for text in ("pirate", "base", "pirate@1", "pirate:prod", "x")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+async def test_an_alias_moves_by_compare_and_swap(catalog: Catalog, acme: Tenant, database: Database):
+    elsewhere = Catalog(database, "base", Changes(database))
+    await add(catalog, acme, "pirate", 1, 2, 3)
+    with pytest.raises(PreconditionFailed):
+        await catalog.aliases.move(acme, "pirate", "prod", [Target(1)], "key", "*")
+    first, is_new = await catalog.aliases.move(acme, "pirate", "prod", [Target(1)], "key")
+    assert is_new
+    with pytest.raises(PreconditionRequired) as refused:
+        await catalog.aliases.move(acme, "pirate", "prod", [Target(2)], "key")
+    assert refused.value.headers == {"ETag": first.etag}
+    moves = [
+        catalog.aliases.move(acme, "pirate", "prod", [Target(number)], "key", first.etag) for number in (1, 2, 3, 2)
+    ]
+    answers = await asyncio.gather(*moves, return_exceptions=True)
+    made = [answer for answer in answers if isinstance(answer, tuple)]
+    lost = [answer for answer in answers if isinstance(answer, PreconditionFailed)]
+    assert (len(made), len(lost)) == (1, 3)
+    present = await catalog.aliases.get(acme, "pirate", "prod")
+    assert {error.headers["ETag"] for error in lost} == {present.etag} == {made[0][0].etag}
+    assert await meaning(elsewhere, acme, "pirate:prod") == present.targets[0].version
+    for targets in ([], [Target(9)], [Target(1), Target(1)], [Target(1, 0)], [Target(number) for number in range(9)]):
+        with pytest.raises(BadRequest) as bad:
+            await catalog.aliases.move(acme, "pirate", "prod", targets, "key", "*")
+        assert bad.value.param == "targets"
+    for name in ("3", "UP", "", "a" * 33, "a\0"):
+        with pytest.raises(BadRequest):
+            await catalog.aliases.move(acme, "pirate", name, [Target(1)], "key")
+        with pytest.raises(RecordNotFound):
+            await catalog.aliases.get(acme, "pirate", name)
+    # `latest` is an alias too; an upload moves it on.
+    latest = await catalog.aliases.get(acme, "pirate", "latest")
+    await catalog.aliases.move(acme, "pirate", "latest", [Target(1)], "key", latest.etag)
+    assert await meaning(catalog, acme, "pirate") == 1
+    await add(catalog, acme, "pirate", 4)
+    assert await meaning(catalog, acme, "pirate") == 4
+    assert (await catalog.aliases.rollback(acme, "pirate", "latest", "key")).targets == (Target(1),)
+    assert await meaning(catalog, acme, "pirate") == 1
+    with pytest.raises(BadRequest):
+        await catalog.aliases.delete(acme, "pirate", "latest", "key")
+    with pytest.raises(PreconditionFailed):
+        await catalog.aliases.delete(acme, "pirate", "prod", "key", first.etag)
+    await catalog.aliases.delete(acme, "pirate", "prod", "key", present.etag)
+    assert await meaning(catalog, acme, "pirate:prod") is None
+    async with database.read() as connection:
+        done = (await connection.execute(select(audit.c.action).where(audit.c.action.like("adapter.%")))).scalars()
+    counted = {"adapter.push": 4, "adapter.alias": 3, "adapter.rollback": 1, "adapter.alias_delete": 1}
+    assert Counter(done) == counted
+
+
+async def test_a_rollback_skips_versions_that_are_gone(catalog: Catalog, acme: Tenant):
+    await add(catalog, acme, "pirate", 1, 2, 3)
+    for number in (1, 2, 3):
+        await catalog.aliases.move(acme, "pirate", "prod", [Target(number)], "key", "*" if number > 1 else None)
+    await catalog.delete(acme, "pirate", "key", 2)
+    assert (await catalog.aliases.rollback(acme, "pirate", "prod", "key")).targets == (Target(1),)
+    with pytest.raises(NoEarlierState):
+        await catalog.aliases.rollback(acme, "pirate", "prod", "key")
+    assert await meaning(catalog, acme, "pirate:prod") == 1
+
+
+async def test_a_canary_has_its_share_and_a_user_one_version(catalog: Catalog, acme: Tenant, database: Database):
+    changes = Changes(database)
+    elsewhere = Catalog(database, "base", changes)
+    await add(catalog, acme, "pirate", 1, 2)
+    await catalog.aliases.move(acme, "pirate", "prod", [Target(1, 95), Target(2, 5)], "key")
+    in_turn = Counter([await meaning(catalog, acme, "pirate:prod") for _ in range(1000)])
+    assert abs(in_turn[2] - 50) <= 3
+    users = [f"user-{number}" for number in range(1000)]
+    before = {user: await meaning(catalog, acme, "pirate:prod", user) for user in users}
+    assert 30 <= Counter(before.values())[2] <= 75
+    # Another gateway chooses alike, also after a move to the same weights.
+    await catalog.aliases.move(acme, "pirate", "prod", [Target(2, 5), Target(1, 95)], "key", "*")
+    assert {user: await meaning(elsewhere, acme, "pirate:prod", user) for user in users} == before
+    # A larger canary takes users over and gives none back.
+    await catalog.aliases.move(acme, "pirate", "prod", [Target(1, 50), Target(2, 50)], "key", "*")
+    await changes.read()
+    after = {user: await meaning(elsewhere, acme, "pirate:prod", user) for user in users}
+    assert 400 <= Counter(after.values())[2] <= 600
+    assert all(after[user] == 2 for user in users if before[user] == 2)
+    assert await meaning(elsewhere, acme, "pirate:prod", "\ud800") in (1, 2)
+
+
+async def test_expiry_is_enforced_at_use(catalog: Catalog, acme: Tenant):
+    await add(catalog, acme, "pirate", 1, 2)
+    soon = datetime.now(UTC) + timedelta(seconds=1.5)
+    await catalog.aliases.move(acme, "pirate", "prod", [Target(1), Target(2, 10_000, soon)], "key")
+    await catalog.versions.change(acme, "pirate", 1, {"expires_at": soon + timedelta(seconds=0.3)}, "op")
+    assert await meaning(catalog, acme, "pirate:prod", "u") == 2
+    await asyncio.sleep((soon - datetime.now(UTC)).total_seconds() + 0.01)
+    assert await meaning(catalog, acme, "pirate:prod", "u") in (1, None)
+    await asyncio.sleep((soon - datetime.now(UTC)).total_seconds() + 0.31)
+    assert [await meaning(catalog, acme, text) for text in ("pirate:prod", "pirate@1", "pirate@2")] == [None, None, 2]
+    assert (await catalog.versions.get(acme, "pirate", 1)).state == "retired"
+    for values in ({"state": "ready"}, {"expires_at": soon}):
+        with pytest.raises(BadRequest) as refused:
+            await catalog.versions.change(acme, "pirate", 1, values, "op")
+        assert refused.value.param == "expires_at"
+    await catalog.versions.change(acme, "pirate", 1, {"state": "ready", "expires_at": None}, "op")
+    assert await meaning(catalog, acme, "pirate@1") == 1
+
+
+async def test_a_version_is_served_once_it_is_validated(catalog: Catalog, acme: Tenant):
+    await add(catalog, acme, "pirate", 1, state="validating")
+    assert await meaning(catalog, acme, "pirate") is None
+    assert await meaning(catalog, acme, "pirate@1") is None
+    assert await catalog.list(acme) == []
+    with pytest.raises(BadRequest, match="validated"):
+        await catalog.versions.change(acme, "pirate", 1, {"state": "ready"}, "key")
+    await catalog.versions.set_state(acme, "pirate", 1, "ready", "probe")
+    await add(catalog, acme, "pirate", 2, 3, state="validating")
+    assert await meaning(catalog, acme, "pirate") == 1
+    reasons = [Reason(message="not finite", param="adapter_model.safetensors"), Reason(message="x" * 9000)]
+    await catalog.versions.set_state(acme, "pirate", 2, "rejected", "probe", reasons)
+    await catalog.versions.set_state(acme, "pirate", 3, "ready", "probe")
+    assert await meaning(catalog, acme, "pirate") == 3
+    assert await meaning(catalog, acme, "pirate@2") is None
+    rejected = await catalog.versions.get(acme, "pirate", 2)
+    assert (rejected.state, len(rejected.reasons), rejected.reasons[0]) == ("rejected", 2, reasons[0])
+    for state in ("ready", "retired", "validating"):
+        with pytest.raises(BadRequest, match="rejected and cannot"):
+            await catalog.versions.set_state(acme, "pirate", 2, state, "probe")
+    # A refused upload has a number, and none of them are kept without bound.
+    for _ in range(KEPT_REFUSED + 2):
+        await catalog.versions.refuse(acme, "broken", [Reason(message="no")], "key")
+    listed = await catalog.versions.list(acme, "broken")
+    assert [each.version for each in listed] == list(range(3, KEPT_REFUSED + 3))
+    assert {each.state for each in listed} == {"rejected"}
+    assert await meaning(catalog, acme, "broken") is None
+    await add(catalog, acme, "broken", 5)
+    assert (await catalog.get(acme, "broken")).version == KEPT_REFUSED + 3
+
+
+async def test_a_version_in_use_is_deleted_only_by_force(catalog: Catalog, acme: Tenant):
+    await add(catalog, acme, "pirate", 1, 2, 3)
+    await catalog.aliases.move(acme, "pirate", "prod", [Target(1), Target(2)], "key")
+    for number, uses in ((1, "alias 'prod'"), (2, "alias 'prod'"), (3, "alias 'latest'")):
+        with pytest.raises(AdapterInUse, match=uses):
+            await catalog.delete(acme, "pirate", "key", number)
+        with pytest.raises(AdapterInUse, match=uses):
+            await catalog.versions.change(acme, "pirate", number, {"state": "retired"}, "key")
+    with pytest.raises(AdapterInUse, match="alias 'prod'"):
+        await catalog.delete(acme, "pirate", "key")
+    await catalog.delete(acme, "pirate", "key", 1, force=True)
+    assert await meaning(catalog, acme, "pirate@1") is None
+    assert {await meaning(catalog, acme, "pirate:prod") for _ in range(4)} == {2}
+    await catalog.aliases.move(acme, "pirate", "prod", [Target(3)], "key", "*")
+    with pytest.raises(AdapterInUse, match="running requests"):
+        await catalog.delete(acme, "pirate", "key", 2, running={2})
+    await catalog.delete(acme, "pirate", "key", 2, running={3})
+    states = [(each.version, each.state) for each in await catalog.versions.list(acme, "pirate")]
+    assert states == [(1, "deleted"), (2, "deleted"), (3, "ready")]
+    await catalog.delete(acme, "pirate", "key", 3, force=True)
+    assert await meaning(catalog, acme, "pirate") is None
+    await add(catalog, acme, "pirate", 9)
+    assert (await catalog.get(acme, "pirate")).version == 4
+    assert await meaning(catalog, acme, "pirate:prod") is None
+
+
+async def test_versions_in_use_and_pinned_ones_outlive_the_newest(catalog: Catalog, acme: Tenant):
+    await add(catalog, acme, "pirate", 1, 2, 3)
+    await catalog.aliases.move(acme, "pirate", "prod", [Target(1)], "key")
+    await catalog.versions.change(acme, "pirate", 2, {"pinned": True}, "op")
+    await add(catalog, acme, "pirate", *range(4, KEPT_VERSIONS + 5))
+    served = [each.version for each in await catalog.versions.list(acme, "pirate") if each.state == "ready"]
+    assert served == [1, 2, *range(5, KEPT_VERSIONS + 5)]
+
+
+async def test_a_row_of_the_release_before_is_ready(catalog: Catalog, acme: Tenant, database: Database):
+    await add(catalog, acme, "pirate", 1)
+    async with database.write() as connection:
+        await connection.execute(update(adapter_versions).values(reasons=None))
+    listed = await catalog.aliases.list(acme, "pirate")
+    assert [(each.alias, each.targets) for each in listed] == [("latest", (Target(1),))]
