@@ -24,7 +24,7 @@ from gateway.records.lookups import Lookups
 from gateway.records.removed_versions import all_versions, removed_since, settle_removed
 from gateway.records.tables import UtcDateTime, adapter_alias_targets, adapter_versions, adapters, prices
 from gateway.records.tenants import Tenant
-from gateway.records.versions import Versions
+from gateway.records.versions import Push, Versions
 from gateway.sharing.turns import Turns
 from wire.digests import digest_name
 from wire.mixtures import Mixture
@@ -239,8 +239,8 @@ class Catalog:
         `versions.set_state` makes ready, and `latest` moves then. Raises Forbidden, naming the limit.
         """
         self.check_name(name)
-        content = {"digest": digest, "rank": rank, "num_bytes": num_bytes}
-        return _adapter(await self.versions.add(tenant, name, content, actor, publish, state))
+        push = Push(digest=digest, rank=rank, num_bytes=num_bytes, publish=publish, state=state)
+        return _adapter(await self.versions.add(tenant, name, push, actor))
 
     async def referenced(self, digests: Sequence[str], since: datetime) -> set[str]:
         """Return those of the digests that a version of any tenant has, or had after `since`.

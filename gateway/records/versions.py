@@ -56,6 +56,19 @@ _MAY_FOLLOW: dict[State, tuple[State, ...]] = {
 Changed = Callable[[bool], Awaitable[None]]
 
 
+class Push(msgspec.Struct, frozen=True, kw_only=True):
+    """A new version. publish: puts the content into the store; see `Catalog.add_version`.
+
+    state: ready or validating; a version that is validating becomes ready or rejected by `Versions.set_state`.
+    """
+
+    digest: str
+    rank: int
+    num_bytes: int
+    publish: Callable[[], Awaitable[None]]
+    state: State = READY
+
+
 class Versions:
     """Changes and listings of versions.
 
@@ -68,61 +81,42 @@ class Versions:
         self._database = database
         self._changed = changed
 
-    async def add(
-        self,
-        tenant: Tenant,
-        name: str,
-        content: dict[str, Any],
-        actor: str,
-        publish: Callable[[], Awaitable[None]],
-        state: State = READY,
-    ) -> Version:
-        """Add a version. `latest` moves to it if it is ready. Repeating the digest of `latest` changes nothing.
-
-        content: digest, rank and num_bytes. publish: see `Catalog.add_version`. state: ready or validating; a version
-        that is validating becomes ready or rejected by `set_state`.
-        """
+    async def add(self, tenant: Tenant, name: str, push: Push, actor: str) -> Version:
+        """Add a version. `latest` moves to it if it is ready. Repeating the digest of `latest` changes nothing."""
         try:
-            version, change = await self._add(tenant, name, content, actor, publish, state)
+            version, change = await self._add(tenant, name, push, actor)
         except IntegrityError:
             # Another upload created the name in between (PostgreSQL); this upload is its next version.
-            version, change = await self._add(tenant, name, content, actor, publish, state)
+            version, change = await self._add(tenant, name, push, actor)
         if change is not None:
             await self._changed(change)
         return version
 
-    async def _add(
-        self,
-        tenant: Tenant,
-        name: str,
-        content: dict[str, Any],
-        actor: str,
-        publish: Callable[[], Awaitable[None]],
-        state: State,
-    ) -> tuple[Version, bool | None]:
+    async def _add(self, tenant: Tenant, name: str, push: Push, actor: str) -> tuple[Version, bool | None]:
         """Return the version, and whether the name had a meaning before; None if nothing has changed."""
-        now, digest = datetime.now(UTC), content["digest"]
+        content: dict[str, Any] = {"digest": push.digest, "rank": push.rank, "num_bytes": push.num_bytes}
+        now = datetime.now(UTC)
         async with self._database.write() as connection:
             own = await lock_name(connection, tenant.id, name)
             present = await versions_of(connection, tenant.id, name)
             current = None if own is None else present.get(own.current_version)
-            if current is not None and current.is_served and current.digest == digest:
-                await publish()
+            if current is not None and current.is_served and current.digest == push.digest:
+                await push.publish()
                 return current, None
             is_new = not any(each.digest for each in present.values())
-            await check_room(connection, tenant.id, digest, content["num_bytes"], new_name=is_new)
+            await check_room(connection, tenant.id, push.digest, push.num_bytes, new_name=is_new)
             own = own or await _create(connection, tenant.id, name, now)
             number = await _next_number(connection, own, present)
-            row = {"adapter_id": own.id, "version": number, "created_at": now, "state": state, **content}
+            row = {"adapter_id": own.id, "version": number, "created_at": now, "state": push.state, **content}
             await connection.execute(insert(adapter_versions).values(**row))
-            if state == READY:
+            if push.state == READY:
                 await move_latest(connection, own, number)
             await _remove_old(connection, own, present, now)
-            target, detail = f"{tenant.name}/{name}", {"version": number, "digest": digest}
+            target, detail = f"{tenant.name}/{name}", {"version": number, "digest": push.digest}
             await record_change(connection, actor, "adapter.push", target, detail, tenant=tenant.name)
-            await publish()
+            await push.publish()
             await count_change(connection, tenant.id)
-        version = Version(name=name, version=number, state=state, created_at=now, **content)
+        version = Version(name=name, version=number, state=push.state, created_at=now, **content)
         return version, own.current_version > 0
 
     async def refuse(self, tenant: Tenant, name: str, reasons: Sequence[Reason], actor: str) -> None:

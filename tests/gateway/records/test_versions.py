@@ -3,11 +3,16 @@
 import asyncio
 from collections import Counter
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select, update
+import sqlalchemy
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import select
 
+import migrations
 from gateway.errors import (
     AdapterInUse,
     BadRequest,
@@ -24,7 +29,7 @@ from gateway.records.catalog import Catalog
 from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.mixtures import names_in, resolve_model
-from gateway.records.tables import adapter_versions, audit
+from gateway.records.tables import audit
 from gateway.records.tenants import Tenant, Tenants
 from gateway.records.versions import KEPT_REFUSED
 
@@ -267,9 +272,40 @@ async def test_versions_in_use_and_pinned_ones_outlive_the_newest(catalog: Catal
     assert served == [1, 2, *range(5, KEPT_VERSIONS + 5)]
 
 
-async def test_a_row_of_the_release_before_is_ready(catalog: Catalog, acme: Tenant, database: Database):
-    await add(catalog, acme, "pirate", 1)
+async def test_an_adapter_of_the_release_before_keeps_its_version(database_url: str):
+    """After the upgrade, an adapter's version is ready and is `latest`, and its next version has the next number."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+
+    def to_0009(connection: Any) -> None:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0009")
+
+    database = Database(database_url)
+    tenant_columns = "id, name, weight, priority, on_token_limit, suspended, model_limits, created_at"
+    old = "'2026-01-01 00:00:00'"
     async with database.write() as connection:
-        await connection.execute(update(adapter_versions).values(reasons=None))
-    listed = await catalog.aliases.list(acme, "pirate")
-    assert [(each.alias, each.targets) for each in listed] == [("latest", (Target(1),))]
+        await connection.run_sync(to_0009)
+        for statement in (
+            f"INSERT INTO tenants ({tenant_columns}) VALUES ('t', 'acme', 1, 0, 'reject', FALSE, '{{}}', {old})",
+            f"INSERT INTO adapters VALUES ('a', 't', 'pirate', 1, {old})",
+            f"INSERT INTO adapter_versions VALUES ('a', 1, '{digest(1)}', 8, 10, {old})",
+            f"INSERT INTO removed_versions VALUES ('t', '{digest(2)}', 'pirate', 10, {old})",
+        ):
+            await connection.execute(sqlalchemy.text(statement))
+    await database.upgrade()
+    catalog, acme = Catalog(database, "base"), await Tenants(database).get("acme")
+    assert [await meaning(catalog, acme, each) for each in ("pirate", "pirate@1", "pirate:latest")] == [1, 1, 1]
+    assert (await catalog.get(acme, "pirate")).state == "ready"
+    latest = await catalog.aliases.get(acme, "pirate", "latest")
+    await add(catalog, acme, "pirate", 3)
+    assert await meaning(catalog, acme, "pirate") == await meaning(catalog, acme, "pirate@2") == 3
+    with pytest.raises(PreconditionFailed):
+        await catalog.aliases.move(acme, "pirate", "latest", [Target(1)], "key", latest.etag)
+    assert (await catalog.aliases.rollback(acme, "pirate", "latest", "key")).targets == (Target(1),)
+    # A gateway of the previous release moves `latest` without a tag.
+    before = await catalog.aliases.get(acme, "pirate", "latest")
+    async with database.write() as connection:
+        await connection.execute(sqlalchemy.text("UPDATE adapters SET current_version = 2"))
+    assert (await catalog.aliases.get(acme, "pirate", "latest")).etag != before.etag
+    await database.close()
