@@ -211,7 +211,7 @@ class AdapterPool:
                 self._asked_held.remove(resident.size)
                 resident.asked_in = -1
         resident.pins += 1
-        self._idle.note_user(resident, tenant)
+        self._idle.note_use(digest, resident, tenant, self._now)
         return resident.slot
 
     def unpin(self, digest: str) -> None:

@@ -1,4 +1,4 @@
-"""Eviction order of idle adapters: least recently used, except that a tenant which loads much evicts its own first.
+"""Eviction order of idle adapters: least often used, except that a tenant which loads much evicts its own first.
 
 A tenant that cycles through many adapters would otherwise evict a neighbour's only adapter between two of its uses.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from adapters.recent_use import RecentUse
 from adapters.tiers.reservations import Amount
+from adapters.use_counts import UseCounts
 
 # Half-life of the bytes that a tenant has loaded recently, in seconds.
 HALF_LIFE_S = 30.0
@@ -41,9 +42,10 @@ class Resident:
 class IdleAdapters:
     """Resident adapters without requests, with the loads of their owners. Each method but `victim` takes O(1)."""
 
+    # Least recently used first.
     _order: OrderedDict[str, Resident] = field(default_factory=OrderedDict)
-    _by_owner: dict[str, OrderedDict[str, Resident]] = field(default_factory=dict)
     _loaded: RecentUse = field(default_factory=lambda: RecentUse(HALF_LIFE_S))
+    _uses: UseCounts = field(default_factory=UseCounts)
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._order
@@ -55,43 +57,41 @@ class IdleAdapters:
         """Record a load on behalf of a tenant."""
         self._loaded.add(tenant, num_bytes / weight)
 
-    def note_user(self, resident: Resident, tenant: str) -> None:
-        """Make a tenant the owner if it has loaded less than the present owner."""
+    def note_use(self, digest: str, resident: Resident, tenant: str, now: float) -> None:
+        """Count a request of an adapter, and make its tenant the owner if it has loaded less than the present owner."""
+        self._uses.count(digest, now)
         if tenant != resident.owner and self._loaded.of(tenant) < self._loaded.of(resident.owner):
             resident.owner = tenant
 
     def add(self, digest: str, resident: Resident, now: float) -> None:
         resident.used_at = now
         self._order[digest] = resident
-        self._by_owner.setdefault(resident.owner, OrderedDict())[digest] = resident
 
     def touch(self, digest: str, now: float) -> None:
         """Mark an idle adapter as used now."""
-        resident = self._order[digest]
-        resident.used_at = now
+        self._order[digest].used_at = now
         self._order.move_to_end(digest)
-        self._by_owner[resident.owner].move_to_end(digest)
 
     def remove(self, digest: str) -> None:
-        resident = self._order.pop(digest)
-        own = self._by_owner[resident.owner]
-        del own[digest]
-        if not own:
-            del self._by_owner[resident.owner]
+        del self._order[digest]
 
     def victim(self, step: int, now: float, *, needs_outside: bool = False) -> str:
         """Return the adapter to evict next. Raises StopIteration if no idle adapter may be evicted in this step.
 
         needs_outside: only an adapter with LoRA outside the layers makes room.
         """
-        oldest = next(
-            d for d, r in self._order.items() if r.asked_in != step and (r.size.outside_bytes or not needs_outside)
-        )
-        resident = self._order[oldest]
-        if needs_outside or now - resident.used_at > STALE_S:
+        owners = {
+            digest: resident.owner
+            for digest, resident in self._order.items()
+            if resident.asked_in != step and (resident.size.outside_bytes or not needs_outside)
+        }
+        oldest = next(iter(owners))
+        if needs_outside or now - self._order[oldest].used_at > STALE_S:
             return oldest
-        first_of = {owner: next(iter(own.items())) for owner, own in self._by_owner.items()}
-        loads = {owner: self._loaded.of(owner) for owner, (_, first) in first_of.items() if first.asked_in != step}
-        heaviest = max(loads, key=loads.__getitem__, default=resident.owner)
-        is_heavy = loads.get(heaviest, 0.0) > HEAVY_RATIO * self._loaded.of(resident.owner)
-        return first_of[heaviest][0] if is_heavy else oldest
+        # Among equally used ones, the least recently used is the first.
+        least_used = min(owners, key=self._uses.score)
+        loads = {owner: self._loaded.of(owner) for owner in owners.values()}
+        heaviest = max(loads, key=loads.__getitem__)
+        if loads[heaviest] <= HEAVY_RATIO * loads[owners[least_used]]:
+            return least_used
+        return min((digest for digest, owner in owners.items() if owner == heaviest), key=self._uses.score)

@@ -30,14 +30,18 @@ class EngineRefused(Exception):
     """No engine began to answer.
 
     error: for the client. status: the last engine's response status, None without a response. broken: whether the
-    engine failed independently of the request.
+    engine failed independently of the request. unserved: whether engines of this kind do not serve such requests, so
+    that it was not sent.
     """
 
-    def __init__(self, error: GatewayError, status: int | None = None, *, broken: bool = False) -> None:
+    def __init__(
+        self, error: GatewayError, status: int | None = None, *, broken: bool = False, unserved: bool = False
+    ) -> None:
         super().__init__(error.message)
         self.error = error
         self.status = status
         self.broken = broken
+        self.unserved = unserved
 
     @property
     def failed(self) -> bool:
@@ -48,8 +52,10 @@ class EngineRefused(Exception):
 
     @property
     def may_succeed_elsewhere(self) -> bool:
-        """Return whether another engine may serve the request: this one failed or, for example, lacks the adapter."""
-        return isinstance(self.error, UpstreamFailed | Unavailable)
+        """Return whether another engine may serve the request: this one failed, lacks the adapter, or is of a kind that
+        does not serve such requests.
+        """
+        return self.unserved or isinstance(self.error, UpstreamFailed | Unavailable)
 
 
 class EngineWithdrew(EngineRefused):

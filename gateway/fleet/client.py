@@ -76,7 +76,8 @@ class EngineClient:
             raise EngineRefused(failure, broken=broken) from error
         except ProtocolError as error:
             # The kind does not serve a field of the request.
-            raise EngineRefused(BadRequest(error.message, param=error.param, code=error.code), 400) from error
+            refusal = BadRequest(error.message, param=error.param, code=error.code)
+            raise EngineRefused(refusal, 400, unserved=True) from error
         except UpstreamFailed as error:
             raise EngineRefused(error) from error
         try:

@@ -22,7 +22,7 @@ from gateway.fleet.own_requests import InFlight
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.queue import Gate, Place
 from gateway.fleet.registry import Registry
-from gateway.fleet.routing import Conversations, choose, prefix_key
+from gateway.fleet.routing import Conversations, Rates, choose, prefix_key
 from gateway.spans import upstream
 from wire.costs import PROMPT_TOKEN
 from wire.deadlines import deadline
@@ -67,12 +67,14 @@ class Answering(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class _Tries:
     """Attempts to serve one request. prefix: key of its conversation. engines: those tried, in order. refusal: the last
-    engine's. died: number of engines that died with the request. failed: number of engines that failed it otherwise.
+    engine's. unserving: the engine kinds that do not serve such requests. died: number of engines that died with the
+    request. failed: number of engines that failed it otherwise.
     """
 
     prefix: bytes
     engines: list[EngineRecord] = field(default_factory=list)
     refusal: EngineRefused | None = None
+    unserving: set[str] = field(default_factory=set)
     died: int = 0
     failed: int = 0
 
@@ -101,6 +103,7 @@ class Fleet:
         self._gate = gate
         self._first_byte_seconds = first_byte_seconds
         self._conversations = Conversations()
+        self._rates = Rates()
 
     @property
     def keeps_allowances(self) -> bool:
@@ -118,6 +121,8 @@ class Fleet:
         place = Place(
             tenant.id, tenant.weight, tenant.priority, call.prompt_tokens, lambda: bill.completion_tokens, tenant.name
         )
+        if call.model.digest is not None:
+            self._rates.count(call.model.digest)
         target = call.body.get("ttft_target") or tenant.ttft_target
         place.deadline = deadline(place.arrived, target, call.body.get("priority") or 0)
         async with AsyncExitStack() as held:
@@ -167,9 +172,12 @@ class Fleet:
         left = [
             candidate
             for candidate in self._registry.engines
-            if candidate not in tries.engines and candidate.breaker.allows(call.tenant.id)
+            if candidate not in tries.engines
+            and candidate.address.traits.name not in tries.unserving
+            and candidate.breaker.allows(call.tenant.id)
         ]
-        engine = choose(left, call.model.digest, tries.prefix, self._conversations.engine(tries.prefix, left))
+        digest, rate = call.model.digest, self._rates.of(call.model.digest)
+        engine = choose(left, digest, tries.prefix, self._conversations.engine(tries.prefix, left), rate)
         if engine is None:
             raise tries.refusal or EngineRefused(EngineDied() if tries.died else NoEngine())
         return engine
@@ -200,6 +208,9 @@ class Fleet:
             tries.failed += isinstance(error.error, UpstreamFailed)
             if tries.are_enough or not error.may_succeed_elsewhere:
                 raise
+            if error.unserved:
+                bill.unsent()
+                tries.unserving.add(engine.address.traits.name)
             tries.refusal = error
         else:
             return engine, response, in_flight
@@ -220,7 +231,11 @@ class Fleet:
         breaker.sent(tenant_id)
         record = breaker.gave_up
         try:
-            with upstream(call, engine) as span, engine.requests.count(digest, tenant_id) as in_flight:
+            loads = digest is not None and not engine.holds(digest)
+            with (
+                upstream(call, engine) as span,
+                engine.requests.count(digest, tenant_id, loads=loads) as in_flight,
+            ):
                 trace = span.headers()
                 sent = replace(call, trace=trace) if trace else call
                 async with self._client.open(engine, sent) as response:

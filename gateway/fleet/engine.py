@@ -1,6 +1,7 @@
 """Record of an engine in a gateway process: address, kind, reported state, health and load."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,6 +190,11 @@ class EngineRecord:
         """Return whether the engine has the adapter, or loads it for a request of this process."""
         return digest in self.resident or self.requests.by_digest[digest] > 0
 
+    def observe_resident(self, digests: Iterable[str]) -> None:
+        """Apply the list of adapters that the engine holds."""
+        self.resident = frozenset(digests)
+        self.requests.loading -= self.resident
+
     def observe_request(self, seconds: float) -> None:
         """Update the mean time of a request, weighted towards the most recent ones."""
         self.request_seconds += 0.1 * (seconds - self.request_seconds)
@@ -198,7 +204,7 @@ class EngineRecord:
         if state.instance == self.state.instance and state.revision < self.state.revision:
             return
         self.state = state
-        self.resident = frozenset(bare_digest(digest) for digest in state.adapters_resident)
+        self.observe_resident(bare_digest(digest) for digest in state.adapters_resident)
         self.foreign_load = max(0, state.running + state.waiting - in_flight)
         self.slots = state.max_num_seqs or self.slots
         if state.adapter_load_seconds > 0:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from heapq import nlargest
 from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 from aiohttp import ClientError
 
@@ -35,45 +36,61 @@ class EngineService:
         self._engines = engines
         self._send = send
         self._served: dict[str, dict[str, float]] = {}
-        self._failing: set[str] = set()
+        # By engine: service at the other engines that is not reported yet, and the report under way.
+        self._unreported: WeakKeyDictionary[EngineRecord, dict[str, float]] = WeakKeyDictionary()
+        self._reporting: WeakKeyDictionary[EngineRecord, asyncio.Task[None]] = WeakKeyDictionary()
+        self._failing: WeakSet[EngineRecord] = WeakSet()
 
     def served(self, engine: EngineRecord, tenant: str, cost: float) -> None:
         """Add service that the engine has given the tenant."""
         counts = self._served.setdefault(engine.url, defaultdict(float))
         counts[tenant] += cost
 
-    async def report(self) -> None:
-        """Send each engine the service at the other engines since the last report.
+    def report(self) -> list[asyncio.Task[None]]:
+        """Start a report to each engine of the service at the other engines, and return the reports' tasks.
 
-        A report has the MAX_TENANTS tenants with most service. A report that fails is not repeated, because the engine
-        may have applied it: the error is one interval's service.
+        An engine with a report under way gets its service with the next one, so a slow engine delays no other. A report
+        has the MAX_TENANTS tenants with most service; the others follow in the next one. A report that fails is not
+        repeated, because the engine may have applied it: the error is one report's service.
         """
         served, self._served = self._served, {}
         total: dict[str, float] = defaultdict(float)
         for counts in served.values():
             for tenant, cost in counts.items():
                 total[tenant] += cost
-        reports = []
+        started = []
         for engine in self._engines():
-            here = served.get(engine.url, {})
-            elsewhere = {tenant: cost for tenant in total if (cost := total[tenant] - here.get(tenant, 0.0)) > 0}
-            if elsewhere and engine.address.traits.orders_tenants:
-                reports.append(self._report(engine, dict(nlargest(MAX_TENANTS, elsewhere.items(), lambda t: t[1]))))
-        await asyncio.gather(*reports)
+            if not engine.address.traits.orders_tenants:
+                continue
+            here, waiting = served.get(engine.url, {}), self._unreported.setdefault(engine, {})
+            for tenant, cost in total.items():
+                if (elsewhere := cost - here.get(tenant, 0.0)) > 0:
+                    waiting[tenant] = waiting.get(tenant, 0.0) + elsewhere
+            if waiting and engine not in self._reporting:
+                largest = dict(nlargest(MAX_TENANTS, waiting.items(), lambda item: item[1]))
+                for tenant in largest:
+                    del waiting[tenant]
+                task = self._reporting[engine] = asyncio.create_task(self._report(engine, largest))
+                started.append(task)
+        return started
 
     async def watch(self, charge: Callable[[], None]) -> None:
         """Report until cancelled. charge: called before each report."""
-        while True:
-            await asyncio.sleep(SECONDS)
-            charge()
-            await self.report()
+        try:
+            while True:
+                await asyncio.sleep(SECONDS)
+                charge()
+                self.report()
+        finally:
+            for task in list(self._reporting.values()):
+                task.cancel()
 
     async def _report(self, engine: EngineRecord, service: dict[str, float]) -> None:
         try:
             await self._send(engine, service)
         except (ClientError, OSError, TimeoutError) as error:
-            if engine.url not in self._failing:
-                self._failing.add(engine.url)
+            if engine not in self._failing:
+                self._failing.add(engine)
                 log.warning(
                     "engine %s does not accept the service of tenants at other engines (%s); it orders tenants by its "
                     "own service",
@@ -81,4 +98,6 @@ class EngineService:
                     type(error).__name__,
                 )
         else:
-            self._failing.discard(engine.url)
+            self._failing.discard(engine)
+        finally:
+            self._reporting.pop(engine, None)

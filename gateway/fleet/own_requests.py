@@ -13,18 +13,22 @@ class OwnRequests:
     """This process's requests on an engine.
 
     in_flight: number of requests that the engine has not finished. by_digest: number of requests whose answers the
-    gateway has not yet passed on, by adapter (None: the base model). by_tenant: the same by tenant. unanswered: a
+    gateway has not yet passed on, by adapter (None: the base model). by_tenant: the same by tenant. loading: adapters
+    that these requests made the engine load, until it reports them or the last of their requests ends. unanswered: a
     time-out for each request that the engine has not begun to answer.
     """
 
     in_flight: int = 0
     by_digest: Counter[str | None] = field(default_factory=Counter)
     by_tenant: Counter[str] = field(default_factory=Counter)
+    loading: set[str | None] = field(default_factory=set)
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
 
     @contextmanager
-    def count(self, digest: str | None, tenant_id: str = "") -> Iterator["InFlight"]:
-        """Count a request until the block ends."""
+    def count(self, digest: str | None, tenant_id: str = "", *, loads: bool = False) -> Iterator["InFlight"]:
+        """Count a request until the block ends. loads: whether the engine must load the adapter for it."""
+        if loads:
+            self.loading.add(digest)
         self.in_flight += 1
         self.by_digest[digest] += 1
         self.by_tenant[tenant_id] += 1
@@ -35,6 +39,8 @@ class OwnRequests:
             request.free()
             _take_one(self.by_digest, digest)
             _take_one(self.by_tenant, tenant_id)
+            if digest not in self.by_digest:
+                self.loading.discard(digest)
 
     def abandon_unanswered(self) -> None:
         """End the wait of all requests that the engine has not begun to answer; they go to other engines."""

@@ -3,12 +3,18 @@
 Rendezvous hashing (Thaler and Ravishankar 1998) with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018), where the
 bound is a time. Each adapter has an order of engines, the same on every gateway, which decides among engines that are
 about equally good. An engine that holds the adapter is ahead by the time of an adapter load, until its queue takes
-longer than that; then another engine loads a copy. When there are fewer requests, the first engine in the order gets
-all of them again, and the unused copy is evicted. `benchmarks/routing.py` compares this with other methods.
+longer than that; then another engine loads a copy.
+
+The first engines in the order are the adapter's homes, one for each HOME_BATCHES batches of its requests. A further
+home loads a copy before the others have a queue, because many requests share the cost of its load. When there are fewer
+requests, the first engine in the order gets all of them again, and the unused copies are evicted.
+`benchmarks/routing.py` compares this with other methods.
 """
 
+import math
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -23,17 +29,31 @@ CROWDING = 0.05
 LOADS_PER_LOAD = 2.0
 # Engines' loads are compared in quarters of a batch. Within a quarter, the conversation and the adapter's order decide.
 LEVELS = 4
+# Requests of one adapter, in batches of an engine, for which one home is enough.
+HOME_BATCHES = 0.35
+# Time in which a home's requests share the cost of its load.
+HOME_SECONDS = 10.0
+# Time constant of the adapters' rates. With 2 s, an adapter with 60 % of all requests was on three engines after 5.8 s.
+RATE_SECONDS = 1.0
+MAX_RATES = 50_000
+# Factor between this process's requests and those of all gateways, at most.
+MAX_PROCESSES = 64
 # Leading characters, or tokens, of a prompt that identify its conversation.
 PREFIX_CHARS = 1024
 MAX_PREFIXES = 50_000
 
 
 def choose(
-    engines: Iterable[EngineRecord], digest: str | None, prefix: bytes = b"", cached: EngineRecord | None = None
+    engines: Iterable[EngineRecord],
+    digest: str | None,
+    prefix: bytes = b"",
+    cached: EngineRecord | None = None,
+    rate: float = 0.0,
 ) -> EngineRecord | None:
     """Return the engine for a request of adapter `digest` (None: the base model), None if none is available.
 
-    prefix: the conversation's key, from `prefix_key`. cached: the engine that served the conversation last.
+    prefix: the conversation's key, from `prefix_key`. cached: the engine that served the conversation last. rate: the
+    adapter's requests per second in this process.
     """
     candidates = [engine for engine in engines if engine.available]
     if len(candidates) <= 1:
@@ -42,14 +62,43 @@ def choose(
     # Means over the fleet: the engines' own measurements differ a little, which must not decide every choice.
     request_seconds = sum(engine.request_seconds for engine in candidates) / len(candidates)
     load_seconds = sum(engine.load_seconds for engine in candidates) / len(candidates)
+    homes = homes_of(digest, candidates, rate) if digest is not None else ()
+    # A home's load serves its part of the adapter's next requests.
+    served = max(1.0, rate * HOME_SECONDS / len(homes)) if homes else 1.0
 
     def order(engine: EngineRecord) -> tuple[int, float, bool, bytes]:
         seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
         if digest is not None and not engine.holds(digest):
-            seconds += LOADS_PER_LOAD * load_seconds
+            seconds += LOADS_PER_LOAD * load_seconds / (served if engine in homes else 1.0)
+            # An engine loads one adapter after another.
+            seconds += len(engine.requests.loading) * load_seconds
         return engine.fullness, seconds, engine is not cached, rank(affinity, engine.url)
 
     return min(candidates, key=order)
+
+
+def homes_of(digest: str, engines: Sequence[EngineRecord], rate: float) -> Sequence[EngineRecord]:
+    """Return the adapter's homes, first in its order; none if one engine is enough, because any may be the one.
+
+    rate: the adapter's requests per second in this process.
+    """
+    number = number_of_homes(engines, rate)
+    if number <= 1:
+        return ()
+    return sorted(engines, key=lambda engine: rank(digest.encode(), engine.url))[:number]
+
+
+def number_of_homes(engines: Sequence[EngineRecord], rate: float) -> int:
+    """Return the number of engines that an adapter's requests should use.
+
+    The requests in progress are the rate times the seconds of a request (Little's law). Other gateways have their part
+    of an adapter's requests, as of all requests.
+    """
+    own = sum(engine.requests.in_flight for engine in engines)
+    everywhere = min(MAX_PROCESSES, sum(engine.load for engine in engines) / own) if own else 1.0
+    seconds = sum(engine.request_seconds for engine in engines) / len(engines)
+    batches = rate * everywhere * seconds * len(engines) / sum(engine.slots for engine in engines)
+    return min(len(engines), math.ceil(batches / HOME_BATCHES))
 
 
 def seconds_in_queue(engine: EngineRecord) -> float:
@@ -79,6 +128,31 @@ def prefix_key(tenant_id: str, digest: str | None, body: dict[str, Any]) -> byte
     if isinstance(said, str | list):
         said = said[:PREFIX_CHARS]
     return blake2b(msgspec.json.encode([tenant_id, digest, said]), digest_size=16).digest()
+
+
+class Rates:
+    """Recent requests per second of each adapter in this process. Older requests count exponentially less."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # The decayed number of requests, and the time at which it had this value; least recently counted first.
+        self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def count(self, digest: str) -> None:
+        """Count a request of the adapter."""
+        now = self._clock()
+        self._counts[digest] = self._at(digest, now) + 1.0, now
+        self._counts.move_to_end(digest)
+        if len(self._counts) > MAX_RATES:
+            self._counts.popitem(last=False)
+
+    def of(self, digest: str | None) -> float:
+        """Return the adapter's rate; 0 for the base model."""
+        return self._at(digest, self._clock()) / RATE_SECONDS if digest is not None else 0.0
+
+    def _at(self, digest: str, now: float) -> float:
+        count, at = self._counts.get(digest, (0.0, now))
+        return count * math.exp((at - now) / RATE_SECONDS)
 
 
 class Conversations:

@@ -1,5 +1,6 @@
 """Reports of service at other engines."""
 
+import asyncio
 import logging
 
 import pytest
@@ -15,21 +16,27 @@ FOREIGN = EngineRecord(Address("http://foreign", Vllm.traits))
 
 
 class Reports:
-    """Records reports by engine, the latest of each. broken: engines that accept none."""
+    """Records reports by engine, the latest of each. broken: engines that accept none. slow: the engine that answers
+    only after `answers`.
+    """
 
     def __init__(self) -> None:
         self.latest: dict[str, dict[str, float]] = {}
         self.broken: set[str] = set()
+        self.slow: EngineRecord | None = None
+        self.answers = asyncio.Event()
         self.service = EngineService(lambda: [ONE, OTHER, FOREIGN], self._send)
 
     async def _send(self, engine: EngineRecord, service: dict[str, float]) -> None:
         self.latest[engine.url] = service
+        if engine is self.slow:
+            await self.answers.wait()
         if engine.url in self.broken:
             raise ClientError
 
     async def report(self) -> dict[str, dict[str, float]]:
         self.latest = {}
-        await self.service.report()
+        await asyncio.gather(*self.service.report())
         return self.latest
 
 
@@ -57,10 +64,28 @@ async def test_a_failed_report_is_not_repeated_and_logged_once(caplog: pytest.Lo
     assert [(r.levelno, r.args) for r in caplog.records] == [(logging.WARNING, ("http://one", "ClientError"))]
 
 
-async def test_a_report_is_bounded():
+async def test_a_report_is_bounded_and_the_other_tenants_follow():
     reports = Reports()
     for number in range(MAX_TENANTS + 10):
         reports.service.served(ONE, f"t{number}", 1 + number)
     report = (await reports.report())["http://other"]
     assert len(report) == MAX_TENANTS
     assert min(report.values()) == 11
+    reports.service.served(ONE, "t0", 1)
+    assert await reports.report() == {"http://other": {"t0": 2} | {f"t{i}": 1 + i for i in range(1, 10)}}
+    assert await reports.report() == {}
+
+
+async def test_a_slow_engine_delays_no_other_and_loses_no_service():
+    reports = Reports()
+    reports.slow = ONE
+    reports.service.served(FOREIGN, "acme", 1)
+    [first, other] = reports.service.report()
+    await other
+    assert reports.latest == {"http://one": {"acme": 1}, "http://other": {"acme": 1}}
+    for _ in range(2):
+        reports.service.served(FOREIGN, "acme", 2)
+        assert await reports.report() == {"http://other": {"acme": 2}}
+    reports.answers.set()
+    await first
+    assert await reports.report() == {"http://one": {"acme": 4}}

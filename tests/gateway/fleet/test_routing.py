@@ -2,10 +2,19 @@
 
 import pytest
 
-from benchmarks.routing import POLICIES, measure
+from benchmarks.routing import POLICIES, measure, seconds_to_engines
 from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.health import Condition, Health
-from gateway.fleet.routing import MAX_PREFIXES, Conversations, choose, prefix_key, rank
+from gateway.fleet.routing import (
+    MAX_PREFIXES,
+    Conversations,
+    Rates,
+    choose,
+    homes_of,
+    number_of_homes,
+    prefix_key,
+    rank,
+)
 
 URLS = [f"http://{name}:1" for name in "abcd"]
 SLOTS = 8
@@ -150,10 +159,70 @@ def test_conversations_are_remembered_up_to_a_number_and_of_engines_that_are_the
     assert conversations.engine(b"1", []) is None
 
 
-def test_a_simulated_fleet_loads_far_fewer_adapters_and_answers_no_later():
-    # Simulated time and seeded requests: every run is the same.
-    ours, ours_median, ours_worst = measure(POLICIES["ours"], 2500, 30.0, 1.0, 0.3)
-    least, least_median, least_worst = measure(POLICIES["least loaded"], 2500, 30.0, 1.0, 0.3)
-    assert 1.5 * ours <= least
-    assert ours_median <= least_median
-    assert ours_worst <= least_worst
+def test_a_hot_adapter_has_more_homes_and_they_serve_it_before_there_is_a_queue():
+    engines = [engine(url) for url in URLS]
+    # A batch of requests in progress at a time.
+    rate = SLOTS / engines[0].request_seconds
+    homes = sorted(URLS, key=lambda url: rank(b"d", url))
+    assert [e.url for e in homes_of("d", engines, rate)] == homes[:3]
+    assert homes_of("d", engines, 0.1 * rate) == ()
+    assert len(homes_of("d", engines, 100 * rate)) == len(URLS)
+    by_url = {e.url: e for e in engines}
+    by_url[homes[0]].observe_resident(["d"])
+    by_url[homes[0]].requests.in_flight = SLOTS // 2
+    assert chosen(engines, "d", rate=rate) == homes[1]
+    assert chosen(engines, "d", rate=0.1 * rate) == homes[0]
+    # An engine that is no home loads only if the homes have queues.
+    for url in homes[:3]:
+        by_url[url].observe_resident(["d"])
+        by_url[url].requests.in_flight = SLOTS // 2
+    assert chosen(engines, "d", rate=rate) in homes[:3]
+
+
+def test_requests_at_other_gateways_count_in_the_number_of_homes():
+    engines = [engine(url, 2, foreign_load=6) for url in URLS]
+    rate = 0.25 * SLOTS
+    assert number_of_homes([engine(url, 2) for url in URLS], rate) == 1
+    assert number_of_homes(engines, rate) == 3
+
+
+def test_an_engine_with_other_loads_ahead_gets_no_further_one():
+    engines = [engine(url) for url in URLS]
+    first = next(e for e in engines if e.url == home("d", URLS))
+    with first.requests.count("other", loads=True):
+        assert chosen(engines, "d") != first.url
+        # It holds the other adapter now.
+        first.observe_resident(["other"])
+        assert chosen(engines, "d") == first.url
+    first.observe_resident([])
+    with first.requests.count("other", loads=True):
+        pass
+    assert chosen(engines, "d") == first.url
+
+
+def test_a_rate_follows_the_requests_of_the_last_seconds():
+    now = 0.0
+    rates = Rates(lambda: now)
+    assert rates.of("d") == rates.of(None) == 0.0
+    for number in range(50):
+        now = 0.1 * number
+        rates.count("d")
+    assert rates.of("d") == pytest.approx(10.0, rel=0.1)
+    now += 5.0
+    assert rates.of("d") < 0.1
+
+
+def test_a_simulated_fleet_loads_fewer_adapters_than_before_and_answers_no_later():
+    # Simulated time and seeded requests: every run is the same. The benchmark has more requests.
+    found = {name: measure(POLICIES[name], 3000, 30.0, 1.0, 0.3) for name in ("least loaded", "2026-11-21", "ours")}
+    ours, before, least = found["ours"], found["2026-11-21"], found["least loaded"]
+    assert 1.5 * ours.loads <= least.loads
+    assert ours.loads <= 0.9 * before.loads
+    assert ours.median <= least.median
+    assert ours.worst <= before.worst <= least.worst
+
+
+def test_a_simulated_hot_adapter_is_on_three_engines_within_five_seconds():
+    seconds = seconds_to_engines(POLICIES["ours"], 3, 0.8, 0.6, 0.3)
+    assert seconds is not None
+    assert seconds < 5.0
