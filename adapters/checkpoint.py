@@ -281,9 +281,9 @@ def _pair(spans: list[TensorSpan], manifest: AdapterManifest) -> dict[tuple[int,
             )
         module = match["module"]
         layer = int(match.groupdict().get("layer") or OUTSIDE)
-        if not manifest.targets(module, layer):
-            raise AdapterError(span.name, "the config's target_modules do not select this module; PEFT would ignore it")
         key = (layer, module.rpartition(".")[2])
+        if names.get(key) != module and not manifest.targets(module, layer):  # asked once for A and B
+            raise AdapterError(span.name, "the config's target_modules do not select this module; PEFT would ignore it")
         names[key] = module
         if match["side"] in sides.setdefault(key, {}):
             raise AdapterError(span.name, "this tensor appears twice")
@@ -342,7 +342,9 @@ def _add(digest: "hashlib._Hash", file: BinaryIO, span: TensorSpan) -> None:
 # A number whose exponent bits are all ones is NaN or infinite. In F16 the high byte has the whole exponent. In F32 and
 # BF16 it has seven of the eight bits, so values of 1.7e38 and more are refused too; no trained weight is that large.
 _HIGH_BYTE_MASK = {"F32": 0x7F, "BF16": 0x7F, "F16": 0x7C}
-_BAD_HIGH_BYTE = {dtype: bytes(int(i & m == m) for i in range(256)) for dtype, m in _HIGH_BYTE_MASK.items()}
+_BAD_HIGH_BYTES = {
+    dtype: [bytes([i]) for i in range(256) if i & mask == mask] for dtype, mask in _HIGH_BYTE_MASK.items()
+}
 
 
 def _check_finite(span: TensorSpan, chunk: bytes) -> None:
@@ -351,5 +353,7 @@ def _check_finite(span: TensorSpan, chunk: bytes) -> None:
     chunk: little-endian numbers of span.dtype, complete ones (a chunk's size is a multiple of every item size).
     """
     width = DTYPE_BYTES[span.dtype]
-    if 1 in chunk[width - 1 :: width].translate(_BAD_HIGH_BYTE[span.dtype]):
+    high_bytes = chunk[width - 1 :: width]
+    # Each search takes a tenth of the time of `bytes.translate`.
+    if any(byte in high_bytes for byte in _BAD_HIGH_BYTES[span.dtype]):
         raise AdapterError(span.name, "holds NaN or infinite values")

@@ -6,9 +6,12 @@ is written. Copies leave pinned memory through a few buffers in rotation, so lit
 own upload, which shares the bus, waits only for that.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,13 +20,24 @@ from kernels.platform import Fence, Lane, platform_of
 from kernels.reference import LARGEST, LoraGroup, quantize_rows
 
 NUM_BUFFERS = 4
+Cells = npt.NDArray[Any]
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_NO_SCALES: Cells = np.zeros(0, np.int32)
+
+
+class _Target(NamedTuple):
+    """Device tensor of which rows are written. cells: the same memory for numpy, if it is the host's."""
+
+    tensor: Tensor
+    cells: Cells | None
 
 
 class PageWriter:
     """Writer of adapters into the pages of each layer's `groups`.
 
     page_table, ranks: as in `kernels.reference.LoraRouting`. projections: those of each group, in the order of its
-    slices. Not thread-safe.
+    slices. Not thread-safe. Values are copied by numpy: an adapter has hundreds of small tensors, and torch takes three
+    times as long for each.
     """
 
     def __init__(
@@ -34,14 +48,18 @@ class PageWriter:
         ranks: Tensor,
         lane: Lane,
     ) -> None:
-        self._groups, self._projections, self._lane = groups, projections, lane
-        self._page_table, self._ranks = page_table, ranks
+        self._projections, self._lane = projections, lane
+        self._page_table, self._ranks = self._target(page_table), self._target(ranks)
+        self._groups = [{name: _Group(group, self._target) for name, group in layer.items()} for layer in groups]
         parts = [part for group in groups[0].values() for part in (group.a_pages[0], group.b_pages[0])]
         largest = max(part.nbytes for part in (*parts, page_table[0]))
         platform = platform_of(page_table.device)
         self._buffers = [platform.staging([largest], torch.uint8) for _ in range(NUM_BUFFERS)]
         self._fences: list[Fence | None] = [None] * NUM_BUFFERS
         self._turn = 0
+
+    def _target(self, tensor: Tensor) -> _Target:
+        return _Target(tensor, _cells(tensor) if self._lane.in_place else None)
 
     def write(self, adapter: HostAdapter, slot: int, pages: Sequence[int], behind: Fence) -> None:
         """Write an adapter; return when it can be read.
@@ -52,66 +70,84 @@ class PageWriter:
         for layer, groups in enumerate(self._groups):
             for name, group in groups.items():
                 modules = [adapter.modules.get((layer, projection)) for projection in self._projections[name]]
-                self._send(group.scales[slot], torch.tensor([module.scale if module else 0.0 for module in modules]))
+                with self._row(group.scales, slot) as scales:
+                    scales.view(np.float32)[:] = [module.scale if module else 0.0 for module in modules]
                 if any(modules):
                     self._write_group(group, modules, pages)
-        table = torch.full((self._page_table.shape[1],), -1, dtype=torch.int32)
-        table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self._send(self._page_table[slot], table)
-        self._send(self._ranks[slot : slot + 1], torch.tensor([adapter.rank_in_layers], dtype=torch.int32))
+        with self._row(self._page_table, slot) as table:
+            table[: len(pages)], table[len(pages) :] = pages, -1
+        with self._row(self._ranks, slice(slot, slot + 1)) as rank:
+            rank[0] = adapter.rank_in_layers
         for fence in self._fences:
             if fence is not None:
                 fence.synchronize()
 
-    def _write_group(self, group: LoraGroup, modules: Sequence[LoraModule | None], pages: Sequence[int]) -> None:
-        page_rank = group.a_pages.shape[2]
-        slices = [(s, rows_of(module, group.a_pages.dtype)) for s, module in enumerate(modules) if module is not None]
+    def _write_group(self, group: "_Group", modules: Sequence[LoraModule | None], pages: Sequence[int]) -> None:
+        page_rank, dtype = group.a_pages.tensor.shape[2], group.a_pages.tensor.dtype
+        slices = [None if module is None else rows_of(module, dtype) for module in modules]
         for j, page in enumerate(pages):
             rows = slice(j * page_rank, (j + 1) * page_rank)
-            a = self._zeros(group.a_pages[page])
-            for s, module_rows in slices:
-                part = module_rows.a[rows]
-                a[s, : len(part)] = part
-            self._start(group.a_pages[page], a)
-            b = self._zeros(group.b_pages[page])
-            for s, module_rows in slices:
-                part = module_rows.b[rows]
-                b[: len(part), group.offsets[s] : group.offsets[s + 1]] = part
-            self._start(group.b_pages[page], b)
+            with self._row(group.a_pages, page) as a:
+                for s, module_rows in enumerate(slices):
+                    _fill(a[s], module_rows and module_rows.a[rows])
+            with self._row(group.b_pages, page) as b:
+                for s, module_rows in enumerate(slices):
+                    _fill(b[:, group.offsets[s] : group.offsets[s + 1]], module_rows and module_rows.b[rows])
             if group.row_scales is not None:
-                scales = self._zeros(group.row_scales[page])
-                for s, module_rows in slices:
-                    part = module_rows.scales[rows]
-                    scales[s, : len(part)] = part
-                self._start(group.row_scales[page], scales)
+                with self._row(group.row_scales, page) as scales:
+                    for s, module_rows in enumerate(slices):
+                        _fill(scales[s], module_rows and module_rows.scales[rows])
 
-    def _send(self, target: Tensor, values: Tensor) -> None:
-        self._start(target, self._zeros(target).copy_(values))
+    @contextmanager
+    def _row(self, target: _Target, index: int | slice) -> Iterator[Cells]:
+        """Yield memory for a row, all of which must be written, and start its copy to the device at the end.
 
-    def _zeros(self, target: Tensor) -> Tensor:
-        """Return the next buffer, zeroed, in the target's shape and dtype, once its previous copy has ended.
-
-        Return the target itself if copies are in place.
+        The memory is the row itself if copies are in place, else the next buffer, once its previous copy has ended.
         """
-        if self._lane.in_place:
-            return target.zero_()
-        fence = self._fences[self._turn]
+        if target.cells is not None:
+            yield target.cells[index]
+            return
+        row, fence = target.tensor[index], self._fences[self._turn]
         if fence is not None:
             fence.synchronize()
-        buffer = self._buffers[self._turn][: target.nbytes].zero_()
-        return buffer.view(target.dtype).view(target.shape)
-
-    def _start(self, target: Tensor, staged: Tensor) -> None:
-        self._fences[self._turn] = self._lane.copy(target, staged)
+        staged = self._buffers[self._turn][: row.nbytes].view(row.dtype).view(row.shape)
+        yield _cells(staged)
+        self._fences[self._turn] = self._lane.copy(row, staged)
         self._turn = (self._turn + 1) % NUM_BUFFERS
 
 
-class Rows(NamedTuple):
-    """A module by rows of its rank: a `[r, in]`, b `[r, out]`; scales `[r]` fp32, the scales of rows of 8 bits."""
+class _Group:
+    """A layer's `LoraGroup` as targets."""
 
-    a: Tensor
-    b: Tensor
-    scales: Tensor
+    def __init__(self, group: LoraGroup, target: Callable[[Tensor], _Target]) -> None:
+        self.a_pages, self.b_pages = target(group.a_pages), target(group.b_pages)
+        self.scales, self.offsets = target(group.scales), group.offsets
+        self.row_scales = None if group.row_scales is None else target(group.row_scales)
+
+
+def _cells(tensor: Tensor) -> Cells:
+    """Return a host tensor's memory as integers of the same size, because numpy lacks some dtypes."""
+    cells: Cells = tensor.view(_INTEGERS[tensor.dtype.itemsize]).numpy()
+    return cells
+
+
+def _fill(target: Cells, rows: Cells | None) -> None:
+    """Copy the rows to the first rows of the target and set the others to zero."""
+    count = 0 if rows is None else len(rows)
+    if rows is not None:
+        target[:count] = rows
+    if count < len(target):
+        target[count:] = 0
+
+
+class Rows(NamedTuple):
+    """A module by rows of its rank, as integers: a `[r, in]`, b `[r, out]`; scales `[r]` fp32, the scales of rows of 8
+    bits.
+    """
+
+    a: Cells
+    b: Cells
+    scales: Cells
 
 
 def rows_of(module: LoraModule, dtype: torch.dtype) -> Rows:
@@ -120,7 +156,7 @@ def rows_of(module: LoraModule, dtype: torch.dtype) -> Rows:
     A row's scale is the product of A's and B's, because both apply to its sum.
     """
     if dtype not in LARGEST:
-        return Rows(module.a, module.b.T, torch.ones(len(module.a)))
+        return Rows(_cells(module.a), _cells(module.b.T), _NO_SCALES)
     a, a_scales = quantize_rows(module.a, dtype)
     b, b_scales = quantize_rows(module.b.T, dtype)
-    return Rows(a, b, a_scales * b_scales)
+    return Rows(_cells(a), _cells(b), _cells(a_scales * b_scales))
