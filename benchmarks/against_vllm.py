@@ -8,6 +8,7 @@ at the same time.
 """
 
 import argparse
+import contextlib
 import os
 import platform
 import signal
@@ -75,7 +76,8 @@ def serving(command: list[str], port: int, environment: dict[str, str]) -> Itera
                 time.sleep(0.5)
             yield f"http://127.0.0.1:{port}"
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
@@ -102,7 +104,8 @@ def vllm(
         command += ["--enable-lora", "--max-loras", n, "--max-cpu-loras", n, "--max-lora-rank", "16"]
         command += ["--lora-modules", *(f"{path.name}={path}" for path in adapters)]
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
-    return command, offline
+    # vLLM must not import this project's packages, of which some have the names of others.
+    return command, offline | {"PYTHONPATH": ""}
 
 
 def load(url: str, models: list[str], n: int, concurrency: int, words: int, output: int) -> dict[str, Any]:

@@ -247,10 +247,10 @@ def main() -> None:
                         f"{f.name} {f.value:.3g}" for f in results[scenario][server][-1] if f.value is not None
                     )
                     print(f"[{time.monotonic() - started:.0f} s] {number} {server} {scenario}: {line}", file=sys.stderr)
+                    if options.out:  # a later failure must not lose the rounds so far
+                        write(options.out, results, time.monotonic() - started)
     for scenario, rounds in results.items():
         print(table(scenario, rounds))
-    if options.out:
-        write(options.out, results, time.monotonic() - started)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
+from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.device_pool import AdapterPool, Residency
+from testing.adapter_files import BASE
 
 Make = Callable[..., AdapterPool]
 
@@ -16,6 +20,28 @@ def wait_for(pool: AdapterPool, digest: str, wanted: Residency = Residency.READY
         assert time.monotonic() < deadline, f"{found}, not {wanted}"
         time.sleep(0.002)
         pool.poll()
+
+
+class EveryAdapter:
+    """Host tier that holds every adapter."""
+
+    def __init__(self, rank: int = 8) -> None:
+        self._module = LoraModule(torch.zeros(rank, 16), torch.zeros(16, rank), 1.0)
+
+    def refuse_beyond(self, **_: int) -> None: ...
+
+    def get(self, digest: str) -> HostAdapter:
+        return HostAdapter(digest, len(self._module.a), {(0, "q_proj"): self._module}, 1024)
+
+
+def pool_of(host: Any, num_adapters: int, worker: "Worker") -> AdapterPool:
+    """Return a pool with room for this number of adapters of rank 8, whose copies end when the worker finishes them."""
+    options: Any = {"max_rank": 8, "dtype": torch.float32, "device": torch.device("cpu")}
+    page_bytes = AdapterPool(BASE, host, memory=1 << 22, **options).page_bytes
+    pool = AdapterPool(BASE, host, memory=num_adapters * page_bytes, **options)
+    pool._copier.shutdown()
+    pool._copier = worker  # type: ignore[assignment]
+    return pool
 
 
 class Worker:

@@ -8,7 +8,7 @@ with LoRA on embed_tokens or lm_head have separate tensors for these, within a s
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
@@ -24,6 +24,7 @@ from adapters.tiers.host_cache import HostCache
 from adapters.tiers.outside_layers import outside_layers
 from adapters.tiers.page_writer import PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
+from adapters.tiers.preemption import Claim, choose_victims
 from adapters.tiers.reservations import PAGE_WAIT_S, Amount, Reservation, Reservations
 from adapters.tiers.tier_state import EvictionReason, TierState
 from kernels.ops import EmbeddingLora, HeadLora, PackedLinear, dense_linear
@@ -63,14 +64,14 @@ class AdapterPool:
         pack: Callable[[Tensor], PackedLinear] = dense_linear,
         lane: Lane | None = None,
     ) -> None:
-        self._host, self._max_rank, self._pack = host_cache, max_rank, pack
+        self._host, self._pack = host_cache, pack
         pages = RankPages(base, memory=memory, max_rank=max_rank, dtype=dtype, device=device)
         self.page_bytes, self.num_pages, self.num_slots = pages.page_bytes, pages.num_pages, pages.num_slots
         self.max_pages = pages.per_adapter
         self.groups, self.page_table, self.ranks, self.page_rank = (
             pages.groups, pages.page_table, pages.ranks, PAGE_RANK
         )  # fmt: skip
-        self._max_outside_bytes = memory // 4
+        self._limits = {"max_rank": max_rank, "max_outside_bytes": memory // 4}
         self.embeddings: dict[int, EmbeddingLora] = {}
         self.heads: dict[int, HeadLora] = {}
         # The digest of the weights last written to each slot, "" if there are none. The copy thread sets it from the
@@ -82,7 +83,7 @@ class AdapterPool:
         self.num_evictions, self._evictions = 0, Counter[EvictionReason]()
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
-        self._total = Amount(self.num_slots, self.num_pages, self._max_outside_bytes)
+        self._total = Amount(self.num_slots, self.num_pages, memory // 4)
         # A resident is copying, unused, pinned or idle. An unused one, copied but not pinned yet, is not evicted for
         # `PAGE_WAIT_S`: two adapters that wait for the same pages could evict each other before either is used.
         self._residents: dict[str, Resident] = {}
@@ -101,7 +102,7 @@ class AdapterPool:
         # Digests that a request waits for, with their sizes once known: counting an adapter's modules takes 20 us.
         self._wanted: dict[str, Amount | None] = {}
         self._loaded_bytes: Counter[str] = Counter()
-        host_cache.refuse_beyond(max_rank=max_rank, max_outside_bytes=self._max_outside_bytes)
+        host_cache.refuse_beyond(**self._limits)
         self._lane = lane or platform_of(device).lane()
         self._writer = PageWriter(self.groups, base.groups, self.page_table, self.ranks, self._lane)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
@@ -138,6 +139,11 @@ class AdapterPool:
         """Return whether the adapter's pages can be read now."""
         return digest in self._residents and digest not in self._copying
 
+    def resident_among(self, digests: Set[str | None]) -> list[str]:
+        """Return those of the digests whose pages can be read now. Takes time by the smaller of the two sets."""
+        found = self._residents.keys() & digests
+        return [digest for digest in found if digest is not None and digest not in self._copying]
+
     @property
     def num_reservations(self) -> int:
         """Return the number of adapters for which device memory is reserved."""
@@ -164,7 +170,7 @@ class AdapterPool:
                 fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
             return Residency.LOADING
         size = self._size(digest, adapter)
-        error = refusal(adapter, size, max_rank=self._max_rank, max_outside_bytes=self._max_outside_bytes)
+        error = refusal(adapter.rank, size.outside_bytes, **self._limits)
         if error is not None:
             self._errors[digest] = error
             return Residency.FAILED
@@ -222,35 +228,29 @@ class AdapterPool:
             self._idle.add(digest, resident, self._now)
             self._pinned_held.remove(resident.size)
 
-    def holders_to_preempt(self, holders: Iterable[str], running: Collection[str] = ()) -> list[str]:
-        """Return the adapters whose requests the scheduler must preempt now, so that overdue reservations get pages.
+    def holders_to_preempt(self, claims: Iterable[Claim]) -> list[str]:
+        """Return the adapters whose requests the scheduler must preempt now, so that reservations get pages.
 
-        Call it once per step, after `poll` and before the first `ensure`. holders: the adapters of running requests,
-        first choice first. The list is cut where the reservations fit. running: the tenants with running requests.
-        Preempt every running request of each returned adapter: the next `poll` places the reserved adapters, and until
-        then `ensure` returns NO_ROOM for the adapters whose pages are needed. An adapter that became resident less than
-        `PAGE_WAIT_S` ago is not returned, so that two adapters do not take each other's pages in every step.
+        Call it once per step, after `poll` and before the first `ensure`. claims: in the order in which the
+        reservations should be placed. Preempt every running request of each returned adapter: the next `poll` places
+        the reservations that fit then, before all others, and until then `ensure` returns NO_ROOM for the adapters
+        whose pages are needed.
         """
-        held, wanted, victims, needed = replace(self._pinned_held), Amount(), list[str](), 0
-        left = iter(dict.fromkeys(holders))
-        for reservation in self.claims(running):
-            wanted.add(reservation.size)
-            while not wanted.fits(self._total, held, self._new_held):
-                holder = next(left, None)
-                if holder is None:
-                    return victims[:needed]
-                resident = self._residents.get(holder)
-                if resident is not None and resident.pins and self._now - resident.ready_at >= PAGE_WAIT_S:
-                    victims.append(holder)
-                    held.remove(resident.size)
-            if len(victims) > needed:
-                self._reservations.note_preemption(reservation.tenant, self._now)
-            needed = len(victims)
-        return victims
+
+        def fits(wanted: Amount, freed: Amount) -> bool:
+            held = replace(self._pinned_held)
+            held.remove(freed)
+            return wanted.fits(self._total, held, self._new_held)
+
+        chosen = choose_victims(claims, self._residents, fits, self._now)
+        for reservation in chosen.paid:
+            self._reservations.note_preemption(reservation.tenant, self._now)
+        self._reservations.move_to_front(chosen.placed)
+        return chosen.victims
 
     @property
     def overdue(self) -> list[Reservation]:
-        """Return the reservations that have waited for `PAGE_WAIT_S`, oldest first, as of the last `poll`."""
+        """Return the reservations that have waited for `PAGE_WAIT_S`, as of the last `poll`."""
         return self._reservations.overdue
 
     def claims(self, running: Collection[str]) -> list[Reservation]:

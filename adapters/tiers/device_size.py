@@ -11,14 +11,17 @@ def device_size(adapter: HostAdapter) -> Amount:
     return Amount(1, -(-adapter.rank_in_layers // PAGE_RANK), outside)
 
 
-def refusal(adapter: HostAdapter, size: Amount, *, max_rank: int, max_outside_bytes: int) -> AdapterError | None:
-    """Return the error of an adapter beyond the limits; None if it can be placed."""
-    if adapter.rank > max_rank:
-        return AdapterError("adapter", f"rank {adapter.rank} exceeds this engine's --max-lora-rank {max_rank}")
-    if size.outside_bytes > max_outside_bytes:
+def refusal(rank: int, outside_bytes: int, *, max_rank: int, max_outside_bytes: int) -> AdapterError | None:
+    """Return the error of an adapter beyond the limits of the device tier; None if it can be placed.
+
+    outside_bytes: size of its LoRA on embed_tokens and lm_head.
+    """
+    if rank > max_rank:
+        return AdapterError("adapter", f"its rank is {rank}, the limit is {max_rank} (--max-lora-rank)")
+    if outside_bytes > max_outside_bytes:
         return AdapterError(
             "adapter",
-            f"its LoRA on embed_tokens and lm_head takes {size.outside_bytes} bytes, the limit is "
+            f"its LoRA on embed_tokens and lm_head takes {outside_bytes} bytes, the limit is "
             f"{max_outside_bytes}, a quarter of --adapter-memory",
         )
     return None

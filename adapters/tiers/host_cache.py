@@ -20,7 +20,8 @@ from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
 from adapters.tiers.adapter_reader import AdapterReader, BaseTensor, HostAdapter
-from adapters.tiers.mixing import Mixtures, check_rank, mix
+from adapters.tiers.device_size import refusal
+from adapters.tiers.mixing import Mixtures, PartHeader, check_parts, mix
 from adapters.tiers.tier_state import HostCacheStats, LoadResult
 from adapters.verified_files import VerifiedFiles
 from wire.mixtures import Mixture
@@ -234,8 +235,8 @@ class HostCache:
     def _mix(self, mixture: Mixture) -> HostAdapter:
         """Make a mixture of its parts, which are loaded on this thread and stay in the cache like other adapters."""
         digests = [digest for digest, _ in mixture.parts]
-        # The sum of the ranks is checked first: it also bounds the memory of the parts.
-        check_rank(map(self._ranks, digests), self._max_rank)
+        # The headers are checked first: the sum of the ranks also bounds the memory of the parts.
+        check_parts([(digest, self._header(digest)) for digest in digests], self._max_rank)
         parts = [(self.get(digest) or self._load_stored(digest), weight) for digest, weight in mixture.parts]
         size = sum(part.num_bytes for part, _ in parts)
         # A larger one would be evicted as soon as it is made, and loaded again for ever.
@@ -256,15 +257,18 @@ class HostCache:
         for digest in self._mixtures.surplus(tenant, size):
             self._evict(digest)
 
-    def _ranks(self, digest: str) -> dict[tuple[int, str], int]:
+    def _header(self, digest: str) -> PartHeader:
         adapter = self.get(digest)
         if adapter is not None:
-            return {key: len(module.a) for key, module in adapter.modules.items()}
+            return PartHeader({key: len(module.a) for key, module in adapter.modules.items()}, adapter.invocation)
         with self._open(digest) as checkpoint:
-            return {key: module.rank for key, module in checkpoint.modules.items()}
+            ranks = {key: module.rank for key, module in checkpoint.modules.items()}
+            return PartHeader(ranks, checkpoint.manifest.invocation)
 
     def _hold(self, digest: str, size: int, make: Callable[[], HostAdapter]) -> HostAdapter:
-        """Make room for an adapter, make it and add it to the cache, unless another thread has added it."""
+        """Make room for an adapter, make it, add it to the cache and return it; return another thread's if it has added
+        one meanwhile.
+        """
         self._reserve(size)
         try:
             adapter = make()
@@ -276,7 +280,7 @@ class HostCache:
         with self._changed:
             if digest in self._resident:
                 self._num_bytes -= size
-            self._resident.setdefault(digest, adapter)
+            adapter = self._resident.setdefault(digest, adapter)
             self._num_loads += 1
             if digest in self._dropped and digest not in self._pins:
                 self._evict(digest)
@@ -298,18 +302,15 @@ class HostCache:
         Raises AdapterError if it is for another base model or too large.
         """
         checkpoint.check_base(self._base)
-        if checkpoint.rank > self._max_rank:
-            raise AdapterError("adapter", f"its rank is {checkpoint.rank}, the limit is {self._max_rank}")
         sizes: Counter[bool] = Counter()
         for (layer, _), module in checkpoint.modules.items():
             elements = sum(span.shape[0] * span.shape[1] for span in (module.a, module.b))
             sizes[layer == OUTSIDE] += elements * self._dtype.itemsize
-        if sizes[True] > self._max_outside_bytes:
-            raise AdapterError(
-                "adapter",
-                f"its LoRA on embed_tokens and lm_head takes {sizes[True]} bytes, the limit is "
-                f"{self._max_outside_bytes}, a quarter of --adapter-memory",
-            )
+        error = refusal(
+            checkpoint.rank, sizes[True], max_rank=self._max_rank, max_outside_bytes=self._max_outside_bytes
+        )
+        if error is not None:
+            raise error
         if sizes.total() > self._max_bytes:
             raise AdapterError("adapter", f"takes {sizes.total()} bytes of host memory, the limit is {self._max_bytes}")
         return sizes.total()

@@ -5,7 +5,8 @@ other adapter.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -62,24 +63,28 @@ class Mixtures:
                 del self._held[tenant]
 
 
-def check_rank(parts: Iterable[Mapping[tuple[int, str], int]], max_rank: int) -> None:
-    """Raise AdapterError if the ranks of the parts' modules add up to more than `max_rank`."""
+class PartHeader(NamedTuple):
+    """Part of a mixture before it is loaded. ranks: of its modules. invocation: see `AdapterManifest`."""
+
+    ranks: Mapping[tuple[int, str], int]
+    invocation: tuple[int, ...]
+
+
+def check_parts(parts: Sequence[tuple[str, PartHeader]], max_rank: int) -> None:
+    """Check a mixture's parts by digest. Raises AdapterError for an activated LoRA, which applies to some tokens only,
+    and if the ranks of the parts' modules add up to more than `max_rank`.
+    """
     ranks: Counter[tuple[int, str]] = Counter()
-    for part in parts:
-        ranks.update(part)
+    for digest, part in parts:
+        if part.invocation:
+            raise AdapterError("mixture", f"{digest_name(digest)} is an activated LoRA, which cannot be a part")
+        ranks.update(part.ranks)
     if (rank := max(ranks.values())) > max_rank:
         raise AdapterError("mixture", f"the ranks of its adapters add up to {rank}, the limit is {max_rank}")
 
 
 def mix(digest: str, parts: Sequence[tuple[HostAdapter, float]]) -> HostAdapter:
-    """Return the weighted sum of adapters as one adapter.
-
-    Raises AdapterError for an activated LoRA, which applies to some tokens only, and for values too large for the
-    dtype.
-    """
-    for part, _ in parts:
-        if part.invocation:
-            raise AdapterError("mixture", f"{digest_name(part.digest)} is an activated LoRA, which cannot be a part")
+    """Return the weighted sum of adapters as one adapter. Raises AdapterError for values too large for the dtype."""
     modules: dict[tuple[int, str], LoraModule] = {}
     for key in sorted({key for part, _ in parts for key in part.modules}):
         found = [(part.modules[key], weight) for part, weight in parts if key in part.modules]

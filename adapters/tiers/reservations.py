@@ -3,20 +3,23 @@
 A reservation is a count of pages, not particular pages. Pages that become free go to the oldest reservation first, and
 other adapters are placed in the rest. For `PAGE_WAIT_S`, resident adapters serve new requests as before. After that the
 reservation is overdue: an idle adapter whose pages are needed serves no new request, and the scheduler may preempt the
-requests that hold the other pages. If the reservation's tenant has running requests, or if requests were preempted for
-it within the last `CALM_S`, the scheduler may preempt only after `LONG_WAIT_S`: with 64 adapters of 8 tenants and room
-for 8, preemption after 0.5 s for every reservation caused five times as many loads and longer waits.
+requests that hold the other pages; the reservations for which it does come first.
+
+The scheduler may preempt only after `CALM_WAIT_S` if requests were preempted for the same tenant within the last
+`CALM_S`, and only after `BUSY_WAIT_S` if the tenant has running requests. With 64 adapters of 8 tenants and room for 8,
+preemption after 0.5 s for every reservation caused five times as many loads and longer waits.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 # Age from which a reservation is overdue, and time for which the requests of a new resident are not preempted.
 PAGE_WAIT_S = 0.5
-# Age from which requests are preempted for a reservation whose tenant has running requests, or for which requests were
-# preempted within the last `CALM_S`.
-LONG_WAIT_S, CALM_S = 5.0, 30.0
+# Age from which requests are preempted for a reservation of a tenant for which requests were preempted within the last
+# `CALM_S`, and of a tenant with running requests. With 5 s for both and a `CALM_S` of 30 s, a slow machine preempted
+# three times as often and loaded half as much again, with longer waits (docs/lab-notes.md).
+CALM_WAIT_S, BUSY_WAIT_S, CALM_S = 10.0, 20.0, 60.0
 
 
 @dataclass(slots=True)
@@ -65,7 +68,9 @@ class Reservation:
 
 
 class Reservations:
-    """Reservations in order of age: at most one per tenant, and together no more than the device has."""
+    """Reservations in the order in which they are placed: by age, except after `move_to_front`. At most one per tenant,
+    and together no more than the device has.
+    """
 
     def __init__(self, total: Amount) -> None:
         self._total = total
@@ -90,19 +95,26 @@ class Reservations:
 
     @property
     def overdue(self) -> list[Reservation]:
-        """Return the overdue reservations, oldest first."""
+        """Return the overdue reservations."""
         return list(self._overdue.values())
 
     def preempting(self, running: Collection[str], now: float) -> list[Reservation]:
-        """Return the reservations for which requests may be preempted now, oldest first.
+        """Return the reservations for which requests may be preempted now.
 
         running: the tenants with running requests.
         """
-        return [
-            r
-            for r in self._overdue.values()
-            if now - r.since >= LONG_WAIT_S or not (r.tenant in running or r.tenant in self._preempted)
-        ]
+        return [r for r in self._overdue.values() if now - r.since >= self._patience(r.tenant, running)]
+
+    def _patience(self, tenant: str, running: Collection[str]) -> float:
+        if tenant in running:
+            return BUSY_WAIT_S
+        return CALM_WAIT_S if tenant in self._preempted else PAGE_WAIT_S
+
+    def move_to_front(self, first: Sequence[Reservation]) -> None:
+        """Place these overdue reservations before all others, in this order."""
+        for reservation in reversed(first):
+            self._queue.move_to_end(reservation.digest, last=False)
+            self._overdue.move_to_end(reservation.digest, last=False)
 
     def note_preemption(self, tenant: str, now: float) -> None:
         """Record that requests are preempted for a reservation of this tenant."""

@@ -89,7 +89,8 @@ class Metrics:
             gauge.clear()
         for tenant in tenants:
             for name, gauge in self._tenants.items():
-                gauge.labels(tenant.tenant).set(getattr(tenant, name))
+                if (value := getattr(tenant, name)) is not None:
+                    gauge.labels(tenant.tenant).set(value)
 
     def host_load_ended(self, result: LoadResult, seconds: float) -> None:
         """Record the end of a load into host memory. Called on the load's thread."""
@@ -128,5 +129,6 @@ def _tenant_gauges(registry: CollectorRegistry) -> dict[str, Gauge]:
         "oldest_wait": "Longest wait of a tenant's waiting requests, in seconds.",
         "share": "A tenant's part of the service of the last minute.",
         "entitled": "A weight's part of the weights of the active tenants.",
+        "goodput": "Part of the last minute's requests with a target whose first token came in time.",
     }
     return {name: Gauge(f"{PREFIX}_tenant_{name}", text, ["tenant"], registry=registry) for name, text in texts.items()}

@@ -105,7 +105,7 @@ class KVCache:
         if request.num_kept:
             if prefix and self._blocks[prefix[-1]].key == _own_key(request, len(prefix) - 1):
                 num_cached = min(num_cached, request.num_kept)
-            self._forget(request)
+            self.forget(request)
         request.start(num_cached)
         request.num_registered_blocks = num_cached // self.block_size
         self.hit_tokens += request.num_computed
@@ -151,12 +151,14 @@ class KVCache:
                 block.key = _own_key(request, i)
                 self._by_key[block.key] = index
 
-    def _forget(self, request: Request) -> None:
-        """Remove the keys that `keep` gave to the request's blocks."""
+    def forget(self, request: Request) -> None:
+        """Remove the keys that `keep` gave to the request's blocks, so that free blocks of no use are taken first."""
         for i in range(self.blocks_for(request.num_kept)):
             index = self._by_key.pop(_own_key(request, i), None)
             if index is not None:
                 self._blocks[index].key = None
+                if index in self._free:
+                    self._free.move_to_end(index, last=False)
         request.num_kept = 0
 
     def free(self, request: Request) -> None:

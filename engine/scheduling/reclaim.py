@@ -1,7 +1,7 @@
 """Streams that give way to a waiting request of a tenant that is behind. Knows seats and blocks, no counters."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.scheduling.kv_cache import KVCache
@@ -62,14 +62,20 @@ def find_victims(
     return None
 
 
-def order_adapters(running: Sequence[Request], counters: Mapping[str, float], least: float) -> dict[str, list[Request]]:
-    """Return the running requests of each adapter that only tenants with counters above `least` use. Adapters with the
-    fewest requests come first; among these, adapters of the tenants furthest ahead.
-    """
+def users_of_adapters(running: Sequence[Request]) -> dict[str, list[Request]]:
+    """Return the running requests of each adapter."""
     users: dict[str, list[Request]] = {}
     for request in running:
         if request.adapter_digest:
             users.setdefault(request.adapter_digest, []).append(request)
-    ahead = {digest: min(counters[r.tenant] for r in requests) for digest, requests in users.items()}
-    order = sorted((d for d in users if ahead[d] > least), key=lambda d: (len(users[d]), -ahead[d]))
-    return {digest: users[digest] for digest in order}
+    return users
+
+
+def order_adapters(
+    users: Mapping[str, Sequence[Request]], counters: Mapping[str, float], giving_way: Collection[str]
+) -> list[str]:
+    """Return the adapters that only tenants in `giving_way` use. Adapters with the fewest requests come first; among
+    these, adapters of the tenants furthest ahead.
+    """
+    found = [digest for digest, requests in users.items() if all(r.tenant in giving_way for r in requests)]
+    return sorted(found, key=lambda d: (len(users[d]), -min(counters[r.tenant] for r in users[d])))

@@ -18,11 +18,12 @@ from adapters.tiers.device_pool import AdapterPool, Residency
 from engine.scheduling.cost import load_cost, step_cost
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.nearness import Nearness
 from engine.scheduling.pacing import Pacer, PromptBudget, patience
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.tenants import TenantState
-from engine.scheduling.reclaim import find_victims, order_adapters
+from engine.scheduling.reclaim import find_victims, order_adapters, users_of_adapters
 from engine.scheduling.request import FinishReason, Request, Status
 
 Plan = dict[Request, int]
@@ -201,7 +202,7 @@ class Scheduler:
         # Each row of logits is as wide as the vocabulary, so memory bounds a step's rows. Without chunked prefill a
         # prompt cannot be cut.
         logits_left = (self._chunked and self._limits.max_prompt_logits) or sys.maxsize
-        nearness = self._nearness if self._free_seats else None
+        nearness = Nearness(self.adapters, self.cache) if self._free_seats else None
         turns = self.policy.turns([r for r in self.running if not r.is_decoding], nearness)
         while not budget.is_spent and (request := turns.next(admits=admits)) is not None:
             if request.status is Status.FINISHED or request in plan:
@@ -292,12 +293,6 @@ class Scheduler:
             self._preempt(victim, plan)
         return True
 
-    def _nearness(self, request: Request) -> tuple[bool, bool]:
-        adapter = request.adapter_digest
-        if adapter is not None and not self.adapters.is_resident(adapter):
-            return True, True
-        return False, not self.cache.has_start(request)
-
     def _adapter_ready(self, request: Request) -> bool:
         if request.adapter_digest is None:
             return True
@@ -332,18 +327,19 @@ class Scheduler:
         return True
 
     def _free_reserved_pages(self, plan: Plan) -> None:
-        """Preempt requests whose adapters hold the pages that overdue reservations need. Only adapters whose tenants
-        are all ahead are chosen, those with the fewest requests first. The tenant furthest ahead waits for requests to
-        end.
+        """Preempt requests whose adapters hold the pages that overdue reservations need, the least served tenant's
+        reservation first: those of adapters of which all users' tenants give way to the reservation's tenant.
         """
         if not self.adapters.overdue:
             return
         counters = {r.tenant: self.policy.counter(r.tenant) for r in self.running}
-        least = min((self.policy.counter(c.tenant) for c in self.adapters.claims(counters.keys())), default=None)
-        if least is None:
-            return
-        users = order_adapters(self.running, counters, least)
-        for digest in self.adapters.holders_to_preempt(list(users), counters.keys()):
+        claims = sorted(self.adapters.claims(counters.keys()), key=lambda c: self.policy.counter(c.tenant))
+        users = users_of_adapters(self.running)
+        chosen = self.adapters.holders_to_preempt(
+            (c, order_adapters(users, counters, [t for t in counters if self.policy.gives_way(t, c.tenant)]))
+            for c in claims
+        )
+        for digest in chosen:
             for request in users[digest]:
                 self._preempt(request, plan)
 
@@ -366,8 +362,11 @@ class Scheduler:
     def _count_target(self, request: Request) -> None:
         """Count a request's first token, or its end without one, as within or beyond its target."""
         if request.ttft_target is not None:
-            self.num_over_target += (is_over := self._clock() - request.arrived > request.ttft_target)
-            self.num_in_target += bool(request.num_output_tokens) and not is_over
+            is_over = self._clock() - request.arrived > request.ttft_target
+            is_met = bool(request.num_output_tokens) and not is_over
+            self.num_over_target += is_over
+            self.num_in_target += is_met
+            self.policy.count_target(request, is_met=is_met)
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.status is Status.WAITING:
@@ -380,6 +379,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         if request in self.running:
             self._leave_running(request)
+        self.cache.forget(request)
         del self.requests[request.request_id]
         self._return_charge(request)
         self.policy.leave(request)

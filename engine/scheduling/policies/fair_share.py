@@ -8,6 +8,7 @@ A running stream of a tenant that is ahead gives way to a waiting request of one
 tenant's `max_tokens` bounds another tenant's wait; docs/design/step-loop.md states the bound.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
@@ -17,15 +18,17 @@ from engine.scheduling.policies.policy import Nearness
 from engine.scheduling.policies.tenants import TenantPolicy, Tenants
 from engine.scheduling.request import Request
 
+_turn = attrgetter("turn")
+
 # Maximum number of least served tenants among which the nearest request is chosen. It bounds an admission's look-ups.
 COMPARED = 16
 # Maximum number of one tenant's waiting requests that a step considers. It bounds a step's time while thousands of
 # requests wait for adapters that are loading.
 LOOKED_AT = 64
 # Number of requests for adapters off the device that a step considers, for each tenant and in all: enough to load these
-# adapters in advance. A step skips further ones, at a fraction of a microsecond each, to reach requests whose adapter
-# is on the device. Without this, a loaded adapter would be evicted unused: its tenant pays for the load, so its request
-# comes after those of all tenants that have not loaded yet.
+# adapters in advance. After these a step considers only requests whose adapter is on the device. Without this, a loaded
+# adapter would be evicted unused: its tenant pays for the load, so its request comes after those of all tenants that
+# have not loaded yet.
 FAR_LOOKED_AT, FAR_IN_ALL = 4, 64
 # Factor by which a tenant's running requests per weight must exceed another tenant's for the other to be light.
 HEAVIER = 2
@@ -48,12 +51,12 @@ class FairShare(TenantPolicy):
         self._slack = slack
         self._preempt_behind = preempt_behind
         self._preempt_after = preempt_after
-        self._last_entered = ""
+        self._last_entered: str | None = None
         self._shared_until = 0.0
 
     def enter(self, request: Request, now: float) -> None:
         if request.tenant != self._last_entered:
-            self._shared_until = now + SHARED_S if self._last_entered else 0.0
+            self._shared_until = 0.0 if self._last_entered is None else now + SHARED_S
             self._last_entered = request.tenant
         request.turn = (1, request.due, request.arrival)
         self._tenants.enter(request, now)
@@ -93,6 +96,9 @@ class FairShare(TenantPolicy):
         ]
         return sorted(streams, key=lambda r: (ahead[r.tenant], r.arrival), reverse=True)
 
+    def gives_way(self, tenant: str, claimant: str) -> bool:
+        return self.counter(tenant) > self.counter(claimant)
+
     def heavier(self, request: Request, running: Sequence[Request]) -> set[str]:
         """Return the tenants beside which the request's tenant is light: those that are ahead of it and have at least
         twice its running requests per weight, this request included.
@@ -124,7 +130,7 @@ class FairTurns:
         for request in in_progress:
             self._prompts.setdefault(request.tenant, []).append(request)
         for prompts in self._prompts.values():
-            prompts.sort(key=attrgetter("turn"), reverse=True)
+            prompts.sort(key=_turn, reverse=True)
         self._running = [(tenants.counter(t), p[-1].arrival, t) for t, p in self._prompts.items()]
         heapify(self._running)
         # Heap of the waiting tenants, built on the first admission, and the rest of each one's queue.
@@ -133,6 +139,10 @@ class FairTurns:
         # Number of requests returned by `next` whose adapter is off the device.
         self._num_far: Counter[str] = Counter()
         self._num_far_in_all = 0
+        # Tenants whose queues contain only requests for adapters on the device, and each tenant's last returned turn.
+        self._near_only: set[str] = set()
+        self._last_turn: dict[str, tuple[int, float, int]] = {}
+        self._keys: dict[Request, tuple[bool, bool]] = {}
         self._last: str | None = None
 
     def next(self, *, admits: bool) -> Request | None:
@@ -150,13 +160,21 @@ class FairTurns:
         if self._last is None:
             return None
         request = self._queues[self._last].pop()
-        if self._is_far(request):
+        self._last_turn[self._last] = request.turn
+        if self._nearness is not None and self._nearness.is_far(request):
             self._num_far[self._last] += 1
             self._num_far_in_all += 1
+            if self._num_far_in_all == FAR_IN_ALL:
+                self._drop_far_tenants(self._nearness)
         return request
 
-    def _is_far(self, request: Request) -> bool:
-        return self._nearness is not None and self._nearness(request)[0]
+    def _drop_far_tenants(self, nearness: Nearness) -> None:
+        """Remove the tenants from the heap that wait only for adapters off the device."""
+        near = set().union(
+            *(self._tenants.waiting_for[a] for a in nearness.near_among(self._tenants.waiting_for.keys()))
+        )
+        self._waiting = [entry for entry in self._waiting or () if entry[2] in near]
+        heapify(self._waiting)
 
     def _put_last_back(self) -> None:
         """Put the tenant of the last request back into its heap, by its present counter."""
@@ -181,11 +199,17 @@ class FairTurns:
                 compared.append(entry)
         if nearness is None or len(compared) < 2:
             return compared[0][2] if compared else None
-        found = min(compared, key=lambda entry: (*nearness(self._queue(entry[2])[-1]), entry[1]))
+        found = min(compared, key=lambda entry: (*self._key(nearness, self._queue(entry[2])[-1]), entry[1]))
         for entry in compared:
             if entry is not found:
                 heappush(waiting, entry)
         return found[2]
+
+    def _key(self, nearness: Nearness, request: Request) -> tuple[bool, bool]:
+        key = self._keys.get(request)
+        if key is None:
+            key = self._keys[request] = nearness.key(request)
+        return key
 
     def _queue(self, tenant: str) -> list[Request]:
         """Return the tenant's next waiting requests in reverse order; it may contain requests that have left."""
@@ -193,7 +217,21 @@ class FairTurns:
         if queue is None:
             account = self._tenants.waiting.get(tenant)
             queue = self._queues[tenant] = [] if account is None else account.queue[LOOKED_AT - 1 :: -1]
+        if self._nearness is None or tenant in self._near_only:
+            return queue
         if self._num_far[tenant] >= FAR_LOOKED_AT or self._num_far_in_all >= FAR_IN_ALL:
-            while queue and self._is_far(queue[-1]):
-                queue.pop()
+            self._near_only.add(tenant)
+            queue = self._queues[tenant] = self._near_queue(tenant, self._nearness)
         return queue
+
+    def _near_queue(self, tenant: str, nearness: Nearness) -> list[Request]:
+        """Return the tenant's next waiting requests for adapters on the device, in reverse order."""
+        account = self._tenants.waiting.get(tenant)
+        if account is None:
+            return []
+        last, found = self._last_turn.get(tenant), list[Request]()
+        for adapter in nearness.near_among(account.by_adapter.keys()):
+            requests = account.by_adapter[adapter]
+            start = 0 if last is None else bisect_right(requests, last, key=_turn)
+            found += requests[start : start + LOOKED_AT]
+        return sorted(found, key=_turn)[LOOKED_AT - 1 :: -1]

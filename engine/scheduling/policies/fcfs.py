@@ -36,6 +36,9 @@ class FirstCome(TenantPolicy):
     ) -> list[Request]:
         return []
 
+    def gives_way(self, tenant: str, claimant: str) -> bool:
+        return False
+
     def heavier(self, request: Request, running: Sequence[Request]) -> set[str]:
         return set()
 

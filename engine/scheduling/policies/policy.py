@@ -4,14 +4,27 @@ The scheduler owns seats, blocks and adapters; a policy owns the queue and each 
 class here and a line in `policies.registry`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Protocol
 
 from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import Request
 
-Nearness = Callable[[Request], tuple[bool, bool]]
-"""Key that sorts nearer requests first: whether the adapter is off the device, and the prompt's start uncached."""
+
+class Nearness(Protocol):
+    """Distance of waiting requests to being computed."""
+
+    def is_far(self, request: Request) -> bool:
+        """Return whether the request's adapter is off the device."""
+        ...
+
+    def key(self, request: Request) -> tuple[bool, bool]:
+        """Return a key that sorts nearer requests first: whether it is far, and whether its start is uncached."""
+        ...
+
+    def near_among(self, adapters: Set[str | None]) -> Collection[str | None]:
+        """Return the adapters whose requests are not far, in time by the smaller of the sets; None: the base model."""
+        ...
 
 
 class Turns(Protocol):
@@ -88,6 +101,14 @@ class Policy(Protocol):
 
         keeps_blocks: the claimant needs no block of theirs, so their blocks probably stay cached.
         """
+        ...
+
+    def gives_way(self, tenant: str, claimant: str) -> bool:
+        """Return whether a tenant's running requests may be preempted when the claimant's adapter needs their pages."""
+        ...
+
+    def count_target(self, request: Request, *, is_met: bool) -> None:
+        """Count a request with a target of the time to first token, for its tenant's reports."""
         ...
 
     def heavier(self, request: Request, running: Sequence[Request]) -> set[str]:

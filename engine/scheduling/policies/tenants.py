@@ -23,7 +23,8 @@ class TenantState:
 
     counter: service divided by weight, since the tenant was last idle. oldest_wait: longest wait of its waiting
     requests, in seconds. share: its part of the service of the last minute. entitled: its weight's part of the weights
-    of the active tenants.
+    of the active tenants. goodput: the part of its requests with a target, of the last minute, whose first token came
+    in time; None without such requests.
     """
 
     tenant: str
@@ -34,19 +35,35 @@ class TenantState:
     oldest_wait: float
     share: float
     entitled: float
+    goodput: float | None
 
 
 @dataclass(slots=True)
 class Account:
-    """Account of one tenant. num_active: its requests, waiting and running. queue: its waiting requests in order."""
+    """Account of one tenant.
+
+    num_active: its requests, waiting and running. queue: its waiting requests in order. by_adapter: the same, for each
+    adapter and for the base model (None). elsewhere: part of the counter that other engines' service caused.
+    recent, before: service in the current window and in the one before it; met, missed: requests within and beyond
+    their target, in the same windows.
+    """
 
     tenant: str
     counter: float = 0.0
     weight: float = 1.0
     num_active: int = 0
     queue: list[Request] = field(default_factory=list)
+    by_adapter: dict[str | None, list[Request]] = field(default_factory=dict)
+    elsewhere: float = 0.0
     recent: float = 0.0
     before: float = 0.0
+    met: tuple[int, int] = (0, 0)
+    missed: tuple[int, int] = (0, 0)
+
+    @property
+    def goodput(self) -> float | None:
+        num_met, num = sum(self.met), sum(self.met) + sum(self.missed)
+        return num_met / num if num else None
 
 
 class Tenants:
@@ -60,6 +77,8 @@ class Tenants:
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
         self.waiting: dict[str, Account] = {}
+        # The tenants that wait for each adapter, and for the base model (None).
+        self.waiting_for: dict[str | None, set[str]] = {}
         self._num_waiting = 0
         self._num_active = 0
         self._last_admitted = 0.0
@@ -92,19 +111,23 @@ class Tenants:
     def push(self, account: Account, request: Request, now: float) -> None:
         request.queued_at = now
         insort(account.queue, request, key=_turn)
+        insort(account.by_adapter.setdefault(request.adapter_digest, []), request, key=_turn)
+        self.waiting_for.setdefault(request.adapter_digest, set()).add(account.tenant)
         self.waiting[account.tenant] = account
         self._num_waiting += 1
 
     def remove(self, request: Request) -> None:
-        account = self.waiting[request.tenant]
-        queue = account.queue
-        at = bisect_left(queue, request.turn, key=_turn)
-        while queue[at] is not request:
-            at += 1
-        del queue[at]
+        account, adapter = self.waiting[request.tenant], request.adapter_digest
+        _delete(account.queue, request)
+        _delete(account.by_adapter[adapter], request)
+        if not account.by_adapter[adapter]:
+            del account.by_adapter[adapter]
+            self.waiting_for[adapter].remove(account.tenant)
+            if not self.waiting_for[adapter]:
+                del self.waiting_for[adapter]
         self._num_waiting -= 1
         self._last_tenant = account
-        if not queue:
+        if not account.queue:
             del self.waiting[request.tenant]
 
     def leave(self, request: Request) -> None:
@@ -130,11 +153,22 @@ class Tenants:
         if account is None or not account.num_active:
             return False
         account.counter += cost / account.weight
+        account.elsewhere += cost / account.weight
         has_nothing_running = account.num_active == len(account.queue)
         if has_nothing_running and now - account.queue[0].queued_at > ELSEWHERE_WAIT_S:
-            # Without this, a tenant that is served faster elsewhere would never be served here.
-            account.counter = min(other.counter for other in self.waiting.values())
+            # Without this, a tenant that is served faster elsewhere would never be served here. Service of this engine
+            # stays counted.
+            ahead = account.counter - min(other.counter for other in self.waiting.values())
+            forgiven = min(ahead, account.elsewhere)
+            account.counter -= forgiven
+            account.elsewhere -= forgiven
         return True
+
+    def count_target(self, tenant: str, *, is_met: bool) -> None:
+        account = self.accounts.get(tenant)
+        if account is not None:
+            account.met = account.met[0] + is_met, account.met[1]
+            account.missed = account.missed[0] + (not is_met), account.missed[1]
 
     def states(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
         """Return the accounts with most waiting requests, then most service, at most `limit`."""
@@ -153,6 +187,7 @@ class Tenants:
                 max((now - r.queued_at for r in a.queue), default=0.0),
                 (a.recent + a.before) / served,
                 a.weight / weights if a.num_active else 0.0,
+                a.goodput,
             )
             for a in shown
         ]
@@ -182,7 +217,16 @@ class Tenants:
             is_next = now - self._window_began < 2 * WINDOW_S
             for account in self.accounts.values():
                 account.before, account.recent = account.recent if is_next else 0.0, 0.0
+                account.met, account.missed = (0, account.met[0] * is_next), (0, account.missed[0] * is_next)
             self._window_began = now
+
+
+def _delete(queue: list[Request], request: Request) -> None:
+    """Remove a request from a list in order of turns."""
+    at = bisect_left(queue, request.turn, key=_turn)
+    while queue[at] is not request:
+        at += 1
+    del queue[at]
 
 
 class TenantPolicy:
@@ -214,6 +258,9 @@ class TenantPolicy:
 
     def charge_elsewhere(self, tenant: str, cost: float, now: float) -> bool:
         return self._tenants.charge_elsewhere(tenant, cost, now)
+
+    def count_target(self, request: Request, *, is_met: bool) -> None:
+        self._tenants.count_target(request.tenant, is_met=is_met)
 
     def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
         return self._tenants.states(running, now, limit)

@@ -83,7 +83,8 @@ class Engine:
         self.clock[0] += STEP_S
         self.pool.poll()
         self.check()
-        holders = self.pool.holders_to_preempt(digest for _, digest in reversed(self.running))
+        users = [digest for _, digest in reversed(self.running)]
+        holders = self.pool.holders_to_preempt((claim, users) for claim in self.pool.claims(()))
         for request in [r for r in self.running if r[1] in holders]:
             self.running.remove(request)
             self.pool.unpin(request[1])

@@ -10,7 +10,7 @@ from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.store import DirectoryStore
 from adapters.tiers.device_pool import AdapterPool, Residency
 from adapters.tiers.host_cache import HostCache
-from testing.adapter_files import BASE, tensors, write
+from testing.adapter_files import BASE, CONFIG, tensors, write
 from wire.mixtures import Mixture, Term
 
 SIZE = sum(len(data) for _, _, data in tensors().values())  # of one adapter in float32
@@ -62,6 +62,16 @@ def test_the_sum_of_ranks_is_refused_before_the_parts_are_read(cache: HostCache,
     with pytest.raises(AdapterError, match="add up to 8, the limit is 7"):
         cache.fetch(mixed.digest, "t").result(TIMEOUT)
     assert cache.stats().num_bytes == 0
+
+
+def test_an_activated_lora_is_refused_before_the_parts_are_read(cache: HostCache, digests: list[str], tmp_path):
+    config = {**CONFIG, "alora_invocation_tokens": [1, 2]}
+    activated = cache.add_path(write(tmp_path / "activated", tensors(seed=20), config))
+    mixed = Mixture.of([Term("a", 1.0), Term("b", 1.0)], [digests[0], activated])
+    cache.add_mixture(mixed)
+    with pytest.raises(AdapterError, match="is an activated LoRA, which cannot be a part"):
+        cache.fetch(mixed.digest, "t").result(TIMEOUT)
+    assert cache.stats().loads == 0
 
 
 def test_a_mixture_larger_than_its_tenants_share_is_refused(tmp_path, digests: list[str]):

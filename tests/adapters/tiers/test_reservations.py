@@ -1,11 +1,11 @@
 """Reservations of pages, preemption of their holders, and eviction between tenants."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from adapters.tiers.device_pool import AdapterPool, Residency
 from adapters.tiers.eviction import STALE_S
-from adapters.tiers.reservations import CALM_S, LONG_WAIT_S, PAGE_WAIT_S
+from adapters.tiers.reservations import CALM_S, CALM_WAIT_S, PAGE_WAIT_S
 from testing.device_pools import Make, wait_for
 
 
@@ -13,6 +13,10 @@ def pinned(pool: AdapterPool, *digests: str, tenant: str = "") -> None:
     for digest in digests:
         wait_for(pool, digest)
         pool.pin(digest, tenant)
+
+
+def preempted(pool: AdapterPool, holders: list[str], running: Collection[str] = ()) -> list[str]:
+    return pool.holders_to_preempt((claim, holders) for claim in pool.claims(running))
 
 
 def test_a_reservation_leaves_the_other_pages_and_the_residents_to_everybody(
@@ -94,12 +98,12 @@ def test_overdue_reservations_name_the_holders_to_preempt(
     big = adapter(rank=16, seed=20)
     wait_for(pool, big, Residency.NO_ROOM)
     pool.poll()
-    assert pool.holders_to_preempt(streams) == []
+    assert preempted(pool, streams) == []
     later(PAGE_WAIT_S)
     pool.poll()
     ahead = [streams[2], streams[2], streams[0], streams[1]]
-    assert pool.holders_to_preempt(ahead) == [streams[2], streams[0]], "no more than needed, furthest ahead first"
-    assert pool.holders_to_preempt([streams[1]]) == [], "one page would not be enough"
+    assert preempted(pool, ahead) == [streams[2], streams[0]], "no more than needed, furthest ahead first"
+    assert preempted(pool, [streams[1]]) == [], "one page would not be enough"
     pool.unpin(streams[2])
     # A preempted adapter's request comes back in the same step: its page is needed.
     assert pool.ensure(streams[2]) is Residency.NO_ROOM
@@ -111,10 +115,10 @@ def test_overdue_reservations_name_the_holders_to_preempt(
     assert pool.ensure(streams[0], "other") is Residency.NO_ROOM
     later(PAGE_WAIT_S * 0.9)
     pool.poll()
-    assert pool.holders_to_preempt([big, streams[1]]) == []
+    assert preempted(pool, [big, streams[1]]) == []
     later(PAGE_WAIT_S)
     pool.poll()
-    assert pool.holders_to_preempt([big, streams[1]]) == [big]
+    assert preempted(pool, [big, streams[1]]) == [big]
 
 
 def test_a_reservation_ends_with_the_last_request_that_wanted_it(
@@ -214,27 +218,27 @@ def test_a_tenant_preempts_again_only_after_a_longer_wait(
     wait_for_reservation(pool, second, "a")
     later(PAGE_WAIT_S)
     pool.poll()
-    assert pool.holders_to_preempt([first]) == [first]
+    assert preempted(pool, [first]) == [first]
     pool.unpin(first)
     wait_for_tenant(pool, second, "a")
     pool.pin(second, "a")
     wait_for_reservation(pool, third, "a")
-    later(LONG_WAIT_S - 0.5)
+    later(CALM_WAIT_S - 0.5)
     pool.poll()
-    assert pool.holders_to_preempt([second]) == []
+    assert preempted(pool, [second]) == []
     pool.no_longer_wanted(third)
     wait_for_reservation(pool, third, "b")
     later(PAGE_WAIT_S)
     pool.poll()
-    assert pool.holders_to_preempt([second], {"b"}) == [], "the tenant has running requests"
-    assert pool.holders_to_preempt([second], {"a"}) == [second], "another tenant has waited long enough"
+    assert preempted(pool, [second], {"b"}) == [], "the tenant has running requests"
+    assert preempted(pool, [second], {"a"}) == [second], "another tenant has waited long enough"
     pool.no_longer_wanted(third)
     later(CALM_S)
     pool.poll()
     wait_for_reservation(pool, third, "a")
     later(PAGE_WAIT_S)
     pool.poll()
-    assert pool.holders_to_preempt([second]) == [second]
+    assert preempted(pool, [second]) == [second]
 
 
 def wait_for_reservation(pool: AdapterPool, digest: str, tenant: str) -> None:

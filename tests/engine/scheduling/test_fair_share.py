@@ -1,20 +1,81 @@
 """The order of tenants."""
 
 from collections import Counter
+from collections.abc import Set
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.scheduling.cost import step_cost
-from engine.scheduling.policies.fair_share import FairShare
-from engine.scheduling.policies.tenants import ELSEWHERE_WAIT_S
+from engine.scheduling.policies.fair_share import LOOKED_AT, FairShare, FairTurns
+from engine.scheduling.policies.policy import Nearness
+from engine.scheduling.policies.tenants import ELSEWHERE_WAIT_S, WINDOW_S
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 
 
-def request(tenant: str, arrival: int = 0, *, weight: float = 1.0, priority: int = 0) -> Request:
-    return Request(
-        NewRequest(f"{tenant}{arrival}", [1], SamplingParams(), tenant=tenant, weight=weight, priority=priority),
-        arrival=arrival,
+def request(
+    tenant: str, arrival: int = 0, *, weight: float = 1.0, priority: int = 0, adapter: str | None = None
+) -> Request:
+    new = NewRequest(
+        f"{tenant}{arrival}", [1], SamplingParams(), adapter, tenant=tenant, weight=weight, priority=priority
     )
+    return Request(new, arrival=arrival)
+
+
+class Near:
+    """Nearness by a set of adapters on the device."""
+
+    def __init__(self, resident: set[str]) -> None:
+        self.resident = resident
+
+    def is_far(self, request: Request) -> bool:
+        return request.adapter_digest is not None and request.adapter_digest not in self.resident
+
+    def key(self, request: Request) -> tuple[bool, bool]:
+        return self.is_far(request), False
+
+    def near_among(self, adapters: Set[str | None]) -> list[str | None]:
+        return [adapter for adapter in adapters if adapter is None or adapter in self.resident]
+
+
+class SlowTurns(FairTurns):
+    """Slow twin: it skips requests for adapters off the device one by one."""
+
+    def _drop_far_tenants(self, nearness: Nearness) -> None: ...
+
+    def _near_queue(self, tenant: str, nearness: Nearness) -> list[Request]:
+        account = self._tenants.waiting.get(tenant)
+        last = self._last_turn.get(tenant, (-1, 0.0, 0))
+        left = [r for r in account.queue if r.turn > last] if account else []
+        return [r for r in left if not nearness.is_far(r)][LOOKED_AT - 1 :: -1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_requests_come_in_the_order_of_the_slow_twin(data: st.DataObject) -> None:
+    adapters = [None, *"abcdefgh"]
+    entered = data.draw(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(adapters)), min_size=1, max_size=60))
+    near = Near(data.draw(st.sets(st.sampled_from("abcdefgh"))))
+    charges = data.draw(st.lists(st.integers(0, 3), min_size=len(entered), max_size=len(entered)))
+    slack, admitted = data.draw(st.sampled_from([0.0, 2.0])), data.draw(st.sets(st.integers(0, 60)))
+
+    def order(turns_type: type[FairTurns]) -> list[str]:
+        share, found = FairShare(slack), []
+        for i, (tenant, adapter) in enumerate(entered):
+            enter(share, request(tenant, i, adapter=adapter))
+        for _ in range(2):  # steps
+            turns = turns_type(share._tenants, [], near, slack)
+            while (r := turns.next(admits=True)) is not None:
+                found.append(r.request_id)
+                share.charge(r, charges[r.arrival])
+                if r.arrival in admitted:
+                    share.remove(r)
+        return found
+
+    with mock.patch.multiple("engine.scheduling.policies.fair_share", FAR_IN_ALL=6, FAR_LOOKED_AT=3):
+        assert order(FairTurns) == order(SlowTurns)
 
 
 def serve(share: FairShare, n: int, cost: float = 10) -> list[str]:
@@ -117,15 +178,12 @@ def test_priorities_age_and_targets_come_first() -> None:
 
 
 def test_within_the_slack_the_nearest_request_is_first_and_beyond_it_the_least_served() -> None:
-    def far(request: Request) -> tuple[bool, bool]:
-        return request.tenant != "near", False
-
     for ahead, expected in ((90, "near"), (110, "least")):
         share = FairShare(slack=100)
         for tenant in ("least", "near"):
-            enter(share, request(tenant, 0 if tenant == "least" else 1))
+            enter(share, request(tenant, 0 if tenant == "least" else 1, adapter=tenant))
         share.charge(request("near"), ahead)
-        found = share.turns([], far).next(admits=True)
+        found = share.turns([], Near({"near"})).next(admits=True)
         assert found is not None
         assert found.tenant == expected
 
@@ -194,6 +252,40 @@ def test_a_tenant_that_is_served_faster_elsewhere_is_served_here_after_a_while()
     # It has a request running, so the next one waits for its turn.
     share.charge_elsewhere("spread", 1e9, 3 * ELSEWHERE_WAIT_S)
     assert "spread" not in serve(share, 5)
+
+
+def test_a_tenant_that_is_served_faster_elsewhere_keeps_its_debt_to_this_engine() -> None:
+    share = FairShare()
+    for i in range(20):
+        enter(share, request("spread", i))
+        enter(share, request("here", i))
+    share.charge_tenant("spread", 30)
+    share.charge_elsewhere("spread", 1e9, ELSEWHERE_WAIT_S + 0.1)
+    assert share.counter("spread") == pytest.approx(30)
+    assert serve(share, 3) == ["here"] * 3
+    share.charge_elsewhere("spread", 0.0, ELSEWHERE_WAIT_S + 0.1)
+    assert share.counter("spread") == pytest.approx(30)
+
+
+def test_the_anonymous_tenant_shares_the_engine_like_any_other() -> None:
+    share = FairShare()
+    enter(share, request("", 0))
+    assert share.step_target(0.0) is None
+    enter(share, request("a", 1))
+    assert share.step_target(0.0) is not None
+
+
+def test_the_targets_of_a_tenant_are_reported_for_a_minute() -> None:
+    share = FairShare()
+    first = request("a")
+    enter(share, first)
+    for is_met in (True, True, False):
+        share.count_target(first, is_met=is_met)
+    [state] = share.tenants([], 1.0, 9)
+    assert state.goodput == pytest.approx(2 / 3)
+    share.tenants([], 2 * WINDOW_S, 9)
+    [state] = share.tenants([], 4 * WINDOW_S, 9)
+    assert state.goodput is None
 
 
 @pytest.mark.parametrize("keeps_blocks", [True, False])

@@ -199,6 +199,21 @@ def test_a_preempted_request_finds_all_its_blocks(prefix_cache: bool, num_comput
     assert cache.num_free == 8 - len(held)
 
 
+def test_the_blocks_of_a_preempted_request_that_ends_are_taken_first() -> None:
+    cache = KVCache(8, 4)
+    request, other = make_request("one", 12), make_request("two", 8, first=100)
+    shared = preempt(cache, other, 8)
+    held = preempt(cache, request, 11)
+    cache.forget(request)
+    assert cache.find_prefix(request) == held[:2], "full blocks are shared"
+    assert held[2] not in cache._by_key.values()
+    new = make_request("new", 16, first=200)
+    cache.start(new, [])
+    assert cache.grow(new, 16)
+    assert held[2] in new.blocks
+    assert not set(shared) & set(new.blocks)
+
+
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_preempted_request_finds_nothing_in_evicted_blocks(prefix_cache: bool) -> None:
     cache = KVCache(4, 4, prefix_cache)

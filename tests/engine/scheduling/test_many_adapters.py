@@ -5,16 +5,11 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-import torch
-
-from adapters.tiers.adapter_reader import HostAdapter, LoraModule
-from adapters.tiers.device_pool import AdapterPool
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from engine.scheduling.scheduler import PASSED_OVER, Scheduler, StepLimits
-from testing.adapter_files import BASE
-from testing.device_pools import Worker
+from testing.device_pools import EveryAdapter, Worker, pool_of
 
 WAITING, ADAPTERS, TENANTS, SEATS, ON_DEVICE = 10_000, 1000, 100, 64, 8
 # Calls of functions in a step. Today 45,000 at most: 64 requests of each of 100 tenants, about 5 calls for each that is
@@ -22,23 +17,8 @@ WAITING, ADAPTERS, TENANTS, SEATS, ON_DEVICE = 10_000, 1000, 100, 64, 8
 MOST_CALLS = 90_000
 
 
-class Host:
-    """Host tier that holds every adapter."""
-
-    def refuse_beyond(self, **_: int) -> None: ...
-
-    def get(self, digest: str) -> HostAdapter:
-        module = LoraModule(torch.zeros(8, 16), torch.zeros(16, 8), 1.0)
-        return HostAdapter(digest, 8, {(0, "q_proj"): module}, 1024)
-
-
 def make_scheduler(worker: Worker) -> Scheduler:
-    options: Any = {"max_rank": 8, "dtype": torch.float32, "device": torch.device("cpu")}
-    host: Any = Host()
-    page_bytes = AdapterPool(BASE, host, memory=1 << 22, **options).page_bytes
-    pool = AdapterPool(BASE, host, memory=ON_DEVICE * page_bytes, **options)
-    pool._copier.shutdown()
-    pool._copier = worker  # type: ignore[assignment]
+    pool = pool_of(EveryAdapter(), ON_DEVICE, worker)
     scheduler = Scheduler(KVCache(4000, 16), pool, StepLimits(SEATS, 640), policy=FairShare(256.0))
     for i in range(WAITING):
         tenant, adapter = i % TENANTS, (i % TENANTS) * (ADAPTERS // TENANTS) + i // TENANTS % (ADAPTERS // TENANTS)

@@ -1,0 +1,54 @@
+"""Choice of the adapters whose running requests are preempted for overdue reservations."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from adapters.tiers.eviction import Resident
+from adapters.tiers.reservations import PAGE_WAIT_S, Amount, Reservation
+
+Claim = tuple[Reservation, Iterable[str]]
+"""A reservation, and the adapters whose requests may be preempted for it, first choice first."""
+
+
+class Preemption(NamedTuple):
+    """victims: the adapters whose requests are preempted. placed: the reservations that fit then. paid: those of them
+    that need victims.
+    """
+
+    victims: list[str]
+    placed: list[Reservation]
+    paid: list[Reservation]
+
+
+def choose_victims(
+    claims: Iterable[Claim], residents: Mapping[str, Resident], fits: Callable[[Amount, Amount], bool], now: float
+) -> Preemption:
+    """Choose adapters until the reservations fit, in the order of the claims. Nothing is preempted for a reservation
+    that would still not fit beside those before it.
+
+    fits(wanted, freed): whether this amount fits once the other is free. An adapter that became resident less than
+    `PAGE_WAIT_S` ago is not chosen, so that two adapters do not take each other's pages in every step.
+    """
+    wanted, freed, chosen = Amount(), Amount(), Preemption([], [], [])
+    for reservation, holders in claims:
+        wanted.add(reservation.size)
+        taken: list[str] = []
+        for holder in holders:
+            if fits(wanted, freed):
+                break
+            resident = residents.get(holder)
+            if resident is None or not resident.pins or now - resident.ready_at < PAGE_WAIT_S:
+                continue
+            if holder not in chosen.victims and holder not in taken:
+                taken.append(holder)
+                freed.add(resident.size)
+        if fits(wanted, freed):
+            chosen.victims.extend(taken)
+            chosen.placed.append(reservation)
+            if taken:
+                chosen.paid.append(reservation)
+            continue
+        wanted.remove(reservation.size)
+        for holder in taken:
+            freed.remove(residents[holder].size)
+    return chosen
